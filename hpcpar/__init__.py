@@ -1,0 +1,54 @@
+"""hpcpar: train PyTorch models across the nodes of a supercomputer over plain MPI.
+
+    import hpcpar
+
+    world = hpcpar.init()                       # a communicator over all ranks
+    optimizer = hpcpar.DistributedOptimizer(torch.optim.AdamW(model.parameters()),
+                                            model.named_parameters(), world)
+
+Importing the package starts nothing: MPI begins in `init()`, torch is imported when first needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator, run_loopback
+    from hpcpar.comm.world import init
+    from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
+    from hpcpar.mesh import Layout, Mesh
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "init": "hpcpar.comm.world",
+    "Communicator": "hpcpar.comm",
+    "run_loopback": "hpcpar.comm",
+    "DistributedOptimizer": "hpcpar.data_parallel",
+    "broadcast_parameters": "hpcpar.data_parallel",
+    "Layout": "hpcpar.mesh",
+    "Mesh": "hpcpar.mesh",
+}
+
+__all__ = [
+    "Communicator",
+    "DistributedOptimizer",
+    "Layout",
+    "Mesh",
+    "__version__",
+    "broadcast_parameters",
+    "init",
+    "run_loopback",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hpcpar' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,187 @@
+"""What a schedule costs: seconds under the α-β-γ model on a topology, bytes and messages by rank.
+
+All ranks begin at second 0 and walk through their schedules by the rules of `step`: a message of n
+bytes starts when both ends have posted it and lasts α + βn of the link between them; a rank has one
+port, full duplex, so its sends go one after another, and so do its receives; after its last message
+a step folds in what it combines, γ a byte. Copies within a rank are free.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.step import Receive, Send, Step
+from hpcpar.errors import ScheduleError
+from hpcpar.partition import counts
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a message between two ranks costs: α + β a byte."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.alpha_s + self.beta_s_per_byte * nbytes
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes of equally many consecutive ranks, one kind of link within them and one between them."""
+
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    gamma_s_per_byte: float = 0.0
+
+    @classmethod
+    def uniform(cls, alpha_s: float, beta_s_per_byte: float, gamma_s_per_byte: float = 0.0) -> Topology:
+        """Every rank on a node of its own, all links alike."""
+        link = Link(alpha_s, beta_s_per_byte)
+        return cls(1, link, link, gamma_s_per_byte)
+
+    def same_node(self, rank: int, other: int) -> bool:
+        return rank // self.ranks_per_node == other // self.ranks_per_node
+
+    def link(self, rank: int, other: int) -> Link:
+        return self.intra if self.same_node(rank, other) else self.inter
+
+
+@dataclass(frozen=True)
+class Price:
+    """The bill of one collective: until the last rank has finished; bytes and messages that each rank sends."""
+
+    seconds: float
+    nbytes_sent: tuple[int, ...]
+    messages: tuple[int, ...]
+    nbytes_between_nodes: int
+
+
+def price(
+    algorithm: Algorithm,
+    size: int,
+    nbytes: int,
+    topology: Topology,
+    root: int = 0,
+    segments: int = 1,
+    *,
+    chunk_nbytes: Sequence[int] | None = None,
+) -> Price:
+    """Run the schedules of all ranks against the clock.
+
+    nbytes         the whole vector: S in the closed forms, what one rank's buffer holds
+    chunk_nbytes   its chunks, where they are uneven; None: as equal as can be
+    """
+    if chunk_nbytes is None:
+        chunks = algorithm.chunks(size, segments)
+        chunk_nbytes = counts(nbytes, chunks) if chunks else ()
+    schedules = [algorithm.generate(rank, size, root=root, segments=segments) for rank in range(size)]
+    return _Clock(schedules, chunk_nbytes, topology).run()
+
+
+@dataclass
+class _Rank:
+    rank: int
+    steps: Sequence[Step]
+    at: int = -1
+    open: int = 0  # messages of this step that have not started yet
+    last_end: float = 0.0  # of the messages of this step
+    port_out_free: float = 0.0
+    port_in_free: float = 0.0
+
+
+@dataclass(frozen=True, order=True)
+class _Event:
+    """Something that may happen at `time`: at the same time steps come first, then messages as listed."""
+
+    time: float
+    position: int  # -1: a step begins; otherwise a message, by its place among its sender's sends
+    rank: int  # whose step, or who sends
+    peer: int = -1
+    nbytes: int = field(default=0, compare=False)
+
+
+class _Clock:
+    def __init__(
+        self, schedules: Sequence[Sequence[Step]], chunk_nbytes: Sequence[int], topology: Topology
+    ) -> None:
+        self.topology = topology
+        self.chunk_nbytes = chunk_nbytes
+        self.work_nbytes = max(chunk_nbytes, default=0)
+        self.ranks = [_Rank(rank, steps) for rank, steps in enumerate(schedules)]
+        self.sends: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)  # (position, bytes)
+        self.receives: dict[tuple[int, int], int] = defaultdict(int)  # posted and not matched
+        self.events = [_Event(0.0, -1, rank) for rank in range(len(schedules))]
+        self.nbytes_sent = [0] * len(schedules)
+        self.messages = [0] * len(schedules)
+        self.nbytes_between_nodes = 0
+
+    def run(self) -> Price:
+        seconds = 0.0
+        while self.events:
+            event = heapq.heappop(self.events)
+            seconds = max(seconds, event.time)
+            if event.position < 0:
+                self._begin_step(self.ranks[event.rank], event.time)
+            else:
+                self._try_to_start(event)
+        stuck = [one.rank for one in self.ranks if one.at < len(one.steps)]
+        if stuck:
+            raise ScheduleError(f"rank {stuck[0]} never ends its step {self.ranks[stuck[0]].at}: `prove` says why")
+        return Price(seconds, tuple(self.nbytes_sent), tuple(self.messages), self.nbytes_between_nodes)
+
+    def _begin_step(self, me: _Rank, now: float) -> None:
+        me.at += 1
+        if me.at == len(me.steps):
+            return
+        step = me.steps[me.at]
+        me.open, me.last_end = len(step.sends) + len(step.receives), now
+        if not me.open:
+            heapq.heappush(self.events, _Event(now, -1, me.rank))
+        for position, send in enumerate(step.sends):
+            self.sends[me.rank, send.to].append((position, self._nbytes(send)))
+            self._match(me.rank, send.to, now)
+        for receive in step.receives:
+            self.receives[receive.source, me.rank] += 1
+            self._match(receive.source, me.rank, now)
+
+    def _match(self, source: int, to: int, now: float) -> None:
+        if self.sends[source, to] and self.receives[source, to]:
+            self.receives[source, to] -= 1
+            position, nbytes = self.sends[source, to].popleft()
+            heapq.heappush(self.events, _Event(now, position, source, to, nbytes))
+
+    def _try_to_start(self, message: _Event) -> None:
+        """Let the message go if both ports are free now; otherwise let it try again when they are."""
+        sender, receiver = self.ranks[message.rank], self.ranks[message.peer]
+        free = max(message.time, sender.port_out_free, receiver.port_in_free)
+        if free > message.time:
+            again = _Event(free, message.position, message.rank, message.peer, message.nbytes)
+            heapq.heappush(self.events, again)
+            return
+        end = free + self.topology.link(message.rank, message.peer).seconds(message.nbytes)
+        sender.port_out_free = receiver.port_in_free = end
+        self.nbytes_sent[message.rank] += message.nbytes
+        self.messages[message.rank] += 1
+        if not self.topology.same_node(message.rank, message.peer):
+            self.nbytes_between_nodes += message.nbytes
+        for one in (sender, receiver):
+            self._message_ends(one, end)
+
+    def _message_ends(self, me: _Rank, end: float) -> None:
+        me.open -= 1
+        me.last_end = max(me.last_end, end)
+        if me.open == 0:
+            combined = sum(self._nbytes(one) for one in me.steps[me.at].receives if one.combine)
+            folded = me.last_end + self.topology.gamma_s_per_byte * combined
+            heapq.heappush(self.events, _Event(folded, -1, me.rank))
+
+    def _nbytes(self, message: Send | Receive) -> int:
+        if message.space == "work":
+            return self.work_nbytes * len(message.chunks)
+        return sum(self.chunk_nbytes[chunk] for chunk in message.chunks)

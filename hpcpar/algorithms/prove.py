@@ -1,0 +1,384 @@
+"""Proof that schedules are right: all ranks are run symbolically, by the rules of `step`, without data.
+
+A chunk holds a `Value`: which chunk it is, the contributions of which ranks are in it, and in which
+order they were combined. Sends are not buffered, so a schedule that relies on buffering deadlocks
+here. What is shown, for one size, root and number of segments:
+
+- every rank ends with what its collective promises, every contribution in it exactly once;
+- after an all-reduce all ranks have combined in the same order, so they hold the same bits (the
+  operation taken as commutative, which IEEE addition is, but not as associative);
+- no rank waits for ever, no message is left over, and both ends agree on its number of chunks;
+- nothing undefined is sent or combined; no chunk is overwritten while it is sent, or twice at once.
+
+A barrier is proved by causality: a message says of whom its sender had heard when the step began.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+
+from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
+from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.errors import OperationError, ScheduleError
+
+
+def prove(algorithm: Algorithm, size: int, root: int = 0, segments: int = 1) -> None:
+    """Run the schedules of all `size` ranks; ScheduleError with the rank and the step if one is wrong."""
+    prove_schedules(
+        algorithm.collective,
+        [algorithm.generate(rank, size, root=root, segments=segments) for rank in range(size)],
+        root=root,
+        chunks=algorithm.chunks(size, segments),
+        work_chunks=algorithm.work_chunks(size),
+        name=algorithm.name,
+    )
+
+
+def prove_schedules(
+    collective: str,
+    schedules: Sequence[Sequence[Step]],
+    *,
+    root: int = 0,
+    chunks: int | None = None,
+    work_chunks: int | None = None,
+    name: str = "schedule",
+) -> None:
+    """Run one schedule for each rank, from wherever they come; ScheduleError if they are wrong.
+
+    chunks, work_chunks   how many there are in the data (or input) and work space; None: as many as
+                          the schedules name, or one for each rank where the collective demands it
+    """
+    if collective not in ALGORITHMS:
+        raise OperationError(f"no collective {collective!r}; there are {', '.join(ALGORITHMS)}")
+    if not 0 <= root < len(schedules):
+        raise OperationError(f"root {root} is none of the {len(schedules)} ranks that have a schedule")
+    if chunks is None:
+        per_rank = collective in ("reduce_scatter", "allgather", "gather", "scatter", "alltoall")
+        chunks = len(schedules) if per_rank else _chunks_named(schedules, "data")
+    if work_chunks is None:
+        work_chunks = _chunks_named(schedules, "work")
+    promise = _Promise(collective, len(schedules), root, chunks, work_chunks)
+    _Interpreter(f"{collective} {name} on {len(schedules)} ranks", promise, schedules).run()
+
+
+class Value(NamedTuple):
+    """What a chunk holds; of an all-to-all, chunk number source · size + destination."""
+
+    chunk: int
+    ranks: int  # bit r: the contribution of rank r is in it
+    order: int  # equal numbers: combined in the same order
+
+
+Memory = dict[Space, list[Value | None]]
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """What each collective starts from and must end with."""
+
+    collective: str
+    size: int
+    root: int
+    chunks: int
+    work_chunks: int
+
+    def before(self, rank: int) -> Memory:
+        """Memory of `rank` at the start."""
+        work: list[Value | None] = [None] * self.work_chunks
+        if self.collective == "alltoall":
+            own = (Value(rank * self.size + to, 1 << rank, rank) for to in range(self.size))
+            return {"input": list(own), "output": [None] * self.size, "work": work}
+        return {"data": [self._start(rank, chunk) for chunk in range(self.chunks)], "work": work}
+
+    def _start(self, rank: int, chunk: int) -> Value | None:
+        match self.collective:
+            case "allgather" | "gather":
+                has = chunk == rank
+            case "broadcast" | "scatter":
+                has = rank == self.root
+            case _:
+                has = True
+        return Value(chunk, 1 << rank, rank) if has else None
+
+    def after(self, rank: int) -> Iterator[tuple[Space, int, int, int]]:
+        """What `rank` must end with: (space, place, chunk, mask of the ranks that contributed)."""
+        everyone = (1 << self.size) - 1
+        everything = range(self.chunks)
+        match self.collective:
+            case "allreduce":
+                yield from (("data", chunk, chunk, everyone) for chunk in everything)
+            case "reduce_scatter":
+                yield ("data", rank, rank, everyone)
+            case "reduce" if rank == self.root:
+                yield from (("data", chunk, chunk, everyone) for chunk in everything)
+            case "allgather":
+                yield from (("data", chunk, chunk, 1 << chunk) for chunk in everything)
+            case "gather" if rank == self.root:
+                yield from (("data", chunk, chunk, 1 << chunk) for chunk in everything)
+            case "broadcast":
+                yield from (("data", chunk, chunk, 1 << self.root) for chunk in everything)
+            case "scatter":
+                yield ("data", rank, rank, 1 << self.root)
+            case "alltoall":
+                yield from (("output", s, s * self.size + rank, 1 << s) for s in range(self.size))
+
+
+@dataclass
+class _Rank:
+    """One rank on its way through its schedule."""
+
+    rank: int
+    steps: Sequence[Step]
+    memory: Memory
+    heard_of: int
+    at: int = -1
+    open: dict[int, Send | Receive] = field(default_factory=dict)  # of this step, by position in it
+    says: int = 0  # whom it had heard of when the step began
+    arrived: dict[int, list[Value]] = field(default_factory=dict)  # by position among the receives
+
+    @property
+    def finished(self) -> bool:
+        return self.at >= len(self.steps)
+
+
+class _Posted(NamedTuple):
+    """One end of a message: whose, and which of its open sends and receives."""
+
+    owner: _Rank
+    position: int
+
+
+@dataclass
+class _Channel:
+    """From one rank to another: the ends that wait for their counterpart."""
+
+    sends: deque[_Posted] = field(default_factory=deque)
+    receives: deque[_Posted] = field(default_factory=deque)
+
+
+class _Interpreter:
+    def __init__(self, title: str, promise: _Promise, schedules: Sequence[Sequence[Step]]) -> None:
+        self.title = title
+        self.promise = promise
+        self.ranks = [
+            _Rank(rank, steps, promise.before(rank), 1 << rank) for rank, steps in enumerate(schedules)
+        ]
+        self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self.orders: dict[tuple[int, int], int] = {}
+
+    def run(self) -> None:
+        ready = deque(self.ranks)
+        while ready:
+            me = ready.popleft()
+            self._finish_step(me)
+            me.at += 1
+            if not me.finished:
+                ready.extend(self._begin_step(me))
+        if any(not one.finished for one in self.ranks):
+            self._fail_stuck()
+        for one in self.ranks:
+            self._check_promise(one)
+        if self.promise.collective == "allreduce":
+            self._check_same_order()
+
+    def _begin_step(self, me: _Rank) -> list[_Rank]:
+        """Copy, then post all sends and receives; the ranks whose step is complete now."""
+        step = me.steps[me.at]
+        self._check_step(me, step)
+        for copy in step.copies:
+            values = [self._read(me, copy.space, chunk, "copies") for chunk in copy.chunks]
+            for chunk, value in zip(copy.into, values, strict=True):
+                self._write(me, copy.into_space, chunk, value)
+        me.says = me.heard_of
+        me.open = dict(enumerate((*step.sends, *step.receives)))
+        for send in step.sends:
+            for chunk in send.chunks:
+                self._read(me, send.space, chunk, "sends")
+        complete = [one for position in list(me.open) for one in self._post(_Posted(me, position))]
+        return complete if step.sends or step.receives else [me]
+
+    def _post(self, posted: _Posted) -> list[_Rank]:
+        """Offer one end of a message; the ranks whose step is complete because of it."""
+        match posted.owner.open[posted.position]:
+            case Send(to=to):
+                channel = self.channels[posted.owner.rank, to]
+                channel.sends.append(posted)
+            case Receive(source=source):
+                channel = self.channels[source, posted.owner.rank]
+                channel.receives.append(posted)
+        if not (channel.sends and channel.receives):
+            return []
+        sender, receiver = channel.sends.popleft(), channel.receives.popleft()
+        self._transfer(sender, receiver)
+        return [one for one in (sender.owner, receiver.owner) if not one.open]
+
+    def _transfer(self, sender: _Posted, receiver: _Posted) -> None:
+        send = sender.owner.open.pop(sender.position)
+        receive = receiver.owner.open.pop(receiver.position)
+        if len(send.chunks) != len(receive.chunks):
+            self._fail(
+                receiver.owner,
+                f"expects {len(receive.chunks)} chunks from rank {sender.owner.rank}, "
+                f"which sends {len(send.chunks)} in its step {sender.owner.at}",
+            )
+        step = receiver.owner.steps[receiver.owner.at]
+        memory = sender.owner.memory.get(send.space, [])
+        values = [value for value in (memory[chunk] for chunk in send.chunks) if value is not None]
+        receiver.owner.arrived[receiver.position - len(step.sends)] = values
+        receiver.owner.heard_of |= sender.owner.says
+
+    def _finish_step(self, me: _Rank) -> None:
+        """Let what has arrived land, in the order in which the step lists its receives."""
+        for index in sorted(me.arrived):
+            receive = me.steps[me.at].receives[index]
+            for chunk, value in zip(receive.chunks, me.arrived[index], strict=True):
+                if receive.combine:
+                    value = self._combined(me, receive, chunk, value)
+                self._write(me, receive.space, chunk, value)
+        me.arrived.clear()
+
+    def _combined(self, me: _Rank, receive: Receive, chunk: int, value: Value) -> Value:
+        held = self._read(me, receive.space, chunk, "combines into")
+        if held.chunk != value.chunk:
+            self._fail(me, f"combines chunk {value.chunk} of rank {receive.source} into chunk {held.chunk}")
+        twice = held.ranks & value.ranks
+        if twice:
+            self._fail(
+                me,
+                f"combines what rank {receive.source} sent into chunk {chunk}, "
+                f"which has the contribution of {_named(twice)} already",
+            )
+        both = (min(held.order, value.order), max(held.order, value.order))
+        order = self.orders.setdefault(both, self.promise.size + len(self.orders))
+        return Value(chunk=held.chunk, ranks=held.ranks | value.ranks, order=order)
+
+    def _read(self, me: _Rank, space: Space, chunk: int, verb: str) -> Value:
+        value = me.memory[space][chunk]
+        if value is None:
+            self._fail(me, f"{verb} chunk {chunk} of {space}, which holds nothing yet")
+        return value
+
+    def _write(self, me: _Rank, space: Space, chunk: int, value: Value) -> None:
+        if space == "data" and value.chunk != chunk:
+            self._fail(me, f"puts what is chunk {value.chunk} elsewhere into the place of chunk {chunk}")
+        me.memory[space][chunk] = value
+
+    def _check_step(self, me: _Rank, step: Step) -> None:
+        """What is wrong with a step by itself: peers, places, and races within the step."""
+        for peer in (*(send.to for send in step.sends), *(receive.source for receive in step.receives)):
+            if not 0 <= peer < len(self.ranks) or peer == me.rank:
+                self._fail(me, f"speaks to rank {peer}; its peers are the others of {len(self.ranks)} ranks")
+        for space, chunk in _places(step):
+            if not 0 <= chunk < len(me.memory.get(space, ())):
+                found = len(me.memory.get(space, ()))
+                self._fail(me, f"names chunk {chunk} of {space}, which has {found} chunks")
+        for copy in step.copies:
+            if len(copy.chunks) != len(copy.into):
+                self._fail(me, f"copies {len(copy.chunks)} chunks into {len(copy.into)}")
+        if "input" in (*(copy.into_space for copy in step.copies), *(one.space for one in step.receives)):
+            self._fail(me, "writes to the input, which belongs to the caller")
+        self._check_races(me, step)
+
+    def _check_races(self, me: _Rank, step: Step) -> None:
+        sent = {(send.space, chunk) for send in step.sends for chunk in send.chunks}
+        overwritten: set[tuple[Space, int]] = set()
+        combined: set[tuple[Space, int]] = set()
+        for receive in step.receives:
+            for place in ((receive.space, chunk) for chunk in receive.chunks):
+                if place in overwritten or (place in combined and not receive.combine):
+                    self._fail(me, f"chunk {place[1]} of {place[0]} is written twice at once")
+                if place in sent and not receive.combine:
+                    self._fail(me, f"chunk {place[1]} of {place[0]} is overwritten while it is sent")
+                (combined if receive.combine else overwritten).add(place)
+
+    def _check_promise(self, me: _Rank) -> None:
+        for space, place, chunk, ranks in self.promise.after(me.rank):
+            value = me.memory[space][place]
+            if value is None:
+                self._fail(me, f"chunk {place} of {space} was never received")
+            if value.chunk != chunk:
+                self._fail(me, f"chunk {place} of {space} holds chunk {value.chunk} instead of {chunk}")
+            if value.ranks != ranks:
+                missing, foreign = ranks & ~value.ranks, value.ranks & ~ranks
+                wrong = f"lacks the contribution of {_named(missing)}" if missing else ""
+                wrong = wrong or f"has the contribution of {_named(foreign)}, which does not belong there"
+                self._fail(me, f"chunk {place} of {space} {wrong}")
+        unheard = (1 << len(self.ranks)) - 1 & ~me.heard_of
+        if self.promise.collective == "barrier" and unheard:
+            self._fail(me, f"leaves the barrier without having heard of {_named(unheard)}")
+
+    def _check_same_order(self) -> None:
+        first = self.ranks[0].memory["data"]
+        for one in self.ranks:
+            for chunk, (value, expected) in enumerate(zip(one.memory["data"], first, strict=True)):
+                if value and expected and value.order != expected.order:
+                    self._fail(one, f"chunk {chunk} was combined in another order than on rank 0")
+
+    def _fail(self, me: _Rank, what: str) -> NoReturn:
+        where = "at the end" if me.finished else f"step {me.at}"
+        raise ScheduleError(f"{self.title}: rank {me.rank}, {where}: {what}")
+
+    def _fail_stuck(self) -> NoReturn:
+        """Follow who waits for whom from the first rank that is stuck, until it closes or ends."""
+        me = next(one for one in self.ranks if not one.finished)
+        chain: list[_Rank] = []
+        while not me.finished and me not in chain:
+            chain.append(me)
+            me = self.ranks[_peer(next(iter(me.open.values())))]
+        if me.finished:
+            chain = chain[-1:]
+            end = f", but rank {me.rank} has finished its schedule"
+        else:
+            chain = chain[next(i for i, one in enumerate(chain) if one is me) :]
+            end = ""
+        waits = "; ".join(
+            f"rank {one.rank} (step {one.at}) waits to {_described(next(iter(one.open.values())))}"
+            for one in chain
+        )
+        raise ScheduleError(f"{self.title}: deadlock: {waits}{end}")
+
+
+def _chunks_named(schedules: Sequence[Sequence[Step]], space: Space) -> int:
+    named = (
+        chunk for steps in schedules for step in steps for where, chunk in _places(step) if where == space
+    )
+    return 1 + max(named, default=-1)
+
+
+def _places(step: Step) -> Iterator[tuple[Space, int]]:
+    """Every chunk that a step names."""
+    messages: tuple[Send | Receive, ...] = (*step.sends, *step.receives)
+    for message in messages:
+        yield from ((message.space, chunk) for chunk in message.chunks)
+    for copy in step.copies:
+        yield from ((copy.space, chunk) for chunk in copy.chunks)
+        yield from ((copy.into_space, chunk) for chunk in copy.into)
+
+
+def _peer(message: Send | Receive) -> int:
+    return message.to if isinstance(message, Send) else message.source
+
+
+def _described(message: Send | Receive) -> str:
+    match message.chunks:
+        case ():
+            what = "a signal"
+        case (chunk,):
+            what = f"chunk {chunk}"
+        case chunks:
+            what = f"chunks {', '.join(map(str, chunks[:8]))}{', …' if len(chunks) > 8 else ''}"
+    if isinstance(message, Send):
+        return f"send {what} to rank {message.to}"
+    return f"receive {what} from rank {message.source}"
+
+
+def _named(mask: int) -> str:
+    """The ranks of a mask in words: "rank 3", "ranks 1, 2, 5", "ranks 0, 1, 2, 3 and 29 more"."""
+    ranks = [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")

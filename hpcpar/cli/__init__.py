@@ -1,0 +1,75 @@
+"""The command line: `hpcpar run`, `train`, `doctor`, `draw`.
+
+A command's module is imported when the command is called, so that `hpcpar run` and `hpcpar draw`
+start at once, without torch or MPI. A command returns its exit status, or None for 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+# name -> (module, name in it, what it does)
+COMMANDS = {
+    "run": ("hpcpar.cli.run", "run", "Start a program on several ranks with srun or mpiexec."),
+    "train": ("hpcpar.cli.train", "train", "Train a model as a TOML file says."),
+    "doctor": (
+        "hpcpar.cli.doctor",
+        "doctor",
+        "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
+    ),
+    "draw": ("hpcpar.cli.draw", "draw", "Draw the steps of a collective as text."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and imports the one that is called."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{module}.{attribute} is no click command"
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+
+
+def _print_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        import importlib.metadata
+
+        click.echo(f"hpcpar {importlib.metadata.version('hpcpar')}")
+        context.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version)
+def group() -> None:
+    """Train PyTorch models over plain MPI."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the command `hpcpar`; exits with the command's status.
+
+    click is not left to catch what is raised: in a rank, an error or an interrupt that ended as a
+    quiet `sys.exit` would leave the other ranks waiting, where the exception hook ends the job.
+    """
+    words = None if arguments is None else list(arguments)
+    try:
+        status = group.main(args=words, prog_name="hpcpar", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        raise KeyboardInterrupt from None
+    sys.exit(status if isinstance(status, int) else 0)

@@ -1,0 +1,53 @@
+"""`hpcpar draw ring --size 4`: the steps of a collective, as text."""
+
+from __future__ import annotations
+
+import click
+
+from hpcpar.algorithms import catalogue, draw as drawing
+from hpcpar.errors import HpcparError, OperationError
+
+
+@click.command()
+@click.argument("algorithm", required=False)
+@click.option("--size", type=click.IntRange(min=1), default=4, show_default=True, help="Ranks.")
+@click.option(
+    "--collective", default=None, help="Of which collective, where several have an algorithm of this name."
+)
+@click.option(
+    "--root", type=click.IntRange(min=0), default=0, show_default=True, help="For rooted collectives."
+)
+def draw(algorithm: str | None, size: int, collective: str | None, root: int) -> None:
+    """Draw the steps of ALGORITHM (ring, binomial, rabenseifner, ...); without one, list them all."""
+    if algorithm is None:
+        click.echo(listing(collective))
+        return
+    try:
+        if not root < size:
+            raise OperationError(f"root {root} of {size} ranks does not exist: 0 to {size - 1} do")
+        name = collective_with(algorithm) if collective is None else collective
+        click.echo(drawing.draw(catalogue.find(name, algorithm), size, root=root))
+    except HpcparError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def collective_with(algorithm: str) -> str:
+    """The first collective, in the catalogue's order, that has an algorithm of this name."""
+    for collective, algorithms in catalogue.ALGORITHMS.items():
+        if algorithm in algorithms:
+            return collective
+    raise OperationError(f"no collective has an algorithm {algorithm!r}; there are:\n{listing(None)}")
+
+
+def listing(collective: str | None) -> str:
+    """Every collective's algorithms, one collective per line."""
+    chosen = {
+        name: algorithms
+        for name, algorithms in catalogue.ALGORITHMS.items()
+        if collective is None or name == collective
+    }
+    if not chosen:
+        known = ", ".join(catalogue.ALGORITHMS)
+        raise click.ClickException(f"there is no collective {collective!r}; there are {known}")
+    width = max(len(name) for name in chosen)
+    return "\n".join(f"{name:<{width}}  {'  '.join(algorithms)}" for name, algorithms in chosen.items())

@@ -1,0 +1,63 @@
+"""Agreement: do all ranks want the same thing, and has any of them failed?"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpcpar.errors import MismatchError, PeerFailedError
+
+if TYPE_CHECKING:
+    from hpcpar.comm.communicator import Communicator
+
+DIGEST_NBYTES = 16
+
+
+def require_same(comm: Communicator, description: str) -> None:
+    """Raise on every rank unless all of them pass the same description. Collective.
+
+    A bitwise AND over a digest and over its complement keeps every bit of both only when all
+    digests are equal; and when they are not, every rank sees it, whichever it holds.
+
+    cost     one all-reduce of 32 bytes; on a mismatch one all-gather of the descriptions
+    errors   MismatchError that says which ranks asked for what
+    """
+    digest = np.frombuffer(hashlib.blake2b(description.encode(), digest_size=DIGEST_NBYTES).digest(), np.uint8)
+    mine = np.concatenate([digest, ~digest])
+    common = mine.copy()
+    comm.unchecked("agreement").allreduce(common, "and", algorithm="recursive_doubling")
+    if np.array_equal(common, mine):
+        return
+    descriptions = comm.unchecked("agreement").allgather_object(description)
+    raise MismatchError(
+        f"ranks of communicator {comm.name!r} made different calls in the same place: "
+        f"{_who_asked_for_what(descriptions)}. Every rank must make the same calls in the same order."
+    )
+
+
+def require_success(comm: Communicator, error: BaseException | None, doing: str) -> None:
+    """Fail together: when any rank passes an error, every rank raises. Collective.
+
+    errors   PeerFailedError naming the ranks and their messages; on a rank that failed itself, its
+             own error is the cause
+    """
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    messages = comm.unchecked("agreement").allgather_object(message)
+    failed = {rank: text for rank, text in enumerate(messages) if text is not None}
+    if failed:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        raise PeerFailedError(
+            f"{doing}: failed on {len(failed)} of {comm.size} ranks of {comm.name!r}. {told}"
+        ) from error
+
+
+def _who_asked_for_what(descriptions: list[str]) -> str:
+    asked: dict[str, list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        asked.setdefault(description, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} asked for {description}"
+        for description, ranks in asked.items()
+    )

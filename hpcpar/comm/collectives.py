@@ -1,0 +1,427 @@
+"""The collectives of a communicator.
+
+*   Arrays are NumPy arrays, torch tensors or CuPy arrays of any shape, seen as flat; empty ones too.
+*   Without `out` the work is done in place where the input is as large as the result; with `out` the
+    input is left as it was.
+*   Arrays that are not contiguous, and device arrays, are copied to host memory and the result back.
+*   The order of summation depends on the algorithm and on the number of ranks alone, and all ranks
+    end with identical bits.
+*   `start_x(...)` returns a `Handle` at once; `x(...)` is `start_x(...).wait()`. All ranks must start
+    the collectives of one communicator in the same order.
+*   `algorithm` names one of `hpcpar.algorithms.catalogue`; None chooses by size.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from hpcpar import partition
+from hpcpar.comm.caller import Call, Caller, bind_out, fill, typed
+from hpcpar.comm.progress import Handle
+from hpcpar.comm.reductions import require_op
+from hpcpar.errors import OperationError
+from hpcpar.transport.buffers import HostBuffer, bind, empty_like, flat
+
+
+class Collectives(Caller):
+    """Reductions, gathers, scatters, exchanges and the barrier."""
+
+    def start_allreduce(
+        self, buffer: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None
+    ) -> Handle:
+        """Every rank gets the reduction of all ranks' buffers.
+
+        buffer   same shape and element type on every rank
+        op       sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
+        result   out, or buffer when out is None
+        errors   OperationError, BufferTypeError; in checked mode MismatchError on every rank
+        """
+        with self._asking(Call("allreduce", op, algorithm=algorithm)) as call:
+            source = bind(buffer, writable=out is None)
+            target = source if out is None else bind_out(out, source.host.count, source.host.dtype)
+            require_op(op, source.host.dtype)
+            call.described = f"{typed(buffer, source.host)}, op={op}"
+        fill(target.host, source.host)
+        return self._start(
+            call,
+            {"data": target.host},
+            None,
+            lambda: buffer if out is None else out,
+            averaged=target.host,
+            write_back=target.write_back,
+        )
+
+    def allreduce(
+        self, buffer: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """`start_allreduce` and wait."""
+        return self.start_allreduce(buffer, op, out=out, algorithm=algorithm).wait()
+
+    def start_reduce_scatter(
+        self,
+        buffer: Any,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Handle:
+        """Rank r gets the r-th piece of the reduction of all ranks' buffers.
+
+        counts   elements of each rank's piece; None: as equal as can be, larger ones first
+        result   out; or, when out is None, this rank's piece as a flat view of buffer, whose other
+                 pieces then hold partial sums
+        """
+        with self._asking(Call("reduce_scatter", op, algorithm=algorithm)) as call:
+            source = bind(buffer, writable=out is None)
+            pieces = self._pieces(counts, source.host.count)
+            own = partition.offsets(pieces)[self.rank : self.rank + 2]
+            target = None if out is None else bind_out(out, pieces[self.rank], source.host.dtype)
+            require_op(op, source.host.dtype)
+            call.described = f"{typed(buffer, source.host)}, op={op}, counts={list(pieces)}"
+        data = source.host if target is None else source.host.copy()
+        total = data.part(own[0], own[1])
+
+        def deliver() -> None:
+            if target is not None:
+                fill(target.host, total)
+            write_back = source.write_back if target is None else target.write_back
+            if write_back is not None:
+                write_back()
+
+        return self._start(
+            call,
+            {"data": data},
+            (("data", partition.offsets(pieces)),),
+            lambda: flat(buffer)[own[0] : own[1]] if out is None else out,
+            uneven=_uneven(pieces),
+            averaged=total,
+            write_back=deliver,
+        )
+
+    def reduce_scatter(
+        self,
+        buffer: Any,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """`start_reduce_scatter` and wait."""
+        return self.start_reduce_scatter(buffer, op, counts=counts, out=out, algorithm=algorithm).wait()
+
+    def start_allgather(
+        self,
+        shard: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Handle:
+        """Every rank gets all ranks' shards, one after the other.
+
+        counts   elements of each rank's shard; None: all as many as this one
+        out      flat array for all of them; `shard` may be its own piece of it, and then is not copied
+        result   out, or a new one-dimensional array
+        """
+        with self._asking(Call("allgather", algorithm=algorithm)) as call:
+            source = bind(shard, writable=False, what="shard")
+            pieces = self._shards(counts, source.host)
+            edges = partition.offsets(pieces)
+            gathered = empty_like(shard, edges[-1]) if out is None else out
+            target = bind_out(gathered, edges[-1], source.host.dtype)
+            call.described = f"{source.host.dtype}, counts={list(pieces)}"
+        fill(target.host.part(edges[self.rank], edges[self.rank + 1]), source.host)
+        return self._start(
+            call,
+            {"data": target.host},
+            (("data", edges),),
+            lambda: gathered,
+            uneven=_uneven(pieces),
+            write_back=target.write_back,
+        )
+
+    def allgather(
+        self,
+        shard: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """`start_allgather` and wait."""
+        return self.start_allgather(shard, counts=counts, out=out, algorithm=algorithm).wait()
+
+    def start_broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Handle:
+        """Every rank's buffer becomes a copy of the root's. In place.
+
+        buffer   same shape and element type on every rank
+        result   buffer
+        """
+        with self._asking(Call("broadcast", root=root, algorithm=algorithm)) as call:
+            target = bind(buffer, writable=self.rank != root)
+            call.described = typed(buffer, target.host)
+        return self._start(
+            call, {"data": target.host}, None, lambda: buffer, write_back=target.write_back
+        )
+
+    def broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
+        """`start_broadcast` and wait."""
+        return self.start_broadcast(buffer, root, algorithm=algorithm).wait()
+
+    def start_reduce(
+        self,
+        buffer: Any,
+        op: str = "sum",
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Handle:
+        """The root gets the reduction of all ranks' buffers; the other ranks' stay as they were.
+
+        result   on the root out, or buffer when out is None; None elsewhere
+        """
+        is_root = self.rank == root
+        with self._asking(Call("reduce", op, root, algorithm)) as call:
+            in_place = is_root and out is None
+            source = bind(buffer, writable=in_place)
+            target = (
+                bind_out(out, source.host.count, source.host.dtype)
+                if is_root and out is not None
+                else source
+            )
+            require_op(op, source.host.dtype)
+            call.described = f"{typed(buffer, source.host)}, op={op}"
+        data = target.host if is_root else source.host.copy()
+        fill(data, source.host)
+        return self._start(
+            call,
+            {"data": data},
+            None,
+            lambda: (buffer if out is None else out) if is_root else None,
+            averaged=data if is_root else None,
+            write_back=target.write_back if is_root else None,
+        )
+
+    def reduce(
+        self,
+        buffer: Any,
+        op: str = "sum",
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """`start_reduce` and wait."""
+        return self.start_reduce(buffer, op, root, out=out, algorithm=algorithm).wait()
+
+    def start_gather(
+        self,
+        shard: Any,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Handle:
+        """The root gets all ranks' shards, one after the other.
+
+        counts   elements of each rank's shard, known to all; None: all as many as this one
+        result   on the root out, or a new one-dimensional array; None elsewhere
+        """
+        is_root = self.rank == root
+        with self._asking(Call("gather", root=root, algorithm=algorithm)) as call:
+            source = bind(shard, writable=False, what="shard")
+            pieces = self._shards(counts, source.host)
+            edges = partition.offsets(pieces)
+            gathered = empty_like(shard, edges[-1]) if is_root and out is None else out
+            target = bind_out(gathered, edges[-1], source.host.dtype) if is_root else None
+            call.described = f"{source.host.dtype}, counts={list(pieces)}"
+        data = source.host.scratch(edges[-1]) if target is None else target.host
+        fill(data.part(edges[self.rank], edges[self.rank + 1]), source.host)
+        return self._start(
+            call,
+            {"data": data},
+            (("data", edges),),
+            lambda: gathered if is_root else None,
+            uneven=_uneven(pieces),
+            write_back=None if target is None else target.write_back,
+        )
+
+    def gather(
+        self,
+        shard: Any,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """`start_gather` and wait."""
+        return self.start_gather(shard, root, counts=counts, out=out, algorithm=algorithm).wait()
+
+    def start_scatter(
+        self,
+        buffer: Any,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any,
+        algorithm: str | None = None,
+    ) -> Handle:
+        """Rank r gets the r-th piece of the root's buffer.
+
+        buffer   on the root; ignored elsewhere (pass None)
+        counts   elements of each rank's piece, known to all; None: all as many as out has
+        out      this rank's piece
+        result   out
+        """
+        with self._asking(Call("scatter", root=root, algorithm=algorithm)) as call:
+            target = bind(out, writable=True, what="out")
+            pieces = self._shards(counts, target.host)
+            edges = partition.offsets(pieces)
+            data = target.host.scratch(edges[-1]) if self.rank != root else None
+            if data is None:
+                data = bind(buffer, writable=False).host
+                if (data.count, data.dtype) != (edges[-1], target.host.dtype):
+                    raise OperationError(
+                        f"scatter has {data.count} elements of {data.dtype} to give, but the pieces are "
+                        f"{edges[-1]} of {target.host.dtype} together: {list(pieces)}"
+                    )
+            call.described = f"{target.host.dtype}, counts={list(pieces)}"
+        own = data.part(edges[self.rank], edges[self.rank + 1])
+
+        def deliver() -> None:
+            fill(target.host, own)
+            if target.write_back is not None:
+                target.write_back()
+
+        return self._start(
+            call,
+            {"data": data},
+            (("data", edges),),
+            lambda: out,
+            uneven=_uneven(pieces),
+            write_back=deliver,
+        )
+
+    def scatter(
+        self,
+        buffer: Any,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any,
+        algorithm: str | None = None,
+    ) -> Any:
+        """`start_scatter` and wait."""
+        return self.start_scatter(buffer, root, counts=counts, out=out, algorithm=algorithm).wait()
+
+    def start_alltoall(
+        self,
+        buffer: Any,
+        *,
+        out: Any = None,
+        send_counts: Sequence[int] | None = None,
+        receive_counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+    ) -> Handle:
+        """Rank r sends its j-th piece to rank j, and gets rank j's r-th piece as its own j-th.
+
+        send_counts      elements for each rank; None: equal pieces
+        receive_counts   elements from each rank; None: found out by asking the others first
+        result           out, or a new one-dimensional array; buffer is never written to
+        """
+        with self._asking(Call("alltoall", algorithm=algorithm)) as call:
+            source = bind(buffer, writable=False)
+            sent = self._sent_counts(send_counts, source.host.count)
+            call.described = f"{source.host.dtype}, {'equal' if send_counts is None else 'uneven'} pieces"
+            if send_counts is None:
+                call.described += f" of {sent[0]}"
+        received = sent if send_counts is None else self._received_counts(sent, receive_counts)
+        total = sum(received)
+        exchanged = empty_like(buffer, total) if out is None else out
+        target = bind_out(exchanged, total, source.host.dtype)
+        return self._start(
+            call,
+            {"input": source.host, "output": target.host},
+            (("input", partition.offsets(sent)), ("output", partition.offsets(received))),
+            lambda: exchanged,
+            # Not _uneven(sent): a rank's own counts may be equal where another's are not.
+            uneven=send_counts is not None,
+            write_back=target.write_back,
+        )
+
+    def alltoall(
+        self,
+        buffer: Any,
+        *,
+        out: Any = None,
+        send_counts: Sequence[int] | None = None,
+        receive_counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """`start_alltoall` and wait."""
+        return self.start_alltoall(
+            buffer, out=out, send_counts=send_counts, receive_counts=receive_counts, algorithm=algorithm
+        ).wait()
+
+    def start_barrier(self, *, algorithm: str | None = None) -> Handle:
+        """Complete once every rank has started it."""
+        with self._asking(Call("barrier", algorithm=algorithm)) as call:
+            pass
+        return self._start(call, {}, None, lambda: None)
+
+    def barrier(self, *, algorithm: str | None = None) -> None:
+        """`start_barrier` and wait."""
+        self.start_barrier(algorithm=algorithm).wait()
+
+    def _pieces(self, counts: Sequence[int] | None, total: int) -> tuple[int, ...]:
+        """Sizes of the pieces that a whole of `total` elements is cut into."""
+        if counts is None:
+            return partition.counts(total, self.size)
+        pieces = self._counted(counts)
+        if sum(pieces) != total:
+            raise OperationError(
+                f"counts {list(pieces)} add up to {sum(pieces)}, but the buffer has {total} elements"
+            )
+        return pieces
+
+    def _shards(self, counts: Sequence[int] | None, own: HostBuffer) -> tuple[int, ...]:
+        """Sizes of all ranks' shards, of which this rank holds `own`."""
+        pieces = (own.count,) * self.size if counts is None else self._counted(counts)
+        if pieces[self.rank] != own.count:
+            raise OperationError(
+                f"counts says {pieces[self.rank]} elements for rank {self.rank}, which has {own.count}"
+            )
+        return pieces
+
+    def _counted(self, counts: Sequence[int]) -> tuple[int, ...]:
+        pieces = tuple(int(count) for count in counts)
+        if len(pieces) != self.size or min(pieces) < 0:
+            raise OperationError(
+                f"counts must be one number >= 0 for each of the {self.size} ranks, not {list(counts)}"
+            )
+        return pieces
+
+    def _sent_counts(self, counts: Sequence[int] | None, total: int) -> tuple[int, ...]:
+        if counts is not None:
+            return self._pieces(counts, total)
+        if total % self.size:
+            raise OperationError(
+                f"alltoall of {total} elements among {self.size} ranks leaves {total % self.size} over; "
+                f"pad the buffer, or give send_counts"
+            )
+        return (total // self.size,) * self.size
+
+    @abstractmethod
+    def _received_counts(self, sent: tuple[int, ...], expected: Sequence[int] | None) -> tuple[int, ...]:
+        """What the other ranks will send here: asked when unknown, and in checked mode always."""
+
+
+def _uneven(pieces: tuple[int, ...]) -> bool:
+    return min(pieces) != max(pieces)

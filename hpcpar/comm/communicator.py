@@ -1,0 +1,125 @@
+"""`Communicator`: collectives, messages and splits over any transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+from hpcpar.comm import agree
+from hpcpar.comm.accounting import Trace, Traffic
+from hpcpar.comm.caller import Family
+from hpcpar.comm.objects import Objects
+from hpcpar.comm.watch import Watch
+from hpcpar.transport import loopback
+from hpcpar.transport.interface import Transport
+
+T = TypeVar("T")
+
+
+class Communicator(Objects):
+    """Ranks that talk to each other; made by `hpcpar.init()`, `split`, `alone` or `run_loopback`.
+
+    rank, size    position in it, and number of ranks
+    name          for messages and tables
+    nodes         of each rank, the node it runs on, numbered as they first appear
+    world_ranks   of each rank, its rank in the whole job
+    traffic       messages and bytes of this rank, by collective
+    """
+
+    def __init__(self, transport: Transport, family: Family, name: str) -> None:
+        super().__init__(transport, family, name)
+        self.world_ranks = transport.world_ranks
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(transport.nodes))}
+        self.nodes = tuple(numbers[node] for node in transport.nodes)
+
+    @classmethod
+    def alone(cls) -> Communicator:
+        """This process by itself, without MPI. Every collective does nothing, correctly."""
+        return cls.over(loopback.connect(1)[0])
+
+    @classmethod
+    def over(cls, transport: Transport, *, timeout_s: float = 600.0, check: bool = False) -> Communicator:
+        """A world of its own over a transport; see `hpcpar.init` for timeout_s and check."""
+        return cls(transport, Family(transport, Watch(transport, timeout_s), check=check), "world")
+
+    @property
+    def trace(self) -> Trace | None:
+        """Where this communicator and its relatives note what moved when."""
+        return self._family.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._family.trace = trace
+
+    def traffics(self) -> dict[str, Traffic]:
+        """The accounts of this rank on all communicators split from the same world, by name."""
+        return dict(self._family.traffics)
+
+    def poke(self) -> None:
+        """Advance all that is under way, on every communicator of the family; never blocks."""
+        self._family.progress.poke()
+
+    def agree(self, error: BaseException | None, doing: str) -> None:
+        """Fail together: raise on every rank when any of them passes an error. Collective.
+
+        doing    what was being done, for the message: "opening the training data"
+        errors   PeerFailedError that names the ranks and what went wrong there
+        """
+        agree.require_success(self, error, doing)
+
+    def split(self, color: int | None, key: int = 0, name: str = "") -> Communicator | None:
+        """New communicators of the ranks that pass the same color, ordered by key, then rank. Collective.
+
+        color   any number >= 0; None joins no new communicator, and gets None
+        """
+        transport = self._transport.split(color, key)
+        if transport is None:
+            return None
+        return Communicator(transport, self._family, name or f"{self.name}.{color}")
+
+    def split_by_node(self, name: str = "node") -> Communicator:
+        """The ranks that share this rank's node. Collective."""
+        node = self.split(self.nodes[self.rank], name=name)
+        assert node is not None
+        return node
+
+    def free(self) -> None:
+        """Give the communicator back to MPI, which has room for about two thousand. Collective."""
+        self._transport.free()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Freeing is collective, and after an error the other ranks may never come to it.
+        if kind is None:
+            self.free()
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
+
+    def _require_same(self, description: str) -> None:
+        agree.require_same(self, description)
+
+
+def run_loopback(
+    size: int,
+    function: Callable[[Communicator], T],
+    *,
+    nodes: Sequence[int] | None = None,
+    check: bool = False,
+    timeout_s: float = 60.0,
+) -> list[T]:
+    """Call `function(comm)` on `size` ranks that are threads of this process; its results, by rank.
+
+    nodes    of each rank, the node that it pretends to be on
+    errors   the exception of the rank that failed first
+    """
+
+    def call(transport: loopback.LoopbackTransport) -> T:
+        return function(Communicator.over(transport, timeout_s=timeout_s, check=check))
+
+    return loopback.run(size, call, nodes=nodes, timeout_s=timeout_s)

@@ -1,0 +1,82 @@
+"""One rank's failure ends the job: exception hooks, and a leave-taking that waits for the others.
+
+Without them a rank that dies of an exception leaves the others waiting in their collective for
+ever: the interpreter's exit calls MPI_Finalize, which waits for those who will never come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Protocol
+
+from hpcpar.comm.watch import Watch
+from hpcpar.launch.sentinel import Guard
+from hpcpar.transport.mpi import MpiTransport
+
+FAREWELL_POLL_S = 0.01
+
+
+class _HookArguments(Protocol):
+    exc_type: type[BaseException]
+    exc_value: BaseException | None
+    exc_traceback: TracebackType | None
+
+
+class FailureHooks:
+    """Installed once per process by `hpcpar.init()`.
+
+    An uncaught exception, in any thread, prints its traceback under the rank's name, tells the
+    node's sentinel why, and aborts the job with status 1 (130 after Ctrl-C).
+    """
+
+    def __init__(self, transport: MpiTransport, watch: Watch, guard: Guard) -> None:
+        self._transport = transport
+        self._watch = watch
+        self._guard = guard
+
+    def install(self) -> None:
+        sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
+        atexit.register(self._on_exit)
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._end_job(kind, error, trace)
+
+    def _on_thread_exception(self, arguments: _HookArguments) -> None:
+        if issubclass(arguments.exc_type, SystemExit):
+            return
+        self._end_job(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+
+    def _end_job(
+        self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        rank, size = self._transport.rank, self._transport.size
+        lines = traceback.format_exception(kind, error, trace)
+        summary = traceback.format_exception_only(kind, error)[-1].strip()
+        # One write, so that the lines of several ranks do not mix.
+        sys.stderr.write(
+            f"hpcpar: rank {rank} of {size} (pid {os.getpid()}) failed and ends the job:\n{''.join(lines)}"
+        )
+        sys.stderr.flush()
+        self._guard.aborting(summary)
+        self._transport.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def _on_exit(self) -> None:
+        """At the end of the program: wait for the other ranks, and tell those who ask that we left.
+
+        A rank that ends early is thereby found out by those who still wait for it (PeerLeftError),
+        instead of all hanging in MPI_Finalize.
+        """
+        everybody_is_here = self._transport.farewell()
+        while not everybody_is_here.test():
+            self._watch.leave()
+            time.sleep(FAREWELL_POLL_S)
+        self._guard.done()

@@ -1,0 +1,124 @@
+"""Collectives of Python objects, by pickle: for set-up and metadata, not for tensors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hpcpar import partition
+from hpcpar.comm.caller import Call
+from hpcpar.comm.collectives import Collectives
+from hpcpar.comm.point_to_point import PointToPoint
+from hpcpar.errors import OperationError
+from hpcpar.transport.interface import Octets
+
+T = TypeVar("T")
+SelfT = TypeVar("SelfT", bound="Objects")
+
+
+class Objects(Collectives, PointToPoint):
+    """Any object that pickle can carry. Counted as 'objects'.
+
+    Each call first moves the length and then the bytes, so it costs at least twice the latency of
+    the collective that it is named after.
+    """
+
+    def unchecked(self: SelfT, label: str) -> SelfT:
+        """This communicator, counting under another name and without agreeing on each call."""
+        view = copy.copy(self)
+        view._checked = False
+        view._label = label
+        return view
+
+    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+        """The root's object, on every rank; what other ranks pass is ignored."""
+        with self._asking(Call("broadcast_object", root=root)):
+            pass
+        inner = self._inner()
+        payload = _pickled(value) if self.rank == root else None
+        length = np.array([0 if payload is None else payload.size], dtype=np.int64)
+        inner.broadcast(length, root)
+        if payload is None:
+            payload = np.empty(int(length[0]), dtype=np.uint8)
+        inner.broadcast(payload, root)
+        return value if self.rank == root else pickle.loads(payload)
+
+    def allgather_object(self, value: T) -> list[T]:
+        """All ranks' objects, by rank, on every rank."""
+        with self._asking(Call("allgather_object")):
+            pass
+        inner = self._inner()
+        payload = _pickled(value)
+        lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
+        return _unpickled_pieces(inner.allgather(payload, counts=lengths), lengths)
+
+    def gather_object(self, value: T, root: int = 0) -> list[T] | None:
+        """All ranks' objects, by rank, on the root; None elsewhere."""
+        with self._asking(Call("gather_object", root=root)):
+            pass
+        inner = self._inner()
+        payload = _pickled(value)
+        lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
+        gathered = inner.gather(payload, root, counts=lengths)
+        return None if gathered is None else _unpickled_pieces(gathered, lengths)
+
+    def scatter_object(self, values: Sequence[T] | None = None, root: int = 0) -> T:
+        """The root's r-th object, on rank r; what other ranks pass is ignored."""
+        with self._asking(Call("scatter_object", root=root)):
+            if self.rank == root and (values is None or len(values) != self.size):
+                raise OperationError(
+                    f"scatter_object needs one object for each of the {self.size} ranks on the root, "
+                    f"not {'none' if values is None else len(values)}"
+                )
+        inner = self._inner()
+        payloads = [_pickled(value) for value in values or ()] if self.rank == root else []
+        lengths = np.array([payload.size for payload in payloads] or [0] * self.size, dtype=np.int64)
+        inner.broadcast(lengths, root)
+        own = np.empty(int(lengths[self.rank]), dtype=np.uint8)
+        whole = np.concatenate(payloads) if payloads else None
+        result: T = pickle.loads(inner.scatter(whole, root, counts=lengths.tolist(), out=own))
+        return result
+
+    def send_object(self, value: Any, to: int, tag: int = 0) -> None:
+        """Send an object; meets `recv_object` only. Under the tag go two messages."""
+        inner = self._inner()
+        payload = _pickled(value)
+        inner.send(np.array([payload.size], dtype=np.int64), to, tag)
+        inner.send(payload, to, tag)
+
+    def recv_object(self, source: int, tag: int = 0) -> Any:
+        """Receive an object that `send_object` sent."""
+        inner = self._inner()
+        length = inner.recv(np.empty(1, dtype=np.int64), source, tag)
+        return pickle.loads(inner.recv(np.empty(int(length[0]), dtype=np.uint8), source, tag))
+
+    def _inner(self: SelfT) -> SelfT:
+        return self.unchecked(self._label or "objects")
+
+    def _received_counts(self, sent: tuple[int, ...], expected: Sequence[int] | None) -> tuple[int, ...]:
+        if expected is not None and not self._checked:
+            return self._counted(expected)
+        received: list[int] = self._inner().alltoall(np.array(sent, dtype=np.int64)).tolist()
+        if self._checked:
+            fits = expected is None or list(expected) == received
+            self._require_same(
+                "alltoall with receive_counts that fit"
+                if fits
+                else f"alltoall with receive_counts={list(expected or ())}, but the ranks send {received}"
+            )
+        return tuple(received)
+
+
+def _pickled(value: Any) -> Octets:
+    return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), dtype=np.uint8)
+
+
+def _unpickled_pieces(gathered: Octets, lengths: Sequence[int]) -> list[Any]:
+    edges = partition.offsets(lengths)
+    return [
+        pickle.loads(gathered[start:stop]) for start, stop in zip(edges[:-1], edges[1:], strict=True)
+    ]

@@ -1,0 +1,96 @@
+"""Operations under way, and what it means to wait for one of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hpcpar.comm.accounting import TrafficRow
+from hpcpar.comm.operation import Operation
+from hpcpar.comm.watch import Watch
+from hpcpar.transport.interface import Transport
+
+ATTEMPTS_BETWEEN_LOOKS = 128
+
+
+class Progress:
+    """All operations of one rank, on every communicator of a family.
+
+    Nothing happens in the background: data moves while the main thread is in `poke`, `test` or
+    `wait`. That costs no thread and never fights for the interpreter lock.
+    """
+
+    def __init__(self, transport: Transport, watch: Watch) -> None:
+        self._transport = transport
+        self._watch = watch
+        self._active: list[Operation] = []
+
+    def add(self, operation: Operation) -> None:
+        """Take an operation under way, and bring it as far as it goes without waiting."""
+        if not self._advance(operation):
+            self._active.append(operation)
+
+    def poke(self) -> None:
+        """Advance everything that is under way; never blocks."""
+        if self._active:
+            self._active = [operation for operation in self._active if not self._advance(operation)]
+
+    def wait(self, operation: Operation) -> None:
+        """Return when the operation is complete; its error, or a StallError, is raised here."""
+        attempt = 0
+        started_s = time.perf_counter()
+        while not operation.done and operation.error is None:
+            self.poke()
+            if operation.done:
+                break
+            attempt += 1
+            self._transport.pause(attempt)
+            if attempt % ATTEMPTS_BETWEEN_LOOKS == 0:
+                self._watch.look(operation, time.perf_counter() - started_s)
+        if operation.error is not None:
+            raise operation.error
+
+    @staticmethod
+    def _advance(operation: Operation) -> bool:
+        """True when there is nothing left to do; an error is kept for whoever waits."""
+        try:
+            return operation.advance()
+        except Exception as error:
+            operation.error = error
+            return True
+
+
+class Handle:
+    """A collective or a message under way: `wait()` for its result, or `test()` and go on.
+
+    The buffers that were handed over must neither be written nor, unless they are only sent, be
+    read before `wait()` has returned.
+    """
+
+    def __init__(
+        self, progress: Progress, operation: Operation, result: Callable[[], Any], row: TrafficRow
+    ) -> None:
+        self._progress = progress
+        self._operation = operation
+        self._result = result
+        self._row = row
+
+    def test(self) -> bool:
+        """Make progress on everything under way; True when this one is complete."""
+        self._progress.poke()
+        if self._operation.error is not None:
+            raise self._operation.error
+        return self._operation.done
+
+    def wait(self) -> Any:
+        """Block until complete; returns the result. A second call returns it again.
+
+        errors   StallError after the communicator's timeout_s, naming who waits for whom
+                 PeerLeftError when a rank that is waited for has ended
+        """
+        if not self._operation.done:
+            started_s = time.perf_counter()
+            self._progress.wait(self._operation)
+            self._row.seconds_waited += time.perf_counter() - started_s
+        return self._result()

@@ -1,0 +1,127 @@
+"""Who waits for whom: ranks that wait ask each other, on a channel beside the data.
+
+A rank answers while it waits in hpcpar itself. So silence means: busy with something else,
+stopped, or dead, and the chain of answers ends at the culprit.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from hpcpar.errors import PeerLeftError, StallError
+from hpcpar.transport.interface import Transport
+from hpcpar.units import format_duration
+
+SECONDS_BETWEEN_LOOKS = 0.05
+ASK_AFTER_S = 1.0
+ANSWER_WITHIN_S = 1.0
+
+
+class Waited(Protocol):
+    """What the watch needs to know of an operation."""
+
+    name: str
+
+    def waiting_for(self) -> tuple[int, ...]: ...
+
+    def progress(self) -> str: ...
+
+
+class Watch:
+    """One rank's eye on its peers. Ranks are world ranks here.
+
+    timeout_s   how long a wait may last before it is called a stall
+    """
+
+    def __init__(self, transport: Transport, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._transport = transport
+        self._rank = transport.world_ranks[transport.rank]
+        self._state: dict[str, Any] = {"text": "is not in a collective", "for": (), "left": False}
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._looked_s = 0.0
+        self._asked_s = 0.0
+
+    def look(self, operation: Waited, waited_s: float) -> None:
+        """Called now and then by a rank that has waited for `waited_s` seconds.
+
+        errors   PeerLeftError, StallError
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_s < SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked_s = now_s
+        missing = operation.waiting_for()
+        self._state = {
+            "text": f"waits in {operation.name}, {operation.progress()}, for {_ranks(missing)}",
+            "for": missing,
+            "left": False,
+        }
+        # Answers of an earlier look: what such a rank still had under way has arrived since.
+        gone = [rank for rank in missing if self._answers.get(rank, {}).get("left")]
+        self._read_mail()
+        if gone:
+            raise PeerLeftError(
+                f"{_ranks(gone)} came to the end of the program while rank {self._rank} "
+                f"{self._state['text']}. Every rank must make the same calls: look for a return, "
+                f"sys.exit or a shorter loop on {_ranks(gone)}."
+            )
+        if waited_s > self.timeout_s:
+            raise StallError(self._who_waits_for_whom(waited_s))
+        if waited_s > ASK_AFTER_S and now_s - self._asked_s > ASK_AFTER_S:
+            self._asked_s = now_s
+            for rank in missing[:4]:
+                self._transport.control_send(rank, {"kind": "ask"})
+
+    def leave(self) -> None:
+        """Answer what has come in: this rank has come to its end."""
+        self._state = {"text": "has come to the end of its program", "for": (), "left": True}
+        self._read_mail()
+
+    def _read_mail(self) -> None:
+        for rank, message in self._transport.control_receive():
+            if message["kind"] == "ask":
+                self._transport.control_send(rank, {"kind": "answer", **self._state})
+            else:
+                self._answers[rank] = message
+
+    def _who_waits_for_whom(self, waited_s: float) -> str:
+        """Follow the chain from this rank: each one asked names the next."""
+        story = [f"rank {self._rank} {self._state['text']}"]
+        seen = {self._rank}
+        missing = self._state["for"]
+        while missing:
+            rank = missing[0]
+            if rank in seen:
+                story.append(f"so they wait for each other ({_ranks(sorted(seen))})")
+                break
+            seen.add(rank)
+            answer = self._ask(rank)
+            if answer is None:
+                story.append(
+                    f"rank {rank} does not answer: it is busy outside of communication, stopped, or dead"
+                )
+                break
+            story.append(f"rank {rank} {answer['text']}")
+            missing = answer["for"]
+        return (
+            f"no progress for {format_duration(waited_s)} (timeout_s={self.timeout_s:g}): {'; '.join(story)}. "
+            f"If the wait is legitimate, raise timeout_s in hpcpar.init() or HPCPAR_TIMEOUT_S."
+        )
+
+    def _ask(self, rank: int) -> dict[str, Any] | None:
+        self._answers.pop(rank, None)
+        self._transport.control_send(rank, {"kind": "ask"})
+        deadline_s = time.monotonic() + ANSWER_WITHIN_S
+        while rank not in self._answers and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+            self._read_mail()
+        return self._answers.get(rank)
+
+
+def _ranks(ranks: Any) -> str:
+    names = [str(rank) for rank in ranks]
+    if len(names) > 8:
+        names = [*names[:8], f"… ({len(ranks)} in all)"]
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names) or 'none'}"

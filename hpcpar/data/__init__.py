@@ -1,0 +1,28 @@
+"""Text -> tokens -> memory-mapped shards -> the windows that each rank trains on."""
+
+from __future__ import annotations
+
+from hpcpar.data.corpus import Corpus, Document, Skipped, standard_library
+from hpcpar.data.dataset import Dataset
+from hpcpar.data.prepare import Prepared, prepare
+from hpcpar.data.sampler import Sampler
+from hpcpar.data.shards import Shards, TokenStream, build
+from hpcpar.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "Corpus",
+    "Dataset",
+    "Document",
+    "FileTokenizer",
+    "Prepared",
+    "Sampler",
+    "Shards",
+    "Skipped",
+    "TokenStream",
+    "Tokenizer",
+    "build",
+    "open_tokenizer",
+    "prepare",
+    "standard_library",
+]

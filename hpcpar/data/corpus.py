@@ -1,0 +1,210 @@
+"""A corpus: text and JSONL files, and the documents in them, in one fixed order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpcpar.errors import DataError
+from hpcpar.units import KiB, MiB, format_nbytes
+
+logger = logging.getLogger(__name__)
+
+JSONL_ENDINGS = (".jsonl", ".ndjson")
+TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".py")
+
+SMALLEST_PIECE_NBYTES = 1 * KiB
+LARGEST_PIECE_NBYTES = 1 * MiB
+PIECES_OF_A_CORPUS = 64
+
+# Generated character tables and copies of other projects: not what a person would call text.
+LEFT_OUT_OF_STANDARD_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled"}
+    | {"test", "tests", "idle_test"}
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A piece of text that is trained on, or held out, as a whole."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file, or a line of one, that could not be read as text, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class Corpus:
+    """Files in a fixed order, each under a name that does not depend on where the corpus lies.
+
+    files      (name, path), sorted by name
+    text_key   the key of a JSONL line's text
+    skipped    filled by `documents`: what could not be read
+    """
+
+    files: tuple[tuple[str, Path], ...]
+    text_key: str = "text"
+    skipped: list[Skipped] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, paths: str | Path | Sequence[str | Path], *, text_key: str = "text") -> Corpus:
+        """The corpus of a directory, of a file, or of a list of both.
+
+        A directory gives its .txt, .text, .md, .rst, .py, .jsonl and .ndjson files at any depth,
+        hidden ones left out; a file named by itself is taken whatever it is called. DataError when
+        a path is missing or nothing is found.
+        """
+        listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
+        found: dict[str, Path] = {}
+        for path in map(Path, listed):
+            for name, file in _files_of(path):
+                # Two roots may hold the same relative name: the later one takes its full path.
+                found[name if found.get(name, file) == file else str(file)] = file
+        if not found:
+            raise DataError(
+                f"no text in {', '.join(map(str, listed)) or 'an empty list of paths'}: "
+                f"looked for files ending in {' '.join(TEXT_ENDINGS + JSONL_ENDINGS)}"
+            )
+        return cls(tuple(sorted(found.items())), text_key)
+
+    def nbytes(self) -> int:
+        """Bytes of all files together, as the file system tells."""
+        return sum(_size(path) for _, path in self.files)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over names, sizes and times of change: another one when a file was changed."""
+        digest = hashlib.sha256(self.text_key.encode())
+        for name, path in self.files:
+            try:
+                status = path.stat()
+            except OSError:
+                digest.update(f"{name}\0missing\n".encode(errors="replace"))
+            else:
+                digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[Document]:
+        """Every document: a text file, or a line of a JSONL file.
+
+        Text longer than 1/64 of the corpus (between 1 KiB and 1 MiB) is cut at line ends into
+        several documents, so that no document is too large for either side of a train / held-out
+        split and files of any size stream through. What is not UTF-8, not JSON or without
+        `text_key` goes to `skipped`.
+        """
+        self.skipped.clear()
+        wanted = self.nbytes() // PIECES_OF_A_CORPUS
+        piece_nbytes = min(max(wanted, SMALLEST_PIECE_NBYTES), LARGEST_PIECE_NBYTES)
+        for name, path in self.files:
+            reader = self._lines_of_jsonl if path.suffix in JSONL_ENDINGS else self._pieces_of_text
+            try:
+                yield from reader(name, path, piece_nbytes)
+            except (OSError, UnicodeDecodeError) as error:
+                self._skip(name, error)
+
+    def _pieces_of_text(self, name: str, path: Path, piece_nbytes: int) -> Iterator[Document]:
+        with path.open("rb") as file:
+            for number, piece in enumerate(_pieces(file, piece_nbytes)):
+                yield Document(f"{name}#{number}", piece.decode("utf-8"))
+
+    def _lines_of_jsonl(self, name: str, path: Path, piece_nbytes: int) -> Iterator[Document]:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"{name}:{number}"
+                try:
+                    text = json.loads(line)[self.text_key]
+                    if not isinstance(text, str):
+                        raise TypeError(f"{self.text_key!r} is not a string")
+                except (ValueError, KeyError, TypeError) as error:
+                    self._skip(where, error)
+                    continue
+                encoded = text.encode("utf-8", errors="replace")
+                for part, piece in enumerate(_pieces(encoded.splitlines(keepends=True), piece_nbytes)):
+                    yield Document(f"{where}#{part}", piece.decode("utf-8", errors="replace"))
+
+    def _skip(self, name: str, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.skipped.append(Skipped(name, reason))
+        logger.debug("skipped %s: %s", name, reason)
+
+
+def standard_library(*, limit_nbytes: int = 8 * MiB) -> Corpus:
+    """Python's own library, a corpus that every machine has: its .py files without site-packages.
+
+    Left out: tests, character tables, bundled packages. Of a library larger than `limit_nbytes` a
+    part is taken that is chosen by a hash of the names, so that it is mixed and always the same.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    candidates = [
+        (name, path)
+        for name, path in _walk(root, endings=(".py",))
+        if not LEFT_OUT_OF_STANDARD_LIBRARY.intersection(Path(name).parts)
+    ]
+    chosen, total = [], 0
+    for name, path in sorted(candidates, key=lambda item: hashlib.sha256(item[0].encode()).digest()):
+        size = _size(path)
+        if 0 < size <= limit_nbytes - total:
+            chosen.append((name, path))
+            total += size
+    if not chosen:
+        raise DataError(
+            f"no Python source of at most {format_nbytes(limit_nbytes)} in {root}, where this Python's "
+            f"standard library should be; give a directory of text files instead"
+        )
+    return Corpus(tuple(sorted(chosen)))
+
+
+def _files_of(path: Path) -> Iterator[tuple[str, Path]]:
+    """(name, path) of a file, or of the files of a directory; names are relative to the latter."""
+    if path.is_file():
+        yield path.name, path
+    elif path.is_dir():
+        yield from _walk(path, endings=TEXT_ENDINGS + JSONL_ENDINGS)
+    elif path.exists():
+        raise DataError(f"{path} is neither a file nor a directory")
+    else:
+        raise DataError(f"no such file or directory: {path}; is it on a file system that this node sees?")
+
+
+def _walk(root: Path, *, endings: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+    for directory, subdirectories, files in os.walk(root):
+        subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        for file in sorted(files):
+            path = Path(directory, file)
+            if file.endswith(endings) and not file.startswith(".") and path.is_file():
+                yield path.relative_to(root).as_posix(), path
+
+
+def _pieces(lines: Iterable[bytes], piece_nbytes: int) -> Iterator[bytes]:
+    """Whole lines joined until a piece has `piece_nbytes`; a longer line is a piece by itself."""
+    kept: list[bytes] = []
+    nbytes = 0
+    for line in lines:
+        if kept and nbytes + len(line) > piece_nbytes:
+            yield b"".join(kept)
+            kept, nbytes = [], 0
+        kept.append(line)
+        nbytes += len(line)
+    if kept:
+        yield b"".join(kept)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # read later, and then reported as skipped

@@ -1,0 +1,126 @@
+"""From paths to opened shards, on all ranks of a job at once, or on none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcpar.data.corpus import Corpus, standard_library
+from hpcpar.data.shards import Shards, building, cache_key
+from hpcpar.data.tokens import Tokenizer, open_tokenizer
+from hpcpar.errors import DataError
+from hpcpar.together import together
+from hpcpar.units import MiB
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 5.0
+"""Builders report to the others this often, so that no wait comes near a time limit."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data ready to train on. `built`: whether it was made now, or found in the cache."""
+
+    shards: Shards
+    tokenizer: Tokenizer
+    built: bool
+
+
+def prepare(
+    comm: Communicator,
+    paths: str | Path | Sequence[str | Path] | None = None,
+    *,
+    cache_directory: str | Path,
+    tokenizer: Tokenizer | str | Path | None = None,
+    held_out_fraction: float = 0.05,
+    text_key: str = "text",
+    limit_nbytes: int = 8 * MiB,
+    on_progress: Callable[[int], None] | None = None,
+) -> Prepared:
+    """Tokenize text into shards under `cache_directory`, or find them there. Collective.
+
+    paths          files and directories; None = the Python standard library's sources, of which
+                   `limit_nbytes` bounds the size
+    tokenizer      one, or the path of a Hugging Face tokenizers file, or None for bytes
+    on_progress    called on rank 0 with its tokens so far, every few seconds
+
+    The first rank of each node builds, so the cache may be on a node's own disk or on a shared one.
+    Files are looked at on every rank; afterwards all ranks compare a digest of what they opened.
+
+    errors   PeerFailedError on every rank when a path is missing, unreadable or empty on any rank,
+             naming rank and path; DataError when nodes hold different text
+    """
+    with together(comm, "looking for the training data"):
+        chosen = (
+            open_tokenizer(tokenizer)
+            if tokenizer is None or isinstance(tokenizer, (str, Path))
+            else tokenizer
+        )
+        corpus = (
+            standard_library(limit_nbytes=limit_nbytes)
+            if paths is None
+            else Corpus.of(paths, text_key=text_key)
+        )
+        directory = Path(cache_directory) / f"tokens-{cache_key(corpus, chosen, held_out_fraction)}"
+    steps: Iterator[int] = iter(())
+    if comm.nodes.index(comm.nodes[comm.rank]) == comm.rank and not _is_cached(directory):
+        steps = building(corpus, chosen, directory, held_out_fraction=held_out_fraction)
+    built = _build_together(comm, steps, on_progress)
+    with together(comm, "opening the training data"):
+        shards = Shards.open(directory)
+    _require_same_text(comm, shards)
+    if built and shards.skipped and comm.rank == 0:
+        first = shards.skipped[0]
+        logger.warning(
+            "%d files or lines could not be read and were left out, the first is %s (%s); all are in %s",
+            len(shards.skipped), first.name, first.reason, shards.directory / "index.json",
+        )  # fmt: skip
+    return Prepared(shards, chosen, built)
+
+
+def _is_cached(directory: Path) -> bool:
+    try:
+        Shards.open(directory)
+    except DataError as error:
+        if directory.exists():
+            logger.warning("building the training data again: %s", error)
+        return False
+    return True
+
+
+def _build_together(
+    comm: Communicator, steps: Iterator[int], on_progress: Callable[[int], None] | None
+) -> bool:
+    """Run each builder in spells of `HEARTBEAT_S` until all are at their end; True if any did work."""
+    worked, finished = False, False
+    while not finished:
+        mine_finished = True
+        with together(comm, "building the training data"):
+            until = time.monotonic() + HEARTBEAT_S
+            for tokens in steps:
+                worked = True
+                if time.monotonic() > until:
+                    mine_finished = False
+                    if on_progress is not None and comm.rank == 0:
+                        on_progress(tokens)
+                    break
+        finished = all(comm.allgather_object(mine_finished))
+    return any(comm.allgather_object(worked))
+
+
+def _require_same_text(comm: Communicator, shards: Shards) -> None:
+    digests = comm.allgather_object(shards.digest)
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise DataError(
+            f"ranks {', '.join(map(str, different))} of {comm.name!r} hold other training data than rank 0; "
+            f"the text must be the same on every node (rank {comm.rank} reads {shards.directory})"
+        )

@@ -1,0 +1,82 @@
+"""Which windows of the corpus a step trains on: a pure function of the step, without state.
+
+A window is `sequence` tokens and the one after them; window w begins at token w · sequence. Every
+epoch visits each window at most once, in an order of its own:
+
+    epoch 0   step 0: windows 7 2 9 4    step 1: 0 5 1 8     (3 and 6 are left over)
+    epoch 1   step 2: windows 3 8 0 6    step 3: …
+
+    step 0 on two ranks:   rank 0: 7 2    rank 1: 9 4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcpar.data.permutation import permute
+from hpcpar.errors import DataError
+from hpcpar.partition import bounds
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The order of training: the same for any number of ranks, from any step on.
+
+    tokens         tokens of the training split
+    sequence       tokens of a window
+    global_batch   windows of a step, over all ranks and microbatches
+    seed           names the order
+    """
+
+    tokens: int
+    sequence: int
+    global_batch: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sequence < 1 or self.global_batch < 1:
+            raise DataError(
+                f"sequence={self.sequence} and global_batch={self.global_batch} must both be at least 1"
+            )
+        if self.windows < self.global_batch:
+            raise DataError(
+                f"a global batch of {self.global_batch} windows of {self.sequence} tokens needs "
+                f"{self.global_batch * self.sequence + 1} tokens, but there are {self.tokens}; "
+                f"give more text, or a smaller batch or sequence"
+            )
+
+    @property
+    def windows(self) -> int:
+        """Windows of the split; the last one needs a token after it."""
+        return max(0, (self.tokens - 1) // self.sequence)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole global batches of one epoch; up to global_batch - 1 windows are left over."""
+        return self.windows // self.global_batch
+
+    def epoch(self, step: int) -> int:
+        """How many times the corpus was gone through before this step."""
+        return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> npt.NDArray[np.int64]:
+        """Windows of the whole global batch of a step, [global_batch]."""
+        if step < 0:
+            raise DataError(f"there is no step {step}: steps count from 0")
+        epoch, place = divmod(step, self.steps_per_epoch)
+        places = np.arange(place * self.global_batch, (place + 1) * self.global_batch)
+        return permute(places, self.windows, key=(self.seed << 32) + epoch)
+
+    def shard(self, step: int, dp_rank: int, dp_size: int) -> npt.NDArray[np.int64]:
+        """The part of a step's windows that belongs to one data-parallel rank.
+
+        Parts are as equal as can be (`partition.bounds`): with sizes that do not divide the batch,
+        a mean over each rank's part is not the mean over the batch.
+        """
+        if not 0 <= dp_rank < dp_size:
+            raise DataError(f"dp_rank={dp_rank} is not a rank of a communicator of size {dp_size}")
+        start, stop = bounds(self.global_batch, dp_size)[dp_rank]
+        return self.batch(step)[start:stop]

@@ -1,0 +1,105 @@
+"""Tokenizers: text to token numbers and back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcpar.errors import DataError
+
+
+class Tokenizer(Protocol):
+    """What the data rooms ask of a tokenizer.
+
+    vocabulary        token numbers are 0 … vocabulary - 1
+    end_of_document   the token put after every document, or None
+    identity          differs whenever encode() may give other tokens for the same text
+    """
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def end_of_document(self) -> int | None: ...
+    @property
+    def identity(self) -> str: ...
+    def encode(self, text: str) -> npt.NDArray[np.unsignedinteger[Any]]: ...
+    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str: ...
+
+
+class ByteTokenizer:
+    """A token for each byte of UTF-8: no file, no training, any text.
+
+    NUL ends a document, because text has none (and a text that has some reads the same after).
+    """
+
+    vocabulary: int = 256
+    end_of_document: int | None = 0
+    identity: str = "bytes"
+
+    def encode(self, text: str) -> npt.NDArray[np.uint8]:
+        """The bytes of the text; lone surrogates become "?"."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
+        """The text of these bytes; a character cut in half becomes U+FFFD."""
+        return np.asarray(tokens, dtype=np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer from a Hugging Face `tokenizers` file (`tokenizer.json`).
+
+    end_of_document   the token's text; None = the first of `USUAL_ENDS` that the vocabulary has
+    """
+
+    USUAL_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[SEP]")
+
+    def __init__(self, path: str | Path, *, end_of_document: str | None = None) -> None:
+        from tokenizers import Tokenizer as Compiled
+
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"cannot read the tokenizer {path}: {error.strerror}; give the path of a tokenizer.json"
+            ) from error
+        try:
+            self._compiled = Compiled.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+            raise DataError(
+                f"{path} is not a Hugging Face tokenizers file: {error}; give the path of a tokenizer.json"
+            ) from error
+        self.vocabulary = self._highest_token() + 1
+        self.end_of_document = self._find_end(end_of_document, path)
+        self.identity = f"tokenizers-{hashlib.sha256(content).hexdigest()}-{self.end_of_document}"
+
+    def _highest_token(self) -> int:
+        # Added tokens may leave holes, so the number of tokens is not the largest one plus 1.
+        return max(self._compiled.get_vocab(with_added_tokens=True).values())
+
+    def _find_end(self, asked: str | None, path: str | Path) -> int | None:
+        for text in (asked,) if asked is not None else self.USUAL_ENDS:
+            token: int | None = self._compiled.token_to_id(text)
+            if token is not None:
+                return token
+        if asked is not None:
+            raise DataError(f"the tokenizer {path} has no token {asked!r} to end documents with")
+        return None
+
+    def encode(self, text: str) -> npt.NDArray[np.uint32]:
+        """The text's tokens, without the special tokens that a template would add."""
+        return np.asarray(self._compiled.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
+        """The text of these tokens, special ones left out."""
+        text: str = self._compiled.decode([int(token) for token in tokens])
+        return text
+
+
+def open_tokenizer(path: str | Path | None) -> ByteTokenizer | FileTokenizer:
+    """The byte tokenizer for None, else that of a file."""
+    return ByteTokenizer() if path is None else FileTokenizer(path)

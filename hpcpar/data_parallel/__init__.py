@@ -1,0 +1,10 @@
+"""Data parallelism: every rank holds the whole model and sees its own part of each batch."""
+
+from __future__ import annotations
+
+from hpcpar.data_parallel.broadcast import broadcast_parameters
+from hpcpar.data_parallel.gradients import GradientSynchronizer
+from hpcpar.data_parallel.optimizer import DistributedOptimizer
+from hpcpar.data_parallel.traffic import expected_nbytes
+
+__all__ = ["DistributedOptimizer", "GradientSynchronizer", "broadcast_parameters", "expected_nbytes"]

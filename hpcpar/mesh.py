@@ -1,0 +1,461 @@
+"""The mesh: named axes of parallelism over the ranks of a job, and a communicator for each.
+
+A `Layout` is integers only: how many ways each axis divides the work, and where each rank stands.
+A `Mesh` is a layout with communicators, its ranks ordered so that the axes that talk most stay
+inside a node.
+
+Axes, outermost first, so that neighbours along `tp` are neighbours in rank:
+
+    rank = ((pp · DP + dp) · CP + cp) · TP + tp
+
+    pp=2, dp=2, tp=2        tp0 tp1        tp0 tp1
+                      dp0    0   1   dp0    4   5
+                      dp1    2   3   dp1    6   7
+                          pp0            pp1
+
+Expert parallelism divides no further: `ep` is folded out of dp × cp. Of the DP·CP ranks that share
+pp and tp, numbered dp·CP + cp = edp·EP + ep, each run of EP neighbours holds the experts once, and
+`edp` are the ranks that hold the same experts. So {dp, cp} and {edp, ep} are two ways to look at
+the same ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcpar.errors import LayoutError, MismatchError
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+logger = logging.getLogger(__name__)
+
+AXES = ("pp", "dp", "cp", "tp")
+"""The axes whose degrees multiply to the number of ranks, outermost first."""
+
+DEGREES = (*AXES, "ep")
+"""What a user sets."""
+
+FOLDED_AXES = ("pp", "edp", "ep", "tp")
+"""The same ranks as experts see them: dp × cp read as edp × ep."""
+
+
+class Coordinates(NamedTuple):
+    """Where one rank stands on every axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    edp: int
+    ep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees of parallelism; `size` ranks. Every degree is at least 1, and ep divides dp × cp."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in DEGREES:
+            degree = getattr(self, axis)
+            if not _is_degree(degree):
+                raise LayoutError(f"{axis}={degree!r}: a degree is a whole number of at least 1")
+        if (self.dp * self.cp) % self.ep:
+            raise LayoutError(
+                f"ep={self.ep} is folded out of dp x cp = {self.dp * self.cp} ranks and must divide them; "
+                + _nearest_divisors("ep", self.ep, self.dp * self.cp)
+            )
+
+    def __str__(self) -> str:
+        """The degrees above 1: "pp=2 x dp=2 x tp=3, ep=2"."""
+        product = _product_text({axis: self.degree(axis) for axis in AXES})
+        return f"{product}, ep={self.ep}" if self.ep > 1 else product
+
+    @classmethod
+    def fit(cls, world_size: int, **degrees: int | None) -> Layout:
+        """The layout of exactly `world_size` ranks with the degrees given.
+
+        One of pp, dp, cp, tp may be None or -1 and is derived from the others; with none such, and
+        dp not given, dp is what remains. `ep=None` or `ep=-1` spreads the experts over all of
+        dp × cp. A degree that is not given is 1.
+        Raises LayoutError, which says which degree would fit.
+        """
+        for axis in degrees:
+            _check_axis(axis, DEGREES)
+        given = {axis: None if degree == -1 else degree for axis, degree in degrees.items()}
+        for axis, degree in given.items():
+            if degree is not None and not _is_degree(degree):
+                raise LayoutError(
+                    f"{axis}={degree!r}: a degree is a whole number of at least 1 (or -1: derived)"
+                )
+        product = _derive({axis: given[axis] for axis in AXES if axis in given}, world_size)
+        expert = given.get("ep", 1)
+        return cls(**product, ep=product["dp"] * product["cp"] if expert is None else expert)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all: pp · dp · cp · tp."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts: dp · cp / ep."""
+        return self.dp * self.cp // self.ep
+
+    def degree(self, axis: str) -> int:
+        """How many ways `axis` divides the ranks."""
+        _check_axis(axis, Coordinates._fields)
+        degree: int = getattr(self, axis)
+        return degree
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` (0 … size-1) stands on every axis."""
+        if not 0 <= rank < self.size:
+            raise LayoutError(
+                f"rank {rank} is not in the layout {self}, which has ranks 0 to {self.size - 1}"
+            )
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        edp, ep = divmod(dp * self.cp + cp, self.ep)
+        return Coordinates(pp, dp, cp, tp, edp, ep)
+
+    def rank_at(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank that stands at these coordinates; the inverse of `coordinates`."""
+        for axis, place in zip(AXES, (pp, dp, cp, tp), strict=True):
+            if not 0 <= place < self.degree(axis):
+                raise LayoutError(
+                    f"no rank at {axis} {place}: {axis}={self.degree(axis)} in the layout {self}"
+                )
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All ranks, parted into those that differ only along `axes`; each group in rank order.
+
+        Layout(pp=2, tp=2).groups("tp") == ((0, 1), (2, 3))
+        Layout(pp=2, tp=2).groups("pp") == ((0, 2), (1, 3))
+        """
+        members: dict[int, list[int]] = {}
+        for rank in range(self.size):
+            members.setdefault(self.group_index(rank, *axes), []).append(rank)
+        return tuple(tuple(group) for _, group in sorted(members.items()))
+
+    def group_index(self, rank: int, *axes: str) -> int:
+        """Which of `groups(*axes)` the rank belongs to: its coordinates on all other axes as one number."""
+        coordinates = self.coordinates(rank)
+        index = 0
+        for axis in _other_axes(axes):
+            index = index * self.degree(axis) + getattr(coordinates, axis)
+        return index
+
+
+def _is_degree(degree: object) -> bool:
+    return isinstance(degree, int) and not isinstance(degree, bool) and degree >= 1
+
+
+def _check_axis(axis: str, known: Sequence[str]) -> None:
+    if axis not in known:
+        near = difflib.get_close_matches(axis, known, n=1, cutoff=0.4) or sorted(
+            name for name in known if sorted(name) == sorted(axis)
+        )
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise LayoutError(f"there is no axis {axis!r}: the axes are {', '.join(known)}{hint}")
+
+
+def _other_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes that stay fixed within a group along `axes`, outermost first."""
+    for axis in axes:
+        _check_axis(axis, Coordinates._fields)
+    folded = {"ep", "edp"} & set(axes)
+    if folded and {"dp", "cp"} & set(axes):
+        raise LayoutError(
+            f"axes {', '.join(axes)} overlap: ep and edp are another view of dp x cp; "
+            "combine ep with edp, or dp with cp"
+        )
+    return tuple(axis for axis in (FOLDED_AXES if folded else AXES) if axis not in axes)
+
+
+def _derive(given: Mapping[str, int | None], world_size: int) -> dict[str, int]:
+    """Degrees of all AXES whose product is `world_size`."""
+    unknown = [axis for axis, degree in given.items() if degree is None]
+    if not unknown and "dp" not in given:
+        unknown = ["dp"]
+    if len(unknown) > 1:
+        raise LayoutError(
+            f"{' and '.join(unknown)} are both to be derived: give all but one of them a degree"
+        )
+    known = {axis: degree for axis, degree in given.items() if degree is not None}
+    product = math.prod(known.values())
+    degrees = dict.fromkeys(AXES, 1) | known
+    if unknown and world_size % product == 0:
+        return degrees | {unknown[0]: world_size // product}
+    if unknown:
+        raise LayoutError(
+            f"{_product_text(known)} does not divide the job's {world_size} ranks, so {unknown[0]} cannot be "
+            f"derived; {_cure_by_divisor(known, world_size)}"
+        )
+    if product != world_size:
+        raise LayoutError(
+            f"{_product_text(known)} = {product} ranks, but the job has {world_size}; "
+            + _cure_by_equality(known, world_size)
+        )
+    return degrees
+
+
+def _product_text(degrees: Mapping[str, int]) -> str:
+    above_one = [f"{axis}={degrees[axis]}" for axis in AXES if degrees.get(axis, 1) > 1]
+    return " x ".join(above_one) or "dp=1"
+
+
+def _cure_by_equality(degrees: Mapping[str, int], world_size: int) -> str:
+    """The change of one degree that makes the product equal the number of ranks, else another job size."""
+    product = math.prod(degrees.values())
+    for axis in ("dp", "tp", "pp", "cp"):
+        degree, rest = divmod(world_size, product // degrees.get(axis, 1))
+        if not rest:
+            return f"try {axis}={degree}"
+    return f"start {product} ranks"
+
+
+def _cure_by_divisor(degrees: Mapping[str, int], world_size: int) -> str:
+    """The change of one degree that makes the product divide the number of ranks."""
+    product = math.prod(degrees.values())
+    for axis in ("tp", "cp", "pp", "dp"):
+        others = product // degrees.get(axis, 1)
+        if degrees.get(axis, 1) > 1 and world_size % others == 0:
+            return _nearest_divisors(axis, degrees[axis], world_size // others)
+    return f"start a multiple of {product} ranks"
+
+
+def _nearest_divisors(axis: str, asked: int, number: int) -> str:
+    """ "try ep=2 or ep=4": the divisors of `number` on either side of what was asked."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < asked][-1:]
+    above = [d for d in divisors if d > asked][:1]
+    return "try " + " or ".join(f"{axis}={d}" for d in below + above)
+
+
+def placement(nodes: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """An order of the job's ranks in which the inner axes stay inside a node where they can.
+
+    nodes    the node of every rank of the job
+    returns  order, with order[mesh rank] = rank of the job
+    steps    ranks of one node are joined in tp's, those in cp's of tp's, those in dp's; what is left
+             over on the nodes joins across them. A job whose ranks already lie so keeps its order.
+    """
+    blocks: list[tuple[int, ...]] = [(rank,) for rank in range(len(nodes))]
+    for degree in (layout.tp, layout.cp, layout.dp):
+        blocks = _join_within_nodes(blocks, degree, nodes)
+    return tuple(rank for block in blocks for rank in block)
+
+
+def _join_within_nodes(
+    blocks: list[tuple[int, ...]], degree: int, nodes: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Blocks joined `degree` at a time, of one node wherever the node has enough of them."""
+    by_node: dict[int, list[tuple[int, ...]]] = {}
+    crossing: list[tuple[int, ...]] = []
+    for block in sorted(blocks, key=lambda block: (nodes[block[0]], block[0])):
+        homes = {nodes[rank] for rank in block}
+        (by_node.setdefault(nodes[block[0]], []) if len(homes) == 1 else crossing).append(block)
+    joined: list[tuple[int, ...]] = []
+    for members in by_node.values():
+        whole = len(members) - len(members) % degree
+        joined += _joined(members[:whole], degree)
+        crossing += members[whole:]
+    joined += _joined(sorted(crossing, key=lambda block: (nodes[block[0]], block[0])), degree)
+    return sorted(joined, key=lambda block: (nodes[block[0]], block[0]))
+
+
+def _joined(blocks: Sequence[tuple[int, ...]], degree: int) -> list[tuple[int, ...]]:
+    return [
+        tuple(rank for block in blocks[start : start + degree] for rank in block)
+        for start in range(0, len(blocks), degree)
+    ]
+
+
+def crossing_reason(nodes: Sequence[int], layout: Layout) -> str | None:
+    """Why an axis that should stay inside a node does not, and what to do; None when all is well.
+
+    nodes  the node of every *mesh* rank, in mesh order
+    tp should always stay inside; cp and ep only when a node is large enough to hold them.
+    """
+    per_node = Counter(nodes)
+    largest = max(per_node.values(), default=0)
+    for axis, span in (("tp", layout.tp), ("cp", layout.cp * layout.tp), ("ep", layout.ep * layout.tp)):
+        groups = layout.groups(axis)
+        crossing = sum(len({nodes[rank] for rank in group}) > 1 for group in groups)
+        if not crossing or (axis != "tp" and span > largest):
+            continue
+        found = f"{axis}={layout.degree(axis)} crosses nodes in {crossing} of {len(groups)} groups"
+        if span > largest:
+            fits = max(d for d in range(1, largest + 1) if layout.tp % d == 0)
+            return (
+                f"{found}: the largest node holds {largest} of the job's ranks. Its traffic will take the "
+                f"network; use tp={fits}, or start at least {span} ranks on every node"
+            )
+        sizes = ", ".join(str(count) for _, count in sorted(per_node.items()))
+        return (
+            f"{found}: the nodes hold {sizes} ranks, not all multiples of {span}. Its traffic will take the "
+            f"network; start the same multiple of {span} ranks on every node"
+        )
+    return None
+
+
+class Mesh:
+    """The ranks of a job on named axes, with one communicator for each axis.
+
+    Mesh(world, tp=2)                   dp is what remains
+    Mesh(world, Layout(pp=2, tp=2))     or a mapping of degrees, as from a config
+
+    `mesh.tp` speaks to the ranks that differ from this one along tp alone, and so for pp, dp, cp, ep
+    and edp; `mesh.comm("dp", "cp")` to those that differ along dp or cp; `mesh.world` to all of them.
+    An axis of degree 1 has a one-rank communicator, which does nothing, correctly.
+
+    Making a mesh is collective over `comm`. Raises LayoutError when the degrees do not fit the number
+    of ranks, MismatchError when ranks ask for different ones; both on every rank.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: Layout | Mapping[str, int | None] | None = None,
+        **degrees: int | None,
+    ) -> None:
+        self.layout = _agreed_layout(comm, layout, degrees)
+        order = placement(comm.nodes, self.layout)
+        # Even where the order does not change, a communicator of the mesh's own keeps its traffic
+        # apart from the job's, and `free` from ending the caller's.
+        world = comm.split(color=0, key=order.index(comm.rank), name="mesh")
+        assert world is not None, "a rank with a color is in a communicator"
+        self.world = world
+        self.coordinates = self.layout.coordinates(world.rank)
+        self._comms: dict[frozenset[str], Communicator] = {}
+        for axis in Coordinates._fields:
+            self.comm(axis)
+        reason = crossing_reason([comm.nodes[rank] for rank in order], self.layout)
+        if reason is not None and world.rank == 0:
+            logger.warning("mesh of %s: %s", self.layout, reason)
+
+    def __repr__(self) -> str:
+        return f"<Mesh {self.layout}: rank {self.rank} of {self.size}>"
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the mesh, which may differ from its rank in the job."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def pp(self) -> Communicator:
+        """Stages of one pipeline."""
+        return self.comm("pp")
+
+    @property
+    def dp(self) -> Communicator:
+        """Replicas that see different samples."""
+        return self.comm("dp")
+
+    @property
+    def cp(self) -> Communicator:
+        """Ranks that share each sample's sequence."""
+        return self.comm("cp")
+
+    @property
+    def tp(self) -> Communicator:
+        """Ranks that share each layer."""
+        return self.comm("tp")
+
+    @property
+    def ep(self) -> Communicator:
+        """Ranks that share one set of experts."""
+        return self.comm("ep")
+
+    @property
+    def edp(self) -> Communicator:
+        """Ranks that hold the same experts."""
+        return self.comm("edp")
+
+    def comm(self, *axes: str) -> Communicator:
+        """The communicator of the ranks that differ along `axes` only, in rank order.
+
+        Single axes are there from the start; the first call for a combination is collective over
+        the mesh, and later ones return the same communicator.
+        """
+        key = frozenset(axes)
+        if key not in self._comms:
+            color = self.layout.group_index(self.rank, *axes)
+            name = "-".join(axis for axis in Coordinates._fields if axis in key)
+            made = self.world.split(color=color, key=self.rank, name=name)
+            assert made is not None, "a rank with a color is in a communicator"
+            self._comms[key] = made
+        return self._comms[key]
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along `axis`."""
+        _check_axis(axis, Coordinates._fields)
+        place: int = getattr(self.coordinates, axis)
+        return place
+
+    @property
+    def label(self) -> str:
+        """Who speaks, for log lines: "[3/8 pp1 tp1]", with the axes that are divided."""
+        places = [f"{axis}{self.coordinate(axis)}" for axis in AXES if self.layout.degree(axis) > 1]
+        return f"[{' '.join([f'{self.rank}/{self.size}', *places])}]"
+
+    def free(self) -> None:
+        """Give all communicators of the mesh back; collective. The one it was made from stays."""
+        for comm in self._comms.values():
+            comm.free()
+        self._comms.clear()
+        self.world.free()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After an error the other ranks may not come to the collective `free`.
+        if error is None:
+            self.free()
+
+
+def _agreed_layout(
+    comm: Communicator,
+    layout: Layout | Mapping[str, int | None] | None,
+    degrees: Mapping[str, int | None],
+) -> Layout:
+    """The layout that every rank asks for, fitted to the communicator."""
+    asked: dict[str, int | None] = dict(degrees)
+    if isinstance(layout, Layout):
+        asked = {**{axis: layout.degree(axis) for axis in DEGREES}, **asked}
+    elif layout is not None:
+        asked = {**layout, **asked}
+    everyone: Iterable[dict[str, int | None]] = comm.allgather_object(asked)
+    for rank, other in enumerate(everyone):
+        if other != asked:
+            raise MismatchError(
+                f"rank {comm.rank} asks for a mesh of {asked} but rank {rank} for {other}; "
+                "give every rank the same degrees"
+            )
+    return Layout.fit(comm.size, **asked)

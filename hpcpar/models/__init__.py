@@ -1,0 +1,11 @@
+"""Models built from layers that come in through the door."""
+
+from __future__ import annotations
+
+from hpcpar.models.generate import generate
+from hpcpar.models.layers import Layers
+from hpcpar.models.llama import Llama
+from hpcpar.models.llama_config import PRESETS, LlamaConfig
+from hpcpar.models.loss import next_token_loss
+
+__all__ = ["PRESETS", "Layers", "Llama", "LlamaConfig", "generate", "next_token_loss"]

@@ -1,0 +1,56 @@
+"""Text from a model: one token after another. Shape letters: B batch, S sequence, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcpar.errors import ConfigError
+from hpcpar.models.llama import Llama
+
+
+@torch.no_grad()
+def generate(
+    model: Llama,
+    tokens: Tensor,
+    new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Continue tokens [B, S], S >= 1, by `new_tokens` each: [B, S + new_tokens].
+
+    temperature   0 takes the likeliest token, 1 draws from the model's own distribution
+    top_k         draw among the k likeliest only
+    seed          of the draws, from a generator of their own
+
+    The model sees the last `max_sequence` tokens. Every token costs a forward pass over all of
+    them (no keys and values are kept), which suits samples during training, not serving.
+    """
+    if tokens.shape[-1] < 1:
+        raise ConfigError("generate needs at least one token to continue, but was given none")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ConfigError(f"temperature={temperature} must be >= 0 and top_k={top_k} None or >= 1")
+    generator = torch.Generator(tokens.device).manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(new_tokens):
+            logits = model(tokens[:, -model.config.max_sequence :])[:, -1]
+            chosen = _choose(logits.float(), temperature, top_k, generator)
+            tokens = torch.cat((tokens, chosen), dim=1)
+    finally:
+        model.train(was_training)
+    return tokens
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """One token for each row of logits [B, V]: [B, 1]."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    probabilities = (logits / temperature).softmax(-1)
+    return torch.multinomial(probabilities, 1, generator=generator)

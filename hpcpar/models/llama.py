@@ -1,0 +1,144 @@
+"""A decoder of the Llama architecture: RMSNorm, rotary embeddings, grouped queries, SwiGLU.
+
+Shape letters: B batch, S sequence on this rank, H hidden, F ffn, A heads, K key-value heads,
+D head size, V vocabulary. A, K, F and V are those of this rank when its layers are parallel.
+
+    tokens [B, S] -> embed_tokens -> [B, S, H]
+      x = x + self_attn(input_layernorm(x))                 \\  layers
+      x = x + mlp(post_attention_layernorm(x))              /
+    norm -> lm_head -> logits [B, S, V]
+
+Modules are named as in Hugging Face's Llama, so a state dict of one is that of the other.
+source   Touvron et al. 2023, arXiv 2302.13971; Ainslie et al. 2023, arXiv 2305.13245
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpcpar.errors import ConfigError
+from hpcpar.models.initialise import initialise
+from hpcpar.models.layers import Layers
+from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.models.rotary import rotary_tables, rotate
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, [S, D/2] each."""
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention in which A/K heads of queries share a head of keys and values."""
+
+    def __init__(self, config: LlamaConfig, layers: Layers) -> None:
+        super().__init__()
+        queries = config.heads * config.head_width
+        key_values = config.key_value_heads * config.head_width
+        self.head_size = config.head_width
+        self.q_proj = layers.column_linear(config.hidden_size, queries)
+        self.k_proj = layers.column_linear(config.hidden_size, key_values)
+        self.v_proj = layers.column_linear(config.hidden_size, key_values)
+        self.o_proj = layers.row_linear(queries, config.hidden_size)
+        self.attention = layers.attention
+
+    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """[B, S, H] -> [B, S, H]"""
+        queries = rotate(self._heads(self.q_proj(hidden)), *rotation)
+        keys = rotate(self._heads(self.k_proj(hidden)), *rotation)
+        values = self._heads(self.v_proj(hidden))
+        mixed = self.attention(queries, keys, values)
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """[B, S, A·D] -> [B, A, S, D], for as many heads as this rank's projection gives."""
+        return projected.view(*projected.shape[:-1], -1, self.head_size).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, config: LlamaConfig, layers: Layers) -> None:
+        super().__init__()
+        self.gate_proj = layers.column_linear(config.hidden_size, config.ffn_width)
+        self.up_proj = layers.column_linear(config.hidden_size, config.ffn_width)
+        self.down_proj = layers.row_linear(config.ffn_width, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]"""
+        output: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, layers: Layers) -> None:
+        super().__init__()
+        self.input_layernorm = layers.norm(config.hidden_size, config.norm_epsilon)
+        self.self_attn = SelfAttention(config, layers)
+        self.post_attention_layernorm = layers.norm(config.hidden_size, config.norm_epsilon)
+        self.mlp = FeedForward(config, layers)
+
+    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """[B, S, H] -> [B, S, H]"""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden
+
+
+class Decoder(nn.Module):
+    """Everything of a Llama but its last projection."""
+
+    def __init__(self, config: LlamaConfig, layers: Layers) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = layers.embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layers) for _ in range(config.layers))
+        self.norm = layers.norm(config.hidden_size, config.norm_epsilon)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens [B, S], their positions [S] in the whole sequence (None = 0 … S - 1) -> [B, S, H]"""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden: Tensor = self.embed_tokens(tokens)
+        rotation = rotary_tables(positions, self.config.head_width, self.config.rope_theta, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class Llama(nn.Module):
+    """The whole model; with default `layers` it is the serial one.
+
+    seed   of the initial values, which depend on it and on parameter names alone; None leaves the
+           parameters as the layers made them (the plain layers': unset memory), for a caller that
+           loads or shards values itself
+    """
+
+    def __init__(self, config: LlamaConfig, layers: Layers | None = None, *, seed: int | None = 0) -> None:
+        super().__init__()
+        layers = layers or Layers()
+        self.config = config
+        self.model = Decoder(config, layers)
+        self.lm_head = layers.vocabulary_linear(config.hidden_size, config.vocab_size)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        if seed is not None:
+            initialise(self, config, seed=seed)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] of the token that follows each of tokens [B, S].
+
+        positions   [S], where each token stands in the whole sequence, for a rank that holds only
+                    a part of it; None = 0 … S - 1
+        """
+        if tokens.shape[-1] > self.config.max_sequence:
+            raise ConfigError(
+                f"a sequence of {tokens.shape[-1]} tokens is longer than max_sequence="
+                f"{self.config.max_sequence}; cut it, or build the model with a larger max_sequence"
+            )
+        logits: Tensor = self.lm_head(self.model(tokens, positions))
+        return logits

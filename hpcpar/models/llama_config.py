@@ -1,0 +1,176 @@
+"""The numbers that make a Llama: its sizes, its parameters by name, its FLOPs. Pure integers.
+
+Shape letters: S sequence, H hidden, F ffn, A heads, K key-value heads, D head size, V vocabulary,
+L layers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hpcpar.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a model of the Llama architecture (arXiv 2302.13971, 2407.21783).
+
+    kv_heads        heads of keys and values, None = `heads`; each serves heads / kv_heads queries
+    head_size       None = hidden_size / heads
+    ffn_size        inner width of the gated feed-forward, None = 8/3 hidden_size rounded up to 32s
+    max_sequence    longest sequence that the model is meant for; longer ones are refused
+    initial_std     standard deviation of the weights before training; the two projections of a
+                    layer that write to the residual stream have it divided by sqrt(2 layers)
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    head_size: int | None = None
+    ffn_size: int | None = None
+    max_sequence: int = 256
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    tie_embeddings: bool = False
+    initial_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        self._check_positive()
+        if self.head_size is None:
+            if self.hidden_size % self.heads:
+                raise ConfigError(
+                    f"hidden_size={self.hidden_size} does not divide among heads={self.heads}; "
+                    f"choose heads that divide it, or set head_size"
+                )
+            object.__setattr__(self, "head_size", self.hidden_size // self.heads)
+        if self.ffn_size is None:
+            object.__setattr__(self, "ffn_size", 32 * math.ceil(self.hidden_size * 8 / 3 / 32))
+        self._check_heads()
+
+    def _check_positive(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None or isinstance(value, bool) or field.name == "initial_std":
+                continue
+            if not value > 0:
+                raise ConfigError(f"{field.name}={value!r} must be greater than 0")
+        if not self.initial_std >= 0:
+            raise ConfigError(f"initial_std={self.initial_std!r} must be 0 or greater")
+
+    def _check_heads(self) -> None:
+        if self.heads % self.key_value_heads:
+            raise ConfigError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.key_value_heads}; "
+                f"every head of keys and values serves the same number of query heads"
+            )
+        if self.head_width % 2:
+            raise ConfigError(
+                f"head_size={self.head_width} is odd, but rotary embeddings turn pairs of values; "
+                f"choose an even head_size"
+            )
+
+    @property
+    def key_value_heads(self) -> int:
+        """`kv_heads`, after its default was filled in."""
+        assert self.kv_heads is not None
+        return self.kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """`head_size`, after its default was filled in."""
+        assert self.head_size is not None
+        return self.head_size
+
+    @property
+    def ffn_width(self) -> int:
+        """`ffn_size`, after its default was filled in."""
+        assert self.ffn_size is not None
+        return self.ffn_size
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
+        """A config by name, some fields changed: preset("tiny", layers=2)."""
+        if name not in PRESETS:
+            close = difflib.get_close_matches(name, PRESETS, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"no model is called {name!r}; {hint}there are {', '.join(PRESETS)}")
+        known = {field.name for field in fields(cls)}
+        for key in changes:
+            if key not in known:
+                close = difflib.get_close_matches(key, sorted(known), n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise ConfigError(f"a model has no field {key!r}; {hint}there are {sorted(known)}")
+        return replace(PRESETS[name], **changes)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter of the whole model, by its name, in the model's order.
+
+        Names are those of Hugging Face's Llama. With tied embeddings there is no lm_head.
+        """
+        hidden, ffn = self.hidden_size, self.ffn_width
+        queries, key_values = self.heads * self.head_width, self.key_value_heads * self.head_width
+        table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            table |= {
+                f"{prefix}.input_layernorm.weight": (hidden,),
+                f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
+                f"{prefix}.self_attn.k_proj.weight": (key_values, hidden),
+                f"{prefix}.self_attn.v_proj.weight": (key_values, hidden),
+                f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
+                f"{prefix}.post_attention_layernorm.weight": (hidden,),
+                f"{prefix}.mlp.gate_proj.weight": (ffn, hidden),
+                f"{prefix}.mlp.up_proj.weight": (ffn, hidden),
+                f"{prefix}.mlp.down_proj.weight": (hidden, ffn),
+            }
+        table["model.norm.weight"] = (hidden,)
+        if not self.tie_embeddings:
+            table["lm_head.weight"] = (self.vocab_size, hidden)
+        return table
+
+    def parameters(self) -> int:
+        """Parameters of the whole model: V·H (twice unless tied) + H + L·(2H + 2HD(A+K) + 3HF)."""
+        hidden = self.hidden_size
+        embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
+        return embeddings + hidden + self.layers * (2 * hidden + self._layer_weights())
+
+    def _layer_weights(self) -> int:
+        attention = 2 * self.hidden_size * self.head_width * (self.heads + self.key_value_heads)
+        return attention + 3 * self.hidden_size * self.ffn_width
+
+    def flops_per_token(self, sequence: int, *, backward: bool = True) -> int:
+        """Floating-point operations of the matrix products for one token of a sequence this long.
+
+        forward    2 per weight that multiplies (embedding look-up and norms not counted)
+                   + 4·L·S·A·D for scores and values, counted in full, without halving for causality
+        backward   twice the forward; recomputation is not counted
+        source     arXiv 2104.04473, appendix, and 2204.02311, appendix B: the same convention, so
+                   an MFU from these figures is comparable with theirs
+        """
+        weights = self.layers * self._layer_weights() + self.vocab_size * self.hidden_size
+        attention = 4 * self.layers * sequence * self.heads * self.head_width
+        return (2 * weights + attention) * (3 if backward else 1)
+
+
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(256, 128, 4, 4, 2, ffn_size=352, max_sequence=256),
+    "5m": LlamaConfig(256, 256, 6, 8, 4, ffn_size=768, max_sequence=512),
+    "50m": LlamaConfig(32_000, 512, 12, 8, 4, ffn_size=1408, max_sequence=1024, tie_embeddings=True),
+    "125m": LlamaConfig(50_304, 768, 12, 12, 12, ffn_size=2048, max_sequence=2048, tie_embeddings=True),
+    "llama2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, ffn_size=11_008, max_sequence=4096),
+    "llama2-70b": LlamaConfig(32_000, 8192, 80, 64, 8, ffn_size=28_672, max_sequence=4096),
+    "llama3-8b": LlamaConfig(
+        128_256, 4096, 32, 32, 8, ffn_size=14_336, max_sequence=8192, rope_theta=500_000.0
+    ),
+    "llama3-70b": LlamaConfig(
+        128_256, 8192, 80, 64, 8, ffn_size=28_672, max_sequence=8192, rope_theta=500_000.0
+    ),
+}
+"""From a model that two laptop cores train in minutes to Meta's published sizes."""

@@ -1,0 +1,31 @@
+"""How n things are divided among p: the only place in the house that rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def counts(n: int, p: int) -> tuple[int, ...]:
+    """Sizes of p consecutive pieces of n elements, as equal as can be, larger ones first.
+
+    counts(10, 4) == (3, 3, 2, 2); pieces may be empty: counts(2, 3) == (1, 1, 0).
+    """
+    if n < 0 or p < 1:
+        raise ValueError(f"cannot divide {n} elements among {p}: need n >= 0 and p >= 1")
+    quotient, rest = divmod(n, p)
+    return tuple(quotient + 1 if i < rest else quotient for i in range(p))
+
+
+def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where each of consecutive pieces starts, and at last where they end.
+
+    offsets((3, 3, 2, 2)) == (0, 3, 6, 8, 10)
+    """
+    return (0, *accumulate(sizes))
+
+
+def bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of p consecutive pieces of n elements; bounds(5, 2) == ((0, 3), (3, 5))."""
+    edges = offsets(counts(n, p))
+    return tuple(zip(edges[:-1], edges[1:], strict=True))

@@ -1,0 +1,276 @@
+"""What a training run is told: one TOML file and `key=value` overrides, validated once.
+
+    [train]
+    steps = 600            on the command line: train.steps=600
+
+A key that is not known, or a value that does not fit, is a ConfigError that names the key, where
+it stood and the nearest key that there is. From here on configuration flows down as values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from hpcpar.errors import ConfigError
+from hpcpar.models import LlamaConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class Section(BaseModel):
+    """A table of the file: nothing but its own keys, and no changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSection(Section):
+    """A preset, and what is to differ from it. Fields as in `LlamaConfig`.
+
+    vocab_size     None = the tokenizer's
+    max_sequence   None = train.sequence
+    seed           of the initial values
+    """
+
+    preset: str = "tiny"
+    vocab_size: int | None = Field(default=None, gt=0)
+    hidden_size: int | None = Field(default=None, gt=0)
+    layers: int | None = Field(default=None, gt=0)
+    heads: int | None = Field(default=None, gt=0)
+    kv_heads: int | None = Field(default=None, gt=0)
+    head_size: int | None = Field(default=None, gt=0)
+    ffn_size: int | None = Field(default=None, gt=0)
+    max_sequence: int | None = Field(default=None, gt=0)
+    rope_theta: float | None = Field(default=None, gt=0)
+    norm_epsilon: float | None = Field(default=None, gt=0)
+    tie_embeddings: bool | None = None
+    initial_std: float | None = Field(default=None, ge=0)
+    seed: int = 0
+
+
+class DataSection(Section):
+    """Which text, and how it becomes tokens.
+
+    paths       text or JSONL files, or directories of them; empty = Python's own standard library
+    tokenizer   a Hugging Face `tokenizers` JSON file; None = bytes
+    held_out    share of the documents that is kept out of training and measures it
+    max_mib     text beyond this is left out; None = all
+    cache       directory for the tokens, built once for the same files and tokenizer
+    """
+
+    paths: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+    held_out: float = Field(default=0.05, gt=0, lt=1)
+    max_mib: float | None = Field(default=None, gt=0)
+    cache: Path = Path("runs/cache")
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _one_path_is_enough(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class TrainSection(Section):
+    """How much of it, and how it is cut.
+
+    sequence           tokens in a sequence
+    global_batch       sequences in an optimizer step, over all ranks
+    microbatch         sequences that a rank works on at once; the rest is accumulated
+    seed               of the order of the data and of the process's random numbers
+    threads            of torch on each rank; None = the rank's share of its node's cores
+    evaluate_every     steps between held-out losses; 0 = at the end only
+    held_out_batches   global batches of held-out text in one such loss
+    """
+
+    steps: int = Field(default=500, gt=0)
+    sequence: int = Field(default=256, gt=0)
+    global_batch: int = Field(default=16, gt=0)
+    microbatch: int = Field(default=8, gt=0)
+    seed: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: int | None = Field(default=None, gt=0)
+    evaluate_every: int = Field(default=100, ge=0)
+    held_out_batches: int = Field(default=8, gt=0)
+
+
+class OptimizerSection(Section):
+    """The optimizer around which the gradients are summed.
+
+    clip_norm      largest norm of the whole gradient; 0 = no clipping
+    weight_decay   of matrices; vectors (the norms) are never decayed
+    bucket_mib     gradients that travel together; the first bucket is smaller, to leave sooner
+    """
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(default=3e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
+    bucket_mib: float = Field(default=25.0, gt=0)
+    first_bucket_mib: float = Field(default=1.0, gt=0)
+
+
+class ScheduleSection(Section):
+    """The learning rate over time: up in a straight line, then down along a cosine.
+
+    warmup_fraction   of the steps, until the full learning rate
+    final_fraction    of the learning rate that is left at the last step
+    """
+
+    warmup_fraction: float = Field(default=0.1, ge=0, lt=1)
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+
+
+class MeshSection(Section):
+    """Degrees of parallelism; -1 = whatever the number of ranks leaves."""
+
+    dp: int = -1
+
+
+class OutputSection(Section):
+    """What a run leaves behind.
+
+    directory         metrics.jsonl, loss.png, summary.json, timeline.json and checkpoints/
+    log_every         steps between lines of progress; losses are summed over ranks as often
+    checkpoint_every  steps between checkpoints; 0 = at the end only
+    keep              checkpoints that stay
+    timeline_steps    first steps of the run to trace into timeline.json; 0 = no timeline
+    """
+
+    directory: Path = Path("runs/latest")
+    log_every: int = Field(default=10, gt=0)
+    checkpoint_every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, gt=0)
+    timeline_steps: int = Field(default=0, ge=0)
+
+
+class Config(Section):
+    """A whole training run."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    mesh: MeshSection = MeshSection()
+    output: OutputSection = OutputSection()
+
+    def model_config_for(self, vocabulary: int) -> LlamaConfig:
+        """The model's sizes, for tokens 0 … vocabulary - 1."""
+        named = self.model.model_dump(exclude={"preset", "seed"}, exclude_none=True)
+        config = LlamaConfig.preset(
+            self.model.preset, **({"vocab_size": vocabulary, "max_sequence": self.train.sequence} | named)
+        )
+        if config.vocab_size < vocabulary:
+            raise ConfigError(
+                f"model.vocab_size = {config.vocab_size}, but the tokenizer makes {vocabulary} different "
+                f"tokens; leave model.vocab_size out, or make it at least that"
+            )
+        if config.max_sequence < self.train.sequence:
+            raise ConfigError(
+                f"train.sequence = {self.train.sequence} is longer than model.max_sequence = "
+                f"{config.max_sequence}; leave model.max_sequence out, or raise it"
+            )
+        return config
+
+
+def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
+    """The run that a file's text and the overrides describe; `source` names the file in errors."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not a TOML file: {error}") from error
+    origins: dict[str, str] = {}
+    for override in overrides:
+        origins[_override(table, override)] = f"override {override!r}"
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        complaints = [_complaint(dict(fault), source, origins) for fault in error.errors()]
+        raise ConfigError("\n".join(complaints)) from None
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """`parse` of the file's text."""
+    return parse(read_text(path), source=str(path), overrides=overrides)
+
+
+def read_text(path: Path) -> str:
+    """The text of a configuration file; ConfigError if there is none to be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+
+
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> tuple[str, ...]:
+    """Every key that a file may set, with its table: ("model.preset", …)."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys += known_keys(kind, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return tuple(keys)
+
+
+def _override(table: dict[str, Any], override: str) -> str:
+    """Write `a.b=value` into the nested table; the key."""
+    key, equals, value = override.partition("=")
+    key = key.strip()
+    *sections, leaf = key.split(".")
+    if not equals or not all((*sections, leaf)):
+        raise ConfigError(f"override {override!r} is not key=value, as in train.steps=100")
+    for name in sections:
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {name} is a value, not a table")
+        table = inner
+    table[leaf] = _value(value.strip())
+    return key
+
+
+def _value(text: str) -> Any:
+    """As TOML reads it (3, 1e-3, true, "x", ["a", "b"]); text that is no TOML value is itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _complaint(fault: Mapping[str, Any], source: str, origins: Mapping[str, str]) -> str:
+    """One line about one thing that pydantic found wrong."""
+    key = ".".join(str(part) for part in fault["loc"])
+    where = next((said for overridden, said in origins.items() if _within(key, overridden)), source)
+    if fault["type"] == "extra_forbidden":
+        return f"{where}: there is no key {key}{_nearest(key)}"
+    return f"{where}: {key} = {fault['input']!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
+
+
+def _within(key: str, overridden: str) -> bool:
+    return key == overridden or key.startswith(f"{overridden}.")
+
+
+def _nearest(key: str) -> str:
+    """The key that was probably meant, or those that the table has."""
+    known = known_keys()
+    leaf = key.rpartition(".")[2]
+    same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
+    close = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    if close:
+        return f"; did you mean {close[0]}?"
+    table = key.partition(".")[0]
+    there = [candidate for candidate in known if candidate.startswith(f"{table}.")]
+    return f"; there are {', '.join(there or Config.model_fields)}"

@@ -1,0 +1,167 @@
+"""What a run says while it learns: lines of JSON, a progress display and the picture of its losses.
+
+These belong to one rank: the loop's rank 0 has them, the others have none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from hpcpar.units import format_duration
+
+LINE_INTERVAL_S = 5.0
+"""On a terminal there is a live bar; elsewhere a line no more often than this."""
+
+
+class Metrics:
+    """Lines of JSON, one for every step and one for every held-out loss, and the display of progress.
+
+    directory     gets metrics.jsonl; lines of steps from `first_step` on that an earlier run left
+                  there are dropped, so that a resumed run goes on where its checkpoint stood
+    console       None = nobody is told
+    """
+
+    def __init__(self, directory: Path, *, first_step: int, steps: int, console: Console | None) -> None:
+        self.path = directory / "metrics.jsonl"
+        keep_lines_before(self.path, first_step)
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+        self._display = Display(console, first_step=first_step, steps=steps) if console else None
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._display is not None:
+            self._display.stop()
+        self._file.close()
+
+    def steps(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """The steps since the last call, oldest first: a line each, and the display moves."""
+        self._write(records)
+        if self._display is not None and records:
+            last = records[-1]
+            self._display.show(last["step"] + 1, last["loss"], last["tokens_per_s"])
+
+    def held_out(self, step: int, loss: float) -> None:
+        """The held-out loss after `step` steps."""
+        self._write([{"step": step, "held_out_loss": loss}])
+        if self._display is not None:
+            self._display.say(f"step {step}: held-out loss {loss:.3f} nats")
+
+    def _write(self, records: Iterable[Mapping[str, Any]]) -> None:
+        self._file.writelines(json.dumps(record) + "\n" for record in records)
+        self._file.flush()
+
+
+class Display:
+    """A live bar on a terminal, a line every few seconds elsewhere (a batch job's output file)."""
+
+    def __init__(self, console: Console, *, first_step: int, steps: int) -> None:
+        self._console = console
+        self._first_step, self._steps = first_step, steps
+        self._start_s = self._last_line_s = time.perf_counter()
+        self._bar: Progress | None = None
+        if console.is_interactive:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=console,
+            )
+            self._task = self._bar.add_task("train", total=steps, completed=first_step, text="")
+            self._bar.start()
+
+    def show(self, done: int, loss: float, tokens_per_s: float) -> None:
+        """`done` steps are behind us; loss and speed are the latest."""
+        now_s = time.perf_counter()
+        per_step_s = (now_s - self._start_s) / max(1, done - self._first_step)
+        left = format_duration(per_step_s * (self._steps - done))
+        text = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {left} left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, text=text)
+        elif now_s - self._last_line_s >= LINE_INTERVAL_S or done == self._steps:
+            self._last_line_s = now_s
+            self.say(f"step {done}/{self._steps}  {text}")
+
+    def say(self, line: str) -> None:
+        self._console.print(line, highlight=False)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def keep_lines_before(path: Path, first_step: int) -> None:
+    """Drop lines of steps that are going to be trained again; a half-written last line goes too."""
+    if not path.exists():
+        return
+    kept = [record for record in records_of(path) if _is_before(record, first_step)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file as dictionaries; what is no JSON (a torn last line) is left out."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def _is_before(record: Mapping[str, Any], first_step: int) -> bool:
+    # A training record is of the step's index, a held-out one of the steps done.
+    return bool(record["step"] < first_step + ("held_out_loss" in record))
+
+
+def draw_losses(records: Sequence[Mapping[str, Any]], path: Path, *, vocabulary: int) -> None:
+    """The losses of a run as a PNG picture: each step's, their running mean, and the held-out ones."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    trained = [(record["step"] + 1, record["loss"]) for record in records if "loss" in record]
+    held_out = [(record["step"], record["held_out_loss"]) for record in records if "held_out_loss" in record]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if trained:
+        steps, losses = zip(*trained, strict=True)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
+        axes.plot(steps, running_mean(losses, 0.95), color="tab:blue", label="training")
+    if held_out:
+        steps, losses = zip(*held_out, strict=True)
+        axes.plot(steps, losses, "o-", color="tab:orange", label="held out")
+        axes.annotate(f"{losses[-1]:.3f}", (steps[-1], losses[-1]), textcoords="offset points", xytext=(-4, 8))
+    axes.axhline(math.log(vocabulary), color="grey", linestyle=":", label=f"ln({vocabulary}), knowing nothing")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def running_mean(values: Sequence[float], decay: float) -> list[float]:
+    """Exponential running mean without the pull of its start (Kingma and Ba 2015, section 3)."""
+    means: list[float] = []
+    total = weight = 0.0
+    for value in values:
+        total = decay * total + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        means.append(total / weight)
+    return means

@@ -1,0 +1,90 @@
+"""One optimizer step, and one look at held-out text. Shape letters: B batch, S sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hpcpar.comm import Communicator, Trace
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.models import next_token_loss
+from hpcpar.training.timeline import span
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step measured.
+
+    loss_share      this rank's share of the mean loss in nats: summed over ranks, it is the loss
+    gradient_norm   of the whole averaged gradient before clipping, the same on every rank
+    """
+
+    loss_share: Tensor
+    gradient_norm: Tensor
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: DistributedOptimizer,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    microbatch: int,
+    global_tokens: int,
+    clip_norm: float,
+    trace: Trace | None = None,
+) -> StepResult:
+    """Forward, backward, and the optimizer on the gradient of the whole global batch's mean loss.
+
+    tokens, targets   [B, S], this rank's part of the global batch; B may differ between ranks
+    microbatch        sequences worked on at once; only the last one's backward sends gradients
+    global_tokens     in the global batch, over all ranks
+    clip_norm         largest norm of the gradient; inf = no clipping
+
+    Each microbatch's loss is a sum divided by `global_tokens`, so parts of unequal size on the ranks
+    give the same gradient as one process with the whole batch.
+    """
+    ranks = optimizer.dp_comm.size
+    optimizer.zero_grad(set_to_none=False)
+    pieces = list(zip(tokens.split(microbatch), targets.split(microbatch), strict=True))
+    loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
+    for number, (some_tokens, some_targets) in enumerate(pieces):
+        last = number == len(pieces) - 1
+        with nullcontext() if last else optimizer.no_sync():
+            with span(trace, "forward", microbatch=number):
+                loss = next_token_loss(model(some_tokens), some_targets, reduction="sum") / global_tokens
+            with span(trace, "backward", microbatch=number):
+                # The optimizer averages over ranks where the global mean asks for a sum.
+                (loss * ranks).backward()  # type: ignore[no-untyped-call]
+        loss_share += loss.detach()
+    with span(trace, "wait for gradients"):
+        optimizer.synchronize()
+    with span(trace, "optimizer"):
+        norm = optimizer.clip_grad_norm_(clip_norm)
+        optimizer.step()
+    return StepResult(loss_share, norm)
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], comm: Communicator
+) -> float:
+    """Mean loss in nats per token over all ranks' batches of (tokens, targets) [B, S]; collective.
+
+    A rank may have fewer batches than others, or none.
+    """
+    totals = torch.zeros(2, dtype=torch.float64)
+    was_training = model.training
+    model.eval()
+    try:
+        for tokens, targets in batches:
+            totals[0] += next_token_loss(model(tokens), targets, reduction="sum").double().cpu()
+            totals[1] += targets.numel()
+    finally:
+        model.train(was_training)
+    comm.allreduce(totals)
+    return float(totals[0] / totals[1])

@@ -1,0 +1,204 @@
+"""Views of a user's array as host memory: elements that can be summed, bytes that can travel.
+
+NumPy arrays, torch CPU tensors          used in place when contiguous
+the same, not contiguous                 copied; the result is copied back
+torch CUDA tensors, CuPy arrays          staged through host memory; the result is copied back
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcpar.errors import BufferTypeError
+from hpcpar.transport.interface import Octets
+
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+)
+"""Element types that can be communicated."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """One-dimensional contiguous host memory under two faces.
+
+    elements   a NumPy array, or a torch tensor where NumPy has no such type (bfloat16)
+    octets     the same memory as bytes
+    """
+
+    elements: Any
+    octets: Octets
+    dtype: str
+    itemsize: int
+
+    @property
+    def count(self) -> int:
+        return self.octets.size // self.itemsize
+
+    def part(self, start: int, stop: int) -> HostBuffer:
+        """Elements start to stop, sharing memory."""
+        octets = self.octets[start * self.itemsize : stop * self.itemsize]
+        return HostBuffer(self.elements[start:stop], octets, self.dtype, self.itemsize)
+
+    def like(self, octets: Octets) -> HostBuffer:
+        """Other bytes seen as elements of this buffer's type."""
+        if isinstance(self.elements, np.ndarray):
+            return HostBuffer(octets.view(self.elements.dtype), octets, self.dtype, self.itemsize)
+        import torch
+
+        elements = torch.from_numpy(octets).view(self.elements.dtype)
+        return HostBuffer(elements, octets, self.dtype, self.itemsize)
+
+    def scratch(self, count: int) -> HostBuffer:
+        """Fresh memory for `count` elements of the same type, of any content."""
+        return self.like(np.empty(count * self.itemsize, dtype=np.uint8))
+
+    def copy(self) -> HostBuffer:
+        """The same elements in memory of their own."""
+        fresh = self.scratch(self.count)
+        fresh.octets[...] = self.octets
+        return fresh
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A user's array bound to host memory for one operation.
+
+    write_back   brings the host memory's content back into the array; None when they are the same
+    """
+
+    array: Any
+    host: HostBuffer
+    write_back: Callable[[], None] | None = None
+
+
+def bind(array: Any, *, writable: bool, what: str = "buffer") -> Binding:
+    """See a NumPy array, torch tensor or CuPy array of any shape as flat host memory.
+
+    writable   the operation will write to it
+    what       the argument's name, for errors
+    errors     BufferTypeError for other objects, unknown element types, read-only memory
+    """
+    if isinstance(array, np.ndarray):
+        return _bind_numpy(array, writable=writable, what=what)
+    if is_torch(array):
+        return _bind_torch(array, what)
+    if is_cupy(array):
+        return _bind_cupy(array, what)
+    raise BufferTypeError(
+        f"{what} is a {type(array).__module__}.{type(array).__qualname__}; collectives take NumPy arrays, "
+        f"torch tensors and CuPy arrays. Wrap numbers with numpy.asarray, or use the *_object calls."
+    )
+
+
+def empty_like(array: Any, count: int) -> Any:
+    """A fresh one-dimensional array of the same library, element type and device."""
+    if is_torch(array):
+        return array.new_empty(count, requires_grad=False)
+    if is_cupy(array):
+        import cupy
+
+        return cupy.empty(count, dtype=array.dtype)
+    return np.empty(count, dtype=array.dtype)
+
+
+def flat(array: Any) -> Any:
+    """The array as one dimension, without its autograd history; shares memory where contiguous."""
+    return array.detach().reshape(-1) if is_torch(array) else array.reshape(-1)
+
+
+def is_torch(array: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def is_cupy(array: Any) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def _bind_numpy(array: NDArray[Any], *, writable: bool, what: str) -> Binding:
+    host = _numpy_host(np.ascontiguousarray(array).reshape(-1), what)
+    if not writable:
+        return Binding(array, host)
+    if not array.flags.writeable:
+        raise BufferTypeError(
+            f"{what} is a read-only NumPy array and the result is to be written into it; "
+            f"pass a copy, or give out="
+        )
+    if array.flags.c_contiguous:
+        return Binding(array, host)
+
+    def write_back() -> None:
+        array[...] = host.elements.reshape(array.shape)
+
+    return Binding(array, host, write_back)
+
+
+def _numpy_host(elements: NDArray[Any], what: str) -> HostBuffer:
+    name = elements.dtype.name
+    if name not in DTYPES or not elements.dtype.isnative:
+        raise _unknown_dtype(what, str(elements.dtype))
+    return HostBuffer(elements, elements.view(np.uint8), name, elements.dtype.itemsize)
+
+
+def _bind_torch(tensor: Any, what: str) -> Binding:
+    import torch
+
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise _unknown_dtype(what, str(tensor.dtype))
+    if tensor.layout is not torch.strided:
+        raise BufferTypeError(
+            f"{what} is a {tensor.layout} tensor; collectives take dense ones: "
+            f"pass tensor.to_dense(), or its indices and values"
+        )
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return Binding(tensor, _torch_host(tensor.view(-1), name))
+    if tensor.device.type == "meta":
+        raise BufferTypeError(f"{what} is on the meta device and has no memory; materialise it first")
+    staged = torch.empty(
+        tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda"
+    )
+    # A blocking copy: it waits for the work queued on the current stream that produces the tensor.
+    staged.copy_(tensor.reshape(-1))
+
+    def write_back() -> None:
+        tensor.copy_(staged.view(tensor.shape))
+
+    return Binding(tensor, _torch_host(staged, name), write_back)
+
+
+def _torch_host(flat_tensor: Any, name: str) -> HostBuffer:
+    import torch
+
+    if name != "bfloat16":
+        elements = flat_tensor.numpy()
+        return HostBuffer(elements, elements.view(np.uint8), name, elements.dtype.itemsize)
+    return HostBuffer(flat_tensor, flat_tensor.view(torch.uint8).numpy(), name, 2)
+
+
+def _bind_cupy(array: Any, what: str) -> Binding:
+    import cupy
+
+    host = _numpy_host(cupy.asnumpy(array).reshape(-1), what)
+
+    def write_back() -> None:
+        array.set(host.elements.reshape(array.shape))
+
+    return Binding(array, host, write_back)
+
+
+def _unknown_dtype(what: str, found: str) -> BufferTypeError:
+    return BufferTypeError(
+        f"{what} has elements of type {found}; known are {', '.join(DTYPES)} in native byte order. "
+        f"Convert it, or send its bytes as uint8."
+    )

@@ -1,0 +1,224 @@
+"""MPI point-to-point on host memory. The only file that imports mpi4py; importing it starts MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from hpcpar.errors import MismatchError, PeerFailedError
+from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Transport
+
+MAX_MESSAGE_NBYTES = 2**30
+"""Longer messages travel in pieces: MPI counts are 32-bit in most libraries' data paths."""
+
+SPIN_ATTEMPTS = 64
+"""Fruitless tests before a wait first offers its core to others (one test is about 0.3 µs)."""
+
+NAP_ATTEMPTS = 2000
+NAP_S = 50e-6
+
+
+class _Exchange:
+    """MPI requests under way, receives first. Only point-to-point, whose lengths are checked, keeps them."""
+
+    def __init__(
+        self, requests: list[MPI.Request], peers: list[int], receives: int, *, keep_lengths: bool
+    ) -> None:
+        self._requests = requests
+        self._peers = peers
+        self._receives = receives
+        self._statuses = [MPI.Status() for _ in requests] if keep_lengths else None
+        self._done = not requests
+
+    def test(self) -> bool:
+        if not self._done:
+            try:
+                self._done = MPI.Request.Testall(self._requests, self._statuses)
+            except MPI.Exception as error:
+                self._done = True
+                raise self._explain(error) from error
+        return self._done
+
+    def waiting_for(self) -> tuple[int, ...]:
+        if self._done:
+            return ()
+        pairs = zip(self._requests, self._peers, strict=True)
+        return tuple(sorted({peer for request, peer in pairs if not request.Get_status()}))
+
+    def received_nbytes(self) -> int:
+        statuses = self._statuses or []
+        return sum(status.Get_count(MPI.BYTE) for status in statuses[: self._receives])
+
+    def _explain(self, error: MPI.Exception) -> Exception:
+        truncated = error.Get_error_class() in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS)
+        ranks = ", ".join(map(str, sorted(set(self._peers))))
+        if truncated:
+            return MismatchError(
+                f"a message between this rank and rank {ranks} is longer than the buffer it arrived for "
+                f"({error.Get_error_string()}); sender and receiver must name the same number of bytes. "
+                f"HPCPAR_CHECK=1 names the calls of both sides for collectives."
+            )
+        return PeerFailedError(f"MPI could not exchange with rank {ranks}: {error.Get_error_string()}")
+
+
+class _Control:
+    """Small messages beside the data, on a communicator of their own: who are you waiting for?"""
+
+    def __init__(self) -> None:
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._outgoing: list[tuple[MPI.Request, bytes]] = []
+
+    def send(self, world_rank: int, message: dict[str, Any]) -> None:
+        self._outgoing = [(request, payload) for request, payload in self._outgoing if not request.Test()]
+        payload = pickle.dumps(message)
+        self._outgoing.append((self._comm.Isend([payload, MPI.BYTE], world_rank), payload))
+
+    def receive(self) -> list[tuple[int, dict[str, Any]]]:
+        messages = []
+        status = MPI.Status()
+        while self._comm.Iprobe(status=status):
+            payload = bytearray(status.Get_count(MPI.BYTE))
+            self._comm.Recv([payload, MPI.BYTE], status.Get_source(), status.Get_tag())
+            messages.append((status.Get_source(), pickle.loads(payload)))
+        return messages
+
+    def farewell(self) -> Exchange:
+        request = self._comm.Ibarrier()
+        return _Exchange([request], [self._comm.rank], 1, keep_lengths=False)
+
+
+class MpiTransport:
+    """The ranks of one MPI communicator, which belongs to hpcpar alone.
+
+    yield_at_once   a fruitless test offers the core to others: for more ranks than cores
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        control: _Control,
+        world_nodes: tuple[int, ...],
+        *,
+        yield_at_once: bool = True,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+    ) -> None:
+        self._comm = comm
+        self._control = control
+        self._world_nodes = world_nodes
+        self.yield_at_once = yield_at_once
+        self._max_message_nbytes = max_message_nbytes
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.max_tag = min(comm.Get_attr(MPI.TAG_UB) or 32767, 2**31 - 1)
+        world = MPI.COMM_WORLD.Get_group()
+        mine = comm.Get_group()
+        world_ranks = MPI.Group.Translate_ranks(mine, list(range(self.size)), world)
+        self.world_ranks = tuple(world_ranks)
+        self.nodes = tuple(world_nodes[r] for r in world_ranks)
+        mine.Free()
+        world.Free()
+
+    @classmethod
+    def world(cls, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES) -> MpiTransport:
+        """All ranks of the job, on a duplicate of MPI_COMM_WORLD. Collective."""
+        return cls(
+            MPI.COMM_WORLD.Dup(), _Control(), _world_nodes(), max_message_nbytes=max_message_nbytes
+        )
+
+    def start(
+        self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
+    ) -> Exchange:
+        requests: list[MPI.Request] = []
+        peers: list[int] = []
+        for octets, source in receives:
+            for piece in self._pieces(octets):
+                requests.append(self._comm.Irecv([piece, MPI.BYTE], source, tag))
+                peers.append(source)
+        count = len(requests)
+        for octets, to in sends:
+            for piece in self._pieces(octets):
+                requests.append(self._comm.Isend([piece, MPI.BYTE], to, tag))
+                peers.append(to)
+        return _Exchange(requests, peers, count, keep_lengths=tag >= COLLECTIVE_TAGS)
+
+    def _pieces(self, octets: Octets) -> Sequence[Octets]:
+        limit = self._max_message_nbytes
+        if octets.size <= limit:
+            return (octets,)
+        return [octets[start : start + limit] for start in range(0, octets.size, limit)]
+
+    def pause(self, attempt: int) -> None:
+        if attempt > NAP_ATTEMPTS:
+            time.sleep(NAP_S)
+        elif self.yield_at_once or attempt > SPIN_ATTEMPTS:
+            os.sched_yield()
+
+    def split(self, color: int | None, key: int) -> Transport | None:
+        comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        if comm == MPI.COMM_NULL:
+            return None
+        return MpiTransport(
+            comm,
+            self._control,
+            self._world_nodes,
+            yield_at_once=self.yield_at_once,
+            max_message_nbytes=self._max_message_nbytes,
+        )
+
+    def free(self) -> None:
+        if self._comm != MPI.COMM_NULL:
+            self._comm.Free()
+
+    def control_send(self, world_rank: int, message: dict[str, Any]) -> None:
+        self._control.send(world_rank, message)
+
+    def control_receive(self) -> list[tuple[int, dict[str, Any]]]:
+        return self._control.receive()
+
+    def farewell(self) -> Exchange:
+        """Collective, without waiting: complete once every rank of the job has come to its end."""
+        return self._control.farewell()
+
+    def abort(self, status: int) -> None:
+        """End the whole job. Under some process managers MPI_Abort returns, hence the exit."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(status)
+        os._exit(status)
+
+
+def _world_nodes() -> tuple[int, ...]:
+    """The node of every world rank: ranks that can share memory, numbered as they first appear."""
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    first_rank_here = node.allreduce(MPI.COMM_WORLD.rank, MPI.MIN)
+    node.Free()
+    first_ranks = MPI.COMM_WORLD.allgather(first_rank_here)
+    numbers = {first: number for number, first in enumerate(dict.fromkeys(first_ranks))}
+    return tuple(numbers[first] for first in first_ranks)
+
+
+def library_facts() -> dict[str, str]:
+    """What MPI says of itself: library, standard, thread_level, vendor, host."""
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    name, version = MPI.get_vendor()
+    return {
+        "library": MPI.Get_library_version().strip("\0 \n"),
+        "vendor": f"{name} {'.'.join(map(str, version))}",
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "thread_level": levels[MPI.Query_thread()],
+        "host": MPI.Get_processor_name(),
+    }

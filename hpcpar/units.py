@@ -1,0 +1,48 @@
+"""Units of memory and of bandwidth. GB = 1e9 bytes, GiB = 2**30 bytes."""
+
+from __future__ import annotations
+
+KiB = 1024
+MiB = 1024 * KiB
+GiB = 1024 * MiB
+GB = 1_000_000_000
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Bytes for people: format_nbytes(26_214_400) == '25.0 MiB'."""
+    if nbytes < KiB:
+        return f"{nbytes:.0f} B"
+    for unit, name in ((KiB, "KiB"), (MiB, "MiB"), (GiB, "GiB")):
+        if nbytes < 1024 * unit or unit == GiB:
+            return f"{nbytes / unit:.1f} {name}"
+    raise AssertionError("unreachable: GiB is the last unit")
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds for people: 12.3 µs, 4.56 ms, 7.8 s, 12 min 05 s, 3 h 02 min."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.2f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def busbw_factor(collective: str, size: int) -> float:
+    """What to multiply algbw (bytes of the whole array over seconds) by to get busbw.
+
+    size    ranks of the communicator at hand, not of the world
+    source  nccl-tests, doc/PERFORMANCE.md
+    """
+    match collective:
+        case "allreduce":
+            return 2 * (size - 1) / size
+        case "reduce_scatter" | "allgather" | "alltoall":
+            return (size - 1) / size
+        case "broadcast" | "reduce" | "send" | "gather" | "scatter":
+            return 1.0
+    raise ValueError(f"no bus bandwidth is defined for {collective!r}")

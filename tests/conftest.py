@@ -1,0 +1,57 @@
+"""Settings that every test shares: checked mode, one thread per rank, and quiet ranks above 0."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+# Before hpcpar or torch is imported: both look at these once.
+os.environ["HPCPAR_CHECK"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _world_rank() -> int:
+    from hpcpar.launch.environment import detect
+
+    return detect().rank
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let rank 0 alone write; another rank's report is kept back and shown only if it fails."""
+    if not config.getoption("--with-mpi", default=False) or _world_rank() == 0:
+        return
+    from _pytest.terminal import TerminalReporter
+
+    config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    kept = getattr(reporter, "_tw", None) and reporter._tw._file
+    if isinstance(kept, io.StringIO) and reporter.stats.keys() & {"failed", "error"}:
+        sys.stderr.write(f"\n[rank {_world_rank()}]\n{kept.getvalue()}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    """Ranks and helpers share few cores; a test is not faster with more threads."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def world() -> Communicator:
+    """The communicator over all ranks of this job, for tests marked `mpi`."""
+    import hpcpar
+
+    return hpcpar.init(timeout_s=60.0)

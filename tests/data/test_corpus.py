@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcpar.data import Corpus, standard_library
+from hpcpar.data.corpus import SMALLEST_PIECE_NBYTES
+from hpcpar.errors import DataError
+from hpcpar.units import KiB
+
+
+def texts(corpus: Corpus) -> list[str]:
+    return [document.text for document in corpus.documents()]
+
+
+def test_files_of_a_directory_come_sorted_by_name_at_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("z.txt", "a.md", "b/c.py", "b/picture.png", ".hidden.txt", ".git/x.txt"):
+        (tmp_path / name).write_text(name)
+    assert texts(Corpus.of(tmp_path)) == ["a.md", "b/c.py", "z.txt"]
+
+
+def test_a_list_mixes_files_and_directories(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "x.txt").write_text("in d")
+    (tmp_path / "x.txt").write_text("by itself")
+    (tmp_path / "LICENSE").write_text("named")
+    corpus = Corpus.of([tmp_path / "d", tmp_path / "x.txt", tmp_path / "LICENSE", tmp_path / "LICENSE"])
+    assert sorted(texts(corpus)) == ["by itself", "in d", "named"]
+
+
+def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
+    lines = [{"text": "one"}, {"text": "two\nlines"}, {"other": 3}, {"text": 4}, ["text"]]
+    content = "\n".join(map(json.dumps, lines)) + "\n\nnot json\n"
+    (tmp_path / "a.jsonl").write_text(content)
+    corpus = Corpus.of(tmp_path)
+    assert texts(corpus) == ["one", "two\nlines"]
+    assert [item.name for item in corpus.skipped] == ["a.jsonl:3", "a.jsonl:4", "a.jsonl:5", "a.jsonl:7"]
+    assert "KeyError: 'text'" in corpus.skipped[0].reason
+
+
+def test_the_key_of_a_jsonl_text_can_be_chosen(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "yes", "text": "no"}')
+    assert texts(Corpus.of(tmp_path, text_key="content")) == ["yes"]
+
+
+def test_files_that_are_not_text_are_skipped_and_reported(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "gone.txt").write_text("removed after it was listed")
+    (tmp_path / "good.txt").write_text("good")
+    corpus = Corpus.of(tmp_path)
+    (tmp_path / "gone.txt").unlink()
+    assert texts(corpus) == ["good"]
+    assert [(item.name, item.reason.split(":")[0]) for item in corpus.skipped] == [
+        ("bad.txt", "UnicodeDecodeError"),
+        ("gone.txt", "FileNotFoundError"),
+    ]
+
+
+def test_a_long_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path) -> None:
+    content = "".join(f"line {number} é\n" for number in range(1000)) + "y" * 3000
+    (tmp_path / "a.txt").write_text(content)
+    documents = list(Corpus.of(tmp_path).documents())
+    assert "".join(document.text for document in documents) == content
+    assert len({document.name for document in documents}) == len(documents) > 10
+    for document in documents[:-1]:
+        assert document.text.endswith("\n")
+        assert len(document.text.encode()) <= SMALLEST_PIECE_NBYTES
+
+
+def test_a_missing_or_empty_place_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no such file or directory: .*nowhere"):
+        Corpus.of(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"no text in .*looked for files ending in .txt"):
+        Corpus.of(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is neither a file nor a directory"):
+        Corpus.of(tmp_path / "pipe")
+
+
+def test_the_fingerprint_follows_changes_but_not_the_place(tmp_path: Path) -> None:
+    for root in ("one", "two"):
+        (tmp_path / root).mkdir()
+        (tmp_path / root / "a.txt").write_text("same")
+        os.utime(tmp_path / root / "a.txt", ns=(1, 1))
+    first, second = (Corpus.of(tmp_path / root) for root in ("one", "two"))
+    assert first.fingerprint() == second.fingerprint()
+    (tmp_path / "two" / "a.txt").write_text("more")
+    assert first.fingerprint() != second.fingerprint()
+    assert first.fingerprint() != Corpus.of(tmp_path / "one", text_key="body").fingerprint()
+
+
+def test_the_standard_library_is_a_corpus_within_its_limit() -> None:
+    corpus = standard_library(limit_nbytes=300 * KiB)
+    assert 250 * KiB < corpus.nbytes() <= 300 * KiB
+    assert corpus.files == standard_library(limit_nbytes=300 * KiB).files
+    for name, path in corpus.files:
+        assert name.endswith(".py")
+        assert "site-packages" not in path.parts
+    assert sum(len(text.encode()) for text in texts(corpus)) == corpus.nbytes()
+    assert not corpus.skipped
+
+
+def test_a_limit_that_lets_nothing_through_is_an_error() -> None:
+    with pytest.raises(DataError, match="no Python source of at most 0 B"):
+        standard_library(limit_nbytes=0)

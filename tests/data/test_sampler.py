@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcpar.data import Sampler
+from hpcpar.errors import DataError
+
+SAMPLER = Sampler(tokens=10 * 8 + 1, sequence=8, global_batch=4, seed=3)
+
+
+def test_windows_and_steps_are_counted_as_drawn() -> None:
+    assert (SAMPLER.windows, SAMPLER.steps_per_epoch) == (10, 2)
+    assert Sampler(10 * 8, 8, 4).windows == 9  # the last window would have no token after it
+    assert [SAMPLER.epoch(step) for step in range(5)] == [0, 0, 1, 1, 2]
+
+
+@given(
+    windows=st.integers(1, 60),
+    global_batch=st.integers(1, 9),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+)
+def test_an_epoch_visits_no_window_twice(windows: int, global_batch: int, seed: int, epoch: int) -> None:
+    if windows < global_batch:
+        return
+    sampler = Sampler(windows * 5 + 1, 5, global_batch, seed)
+    first = epoch * sampler.steps_per_epoch
+    visited = np.concatenate([sampler.batch(first + step) for step in range(sampler.steps_per_epoch)])
+    assert len(set(visited.tolist())) == len(visited) == sampler.steps_per_epoch * global_batch
+    assert visited.min() >= 0
+    assert visited.max() < windows
+
+
+@given(step=st.integers(0, 100), dp_size=st.integers(1, 7), global_batch=st.integers(1, 12))
+def test_the_shards_of_any_number_of_ranks_are_the_same_batch(
+    step: int, dp_size: int, global_batch: int
+) -> None:
+    sampler = Sampler(1000, 8, global_batch, seed=1)
+    shards = [sampler.shard(step, rank, dp_size) for rank in range(dp_size)]
+    assert np.concatenate(shards).tolist() == sampler.batch(step).tolist()
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_a_step_depends_on_nothing_that_came_before() -> None:
+    resumed = Sampler(**SAMPLER.__dict__)
+    assert [SAMPLER.batch(step).tolist() for step in range(6)][5] == resumed.batch(5).tolist()
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    big = Sampler(tokens=100_001, sequence=10, global_batch=100, seed=0)
+    other = Sampler(tokens=100_001, sequence=10, global_batch=100, seed=1)
+    assert big.batch(0).tolist() != big.batch(big.steps_per_epoch).tolist()
+    assert big.batch(0).tolist() != other.batch(0).tolist()
+
+
+def test_too_little_text_says_how_much_is_needed() -> None:
+    with pytest.raises(DataError, match="4 windows of 8 tokens needs 33 tokens, but there are 32"):
+        Sampler(tokens=32, sequence=8, global_batch=4)
+
+
+def test_impossible_steps_ranks_and_sizes_are_named() -> None:
+    with pytest.raises(DataError, match="there is no step -1"):
+        SAMPLER.batch(-1)
+    with pytest.raises(DataError, match="dp_rank=2 is not a rank of a communicator of size 2"):
+        SAMPLER.shard(0, 2, 2)
+    with pytest.raises(DataError, match="sequence=0 and global_batch=4"):
+        Sampler(100, 0, 4)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from hpcpar.data import ByteTokenizer, FileTokenizer, open_tokenizer
+from hpcpar.errors import DataError
+
+
+@pytest.fixture
+def words_file(tmp_path: Path) -> Path:
+    vocabulary = {"the": 0, "ring": 1, "sums": 2, "?": 3, "</s>": 9}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@given(st.text())
+def test_bytes_give_any_text_back(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert len(tokens) == len(text.encode())
+
+
+def test_a_character_cut_in_half_is_replaced() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("aé")[:2]) == "a\ufffd"
+    assert tokenizer.decode([104, 105]) == "hi"
+
+
+def test_a_tokenizers_file_gives_its_tokens(words_file: Path) -> None:
+    tokenizer = FileTokenizer(words_file)
+    assert tokenizer.encode("the ring sums nothing").tolist() == [0, 1, 2, 3]
+    assert tokenizer.decode([1, 2]) == "ring sums"
+
+
+def test_the_vocabulary_reaches_over_holes_to_the_highest_token(words_file: Path) -> None:
+    assert FileTokenizer(words_file).vocabulary == 10
+
+
+def test_the_end_of_a_document_is_found_or_named(words_file: Path) -> None:
+    assert FileTokenizer(words_file).end_of_document == 9
+    named = FileTokenizer(words_file, end_of_document="sums")
+    assert named.end_of_document == 2
+    assert named.identity != FileTokenizer(words_file).identity
+    with pytest.raises(DataError, match="has no token '<stop>'"):
+        FileTokenizer(words_file, end_of_document="<stop>")
+
+
+def test_a_missing_or_foreign_tokenizer_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read the tokenizer .*none.json: No such file"):
+        FileTokenizer(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(DataError, match=r"other.json is not a Hugging Face tokenizers file"):
+        FileTokenizer(tmp_path / "other.json")
+
+
+def test_no_path_opens_the_byte_tokenizer(words_file: Path) -> None:
+    assert isinstance(open_tokenizer(None), ByteTokenizer)
+    assert isinstance(open_tokenizer(words_file), FileTokenizer)

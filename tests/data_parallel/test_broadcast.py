@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel import broadcast_parameters
+from hpcpar.errors import MismatchError
+
+
+class Assorted(nn.Module):
+    """Parameters and buffers of many kinds, all different on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.weight = nn.Parameter(torch.randn(5, 3, generator=generator))
+        self.tied = self.weight
+        self.order = nn.Parameter(torch.randn(3, 4, generator=generator).t())
+        self.frozen = nn.Parameter(torch.randn(2, generator=generator), requires_grad=False)
+        self.half = nn.Parameter(torch.randn(7, generator=generator).bfloat16())
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.register_buffer("steps", torch.tensor(rank))
+        self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]), persistent=False)
+        self.norm = nn.BatchNorm1d(2)
+        self.norm.running_mean = torch.full((2,), float(rank))
+
+
+def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone() for name, t in [*module.named_parameters(), *module.named_buffers()]}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("root", [0, 2])
+def test_every_tensor_becomes_the_roots(bucket_bytes: int, root: int) -> None:
+    def spread(comm: Communicator) -> tuple[dict[str, torch.Tensor], tuple[int, ...]]:
+        module = Assorted(comm.rank)
+        broadcast_parameters(module, comm, root=root, bucket_bytes=bucket_bytes)
+        assert module.tied is module.weight
+        return tensors(module), module.order.stride()
+
+    expected = tensors(Assorted(root))
+    for found, strides in run_loopback(3, spread):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert strides == Assorted(0).order.stride()
+
+
+def test_many_small_tensors_travel_in_few_messages() -> None:
+    def spread(comm: Communicator) -> int:
+        broadcast_parameters(nn.ModuleList(nn.Linear(4, 4) for _ in range(50)), comm)
+        return sum(row.messages for row in comm.traffic.rows() if row.collective == "broadcast")
+
+    assert sum(run_loopback(2, spread)) <= 4
+
+
+def test_different_modules_are_refused_on_every_rank() -> None:
+    def spread(comm: Communicator) -> str:
+        with pytest.raises(MismatchError) as caught:
+            broadcast_parameters(nn.Linear(3, 4 if comm.rank else 5), comm)
+        return str(caught.value)
+
+    for message in run_loopback(2, spread):
+        assert "rank 1: number 0 is weight [4, 3] float32 where rank 0 has weight [5, 3] float32" in message
+
+
+def test_one_rank_keeps_its_own() -> None:
+    module = Assorted(3)
+    before = tensors(module)
+    broadcast_parameters(module, Communicator.alone())
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors(module).items())

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcpar.durable import sha256, whole_directory
+
+
+def test_a_directory_appears_whole_when_the_block_ends(tmp_path: Path) -> None:
+    final = tmp_path / "deep" / "result"
+    with whole_directory(final) as staging:
+        (staging / "a").write_text("1")
+        assert not final.exists()
+    assert [path.name for path in final.parent.iterdir()] == ["result"]
+    assert (final / "a").read_text() == "1"
+
+
+def test_an_error_leaves_what_was_there_untouched(tmp_path: Path) -> None:
+    final = tmp_path / "result"
+    with whole_directory(final) as staging:
+        (staging / "a").write_text("old")
+    with pytest.raises(RuntimeError, match="disk full"), whole_directory(final) as staging:
+        (staging / "a").write_text("new")
+        raise RuntimeError("disk full")
+    assert (final / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["result"]
+
+
+def test_a_second_writing_replaces_the_first_wholly(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with whole_directory(tmp_path / "result") as staging:
+            (staging / name).touch()
+    assert [path.name for path in (tmp_path / "result").iterdir()] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["result"]
+
+
+def test_a_directory_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with whole_directory(tmp_path / "result"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "result").stat().st_mode & 0o777 == 0o750
+
+
+def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000
+    (tmp_path / "file").write_bytes(content)
+    assert sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_a_process_killed_while_it_writes_leaves_a_whole_directory_or_none(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from hpcpar.durable import whole_directory
+for number in range(1_000_000):
+    with whole_directory(Path(sys.argv[1]) / "result") as staging:
+        for name in "abc":
+            (staging / name).write_text(str(number) * 1000)
+"""
+    for delay_s in (0.15, 0.2, 0.23, 0.27):
+        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        result = tmp_path / "result"
+        if result.exists():
+            contents = {(result / name).read_text() for name in "abc"}
+            assert len(contents) == 1

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hpcpar.errors import ConfigError
+from hpcpar.models import LlamaConfig
+from hpcpar.training.config import Config, ModelSection, known_keys, parse, read
+
+
+def refused(text: str = "", *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, source="run.toml", overrides=overrides)
+    return str(caught.value)
+
+
+def test_an_empty_file_is_the_default_run() -> None:
+    assert parse("", source="run.toml") == Config()
+
+
+def test_values_come_from_the_file_and_overrides_win() -> None:
+    config = parse(
+        "[train]\nsteps = 100\nsequence = 64\n[optimizer]\nlearning_rate = 1e-4\n",
+        source="run.toml",
+        overrides=["train.steps=7", "optimizer.betas=[0.8, 0.9]", "output.directory=runs/x"],
+    )
+    assert (config.train.steps, config.train.sequence) == (7, 64)
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.output.directory == Path("runs/x")
+
+
+def test_one_path_may_stand_without_brackets() -> None:
+    assert parse("", source="run.toml", overrides=["data.paths=books"]).data.paths == (Path("books"),)
+
+
+def test_an_override_is_read_as_toml_or_else_as_the_text_that_it_is() -> None:
+    config = parse(
+        "", source="run.toml", overrides=["model.tie_embeddings=true", 'model.preset="5m"', "train.device=cpu"]
+    )
+    assert (config.model.tie_embeddings, config.model.preset) == (True, "5m")
+
+
+def test_a_misspelt_key_is_named_with_its_file_and_the_nearest_key() -> None:
+    assert refused("[train]\nstpes = 3\n") == "run.toml: there is no key train.stpes; did you mean train.steps?"
+
+
+def test_a_misspelt_override_is_named_as_the_user_wrote_it() -> None:
+    assert refused("", "train.stpes=3") == (
+        "override 'train.stpes=3': there is no key train.stpes; did you mean train.steps?"
+    )
+
+
+def test_a_key_in_the_wrong_table_is_shown_its_own() -> None:
+    assert "there is no key train.learning_rate; did you mean optimizer.learning_rate?" in refused(
+        "[train]\nlearning_rate = 1\n"
+    )
+
+
+def test_an_unknown_table_is_answered_with_those_that_there_are() -> None:
+    assert "there is no key nonsense; there are model, data, train" in refused("[nonsense]\nx = 1\n")
+
+
+def test_a_key_like_no_other_is_answered_with_those_of_its_table() -> None:
+    assert refused("[schedule]\nqqq = 1\n").endswith(
+        "there are schedule.warmup_fraction, schedule.final_fraction"
+    )
+
+
+def test_a_value_of_the_wrong_kind_names_key_value_and_what_is_wanted() -> None:
+    message = refused("[train]\nsteps = 'many'\n")
+    assert message.startswith("run.toml: train.steps = 'many': input should be a valid integer")
+
+
+def test_a_value_out_of_range_is_refused() -> None:
+    assert "train.steps = 0: input should be greater than 0" in refused("", "train.steps=0")
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    assert len(refused("[train]\nstpes = 3\n", "optimizer.learning_rate=-1").splitlines()) == 2
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=3", "train.=3", ".steps=3"])
+def test_an_override_that_is_not_key_value_is_refused(override: str) -> None:
+    assert "is not key=value" in refused("", override)
+
+
+def test_an_override_below_a_value_is_refused() -> None:
+    assert "steps is a value, not a table" in refused("[train]\nsteps = 3\n", "train.steps.x=1")
+
+
+def test_a_file_that_is_not_toml_is_refused_with_the_line() -> None:
+    assert "run.toml is not a TOML file" in refused("steps 3\n")
+
+
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        read(tmp_path / "none.toml")
+
+
+def test_a_run_is_read_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 5\n")
+    assert read(tmp_path / "run.toml", ["train.seed=3"]).train.model_dump(include={"steps", "seed"}) == {
+        "steps": 5,
+        "seed": 3,
+    }
+
+
+def test_every_field_of_a_model_can_be_set() -> None:
+    assert {field.name for field in dataclasses.fields(LlamaConfig)} == set(ModelSection.model_fields) - {
+        "preset",
+        "seed",
+    }
+
+
+def test_the_model_takes_its_vocabulary_and_length_from_the_data() -> None:
+    config = parse("[model]\nlayers = 2\n[train]\nsequence = 77\n", source="run.toml")
+    model = config.model_config_for(300)
+    assert (model.vocab_size, model.max_sequence, model.layers) == (300, 77, 2)
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
+    config = parse("[model]\nvocab_size = 100\n", source="run.toml")
+    with pytest.raises(ConfigError, match=r"model\.vocab_size = 100, but the tokenizer makes 256"):
+        config.model_config_for(256)
+
+
+def test_a_sequence_longer_than_the_model_is_refused() -> None:
+    config = parse("[model]\nmax_sequence = 64\n[train]\nsequence = 65\n", source="run.toml")
+    with pytest.raises(ConfigError, match=r"train\.sequence = 65 is longer than model\.max_sequence = 64"):
+        config.model_config_for(256)
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'tiny'"):
+        parse("[model]\npreset = 'tiyn'\n", source="run.toml").model_config_for(256)
+
+
+def test_keys_are_listed_with_their_tables() -> None:
+    assert {"train.steps", "data.paths", "output.directory", "mesh.dp"} <= set(known_keys())
+
+
+@pytest.mark.parametrize("path", sorted(Path("examples").glob("*.toml")), ids=str)
+def test_every_example_is_a_valid_run(path: Path) -> None:
+    assert read(path).model_config_for(256).parameters() > 0
