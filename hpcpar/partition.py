@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 def counts(n: int, p: int) -> tuple[int, ...]:
@@ -28,4 +28,4 @@ def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
 def bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) of p consecutive pieces of n elements; bounds(5, 2) == ((0, 3), (3, 5))."""
     edges = offsets(counts(n, p))
-    return tuple(zip(edges[:-1], edges[1:], strict=True))
+    return tuple(pairwise(edges))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,9 +27,14 @@ def test_an_error_leaves_what_was_there_untouched(tmp_path: Path) -> None:
     final = tmp_path / "result"
     with whole_directory(final) as staging:
         (staging / "a").write_text("old")
-    with pytest.raises(RuntimeError, match="disk full"), whole_directory(final) as staging:
-        (staging / "a").write_text("new")
-        raise RuntimeError("disk full")
+
+    def fail_half_way() -> None:
+        with whole_directory(final) as staging:
+            (staging / "a").write_text("new")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail_half_way()
     assert (final / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
 
@@ -67,12 +73,16 @@ for number in range(1_000_000):
         for name in "abc":
             (staging / name).write_text(str(number) * 1000)
 """
-    for delay_s in (0.15, 0.2, 0.23, 0.27):
+    result = tmp_path / "result"
+    for delay_s in (0.0, 0.003, 0.007, 0.012, 0.018):
         process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+        while not (result / "c").exists():
+            time.sleep(0.001)
         time.sleep(delay_s)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        result = tmp_path / "result"
+        # A replacement that is cut short between its two renames leaves the name free.
         if result.exists():
-            contents = {(result / name).read_text() for name in "abc"}
-            assert len(contents) == 1
+            assert sorted(path.name for path in result.iterdir()) == ["a", "b", "c"]
+            assert len({path.read_text() for path in result.iterdir()}) == 1
+            shutil.rmtree(result)

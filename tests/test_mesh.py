@@ -97,7 +97,7 @@ def test_layouts_are_written_with_the_degrees_above_one() -> None:
             {"tp": 2, "pp": 3},
             "pp=3 x tp=2 does not divide the job's 7 ranks, so dp cannot be derived; start a mul",
         ),
-        (8, {"tp": None, "pp": -1}, "tp and pp are both to be derived: give all but one of them a degree"),
+        (8, {"tp": None, "pp": -1}, "pp and tp are both to be derived: give all but one of them a degree"),
         (8, {"tp": 0}, "tp=0: a degree is a whole number of at least 1"),
         (8, {"tp": 2.0}, "tp=2.0: a degree is a whole number"),
         (8, {"tp": True}, "tp=True: a degree is a whole number"),

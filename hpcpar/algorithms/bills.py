@@ -109,9 +109,10 @@ def chain_combined(n: int, k: int) -> Bill:
 
 
 def double_binary(n: int, k: int) -> Bill:
-    """An upper bound: in every slot four messages of half a segment, two of them combined."""
-    slots = k + 2 * _rounds(n) - 1
-    return Bill(4 * slots, 2 * slots / k, slots / k)
+    """Exact for n = 2, and for k = 1 where n is a power of two; otherwise within a third."""
+    height, crossings = _rounds(n), 2 if n == 2 else 4
+    messages = 4 * height - 2 + crossings * (k - 1)
+    return Bill(messages, messages / (2 * k), messages / (4 * k))
 
 
 def _rounds(n: int) -> int:

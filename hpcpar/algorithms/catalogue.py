@@ -25,7 +25,7 @@ class Algorithm:
     bill         (size, segments) -> what the closed form of the docstring multiplies α, Sβ and Sγ by
     uneven       chunks may have any sizes (counts given by the caller), also zero
     work_chunks  size -> chunks of the work space, each as large as an input chunk
-    bound        the bill is an upper bound; otherwise it is exact on a uniform network
+    estimated    the bill is not exact for every size; all others are, on a uniform network
     """
 
     collective: str
@@ -37,7 +37,7 @@ class Algorithm:
     segmented: bool = False
     uneven: bool = True
     work_chunks: Callable[[int], int] = lambda size: 0
-    bound: bool = False
+    estimated: bool = False
 
     def generate(self, rank: int, size: int, *, root: int = 0, segments: int = 1) -> tuple[Step, ...]:
         """The steps of one rank; `root` and `segments` are ignored by algorithms that have none."""
@@ -124,7 +124,7 @@ _ALL = (
         _per_segment_and_tree,
         bills.double_binary,
         segmented=True,
-        bound=True,
+        estimated=True,
     ),
     Algorithm(
         "allreduce", "recursive_doubling", doubling.allreduce, _one, bills.recursive_doubling_allreduce

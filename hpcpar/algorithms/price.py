@@ -54,7 +54,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Price:
-    """The bill of one collective: until the last rank has finished; bytes and messages that each rank sends."""
+    """What one collective costs: seconds until the last rank has finished; what each rank sends."""
 
     seconds: float
     nbytes_sent: tuple[int, ...]
@@ -132,7 +132,9 @@ class _Clock:
                 self._try_to_start(event)
         stuck = [one.rank for one in self.ranks if one.at < len(one.steps)]
         if stuck:
-            raise ScheduleError(f"rank {stuck[0]} never ends its step {self.ranks[stuck[0]].at}: `prove` says why")
+            raise ScheduleError(
+                f"rank {stuck[0]} never ends its step {self.ranks[stuck[0]].at}: `prove` says why"
+            )
         return Price(seconds, tuple(self.nbytes_sent), tuple(self.messages), self.nbytes_between_nodes)
 
     def _begin_step(self, me: _Rank, now: float) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import click
 
+import hpcpar
+
 # name -> (module, name in it, what it does)
 COMMANDS = {
     "run": ("hpcpar.cli.run", "run", "Start a program on several ranks with srun or mpiexec."),
@@ -46,9 +48,7 @@ class LazyGroup(click.Group):
 
 def _print_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
     if asked and not context.resilient_parsing:
-        import importlib.metadata
-
-        click.echo(f"hpcpar {importlib.metadata.version('hpcpar')}")
+        click.echo(f"hpcpar {hpcpar.__version__}")
         context.exit()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from hpcpar.algorithms import catalogue, draw as drawing
+from hpcpar.algorithms import catalogue
+from hpcpar.algorithms import draw as drawing
 from hpcpar.errors import HpcparError, OperationError
 
 

@@ -24,7 +24,9 @@ def require_same(comm: Communicator, description: str) -> None:
     cost     one all-reduce of 32 bytes; on a mismatch one all-gather of the descriptions
     errors   MismatchError that says which ranks asked for what
     """
-    digest = np.frombuffer(hashlib.blake2b(description.encode(), digest_size=DIGEST_NBYTES).digest(), np.uint8)
+    digest = np.frombuffer(
+        hashlib.blake2b(description.encode(), digest_size=DIGEST_NBYTES).digest(), np.uint8
+    )
     mine = np.concatenate([digest, ~digest])
     common = mine.copy()
     comm.unchecked("agreement").allreduce(common, "and", algorithm="recursive_doubling")

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from hpcpar import partition
+from hpcpar.algorithms.step import Space
 from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.operation import Offsets, Operation, Plan, ScratchPool, plan
 from hpcpar.comm.progress import Handle, Progress
@@ -20,7 +23,10 @@ from hpcpar.errors import HpcparError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, bind
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Transport
 
-Spaces = dict[str, HostBuffer]
+Spaces = dict[Space, HostBuffer]
+
+NOTHING = HostBuffer(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8), "uint8", 1)
+"""What a barrier communicates."""
 
 
 @dataclass
@@ -132,20 +138,18 @@ class Caller(ABC):
         averaged     what an average divides at the end
         write_back   brings a result from host memory to where the caller has it
         """
-        whole = next(iter(spaces.values()), None)
-        nbytes = 0 if whole is None else whole.octets.size
+        whole = next(iter(spaces.values()), NOTHING)
+        nbytes = whole.octets.size
         algorithm = choose(
             call.collective, nbytes, uneven=uneven, named=call.algorithm, overrides=self._family.overrides
         )
         segments = segments_for(algorithm, nbytes)
-        if whole is None:
-            offsets = ()
-        elif offsets is None:
-            chunks = algorithm.chunks(self.size, segments)
-            offsets = (("data", partition.offsets(partition.counts(whole.count, chunks))),)
-        if whole is not None and algorithm.work_chunks(self.size):
-            offsets, spaces = _with_work(offsets, spaces, algorithm.work_chunks(self.size))
-        planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, offsets)
+        chunks = max(1, algorithm.chunks(self.size, segments))
+        cut = offsets or (("data", partition.offsets(partition.counts(whole.count, chunks))),)
+        work_chunks = algorithm.work_chunks(self.size)
+        if work_chunks:
+            cut, spaces = _with_work(cut, spaces, work_chunks)
+        planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, cut)
 
         def on_done() -> None:
             if averaged is not None:
@@ -159,7 +163,7 @@ class Caller(ABC):
         self,
         what: str,
         planned: Plan,
-        spaces: Mapping[Any, HostBuffer],
+        spaces: Spaces,
         result: Callable[[], Any],
         on_done: Callable[[], None],
         *,
@@ -197,7 +201,7 @@ class Caller(ABC):
         operation = Operation(
             self._transport,
             planned,
-            dict(spaces),
+            spaces,
             op=op,
             tag=tag,
             name=f"{what} (call {number} of {self.name!r})",
@@ -235,10 +239,6 @@ def fill(target: HostBuffer, source: HostBuffer) -> None:
     """Copy, unless both are the same memory."""
     if target.octets.size and target.octets.ctypes.data != source.octets.ctypes.data:
         target.octets[...] = source.octets
-
-
-def _pairs(edges: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    return zip(edges[:-1], edges[1:], strict=True)
 
 
 def _with_work(offsets: Offsets, spaces: Spaces, chunks: int) -> tuple[Offsets, Spaces]:

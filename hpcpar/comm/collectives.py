@@ -164,9 +164,7 @@ class Collectives(Caller):
         with self._asking(Call("broadcast", root=root, algorithm=algorithm)) as call:
             target = bind(buffer, writable=self.rank != root)
             call.described = typed(buffer, target.host)
-        return self._start(
-            call, {"data": target.host}, None, lambda: buffer, write_back=target.write_back
-        )
+        return self._start(call, {"data": target.host}, None, lambda: buffer, write_back=target.write_back)
 
     def broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
         """`start_broadcast` and wait."""
@@ -190,9 +188,7 @@ class Collectives(Caller):
             in_place = is_root and out is None
             source = bind(buffer, writable=in_place)
             target = (
-                bind_out(out, source.host.count, source.host.dtype)
-                if is_root and out is not None
-                else source
+                bind_out(out, source.host.count, source.host.dtype) if is_root and out is not None else source
             )
             require_op(op, source.host.dtype)
             call.described = f"{typed(buffer, source.host)}, op={op}"

@@ -11,6 +11,7 @@ from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.caller import Family
 from hpcpar.comm.objects import Objects
 from hpcpar.comm.watch import Watch
+from hpcpar.launch.settings import Settings
 from hpcpar.transport import loopback
 from hpcpar.transport.interface import Transport
 
@@ -110,16 +111,19 @@ def run_loopback(
     function: Callable[[Communicator], T],
     *,
     nodes: Sequence[int] | None = None,
-    check: bool = False,
+    check: bool | None = None,
     timeout_s: float = 60.0,
 ) -> list[T]:
     """Call `function(comm)` on `size` ranks that are threads of this process; its results, by rank.
 
     nodes    of each rank, the node that it pretends to be on
+    check    agree on every collective before data moves (default: HPCPAR_CHECK, or off)
     errors   the exception of the rank that failed first
     """
 
+    checked = Settings.from_environ().check if check is None else check
+
     def call(transport: loopback.LoopbackTransport) -> T:
-        return function(Communicator.over(transport, timeout_s=timeout_s, check=check))
+        return function(Communicator.over(transport, timeout_s=timeout_s, check=checked))
 
     return loopback.run(size, call, nodes=nodes, timeout_s=timeout_s)

@@ -13,19 +13,12 @@ import threading
 import time
 import traceback
 from types import TracebackType
-from typing import Protocol
 
 from hpcpar.comm.watch import Watch
 from hpcpar.launch.sentinel import Guard
 from hpcpar.transport.mpi import MpiTransport
 
 FAREWELL_POLL_S = 0.01
-
-
-class _HookArguments(Protocol):
-    exc_type: type[BaseException]
-    exc_value: BaseException | None
-    exc_traceback: TracebackType | None
 
 
 class FailureHooks:
@@ -50,7 +43,7 @@ class FailureHooks:
     ) -> None:
         self._end_job(kind, error, trace)
 
-    def _on_thread_exception(self, arguments: _HookArguments) -> None:
+    def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         if issubclass(arguments.exc_type, SystemExit):
             return
         self._end_job(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,7 +46,7 @@ class Objects(Collectives, PointToPoint):
         if payload is None:
             payload = np.empty(int(length[0]), dtype=np.uint8)
         inner.broadcast(payload, root)
-        return value if self.rank == root else pickle.loads(payload)
+        return value if self.rank == root else _unpickled(payload)
 
     def allgather_object(self, value: T) -> list[T]:
         """All ranks' objects, by rank, on every rank."""
@@ -80,7 +81,7 @@ class Objects(Collectives, PointToPoint):
         inner.broadcast(lengths, root)
         own = np.empty(int(lengths[self.rank]), dtype=np.uint8)
         whole = np.concatenate(payloads) if payloads else None
-        result: T = pickle.loads(inner.scatter(whole, root, counts=lengths.tolist(), out=own))
+        result: T = _unpickled(inner.scatter(whole, root, counts=lengths.tolist(), out=own))
         return result
 
     def send_object(self, value: Any, to: int, tag: int = 0) -> None:
@@ -94,7 +95,7 @@ class Objects(Collectives, PointToPoint):
         """Receive an object that `send_object` sent."""
         inner = self._inner()
         length = inner.recv(np.empty(1, dtype=np.int64), source, tag)
-        return pickle.loads(inner.recv(np.empty(int(length[0]), dtype=np.uint8), source, tag))
+        return _unpickled(inner.recv(np.empty(int(length[0]), dtype=np.uint8), source, tag))
 
     def _inner(self: SelfT) -> SelfT:
         return self.unchecked(self._label or "objects")
@@ -117,8 +118,10 @@ def _pickled(value: Any) -> Octets:
     return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), dtype=np.uint8)
 
 
+def _unpickled(payload: Octets) -> Any:
+    return pickle.loads(payload.data)
+
+
 def _unpickled_pieces(gathered: Octets, lengths: Sequence[int]) -> list[Any]:
     edges = partition.offsets(lengths)
-    return [
-        pickle.loads(gathered[start:stop]) for start, stop in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    return [_unpickled(gathered[start:stop]) for start, stop in pairwise(edges)]

@@ -55,9 +55,7 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan(
-    algorithm: Algorithm, rank: int, size: int, root: int, segments: int, offsets: Offsets
-) -> Plan:
+def plan(algorithm: Algorithm, rank: int, size: int, root: int, segments: int, offsets: Offsets) -> Plan:
     """Bind one rank's schedule to element positions; messages of no elements are left out.
 
     The messages of a barrier carry no chunks at all, and stay.
@@ -167,7 +165,7 @@ class Operation:
         self._transport = transport
         self._plan = planned
         self._spaces = spaces
-        self._template = next(iter(spaces.values()), None)
+        self._itemsize = next((buffer.itemsize for buffer in spaces.values()), 1)
         self._op = op
         self._tag = tag
         self._scratch = scratch
@@ -244,7 +242,7 @@ class Operation:
         return self._scratch.take(self._nbytes(count))
 
     def _nbytes(self, count: int) -> int:
-        return 0 if self._template is None else count * self._template.itemsize
+        return count * self._itemsize
 
     def _require_length(self, exchange: Exchange) -> None:
         if self._expected_nbytes is None or exchange.received_nbytes() == self._expected_nbytes:
@@ -275,4 +273,3 @@ class Operation:
 
 def _copy(target: HostBuffer, source: HostBuffer) -> None:
     target.octets[...] = source.octets
-

@@ -40,9 +40,9 @@ class Progress:
         """Return when the operation is complete; its error, or a StallError, is raised here."""
         attempt = 0
         started_s = time.perf_counter()
-        while not operation.done and operation.error is None:
+        while True:
             self.poke()
-            if operation.done:
+            if operation.done or operation.error is not None:
                 break
             attempt += 1
             self._transport.pause(attempt)

@@ -106,7 +106,8 @@ class Watch:
             story.append(f"rank {rank} {answer['text']}")
             missing = answer["for"]
         return (
-            f"no progress for {format_duration(waited_s)} (timeout_s={self.timeout_s:g}): {'; '.join(story)}. "
+            f"no progress for {format_duration(waited_s)} (timeout_s={self.timeout_s:g}): "
+            f"{'; '.join(story)}. "
             f"If the wait is legitimate, raise timeout_s in hpcpar.init() or HPCPAR_TIMEOUT_S."
         )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hpcpar.data.corpus import Corpus, Document, Skipped, standard_library
 from hpcpar.data.dataset import Dataset
-from hpcpar.data.prepare import Prepared, prepare
+from hpcpar.data.preparation import Prepared, prepare
 from hpcpar.data.sampler import Sampler
 from hpcpar.data.shards import Shards, TokenStream, build
-from hpcpar.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
+from hpcpar.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer, tokenizer_of
 
 __all__ = [
     "ByteTokenizer",
@@ -22,7 +22,7 @@ __all__ = [
     "TokenStream",
     "Tokenizer",
     "build",
-    "open_tokenizer",
+    "tokenizer_of",
     "prepare",
     "standard_library",
 ]

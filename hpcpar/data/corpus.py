@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from hpcpar.errors import DataError
 from hpcpar.units import KiB, MiB, format_nbytes
@@ -28,6 +29,10 @@ LEFT_OUT_OF_STANDARD_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled"}
     | {"test", "tests", "idle_test"}
 )
+
+
+Paths: TypeAlias = str | Path | Sequence[str | Path]
+"""One file or directory, or several."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,16 @@ class Corpus:
     skipped: list[Skipped] = field(default_factory=list)
 
     @classmethod
-    def of(cls, paths: str | Path | Sequence[str | Path], *, text_key: str = "text") -> Corpus:
+    def of(cls, paths: Paths, *, text_key: str = "text") -> Corpus:
         """The corpus of a directory, of a file, or of a list of both.
 
         A directory gives its .txt, .text, .md, .rst, .py, .jsonl and .ndjson files at any depth,
         hidden ones left out; a file named by itself is taken whatever it is called. DataError when
         a path is missing or nothing is found.
         """
-        listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
+        listed = _as_list(paths)
         found: dict[str, Path] = {}
-        for path in map(Path, listed):
+        for path in listed:
             for name, file in _files_of(path):
                 # Two roots may hold the same relative name: the later one takes its full path.
                 found[name if found.get(name, file) == file else str(file)] = file
@@ -168,16 +173,26 @@ def standard_library(*, limit_nbytes: int = 8 * MiB) -> Corpus:
     return Corpus(tuple(sorted(chosen)))
 
 
+def require_existing(paths: Paths) -> None:
+    """DataError that names the first path that is not here, or is neither file nor directory."""
+    for path in _as_list(paths):
+        if not path.exists():
+            raise DataError(f"no such file or directory: {path}; is it on a file system that this node sees?")
+        if not (path.is_file() or path.is_dir()):
+            raise DataError(f"{path} is neither a file nor a directory; give one of these")
+
+
+def _as_list(paths: Paths) -> list[Path]:
+    return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+
+
 def _files_of(path: Path) -> Iterator[tuple[str, Path]]:
     """(name, path) of a file, or of the files of a directory; names are relative to the latter."""
+    require_existing(path)
     if path.is_file():
         yield path.name, path
-    elif path.is_dir():
-        yield from _walk(path, endings=TEXT_ENDINGS + JSONL_ENDINGS)
-    elif path.exists():
-        raise DataError(f"{path} is neither a file nor a directory")
     else:
-        raise DataError(f"no such file or directory: {path}; is it on a file system that this node sees?")
+        yield from _walk(path, endings=TEXT_ENDINGS + JSONL_ENDINGS)
 
 
 def _walk(root: Path, *, endings: tuple[str, ...]) -> Iterator[tuple[str, Path]]:

@@ -20,7 +20,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def permute(places: npt.ArrayLike, n: int, *, key: int) -> npt.NDArray[np.int64]:
-    """Where the permutation of 0 … n - 1 that `key` names sends each of `places`."""
+    """Where the permutation of 0 … n - 1 that `key` names sends each of `places` (one-dimensional)."""
     words: Words = np.asarray(places).astype(np.uint64)
     if words.size and not int(words.max()) < n:
         raise IndexError(f"place {int(words.max())} is outside of a permutation of {n}")

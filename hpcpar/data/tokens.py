@@ -100,6 +100,8 @@ class FileTokenizer:
         return text
 
 
-def open_tokenizer(path: str | Path | None) -> ByteTokenizer | FileTokenizer:
-    """The byte tokenizer for None, else that of a file."""
-    return ByteTokenizer() if path is None else FileTokenizer(path)
+def tokenizer_of(given: Tokenizer | str | Path | None) -> Tokenizer:
+    """A tokenizer as it is, that of a `tokenizers` file by its path, or that of bytes for None."""
+    if given is None:
+        return ByteTokenizer()
+    return FileTokenizer(given) if isinstance(given, (str, Path)) else given

@@ -5,6 +5,12 @@ from __future__ import annotations
 from hpcpar.data_parallel.broadcast import broadcast_parameters
 from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.optimizer import DistributedOptimizer
-from hpcpar.data_parallel.traffic import expected_nbytes
+from hpcpar.data_parallel.traffic import allreduce_nbytes, expected_nbytes
 
-__all__ = ["DistributedOptimizer", "GradientSynchronizer", "broadcast_parameters", "expected_nbytes"]
+__all__ = [
+    "DistributedOptimizer",
+    "GradientSynchronizer",
+    "allreduce_nbytes",
+    "broadcast_parameters",
+    "expected_nbytes",
+]

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.parameters import Named, distinct
-from hpcpar.data_parallel.traffic import expected_nbytes
 from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class DistributedOptimizer(Optimizer):
         return self.inner.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         return self.inner.state
 
     @property
@@ -95,7 +94,7 @@ class DistributedOptimizer(Optimizer):
         """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
         self._synchronizer.synchronize()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the inner optimizer on averaged gradients; collective.
 
         closure   computes the loss with its backward, perhaps several times (LBFGS); the average loss
@@ -172,11 +171,9 @@ class DistributedOptimizer(Optimizer):
         self._synchronizer.close()
         self._synchronizer = self._make_synchronizer()
 
-    def expected_nbytes(self, *, synchronizations: int = 1) -> int:
-        """Bytes that all ranks together send for so many steps, by theory (traffic.expected_nbytes)."""
-        return expected_nbytes(
-            self._synchronizer.nbytes, self.dp_comm.size, synchronizations=synchronizations
-        )
+    def expected_nbytes(self, steps: int = 1) -> int:
+        """Bytes that all ranks together send as allreduce for so many steps, by theory."""
+        return self._synchronizer.expected_nbytes(steps)
 
     def _make_synchronizer(self) -> GradientSynchronizer:
         _require_names(self.inner.param_groups, self._named)

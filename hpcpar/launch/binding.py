@@ -83,10 +83,11 @@ def oversubscribed(
     masks   affinity masks of all ranks of the node. Without them this rank's mask counts for all,
             which errs on the side of yielding when the launcher bound each rank to cores of its own.
     """
-    return local_size > _node_cores(masks, quota)
+    return local_size > node_cores(masks, quota)
 
 
-def _node_cores(masks: Sequence[Collection[int]] | None, quota: float | None) -> int:
+def node_cores(masks: Sequence[Collection[int]] | None = None, quota: float | None = None) -> int:
+    """Cores that the ranks of a node may use together: the union of their masks, within the quota."""
     union = set(affinity()) if not masks else {core for mask in masks for core in mask}
     limit = quota_cores() if quota is None else quota
     return max(1, min(len(union), math.ceil(limit) if math.isfinite(limit) else len(union)))
@@ -107,7 +108,7 @@ def thread_count(
                 f"OMP_NUM_THREADS={text!r} is not a number of threads: set it to 1 or more, or unset it"
             )
         return int(text)
-    return max(1, _node_cores(masks, quota) // max(1, local_size))
+    return max(1, node_cores(masks, quota) // max(1, local_size))
 
 
 def binding_report(
@@ -119,7 +120,7 @@ def binding_report(
     """This rank's cores beside what its node has for all of its ranks."""
     return Binding(
         cores=affinity(),
-        node_cores=_node_cores(masks, None),
+        node_cores=node_cores(masks),
         local_size=local_size,
         oversubscribed=oversubscribed(local_size, masks),
         threads=thread_count(local_size, masks, environ=environ),

@@ -33,6 +33,7 @@ _log = logging.getLogger("hpcpar.launch")
 def start(
     *,
     local_size: int,
+    nodes: int = 1,
     run_directory: str | None = None,
     host: str | None = None,
     end_command: Sequence[str] = (),
@@ -44,6 +45,7 @@ def start(
     """Start this node's sentinel; call it on local rank 0 only. Returns its address, "" if it cannot be had.
 
     local_size     ranks that will join, this one too; late ones may take `join_limit_s`
+    nodes          nodes of the job; with several each line says when, for the earliest names the cause
     run_directory  where to leave `lost-<host>-<rank>`
     end_command    run once after a loss, to end ranks on other nodes (see `end_command_for`)
 
@@ -60,6 +62,7 @@ def start(
                 "token": token,
                 "host": host or socket.gethostname(),
                 "local_size": local_size,
+                "nodes": nodes,
                 "run_directory": run_directory,
                 "socket_path": None if name.startswith("\0") else name,
                 "end_command": list(end_command),
@@ -116,7 +119,11 @@ def end_command_for(launcher: str, environ: Mapping[str, str] = os.environ) -> t
 
 
 class Guard:
-    """This rank's word to its sentinel; one without a connection does nothing."""
+    """This rank's word to its sentinel; one without a connection does nothing.
+
+    Keep it for as long as the rank works: a Guard that is dropped closes its connection, which the
+    sentinel takes for the rank's death.
+    """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._connection = connection

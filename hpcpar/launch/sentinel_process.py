@@ -89,6 +89,7 @@ class Sentinel:
         self.token = str(order["token"])
         self.host = str(order["host"])
         self.local_size = int(str(order["local_size"]))
+        self.nodes = int(str(order["nodes"]))
         self.run_directory = str(order["run_directory"] or "")
         self.end_command: list[str] = [str(word) for word in order["end_command"] or ()]  # type: ignore[attr-defined]
         self.listener: socket.socket | None = listener
@@ -175,7 +176,8 @@ class Sentinel:
         elif line == "done":
             rank.finished = True
         elif line.startswith("aborting:"):
-            self.leave_word("aborted", rank.number, f"rank {rank.number} on {self.host} {line}")
+            why = line.removeprefix("aborting:").strip()
+            self.leave_word("aborted", rank.number, f"rank {rank.number} (on {self.host}) ended the job: {why}")
             rank.finished = self.silent = True
             if self.terminate_at is None:
                 self.terminate_at = time.monotonic() + self.abort_grace_s
@@ -233,13 +235,21 @@ class Sentinel:
         ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
         line = (
             f"rank {rank.number} (pid {rank.named_pid} on {self.host}) was lost: "
-            f"killed or exited without finishing; {ending}"
+            f"killed or exited without finishing; {ending}{self.moment()}"
         )
         with suppress(OSError):  # nobody may listen to standard error any more; the file below tells
             os.write(2, f"hpcpar: {line}\n".encode())
         self.leave_word("lost", rank.number, line)
         self.close_door()
         self.terminate_at = time.monotonic()
+
+    def moment(self) -> str:
+        """The time of day where several nodes may speak: a launcher that ends the job kills their ranks,
+        too, and their sentinels cannot know that another node was first."""
+        if self.nodes == 1:
+            return ""
+        now = time.time()
+        return f" (at {time.strftime('%H:%M:%S', time.localtime(now))}.{int(now * 1000) % 1000:03d})"
 
     def leave_word(self, what: str, number: int, line: str) -> None:
         if not os.path.isdir(self.run_directory):

@@ -160,8 +160,8 @@ def run(
 
 def verdict(status: int, run_directory: Path, launcher: str, say: Say) -> int:
     """The job's exit status, given the launcher's and what the sentinels left in the run's directory."""
-    words = [path.read_text().strip() for path in sorted(run_directory.glob("lost-*"))]
-    words += [path.read_text().strip() for path in sorted(run_directory.glob("aborted-*"))]
+    files = [*run_directory.glob("aborted-*"), *run_directory.glob("lost-*")]
+    words = [path.read_text().strip() for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)]
     for word in words:
         say(f"hpcpar run: {word}")
     if words and status == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcpar.models.generate import generate
+from hpcpar.models.generation import generate
 from hpcpar.models.layers import Layers
 from hpcpar.models.llama import Llama
 from hpcpar.models.llama_config import PRESETS, LlamaConfig

@@ -96,7 +96,10 @@ class LlamaConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> LlamaConfig:
-        """A config by name, some fields changed: preset("tiny", layers=2)."""
+        """A config by name, some fields changed: preset("tiny", layers=2).
+
+        Sizes that follow from changed ones (head_size, ffn_size) are derived anew unless given.
+        """
         if name not in PRESETS:
             close = difflib.get_close_matches(name, PRESETS, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -107,7 +110,12 @@ class LlamaConfig:
                 close = difflib.get_close_matches(key, sorted(known), n=1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise ConfigError(f"a model has no field {key!r}; {hint}there are {sorted(known)}")
-        return replace(PRESETS[name], **changes)
+        derived: dict[str, None] = {}
+        if changes.keys() & {"hidden_size", "heads"}:
+            derived["head_size"] = None
+        if "hidden_size" in changes:
+            derived["ffn_size"] = None
+        return replace(PRESETS[name], **(derived | changes))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter of the whole model, by its name, in the model's order.

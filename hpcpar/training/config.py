@@ -62,14 +62,14 @@ class DataSection(Section):
     paths       text or JSONL files, or directories of them; empty = Python's own standard library
     tokenizer   a Hugging Face `tokenizers` JSON file; None = bytes
     held_out    share of the documents that is kept out of training and measures it
-    max_mib     text beyond this is left out; None = all
+    max_mib     of the standard library that is taken; paths are taken whole
     cache       directory for the tokens, built once for the same files and tokenizer
     """
 
     paths: tuple[Path, ...] = ()
     tokenizer: Path | None = None
     held_out: float = Field(default=0.05, gt=0, lt=1)
-    max_mib: float | None = Field(default=None, gt=0)
+    max_mib: float = Field(default=8.0, gt=0)
     cache: Path = Path("runs/cache")
 
     @field_validator("paths", mode="before")
@@ -108,6 +108,7 @@ class OptimizerSection(Section):
     clip_norm      largest norm of the whole gradient; 0 = no clipping
     weight_decay   of matrices; vectors (the norms) are never decayed
     bucket_mib     gradients that travel together; the first bucket is smaller, to leave sooner
+    algorithm      of the gradients' all-reduce (ring, rabenseifner, …); None = chosen by size
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -119,6 +120,7 @@ class OptimizerSection(Section):
     clip_norm: float = Field(default=1.0, ge=0)
     bucket_mib: float = Field(default=25.0, gt=0)
     first_bucket_mib: float = Field(default=1.0, gt=0)
+    algorithm: str | None = None
 
 
 class ScheduleSection(Section):

@@ -1,8 +1,8 @@
 """A training run from its configuration to its last checkpoint.
 
 `Run(config, comm)` builds everything, on all ranks or on none; `run.train()` goes through the steps.
-What a run does with the step it is at depends on the step alone (its data, its learning rate), so a
-resumed run needs no more than model, optimizer, random numbers and the number of steps done.
+What a run does at a step (its data, its learning rate) depends on the step alone, so a resumed run
+needs no more than model, optimizer, random numbers and the number of steps done.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,25 +19,24 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcpar.checkpoint import latest, load, save
 from hpcpar.comm import Communicator
-from hpcpar.data import Dataset, Prepared, Sampler, prepare
-from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters, expected_nbytes
+from hpcpar.data import Dataset, Sampler
+from hpcpar.data_parallel import allreduce_nbytes
 from hpcpar.errors import ConfigError, DataError, HpcparError
-from hpcpar.launch.binding import affinity, gpu_for, thread_count
 from hpcpar.mesh import Mesh
-from hpcpar.models import Llama
 from hpcpar.partition import bounds
 from hpcpar.together import together
-from hpcpar.training.config import Config, OptimizerSection
+from hpcpar.training.build import build_model, build_optimizer, place_on_hardware, prepare_data
+from hpcpar.training.config import Config
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
 from hpcpar.training.schedule import learning_rate
 from hpcpar.training.step import StepResult, held_out_loss, train_step
 from hpcpar.training.summary import Theory, TrafficLine, as_records, gather_traffic, table
 from hpcpar.training.timeline import Timeline, span
-from hpcpar.units import MiB, format_duration
+from hpcpar.units import format_duration
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ class Outcome:
     loss            of the last step's training batch, nats per token; None if no step was left to do
     held_out_loss   nats per token, after the last step
     tokens_per_s    of this run's steps, over all ranks
+    seconds         that this run's steps took
     traffic         bytes and messages of all ranks, beside the theory
     """
 
@@ -59,12 +59,12 @@ class Outcome:
     loss: float | None
     held_out_loss: float
     tokens_per_s: float
+    seconds: float
     traffic: tuple[TrafficLine, ...]
-    directory: Path
 
 
 class Run:
-    """One rank's part of a training run; every method is collective.
+    """One rank's part of a training run; making one and every method are collective.
 
     config    the same on every rank
     comm      over all ranks of the run; its axes are split from it
@@ -81,20 +81,20 @@ class Run:
         self.comm = comm
         self._console = console if comm.rank == 0 else None
         self.mesh = Mesh(comm, config.mesh.model_dump())
-        # Losses travel apart from gradients, so that the bytes of both can be held to their theory.
+        # Losses travel apart from gradients, so that the bytes of the latter can be held to theory.
         losses = comm.split(0, name="losses")
         assert losses is not None, "every rank is in it"
         self._losses = losses
-        self._place_on_hardware()
-        self.data = self._prepare_data()
+        self.device = place_on_hardware(config, comm)
+        self.data = prepare_data(config, comm, say=self._say)
         self.training_data = Dataset(self.data.shards.train, config.train.sequence)
         self.held_out_data = Dataset(self.data.shards.held_out, config.train.sequence)
-        self._require_enough_text()
+        self._require_enough_sequences()
         self.sampler = Sampler(
             len(self.data.shards.train), config.train.sequence, config.train.global_batch, config.train.seed
         )
-        self.model = self._build_model()
-        self.optimizer = self._build_optimizer()
+        self.model = build_model(config, self.data.shards.vocabulary, self.device, self.mesh.dp)
+        self.optimizer = build_optimizer(config.optimizer, self.model, self.mesh.dp)
         self.first_step = self._prepare_directory(resume)
 
     @property
@@ -110,36 +110,288 @@ class Run:
         """Tokens of the global batch."""
         return self.config.train.global_batch * self.config.train.sequence
 
-    # --- the loop ---------------------------------------------------------------------------------
-
     def train(self) -> Outcome:
-        """All steps from the first that is left to the last, and what belongs around them."""
-        config = self.config
+        """Every step that is left, and what belongs between and after them."""
+        train, output = self.config.train, self.config.output
         self._announce()
-        loss, held_out = None, None
+        loss: float | None = None
+        held_out: float | None = None
         seconds = 0.0
         with ExitStack() as stack:
             metrics = self._open_metrics(stack)
-            timeline = Timeline(self.comm) if config.output.timeline_steps else None
-            for start in range(self.first_step, config.train.steps, config.output.log_every):
-                stop = min(start + config.output.log_every, config.train.steps)
+            timeline = Timeline(self.comm) if output.timeline_steps else None
+            for start, stop in self._stretches():
                 start_s = time.perf_counter()
-                loss = self._steps(start, stop, metrics, timeline)
+                loss = self._steps(start, stop, metrics)
                 seconds += time.perf_counter() - start_s
-                held_out = self._between_steps(start, stop, metrics)
-            if timeline is not None:
-                timeline.write(self.directory / "timeline.json")
+                if timeline is not None and stop == self._traced_until:
+                    timeline.write(self.directory / "timeline.json")
+                if self._is_evaluated(stop):
+                    held_out = self._evaluate(stop, metrics)
+                if is_due(stop, output.checkpoint_every) or stop == train.steps:
+                    self._save(stop)
             if held_out is None:
-                held_out = self._evaluate(config.train.steps, metrics)
-        traffic = tuple(gather_traffic(self.comm, self.comm.traffics(), self._theory()))
+                held_out = self._evaluate(self.first_step, metrics)
         outcome = Outcome(
             first_step=self.first_step,
-            steps=max(self.first_step, config.train.steps),
+            steps=self.first_step + self._steps_left,
             loss=loss,
             held_out_loss=held_out,
-            tokens_per_s=self._steps_left() * self.tokens_per_step / seconds if seconds else 0.0,
-            traffic=traffic,
-            directory=self.directory,
+            tokens_per_s=self._steps_left * self.tokens_per_step / seconds if seconds else 0.0,
+            seconds=seconds,
+            traffic=tuple(gather_traffic(self.comm, self._theory())),
         )
         self._leave_reports(outcome)
         return outcome
+
+    # --- when -------------------------------------------------------------------------------------
+
+    @property
+    def _steps_left(self) -> int:
+        return max(0, self.config.train.steps - self.first_step)
+
+    @property
+    def _traced_until(self) -> int:
+        return min(self.first_step + self.config.output.timeline_steps, self.config.train.steps)
+
+    def _is_evaluated(self, steps_done: int) -> bool:
+        train = self.config.train
+        return steps_done == train.steps or is_due(steps_done, train.evaluate_every)
+
+    def _stretches(self) -> list[tuple[int, int]]:
+        """The steps that are left, cut wherever something happens between two of them."""
+        train, output = self.config.train, self.config.output
+        periods = (output.log_every, train.evaluate_every, output.checkpoint_every)
+        return list(stretches(self.first_step, train.steps, periods, also=(self._traced_until,)))
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _steps(self, start: int, stop: int, metrics: Metrics | None) -> float:
+        """Train steps start … stop - 1; the last one's loss.
+
+        Losses are summed over ranks once for all of these steps, so that no step waits for a number.
+        """
+        start_s = time.perf_counter()
+        results = [self._step(step) for step in range(start, stop)]
+        losses = torch.stack([result.loss_share for result in results]).cpu()
+        self._losses.allreduce(losses)
+        step_s = (time.perf_counter() - start_s) / len(results)
+        self._require_finite(start, losses)
+        if metrics is not None:
+            metrics.steps(
+                [
+                    {
+                        "step": step,
+                        "loss": loss,
+                        "learning_rate": self._learning_rate(step),
+                        "gradient_norm": float(result.gradient_norm),
+                        "tokens": (step + 1) * self.tokens_per_step,
+                        "tokens_per_s": self.tokens_per_step / step_s,
+                        "step_s": step_s,
+                    }
+                    for step, loss, result in zip(range(start, stop), losses.tolist(), results, strict=True)
+                ]
+            )
+        return float(losses[-1])
+
+    def _step(self, step: int) -> StepResult:
+        trace, dp = self.comm.trace, self.mesh.dp
+        with span(trace, "data"):
+            windows = self.sampler.shard(step, dp.rank, dp.size)
+            tokens, targets = self._to_device(self.training_data.batch(windows))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
+        return train_step(
+            self.model,
+            self.optimizer,
+            tokens,
+            targets,
+            microbatch=self.config.train.microbatch,
+            global_tokens=self.tokens_per_step,
+            clip_norm=self.config.optimizer.clip_norm or math.inf,
+            trace=trace,
+        )
+
+    def _learning_rate(self, step: int) -> float:
+        steps, schedule = self.config.train.steps, self.config.schedule
+        return learning_rate(
+            step,
+            steps=steps,
+            peak=self.config.optimizer.learning_rate,
+            warmup_steps=int(schedule.warmup_fraction * steps),
+            final_fraction=schedule.final_fraction,
+        )
+
+    def _require_finite(self, start: int, losses: Tensor) -> None:
+        broken = torch.nonzero(~losses.isfinite()).flatten().tolist()
+        if broken:
+            raise HpcparError(
+                f"the loss of step {start + broken[0]} is {losses[broken[0]].item()}, and nothing can be "
+                f"learnt from there on; lower optimizer.learning_rate "
+                f"(now {self.config.optimizer.learning_rate}), "
+                f"raise schedule.warmup_fraction, or set optimizer.clip_norm"
+            )
+
+    def _evaluate(self, steps_done: int, metrics: Metrics | None) -> float:
+        loss = held_out_loss(self.model, self._held_out_batches(), self._losses)
+        if metrics is not None:
+            metrics.held_out(steps_done, loss)
+        return loss
+
+    def _held_out_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of the held-out windows, the same every time, a microbatch at a time."""
+        train, dp = self.config.train, self.mesh.dp
+        windows = self.held_out_data.spread(train.held_out_batches * train.global_batch)
+        start, stop = bounds(len(windows), dp.size)[dp.rank]
+        for first in range(start, stop, train.microbatch):
+            some = windows[first : min(first + train.microbatch, stop)]
+            yield self._to_device(self.held_out_data.batch(some))
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0].to(self.device), batch[1].to(self.device)
+
+    def _require_enough_sequences(self) -> None:
+        config, ranks = self.config, self.mesh.dp.size
+        if config.train.global_batch < ranks:
+            raise ConfigError(
+                f"train.global_batch = {config.train.global_batch} sequences cannot be shared by {ranks} "
+                f"ranks; make it at least {ranks}"
+            )
+        if not self.held_out_data.windows:
+            raise DataError(
+                f"the held-out text has {len(self.data.shards.held_out)} tokens, less than a sequence of "
+                f"{config.train.sequence} and the token after it; give more text or more documents, raise "
+                f"data.held_out (now {config.data.held_out}), or lower train.sequence"
+            )
+
+    # --- what a run leaves behind -----------------------------------------------------------------
+
+    def _prepare_directory(self, resume: bool) -> int:
+        """Make the output directory, or go back to its newest checkpoint; the steps done there."""
+        found: Path | None = None
+        with together(self.comm, "making the output directory"):
+            if self.comm.rank == 0:
+                if resume:
+                    found = latest(self.checkpoints)
+                else:
+                    moved = move_aside(self.directory)
+                    if moved is not None:
+                        self._say(f"the earlier run in {self.directory} is now {moved}")
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+        found = self.comm.broadcast_object(found)
+        if found is None:
+            if resume:
+                self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
+            return 0
+        restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        self._warn_of_changes(restored.extra.get("config", {}))
+        self._say(f"resuming after step {restored.step} from {found}")
+        return restored.step
+
+    def _warn_of_changes(self, saved: dict[str, Any]) -> None:
+        """A resumed run may be told other things than before; what changes its course is said aloud."""
+        now = self.config.model_dump(mode="json")
+        for section in ("data", "train", "optimizer", "schedule"):
+            for key, value in now[section].items():
+                before = saved.get(section, {}).get(key, value)
+                if before != value and self.comm.rank == 0:
+                    logger.warning(
+                        "resuming with %s.%s = %r, which was %r before", section, key, value, before
+                    )
+
+    def _save(self, steps_done: int) -> None:
+        save(
+            self.checkpoints,
+            step=steps_done,
+            model=self.model,
+            optimizer=self.optimizer,
+            extra={"config": self.config.model_dump(mode="json")},
+            comm=self.comm,
+            keep=self.config.output.keep,
+        )
+
+    def _open_metrics(self, stack: ExitStack) -> Metrics | None:
+        """On rank 0: metrics.jsonl and the display of progress."""
+        if self.comm.rank != 0:
+            return None
+        steps = self.config.train.steps
+        return stack.enter_context(
+            Metrics(self.directory, first_step=self.first_step, steps=steps, console=self._console)
+        )
+
+    def _theory(self) -> Theory:
+        """Bytes that all ranks together send for the common start, the gradients and the losses."""
+        dp, losses = self.mesh.dp, self._losses
+        cuts = self._stretches()
+        evaluations = max(1, sum(self._is_evaluated(stop) for _, stop in cuts))
+        losses_nbytes = [8 * (stop - start) for start, stop in cuts] + [16] * evaluations
+        return {
+            (dp.name, "allreduce"): self.optimizer.expected_nbytes(self._steps_left),
+            (dp.name, "broadcast"): (dp.size - 1) * sum(p.nbytes for p in self.model.parameters()),
+            (losses.name, "allreduce"): sum(allreduce_nbytes(n, losses.size) for n in losses_nbytes),
+        }
+
+    def _announce(self) -> None:
+        config, shards = self.config, self.data.shards
+        total = config.train.steps * self.tokens_per_step
+        self._say(
+            f"{self.comm.size} ranks ({self.mesh.layout}), {torch.get_num_threads()} threads each, "
+            f"on {self.device}\n"
+            f"model {config.model.preset}: {self.model.config.parameters():,} parameters\n"
+            f"text: {len(shards.train):,} tokens to learn from, {len(shards.held_out):,} held out\n"
+            f"{config.train.steps} steps of {config.train.global_batch} × {config.train.sequence} tokens: "
+            f"{total:,} tokens, {total / len(shards.train):.2f} of the text"
+        )
+
+    def _leave_reports(self, outcome: Outcome) -> None:
+        """summary.json and loss.png, and the traffic on the console."""
+        if self.comm.rank != 0:
+            return
+        summary = {**asdict(outcome), "traffic": as_records(outcome.traffic)}
+        (self.directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        draw_losses(
+            records_of(self.directory / "metrics.jsonl"),
+            self.directory / "loss.png",
+            vocabulary=self.data.shards.vocabulary,
+        )
+        if self._console is not None:
+            self._console.print(table(outcome.traffic, size=self.comm.size))
+        self._say(
+            f"held-out loss {outcome.held_out_loss:.3f} nats per token (ln({self.data.shards.vocabulary}) = "
+            f"{math.log(self.data.shards.vocabulary):.3f} knows nothing)\n"
+            f"{outcome.tokens_per_s:,.0f} tokens/s, {format_duration(outcome.seconds)} of training\n"
+            f"metrics.jsonl, loss.png, summary.json and checkpoints are in {self.directory}"
+        )
+
+    def _say(self, text: str) -> None:
+        if self._console is not None:
+            self._console.print(text, highlight=False)
+
+
+def stretches(
+    first: int, last: int, periods: Sequence[int], *, also: Sequence[int] = ()
+) -> Iterator[tuple[int, int]]:
+    """Cut steps first … last - 1 after every multiple of each period (0 = never) and at `also`.
+
+    stretches(3, 10, (4, 0, 5)) gives (3, 4), (4, 5), (5, 8), (8, 10)
+    """
+    start = first
+    for stop in range(first + 1, last + 1):
+        if stop == last or stop in also or any(is_due(stop, period) for period in periods):
+            yield start, stop
+            start = stop
+
+
+def is_due(steps_done: int, period: int) -> bool:
+    """Whether what happens every `period` steps happens now; 0 = never."""
+    return period > 0 and steps_done % period == 0
+
+
+def move_aside(directory: Path) -> Path | None:
+    """Give a directory that holds a run another name (runs/tiny.1, .2, …), so that none is written over."""
+    if not (directory / "metrics.jsonl").exists():
+        return None
+    number = 1
+    while (target := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    return directory.rename(target)

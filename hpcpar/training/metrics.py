@@ -147,8 +147,12 @@ def draw_losses(records: Sequence[Mapping[str, Any]], path: Path, *, vocabulary:
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, "o-", color="tab:orange", label="held out")
-        axes.annotate(f"{losses[-1]:.3f}", (steps[-1], losses[-1]), textcoords="offset points", xytext=(-4, 8))
-    axes.axhline(math.log(vocabulary), color="grey", linestyle=":", label=f"ln({vocabulary}), knowing nothing")
+        axes.annotate(
+            f"{losses[-1]:.3f}", (steps[-1], losses[-1]), textcoords="offset points", xytext=(-4, 8)
+        )
+    axes.axhline(
+        math.log(vocabulary), color="grey", linestyle=":", label=f"ln({vocabulary}), knowing nothing"
+    )
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

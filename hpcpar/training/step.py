@@ -50,7 +50,7 @@ def train_step(
     """
     ranks = optimizer.dp_comm.size
     optimizer.zero_grad(set_to_none=False)
-    pieces = list(zip(tokens.split(microbatch), targets.split(microbatch), strict=True))
+    pieces = list(zip(torch.split(tokens, microbatch), torch.split(targets, microbatch), strict=True))
     loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
     for number, (some_tokens, some_targets) in enumerate(pieces):
         last = number == len(pieces) - 1
@@ -70,9 +70,7 @@ def train_step(
 
 
 @torch.no_grad()
-def held_out_loss(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], comm: Communicator
-) -> float:
+def held_out_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], comm: Communicator) -> float:
     """Mean loss in nats per token over all ranks' batches of (tokens, targets) [B, S]; collective.
 
     A rank may have fewer batches than others, or none.

@@ -1,7 +1,7 @@
 """Where the bytes went: one line for each communicator and collective, beside what theory says.
 
-    communicator  collective   calls   messages       sent   theory   waited
-    dp            allreduce     2000       8000   7.63 GiB   exactly   12.1 s
+communicator  collective   calls   messages       sent     theory   sent - theory
+dp            allreduce    1,600      6,400    4.8 GiB    4.8 GiB             0 B
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hpcpar.comm import Communicator, Traffic
+from hpcpar.comm import Communicator
 from hpcpar.units import format_duration, format_nbytes
 
 Theory = Mapping[tuple[str, str], int]
@@ -44,22 +44,20 @@ class TrafficLine:
         return None if self.nbytes_theory is None else self.nbytes_sent - self.nbytes_theory
 
 
-def gather_traffic(
-    comm: Communicator, traffics: Mapping[str, Traffic], theory: Theory
-) -> list[TrafficLine]:
-    """The lines of all ranks' counts, the same on every rank; collective.
-
-    traffics   this rank's, by communicator, taken before the gathering itself is counted
-    """
+def gather_traffic(comm: Communicator, theory: Theory) -> list[TrafficLine]:
+    """The counts of all ranks on all communicators of the run, the same on every rank; collective."""
+    # Noted down before the gathering itself is counted.
     mine = [
         (name, row.collective, row.calls, row.messages, row.nbytes_sent, row.seconds_waited)
-        for name, traffic in traffics.items()
+        for name, traffic in comm.traffics().items()
         for row in traffic.rows()
     ]
     return merge(comm.allgather_object(mine), theory)
 
 
-def merge(of_ranks: Sequence[Sequence[tuple[str, str, int, int, int, float]]], theory: Theory) -> list[TrafficLine]:
+def merge(
+    of_ranks: Sequence[Sequence[tuple[str, str, int, int, int, float]]], theory: Theory
+) -> list[TrafficLine]:
     """Sum messages and bytes over ranks, and take the largest of calls and of time waited."""
     totals: dict[tuple[str, str], list[Any]] = {}
     for rows in of_ranks:
@@ -78,11 +76,12 @@ def merge(of_ranks: Sequence[Sequence[tuple[str, str, int, int, int, float]]], t
 
 def table(lines: Sequence[TrafficLine], *, size: int) -> Table:
     """The lines for people; `size` is the number of ranks."""
-    shown = Table(title=f"Traffic of {size} ranks together")
-    for heading in ("communicator", "collective"):
-        shown.add_column(heading)
-    for heading in ("calls", "messages", "sent", "theory", "sent - theory", "longest wait"):
-        shown.add_column(heading, justify="right")
+    # Narrow enough for 80 columns: the output of a batch job.
+    shown = Table(title=f"Traffic of {size} ranks together", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("comm", "collective"):
+        shown.add_column(heading, no_wrap=True)
+    for heading in ("calls", "messages", "sent", "theory", "beyond it", "waited"):
+        shown.add_column(heading, justify="right", no_wrap=True)
     for line in lines:
         shown.add_row(
             line.communicator,

@@ -1,11 +1,11 @@
 """What every rank did when, as a file for a trace viewer (chrome://tracing, Perfetto, Speedscope).
 
-One process for each rank, one thread for its compute, and as many threads for each kind of
-communication as had something in flight at once:
+One process for each rank, one thread for its compute, and as many for its communication as there
+were collectives in flight at once:
 
-    rank 0   compute    |forward|backward      |optimizer|
-             allreduce           |bucket 0      |
-             allreduce 2             |bucket 1     |
+    rank 0   compute            |forward|backward         |optimizer|
+             communication              |allreduce dp |
+             communication 2                |allreduce dp |
 
 source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds
 """
@@ -72,7 +72,9 @@ def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) ->
     thread = 0
     for category in categories:
         for number, lane in enumerate(lanes([event for event in events if event.category == category])):
-            formed.append(_name("thread_name", rank, thread, f"{category} {number + 1}" if number else category))
+            formed.append(
+                _name("thread_name", rank, thread, f"{category} {number + 1}" if number else category)
+            )
             formed += [_complete(event, rank, thread, origin_s) for event in lane]
             thread += 1
     return formed

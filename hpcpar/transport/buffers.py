@@ -161,7 +161,12 @@ def _bind_torch(tensor: Any, what: str) -> Binding:
             f"pass tensor.to_dense(), or its indices and values"
         )
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    ):
         return Binding(tensor, _torch_host(tensor.view(-1), name))
     if tensor.device.type == "meta":
         raise BufferTypeError(f"{what} is on the meta device and has no memory; materialise it first")

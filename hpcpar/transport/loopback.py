@@ -85,7 +85,9 @@ class LoopbackTransport:
 
     max_tag = 2**31 - 1
 
-    def __init__(self, exchanger: _Exchanger, context: tuple[Any, ...], ranks: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, exchanger: _Exchanger, context: tuple[Any, ...], ranks: Sequence[int], rank: int
+    ) -> None:
         self._exchanger = exchanger
         self._context = context
         self.world_ranks = tuple(ranks)

@@ -102,7 +102,7 @@ class MpiTransport:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: MPI.Comm,
         control: _Control,
         world_nodes: tuple[int, ...],
         *,
@@ -127,9 +127,12 @@ class MpiTransport:
 
     @classmethod
     def world(cls, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES) -> MpiTransport:
-        """All ranks of the job, on a duplicate of MPI_COMM_WORLD. Collective."""
+        """All ranks of the job, on a communicator of our own. Collective."""
         return cls(
-            MPI.COMM_WORLD.Dup(), _Control(), _world_nodes(), max_message_nbytes=max_message_nbytes
+            MPI.COMM_WORLD.Split(0, MPI.COMM_WORLD.Get_rank()),
+            _Control(),
+            _world_nodes(),
+            max_message_nbytes=max_message_nbytes,
         )
 
     def start(

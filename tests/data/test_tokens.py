@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from hpcpar.data import ByteTokenizer, FileTokenizer, open_tokenizer
+from hpcpar.data import ByteTokenizer, FileTokenizer, tokenizer_of
 from hpcpar.errors import DataError
 
 
@@ -62,6 +62,8 @@ def test_a_missing_or_foreign_tokenizer_file_is_named(tmp_path: Path) -> None:
         FileTokenizer(tmp_path / "other.json")
 
 
-def test_no_path_opens_the_byte_tokenizer(words_file: Path) -> None:
-    assert isinstance(open_tokenizer(None), ByteTokenizer)
-    assert isinstance(open_tokenizer(words_file), FileTokenizer)
+def test_a_tokenizer_may_be_given_as_itself_as_a_path_or_not_at_all(words_file: Path) -> None:
+    given = ByteTokenizer()
+    assert tokenizer_of(given) is given
+    assert isinstance(tokenizer_of(None), ByteTokenizer)
+    assert isinstance(tokenizer_of(str(words_file)), FileTokenizer)

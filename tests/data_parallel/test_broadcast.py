@@ -19,7 +19,7 @@ class Assorted(nn.Module):
         self.tied = self.weight
         self.order = nn.Parameter(torch.randn(3, 4, generator=generator).t())
         self.frozen = nn.Parameter(torch.randn(2, generator=generator), requires_grad=False)
-        self.half = nn.Parameter(torch.randn(7, generator=generator).bfloat16())
+        self.narrow = nn.Parameter(torch.randn(7, generator=generator).bfloat16())
         self.empty = nn.Parameter(torch.zeros(0, 2))
         self.register_buffer("steps", torch.tensor(rank))
         self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]), persistent=False)

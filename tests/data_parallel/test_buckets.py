@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcpar.data_parallel.buckets import Bucket, Extent, assign
-from hpcpar.data_parallel.traffic import expected_nbytes, synchronized_nbytes
+from hpcpar.data_parallel.buckets import Extent, assign
 from hpcpar.errors import OperationError
 from hpcpar.units import MiB
 
@@ -81,10 +80,3 @@ def test_every_parameter_is_in_one_bucket_and_limits_hold(
     assert [min(bucket.members) for bucket in buckets] == sorted(
         (min(bucket.members) for bucket in buckets), reverse=True
     )
-
-
-def test_theory_counts_buckets_and_one_bit_per_parameter() -> None:
-    buckets = [Bucket((2, 1), (0, 5, 8), 4, "float32"), Bucket((0,), (0, 1), 8, "float64")]
-    assert synchronized_nbytes(buckets) == 32 + 8 + 1
-    assert expected_nbytes(41, 4, synchronizations=3) == 2 * 3 * 41 * 3
-    assert expected_nbytes(41, 1) == 0

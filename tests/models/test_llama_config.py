@@ -90,3 +90,10 @@ def test_flops_follow_the_formula_of_megatron_for_a_layer_of_its_shape() -> None
     config = LlamaConfig(vocabulary, hidden, layers, heads=6, ffn_size=hidden * 8 // 3, max_sequence=sequence)
     megatron = 72 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (12 * hidden * layers))
     assert config.flops_per_token(sequence) == pytest.approx(megatron, rel=1e-12)
+
+
+def test_a_preset_made_wider_derives_its_other_sizes_anew() -> None:
+    config = LlamaConfig.preset("tiny", hidden_size=192)
+    assert (config.head_size, config.ffn_size) == (48, 512)
+    assert LlamaConfig.preset("tiny", hidden_size=192, ffn_size=100).ffn_size == 100
+    assert LlamaConfig.preset("tiny", layers=2).ffn_size == LlamaConfig.preset("tiny").ffn_size

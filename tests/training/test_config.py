@@ -38,13 +38,17 @@ def test_one_path_may_stand_without_brackets() -> None:
 
 def test_an_override_is_read_as_toml_or_else_as_the_text_that_it_is() -> None:
     config = parse(
-        "", source="run.toml", overrides=["model.tie_embeddings=true", 'model.preset="5m"', "train.device=cpu"]
+        "",
+        source="run.toml",
+        overrides=["model.tie_embeddings=true", 'model.preset="5m"', "train.device=cpu"],
     )
     assert (config.model.tie_embeddings, config.model.preset) == (True, "5m")
 
 
 def test_a_misspelt_key_is_named_with_its_file_and_the_nearest_key() -> None:
-    assert refused("[train]\nstpes = 3\n") == "run.toml: there is no key train.stpes; did you mean train.steps?"
+    assert (
+        refused("[train]\nstpes = 3\n") == "run.toml: there is no key train.stpes; did you mean train.steps?"
+    )
 
 
 def test_a_misspelt_override_is_named_as_the_user_wrote_it() -> None:

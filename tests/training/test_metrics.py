@@ -29,7 +29,13 @@ def test_every_step_and_every_held_out_loss_is_a_line_of_json(tmp_path: Path) ->
 
 def test_a_resumed_run_drops_what_it_will_train_again_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = [record(0), record(1), {"step": 2, "held_out_loss": 4.5}, record(2), {"step": 3, "held_out_loss": 4}]
+    lines = [
+        record(0),
+        record(1),
+        {"step": 2, "held_out_loss": 4.5},
+        record(2),
+        {"step": 3, "held_out_loss": 4},
+    ]
     path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": 3, "lo')
     keep_lines_before(path, 2)
     assert records_of(path) == lines[:3]
@@ -64,7 +70,9 @@ def test_a_terminal_has_a_bar(tmp_path: Path) -> None:
 
 
 def test_losses_become_a_picture(tmp_path: Path) -> None:
-    draw_losses([record(0), record(1), {"step": 2, "held_out_loss": 4.5}], tmp_path / "loss.png", vocabulary=256)
+    draw_losses(
+        [record(0), record(1), {"step": 2, "held_out_loss": 4.5}], tmp_path / "loss.png", vocabulary=256
+    )
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,16 +8,16 @@ from hpcpar.training.schedule import learning_rate
 
 
 def test_a_small_schedule_by_hand() -> None:
-    rates = [
-        learning_rate(step, steps=8, peak=1.0, warmup_steps=3, final_fraction=0.2) for step in range(8)
-    ]
-    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.2 + 0.8 * 0.8535534, 0.6, 0.2 + 0.8 * 0.1464466, 0.2])
+    rates = [learning_rate(step, steps=8, peak=1.0, warmup_steps=3, final_fraction=0.2) for step in range(8)]
+    assert rates == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, 0.2 + 0.8 * 0.8535534, 0.6, 0.2 + 0.8 * 0.1464466, 0.2]
+    )
 
 
-@given(
-    steps=st.integers(1, 300), warmup=st.integers(0, 300), final=st.floats(0, 1), peak=st.floats(1e-6, 10)
-)
-def test_it_climbs_to_the_peak_and_then_only_falls(steps: int, warmup: int, final: float, peak: float) -> None:
+@given(steps=st.integers(1, 300), warmup=st.integers(0, 300), final=st.floats(0, 1), peak=st.floats(1e-6, 10))
+def test_it_climbs_to_the_peak_and_then_only_falls(
+    steps: int, warmup: int, final: float, peak: float
+) -> None:
     warmup = min(warmup, steps - 1)
     rates = [
         learning_rate(step, steps=steps, peak=peak, warmup_steps=warmup, final_fraction=final)

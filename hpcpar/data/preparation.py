@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.data.corpus import Corpus, standard_library
+from hpcpar.data.corpus import Corpus, Paths, require_existing, standard_library
 from hpcpar.data.shards import Shards, building, cache_key
-from hpcpar.data.tokens import Tokenizer, open_tokenizer
+from hpcpar.data.tokens import Tokenizer, tokenizer_of
 from hpcpar.errors import DataError
 from hpcpar.together import together
 from hpcpar.units import MiB
@@ -36,7 +36,7 @@ class Prepared:
 
 def prepare(
     comm: Communicator,
-    paths: str | Path | Sequence[str | Path] | None = None,
+    paths: Paths | None = None,
     *,
     cache_directory: str | Path,
     tokenizer: Tokenizer | str | Path | None = None,
@@ -52,28 +52,28 @@ def prepare(
     tokenizer      one, or the path of a Hugging Face tokenizers file, or None for bytes
     on_progress    called on rank 0 with its tokens so far, every few seconds
 
-    The first rank of each node builds, so the cache may be on a node's own disk or on a shared one.
-    Files are looked at on every rank; afterwards all ranks compare a digest of what they opened.
+    The first rank of each node lists the files and builds, so the cache may be on a node's own disk
+    or on a shared one; the others only look whether the paths are there. Afterwards all ranks
+    compare a digest of what they opened.
 
-    errors   PeerFailedError on every rank when a path is missing, unreadable or empty on any rank,
-             naming rank and path; DataError when nodes hold different text
+    errors   PeerFailedError on every rank when a path is missing on any rank, or nothing in it can
+             be read, naming rank and path; DataError when nodes hold different text
     """
-    with together(comm, "looking for the training data"):
-        chosen = (
-            open_tokenizer(tokenizer)
-            if tokenizer is None or isinstance(tokenizer, (str, Path))
-            else tokenizer
-        )
-        corpus = (
-            standard_library(limit_nbytes=limit_nbytes)
-            if paths is None
-            else Corpus.of(paths, text_key=text_key)
-        )
-        directory = Path(cache_directory) / f"tokens-{cache_key(corpus, chosen, held_out_fraction)}"
+    builder = comm.nodes.index(comm.nodes[comm.rank])
+    directory: Path | None = None
     steps: Iterator[int] = iter(())
-    if comm.nodes.index(comm.nodes[comm.rank]) == comm.rank and not _is_cached(directory):
-        steps = building(corpus, chosen, directory, held_out_fraction=held_out_fraction)
+    with together(comm, "looking for the training data"):
+        chosen = tokenizer_of(tokenizer)
+        if comm.rank == builder:
+            corpus = _corpus(paths, text_key, limit_nbytes)
+            directory = Path(cache_directory) / f"tokens-{cache_key(corpus, chosen, held_out_fraction)}"
+            if not _is_cached(directory):
+                steps = building(corpus, chosen, directory, held_out_fraction=held_out_fraction)
+        elif paths is not None:
+            require_existing(paths)
     built = _build_together(comm, steps, on_progress)
+    directory = comm.allgather_object(directory)[builder]
+    assert directory is not None
     with together(comm, "opening the training data"):
         shards = Shards.open(directory)
     _require_same_text(comm, shards)
@@ -84,6 +84,12 @@ def prepare(
             len(shards.skipped), first.name, first.reason, shards.directory / "index.json",
         )  # fmt: skip
     return Prepared(shards, chosen, built)
+
+
+def _corpus(paths: Paths | None, text_key: str, limit_nbytes: int) -> Corpus:
+    if paths is None:
+        return standard_library(limit_nbytes=limit_nbytes)
+    return Corpus.of(paths, text_key=text_key)
 
 
 def _is_cached(directory: Path) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import hpcpar.data.corpus as corpus_module
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data import prepare
 from hpcpar.errors import DataError, PeerFailedError
@@ -61,6 +62,20 @@ def test_a_path_missing_on_one_rank_fails_on_all_and_names_rank_and_path(text: P
     assert [message.endswith("cause: None") for message in messages] == [True, False, True]
 
 
+def test_only_the_first_rank_of_a_node_lists_the_files(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[Path] = []
+    walk = corpus_module._walk
+    monkeypatch.setattr(
+        corpus_module, "_walk", lambda root, **keys: listed.append(root) or walk(root, **keys)
+    )
+    run_loopback(
+        4, lambda comm: prepare(comm, text, cache_directory=tmp_path / "cache").built, nodes=(0, 0, 1, 1)
+    )
+    assert listed == [text, text]
+
+
 def test_a_build_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff")
 
@@ -103,7 +118,7 @@ def test_a_damaged_cache_is_built_again(text: Path, tmp_path: Path, caplog: pyte
 def test_long_builds_report_to_the_other_ranks_and_to_the_user(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcpar.data.prepare.HEARTBEAT_S", -1.0)
+    monkeypatch.setattr("hpcpar.data.preparation.HEARTBEAT_S", -1.0)
     seen: list[int] = []
 
     def read(comm: Communicator) -> bool:
@@ -132,10 +147,7 @@ def test_without_paths_the_standard_library_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_ranks_over_mpi_prepare_the_same_data(tmp_path: Path) -> None:
-    import hpcpar
-
-    world = hpcpar.init(timeout_s=60)
+def test_ranks_over_mpi_prepare_the_same_data(tmp_path: Path, world: Communicator) -> None:
     directory = Path(world.broadcast_object(str(tmp_path)))
     prepared = prepare(world, cache_directory=directory, limit_nbytes=100 * KiB)
     digests = world.allgather_object(prepared.shards.digest)

@@ -1,0 +1,125 @@
+"""A schedule as a text picture: one column for each rank, one row for each step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.step import Copy, Receive, Send, Space, Step
+from hpcpar.errors import OperationError
+
+_LETTERS: dict[Space, str] = {"data": "", "input": "i", "output": "o", "work": "w"}
+
+_Rows = list[dict[int, int]]  # by rank: step -> row
+
+
+def draw(algorithm: Algorithm, size: int, root: int = 0, segments: int = 1) -> str:
+    """The steps of all ranks; a send stands in the row of its receive.
+
+    3→1      chunk 3 goes to rank 1            i3, o3, w3   of the input, output or work space
+    2←3      chunk 2 comes from rank 3         i3⇒o3        copied
+    +2←3     comes and is combined             0-3→1        several chunks in one message
+    """
+    if size < 1:
+        raise OperationError(f"cannot draw {size} ranks; need at least one")
+    schedules = [algorithm.generate(rank, size, root=root, segments=segments) for rank in range(size)]
+    chunks = algorithm.chunks(size, segments)
+    rows = _rows(schedules)
+    table = [["", *(f"rank {rank}" for rank in range(size))]]
+    table.append(["messages", *(str(sum(len(step.sends) for step in steps)) for steps in schedules)])
+    table.append(["sends", *(f"{_chunks_sent(steps) / max(chunks, 1):.3g} S" for steps in schedules)])
+    for row in range(1 + max((row for steps in rows for row in steps.values()), default=-1)):
+        cells = [
+            [line for step, at in steps.items() if at == row for line in _cell(schedules[rank][step])]
+            for rank, steps in enumerate(rows)
+        ]
+        table.extend(["", *lines] for lines in zip_longest(*cells, fillvalue=""))
+        table[-max(map(len, cells))][0] = f"step {row}"
+    return f"{_title(algorithm, size, root, chunks)}\n\n{_aligned(table)}\n"
+
+
+def _title(algorithm: Algorithm, size: int, root: int, chunks: int) -> str:
+    what = [f"{size} ranks" if size > 1 else "1 rank"]
+    if chunks:
+        what.append(f"a vector S of {chunks} chunks" if chunks > 1 else "a vector S of 1 chunk")
+    if algorithm.rooted:
+        what.append(f"root {root}")
+    return f"{algorithm.collective} {algorithm.name}: {', '.join(what)}"
+
+
+def _rows(schedules: Sequence[Sequence[Step]]) -> _Rows:
+    """The row of every step of every rank: as early as its own previous step and its partners allow."""
+    partners = _partners(schedules)
+    rows: _Rows = [dict.fromkeys(range(len(steps)), 0) for steps in schedules]
+    earliest = [dict(of_rank) for of_rank in rows]
+    changed = True
+    while changed:
+        changed = False
+        for rank, steps in enumerate(schedules):
+            for step in range(len(steps)):
+                earliest[rank][step] = rows[rank][step - 1] + 1 if step else 0
+                row = max([earliest[rank][step], *(earliest[r][s] for r, s in partners[rank, step])])
+                changed |= row != rows[rank][step]
+                rows[rank][step] = row
+    return rows
+
+
+def _partners(schedules: Sequence[Sequence[Step]]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """(rank, step) -> the (rank, step) at the other end of each of its messages."""
+    senders: dict[tuple[int, int], list[int]] = defaultdict(list)
+    receivers: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, steps in enumerate(schedules):
+        for at, step in enumerate(steps):
+            for send in step.sends:
+                senders[rank, send.to].append(at)
+            for receive in step.receives:
+                receivers[receive.source, rank].append(at)
+    partners: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for (source, to), sent in senders.items():
+        for sent_at, received_at in zip(sent, receivers[source, to], strict=True):
+            partners[source, sent_at].append((to, received_at))
+            partners[to, received_at].append((source, sent_at))
+    return partners
+
+
+def _cell(step: Step) -> list[str]:
+    """The lines of one step: copies, then each send beside a receive."""
+    sends, receives = map(_sent, step.sends), map(_received, step.receives)
+    messages = [f"{send}  {receive}".strip() for send, receive in zip_longest(sends, receives, fillvalue="")]
+    return [*map(_copied, step.copies), *messages]
+
+
+def _sent(send: Send) -> str:
+    return f"{_chunks(send.chunks, send.space)}→{send.to}"
+
+
+def _received(receive: Receive) -> str:
+    plus = "+" if receive.combine else ""
+    return f"{plus}{_chunks(receive.chunks, receive.space)}←{receive.source}"
+
+
+def _copied(copy: Copy) -> str:
+    return f"{_chunks(copy.chunks, copy.space)}⇒{_chunks(copy.into, copy.into_space)}"
+
+
+def _chunks(chunks: Sequence[int], space: Space) -> str:
+    """Runs of chunks: (0, 1, 2, 5) of the work space is "w0-2,5"."""
+    runs: list[list[int]] = []
+    for chunk in chunks:
+        if runs and chunk == runs[-1][-1] + 1:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+    return _LETTERS[space] + ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _chunks_sent(steps: Sequence[Step]) -> int:
+    return sum(len(send.chunks) for step in steps for send in step.sends)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(line.rstrip() for line in lines)

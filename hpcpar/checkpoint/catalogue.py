@@ -1,0 +1,66 @@
+"""Which checkpoints a directory holds, and which of them to keep."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from hpcpar.checkpoint.manifest import Manifest
+from hpcpar.durable import TEMPORARY_PREFIX
+from hpcpar.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies: step-00000200."""
+    return directory / f"step-{step:08d}"
+
+
+def by_step(directory: Path) -> dict[int, Path]:
+    """All that is called a checkpoint, complete or not, lowest step first."""
+    if not directory.is_dir():
+        return {}
+    named = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
+
+
+def latest(directory: str | Path) -> Path | None:
+    """The complete checkpoint of the highest step; None when there is no checkpoint at all.
+
+    An incomplete one is passed over with a warning. CheckpointError when there are only such: to
+    begin anew then would be a surprise.
+    """
+    faults = []
+    for path in reversed(by_step(Path(directory)).values()):
+        try:
+            Manifest.read(path).check_sizes(path)
+        except CheckpointError as error:
+            logger.warning("passed over an incomplete checkpoint: %s", error)
+            faults.append(str(error))
+        else:
+            return path
+    if faults:
+        raise CheckpointError(
+            f"none of the {len(faults)} checkpoints in {directory} is complete: {faults[0]}"
+        )
+    return None
+
+
+def prune(directory: Path, *, newest: Path, keep: int) -> None:
+    """Remove all but `newest`, which was just written, and the keep - 1 others of the highest steps.
+
+    Remains of writers that were killed go too.
+    """
+    others = [path for path in by_step(directory).values() if path != newest]
+    for path in others[: max(0, len(others) - (keep - 1))]:
+        # First the name goes, so that a removal that is cut short leaves no half of a checkpoint.
+        doomed = directory / f"{TEMPORARY_PREFIX}removed-{path.name}"
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,391 @@
+"""`hpcpar doctor`: what this job runs on, whether an all-reduce is right and how fast, what to mend.
+
+Works alone and behind mpiexec or srun (`hpcpar run -n 4 -m hpcpar doctor`); rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import click
+
+from hpcpar.errors import LaunchError
+from hpcpar.launch import binding
+from hpcpar.launch.crosscheck import library_name
+from hpcpar.launch.cuda_awareness import CudaAwareness, cuda_awareness
+from hpcpar.launch.environment import RankInfo, detect
+from hpcpar.units import MiB, busbw_factor, format_duration, format_nbytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hpcpar.comm import Communicator
+
+CHECK_S = 1.0
+CHECK_NBYTES = (8, 4 * MiB)
+OLDEST_TORCH = (2, 4)
+SMALL_SHARED_MEMORY_NBYTES = 256 * MiB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that could be better: what was found, what to do; `wrong` fails the visit."""
+
+    found: str
+    do: str
+    wrong: bool = False
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """torch on one rank; version "" where it cannot be imported, `problem` says why."""
+
+    version: str = ""
+    threads: int = 0
+    gpus: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank sees of itself and its node."""
+
+    rank: int
+    node: int
+    host: str
+    cores: tuple[int, ...]
+    torch: TorchFacts
+    shared_memory_nbytes: int | None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One size of the all-reduce check; seconds of the slowest rank, median over `repeats`."""
+
+    nbytes: int
+    seconds: float
+    repeats: int
+    right: bool
+
+    def busbw_gb_per_s(self, size: int) -> float:
+        return busbw_factor("allreduce", size) * self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Everything that the report is made of."""
+
+    info: RankInfo
+    mpi: dict[str, str]
+    awareness: CudaAwareness
+    ranks: tuple[RankFacts, ...]
+    measurements: tuple[Measurement, ...]
+    findings: tuple[Finding, ...] = field(default=())
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@click.command()
+def doctor() -> int:
+    """Look at MPI, launcher, cores, GPUs and torch, sum something over all ranks, say what to mend.
+
+    Returns 1 where something is wrong, else 0.
+    """
+    import hpcpar
+
+    try:
+        world = hpcpar.init()
+    except LaunchError as error:
+        if detect().rank != 0:
+            return 1
+        refusal = Finding(str(error), "nothing else can be looked at before this works", wrong=True)
+        print_findings(_console(), [refusal])
+        return 1
+    visit = examine(world)
+    if world.rank == 0:
+        print_report(_console(), visit)
+    return int(any(finding.wrong for finding in visit.findings))
+
+
+def examine(world: Communicator) -> Visit:
+    """Gather every rank's facts, measure, judge. Collective; the same on every rank."""
+    from hpcpar.transport.mpi import library_facts
+
+    mpi = library_facts()
+    visit = Visit(
+        info=detect(),
+        mpi=mpi,
+        awareness=cuda_awareness(mpi["library"]),
+        ranks=tuple(world.allgather_object(rank_facts(world))),
+        measurements=tuple(measure(world, nbytes) for nbytes in CHECK_NBYTES),
+    )
+    return Visit(visit.info, mpi, visit.awareness, visit.ranks, visit.measurements, tuple(judge(visit)))
+
+
+def rank_facts(world: Communicator) -> RankFacts:
+    return RankFacts(
+        rank=world.rank,
+        node=world.nodes[world.rank],
+        host=socket.gethostname(),
+        cores=binding.affinity(),
+        torch=torch_facts(),
+        shared_memory_nbytes=shared_memory_nbytes(),
+    )
+
+
+def torch_facts() -> TorchFacts:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return TorchFacts(problem=str(error))
+    return TorchFacts(
+        version=str(torch.__version__), threads=torch.get_num_threads(), gpus=torch.cuda.device_count()
+    )
+
+
+def shared_memory_nbytes(path: str = "/dev/shm") -> int | None:
+    """Room for MPI's traffic within a node; None where there is no such directory."""
+    try:
+        room = os.statvfs(path)
+    except OSError:
+        return None
+    return room.f_blocks * room.f_frsize
+
+
+def measure(world: Communicator, nbytes: int) -> Measurement:
+    """Sum doubles over all ranks for about a second; check the result apart from the timing. Collective."""
+    import numpy as np
+
+    buffer = np.full(nbytes // 8, world.rank + 1.0)
+    world.allreduce(buffer)
+    right = bool((buffer == world.size * (world.size + 1) / 2).all())
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(3):
+        world.allreduce(buffer, "average")
+    once = np.array([(time.perf_counter() - start) / 3, float(not right)])
+    world.allreduce(once, "max")
+    repeats = max(3, min(2000, int(CHECK_S / max(float(once[0]), 1e-7))))
+    seconds = np.zeros(repeats)
+    world.barrier()
+    for i in range(repeats):
+        start = time.perf_counter()
+        world.allreduce(buffer, "average")
+        seconds[i] = time.perf_counter() - start
+    world.allreduce(seconds, "max")
+    return Measurement(nbytes, statistics.median(seconds.tolist()), repeats, right=once[1] == 0.0)
+
+
+def judge(visit: Visit) -> list[Finding]:
+    """What could be better, the wrong things first."""
+    found = [*_judge_results(visit), *_judge_torch(visit), *_judge_start(visit)]
+    found += [*_judge_nodes(visit), *_judge_gpus(visit)]
+    return sorted(found, key=lambda finding: not finding.wrong)
+
+
+def _judge_results(visit: Visit) -> list[Finding]:
+    return [
+        Finding(
+            f"an all-reduce of {format_nbytes(measurement.nbytes)} gave a wrong sum",
+            "do not train on this machine: try another MPI library, then ask its administrators",
+            wrong=True,
+        )
+        for measurement in visit.measurements
+        if not measurement.right
+    ]
+
+
+def _judge_torch(visit: Visit) -> list[Finding]:
+    found = []
+    versions = {facts.torch.version for facts in visit.ranks}
+    for facts in visit.ranks[:1]:
+        if not facts.torch.version:
+            found.append(
+                Finding(f"torch cannot be imported: {facts.torch.problem}", "`pip install torch`", wrong=True)
+            )
+        elif _release(facts.torch.version) < OLDEST_TORCH:
+            oldest = ".".join(map(str, OLDEST_TORCH))
+            found.append(
+                Finding(f"torch {facts.torch.version} is too old", f"install {oldest} or newer", wrong=True)
+            )
+    if len(versions) > 1:
+        listed = ", ".join(sorted(version or "none" for version in versions))
+        found.append(
+            Finding(f"ranks have different versions of torch: {listed}", "use one environment", wrong=True)
+        )
+    if any(facts.torch.threads > len(facts.cores) for facts in visit.ranks if facts.torch.version):
+        found.append(
+            Finding(
+                "torch uses more threads than the rank may use cores",
+                f"set OMP_NUM_THREADS={suited_threads(visit)}",
+            )
+        )
+    return found
+
+
+def _judge_start(visit: Visit) -> list[Finding]:
+    found = []
+    if visit.info.hint:
+        found.append(Finding(visit.info.hint, "start it with srun", wrong=True))
+    if visit.size == 1 and not visit.info.hint:
+        found.append(
+            Finding(
+                "this is one process, so nothing travelled", "`hpcpar run -n 2 -m hpcpar doctor` tries two"
+            )
+        )
+    if visit.mpi["thread_level"] in ("single", "funneled"):
+        found.append(
+            Finding(
+                f"MPI allows calls from one thread only ({visit.mpi['thread_level']})",
+                "leave mpi4py's thread level at its default, or use an MPI that gives THREAD_MULTIPLE",
+            )
+        )
+    return found
+
+
+def _judge_nodes(visit: Visit) -> list[Finding]:
+    found = []
+    for node, ranks in by_node(visit.ranks).items():
+        if binding.oversubscribed(len(ranks), [facts.cores for facts in ranks]):
+            cores = binding.node_cores([facts.cores for facts in ranks])
+            found.append(
+                Finding(
+                    f"{ranks[0].host} (node {node}) has {len(ranks)} ranks on {cores} cores",
+                    f"waits give their core away, which costs time; start at most {cores} ranks there, "
+                    f"or look at the launcher's binding options",
+                )
+            )
+        room = ranks[0].shared_memory_nbytes
+        if len(ranks) > 1 and room is not None and room < SMALL_SHARED_MEMORY_NBYTES:
+            found.append(
+                Finding(
+                    f"/dev/shm on {ranks[0].host} holds {format_nbytes(room)} only",
+                    "MPI may fail with 'out of memory'; in a container give it more (--shm-size=1g)",
+                )
+            )
+    return found
+
+
+def _judge_gpus(visit: Visit) -> list[Finding]:
+    found = []
+    for ranks in by_node(visit.ranks).values():
+        warning = binding.gpu_sharing_warning(ranks[0].torch.gpus, len(ranks))
+        if warning:
+            found.append(Finding(warning, "one rank per GPU"))
+    if any(facts.torch.gpus for facts in visit.ranks) and visit.awareness.likely is not True:
+        found.append(
+            Finding(
+                f"there are GPUs, but whether MPI takes device pointers is open: {visit.awareness.why}",
+                "gradients travel through host memory; load the site's CUDA-aware MPI for more speed",
+            )
+        )
+    return found
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" -> (2, 13)"""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+
+
+def by_node(ranks: Sequence[RankFacts]) -> dict[int, list[RankFacts]]:
+    nodes: dict[int, list[RankFacts]] = {}
+    for facts in ranks:
+        nodes.setdefault(facts.node, []).append(facts)
+    return nodes
+
+
+def suited_threads(visit: Visit) -> int:
+    """Compute threads that suit each rank on the fullest node."""
+    return min(
+        binding.thread_count(len(ranks), [facts.cores for facts in ranks], environ={})
+        for ranks in by_node(visit.ranks).values()
+    )
+
+
+def print_report(console: Console, visit: Visit) -> None:
+    console.print(facts_table(visit))
+    console.print(check_table(visit))
+    print_findings(console, visit.findings)
+
+
+def facts_table(visit: Visit) -> Table:
+    from rich.table import Table
+
+    table = Table("", "", title="hpcpar doctor", show_header=False, title_justify="left")
+    first = visit.ranks[0]
+    nodes = by_node(visit.ranks)
+    table.add_row(
+        "MPI library", f"{library_name(visit.mpi['library'])} (MPI standard {visit.mpi['standard']})"
+    )
+    table.add_row("thread level", visit.mpi["thread_level"])
+    table.add_row("launcher", _launcher_line(visit.info))
+    table.add_row("CUDA-aware", f"{_yes_no_open(visit.awareness.likely)} ({visit.awareness.why})")
+    table.add_row("ranks", f"{visit.size} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
+    for node, ranks in nodes.items():
+        table.add_row(f"node {node}", _node_line(ranks))
+    table.add_row(
+        "torch", f"{first.torch.version or 'none'}, {first.torch.threads} threads, {first.torch.gpus} GPUs"
+    )
+    table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    return table
+
+
+def _launcher_line(info: RankInfo) -> str:
+    return f"{info.launcher} (--mpi={info.wire})" if info.launcher == "slurm" else info.launcher
+
+
+def _yes_no_open(likely: bool | None) -> str:
+    return {True: "likely", False: "no", None: "open"}[likely]
+
+
+def _node_line(ranks: Sequence[RankFacts]) -> str:
+    union = {core for facts in ranks for core in facts.cores}
+    bound = len({facts.cores for facts in ranks}) > 1
+    how = "bound to cores of their own" if bound else "sharing them"
+    numbers = binding.format_cores([facts.rank for facts in ranks])
+    cores = binding.format_cores(union)
+    together = f", {how}" if len(ranks) > 1 else ""
+    return f"{ranks[0].host}: rank {numbers} on {len(union)} cores ({cores}){together}"
+
+
+def check_table(visit: Visit) -> Table:
+    from rich.table import Table
+
+    table = Table("all-reduce", "time", "busbw", "repeats", "sum", title_justify="left")
+    for measurement in visit.measurements:
+        table.add_row(
+            format_nbytes(measurement.nbytes),
+            format_duration(measurement.seconds),
+            f"{measurement.busbw_gb_per_s(visit.size):.2f} GB/s" if visit.size > 1 else "-",
+            str(measurement.repeats),
+            "right" if measurement.right else "WRONG",
+        )
+    return table
+
+
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        mark, style = ("wrong", "red") if finding.wrong else ("note ", "yellow")
+        console.print(f"[{style}]{mark}[/]", end=" ")
+        console.print(finding.found, markup=False, soft_wrap=True)
+        console.print(f"      -> {finding.do}", markup=False, soft_wrap=True)
+    if not findings:
+        console.print("[green]nothing to mend[/]")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # Behind mpiexec standard output is no terminal; rich would then fold at 80 columns.
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=120, highlight=False)

@@ -1,0 +1,86 @@
+"""The parts of a run from their sections of the configuration; each is collective over its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from hpcpar.comm import Communicator
+from hpcpar.data import Prepared, prepare
+from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
+from hpcpar.errors import ConfigError
+from hpcpar.launch.binding import affinity, gpu_for, thread_count
+from hpcpar.models import Llama
+from hpcpar.together import together
+from hpcpar.training.config import Config, OptimizerSection
+from hpcpar.units import MiB
+
+
+def place_on_hardware(config: Config, comm: Communicator) -> torch.device:
+    """Set this process's threads and random numbers, and choose its device, beside its node's other ranks.
+
+    Raises PeerFailedError on all ranks when one of them lacks the device.
+    """
+    with comm.split_by_node() as node:
+        masks = node.allgather_object(affinity())
+        local_rank, local_size = node.rank, node.size
+    torch.set_num_threads(config.train.threads or thread_count(local_size, masks))
+    torch.manual_seed(config.train.seed)
+    if config.train.device == "cpu":
+        return torch.device("cpu")
+    with together(comm, "choosing a GPU"):
+        index = gpu_for(local_rank, torch.cuda.device_count(), local_size)
+        if index is None:
+            raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use train.device=cpu")
+        return torch.device("cuda", index)
+
+
+def prepare_data(config: Config, comm: Communicator, *, say: Callable[[str], None]) -> Prepared:
+    """Tokens, from the cache or built now; `say` hears of progress on rank 0."""
+    data = config.data
+    return prepare(
+        comm,
+        data.paths or None,
+        cache_directory=data.cache,
+        tokenizer=data.tokenizer,
+        held_out_fraction=data.held_out,
+        limit_nbytes=int(data.max_mib * MiB),
+        on_progress=lambda tokens: say(f"tokenizing: {tokens:,} tokens so far"),
+    )
+
+
+def build_model(config: Config, vocabulary: int, device: torch.device, dp_comm: Communicator) -> Llama:
+    """The same model on every rank."""
+    model = Llama(config.model_config_for(vocabulary), seed=config.model.seed)
+    model = model.to(device=device, dtype=getattr(torch, config.train.dtype))
+    broadcast_parameters(model, dp_comm)
+    return model
+
+
+def build_optimizer(
+    section: OptimizerSection, model: nn.Module, dp_comm: Communicator
+) -> DistributedOptimizer:
+    """The optimizer that the section names, on gradients averaged over `dp_comm`."""
+    return DistributedOptimizer(
+        plain_optimizer(section, model),
+        model.named_parameters(),
+        dp_comm,
+        bucket_bytes=int(section.bucket_mib * MiB),
+        first_bucket_bytes=int(section.first_bucket_mib * MiB),
+        algorithm=section.algorithm,
+    )
+
+
+def plain_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
+    """The torch optimizer, matrices decayed and vectors not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if section.name == "sgd":
+        return SGD(groups, lr=section.learning_rate, momentum=section.momentum)
+    return AdamW(groups, lr=section.learning_rate, betas=section.betas, eps=section.epsilon, fused=True)

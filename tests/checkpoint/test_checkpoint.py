@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcpar.checkpoint import Loaded, checkpoint_path, latest, load, save
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
+from hpcpar.errors import CheckpointError, PeerFailedError
+
+
+class Small(nn.Module):
+    """Two layers, a buffer, a tied pair and a dtype that is not float32."""
+
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, hidden)
+        self.middle = nn.Linear(hidden, hidden)
+        self.narrow = nn.Parameter(torch.randn(3).bfloat16())
+        self.head = nn.Linear(hidden, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen += 1
+        noise = torch.rand(()) + float(np.random.rand()) + random.random()
+        logits: Tensor = self.head(torch.tanh(self.middle(self.embed(tokens)))) * noise
+        return logits + self.narrow.float().sum()
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9)),
+    "adamw with a tensor as rate": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, centered=True),
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.arange(9)).square().mean().backward()
+        optimizer.step()
+
+
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def bits(model: nn.Module) -> dict[str, list[Any]]:
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture
+def alone() -> Communicator:
+    return Communicator.alone()
+
+
+@pytest.fixture
+def saved(tmp_path: Path, alone: Communicator) -> Path:
+    seeded(0)
+    model = Small()
+    optimizer = OPTIMIZERS["adamw"](model)
+    train(model, optimizer, 2)
+    return save(tmp_path, step=2, model=model, optimizer=optimizer, extra={"note": 1}, comm=alone)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_follows_the_uninterrupted_one_bit_for_bit(
+    name: str, tmp_path: Path, alone: Communicator
+) -> None:
+    seeded(1)
+    model = Small()
+    optimizer = OPTIMIZERS[name](model)
+    train(model, optimizer, 3)
+    save(tmp_path, step=3, model=model, optimizer=optimizer, extra={"data": [1, 2]}, comm=alone)
+    train(model, optimizer, 4)
+
+    seeded(99)
+    resumed = Small()
+    resumed_optimizer = OPTIMIZERS[name](resumed)
+    loaded = load(tmp_path, model=resumed, optimizer=resumed_optimizer, comm=alone)
+    assert loaded == Loaded(checkpoint_path(tmp_path, 3), 3, {"data": [1, 2]}, 1, True)
+    train(resumed, resumed_optimizer, 4)
+    assert bits(resumed) == bits(model)
+    assert type(resumed_optimizer.param_groups[0].get("betas", ())) is tuple
+
+
+def test_tied_parameters_are_written_once_and_stay_tied(saved: Path, alone: Communicator) -> None:
+    state = json.loads((saved / "state.json").read_text())
+    assert state["aliases"] == {"head.weight": "embed.weight"}
+    model = Small()
+    load(saved, model=model, comm=alone)
+    assert model.head.weight is model.embed.weight
+
+
+def test_views_into_a_larger_buffer_are_saved_by_themselves(tmp_path: Path, alone: Communicator) -> None:
+    flat = torch.arange(100.0)
+    model = nn.Module()
+    model.a = nn.Parameter(flat[10:14].view(2, 2).T)
+    model.b = nn.Parameter(flat[50:52])
+    path = save(tmp_path, step=0, model=model, comm=alone)
+    assert (path / "model.safetensors").stat().st_size < 300
+    flat.zero_()
+    load(path, model=model, comm=alone)
+    assert model.a.tolist() == [[10, 12], [11, 13]]
+    assert flat[10:14].tolist() == [10, 11, 12, 13]
+
+
+def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path, alone: Communicator) -> None:
+    def groups(model: Small, turned: bool) -> list[dict[str, Any]]:
+        weights, others = [model.embed.weight, model.middle.weight], [model.middle.bias, model.narrow]
+        if turned:
+            weights, others = weights[::-1], others[::-1]
+        made: list[dict[str, Any]] = [{"params": weights, "lr": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return made[::-1] if turned else made
+
+    seeded(2)
+    model, other = Small(), Small()
+    optimizer = torch.optim.AdamW(groups(model, False))
+    train(model, optimizer, 2)
+    save(tmp_path, step=2, model=model, optimizer=optimizer, comm=alone)
+    other_optimizer = torch.optim.AdamW(groups(other, True))
+    load(tmp_path, model=other, optimizer=other_optimizer, comm=alone)
+    for name, parameter in model.named_parameters():
+        state, found = optimizer.state[parameter], other_optimizer.state[dict(other.named_parameters())[name]]
+        assert all(torch.equal(state[key], found[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert [group["lr"] for group in other_optimizer.param_groups] == [1e-3, 0.1]
+    assert [group["weight_decay"] for group in other_optimizer.param_groups] == [0.0, 0.01]
+
+
+def test_groups_of_other_parameters_are_refused(saved: Path, alone: Communicator) -> None:
+    model = Small()
+    weights, rest = [model.embed.weight], [model.middle.weight, model.middle.bias, model.narrow]
+    with pytest.raises(
+        PeerFailedError, match=r"no group of the 1 parameters.*first difference is middle.bias"
+    ):
+        load(
+            saved,
+            model=model,
+            optimizer=torch.optim.AdamW([{"params": weights}, {"params": rest}]),
+            comm=alone,
+        )
+    with pytest.raises(PeerFailedError, match="no group of the 3 parameters"):
+        load(saved, model=model, optimizer=torch.optim.AdamW(rest), comm=alone)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, alone: Communicator) -> None:
+    optimizer = OPTIMIZERS["sgd"](Small())
+    with pytest.raises(PeerFailedError, match="4 parameters that the model does not have"):
+        save(tmp_path, step=0, model=Small(), optimizer=optimizer, comm=alone)
+    assert latest(tmp_path) is None
+
+
+def test_every_flipped_bit_is_found_and_its_file_named(saved: Path, alone: Communicator) -> None:
+    chance = random.Random(0)
+    model, before = Small(), None
+    for path in sorted(saved.iterdir()):
+        whole = path.read_bytes()
+        for _ in range(40):
+            place = chance.randrange(len(whole) * 8)
+            flipped = bytearray(whole)
+            flipped[place // 8] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            before = bits(model)
+            with pytest.raises(
+                PeerFailedError, match=r"is damaged|has format|is not a complete|has no"
+            ) as caught:
+                load(saved, model=model, comm=alone)
+            assert path.name in str(caught.value)
+            assert isinstance(caught.value.__cause__, CheckpointError)
+        path.write_bytes(whole)
+    assert bits(model) == before
+    load(saved, model=model, comm=alone)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
+)
+def test_truncated_and_missing_files_are_named_with_both_sizes(
+    name: str, saved: Path, alone: Communicator
+) -> None:
+    path = saved / name
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(PeerFailedError, match=rf"{name} should have {size} bytes, but has {size - 1}"):
+        load(saved, model=Small(), comm=alone)
+    path.unlink()
+    with pytest.raises(PeerFailedError, match=rf"{name} should have {size} bytes, but: No such file"):
+        load(saved, model=Small(), comm=alone)
+
+
+def test_a_model_of_another_shape_dtype_or_make_is_named(saved: Path, alone: Communicator) -> None:
+    with pytest.raises(
+        PeerFailedError, match=r"embed.weight there is \(9, 6\) torch.float32, in the model \(9, 8\)"
+    ):
+        load(saved, model=Small(8), comm=alone)
+    with pytest.raises(PeerFailedError, match=r"torch.bfloat16, in the model \(3,\) torch.float64"):
+        load(saved, model=Small().double(), comm=alone)
+    with pytest.raises(
+        PeerFailedError, match=r"2 tensors missing, the first is 0.weight; 6 tensors that the model"
+    ):
+        load(saved, model=nn.Sequential(nn.Linear(2, 2)), comm=alone)
+
+
+def test_an_optimizer_is_not_restored_from_a_checkpoint_without_one(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    model = Small()
+    path = save(tmp_path, step=1, model=model, comm=alone)
+    with pytest.raises(PeerFailedError, match="saved without an optimizer"):
+        load(path, model=model, optimizer=OPTIMIZERS["sgd"](model), comm=alone)
+
+
+def test_nothing_to_load_is_an_error_that_says_what_was_expected(tmp_path: Path, alone: Communicator) -> None:
+    with pytest.raises(
+        PeerFailedError, match=r"holds no checkpoint: expected a directory with a manifest.json"
+    ):
+        load(tmp_path, model=Small(), comm=alone)
+    with pytest.raises(PeerFailedError, match="nowhere does not exist"):
+        load(tmp_path / "nowhere", model=Small(), comm=alone)
+
+
+def test_the_latest_is_that_of_the_highest_step(tmp_path: Path, alone: Communicator) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    for step in (5, 100_000_000, 20):
+        save(tmp_path, step=step, model=Small(), comm=alone)
+    assert latest(tmp_path) == tmp_path / "step-100000000"
+
+
+def test_incomplete_checkpoints_are_passed_over_aloud(
+    tmp_path: Path, alone: Communicator, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [save(tmp_path, step=step, model=Small(), comm=alone) for step in (1, 2)]
+    (paths[1] / "model.safetensors").write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        assert latest(tmp_path) == paths[0]
+    assert "step-00000002/model.safetensors should have" in caplog.text
+    (paths[0] / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        latest(tmp_path)
+
+
+def test_as_many_as_asked_for_are_kept_and_always_the_one_just_written(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    def steps() -> list[int]:
+        return sorted(int(path.name.removeprefix("step-")) for path in tmp_path.iterdir())
+
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step=step, model=Small(), comm=alone, keep=3)
+    assert steps() == [20, 30, 40]
+    save(tmp_path, step=5, model=Small(), comm=alone, keep=2)  # a run that began anew
+    assert steps() == [5, 40]
+    save(tmp_path, step=6, model=Small(), comm=alone, keep=None)
+    assert steps() == [5, 6, 40]
+    with pytest.raises(PeerFailedError, match="keep=0 would keep no checkpoint"):
+        save(tmp_path, step=7, model=Small(), comm=alone, keep=0)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_and_remains_of_killed_writers_go(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    (tmp_path / ".writing-step-00000001-x").mkdir()
+    for note in ("first", "second"):
+        save(tmp_path, step=1, model=Small(), extra={"note": note}, comm=alone)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert load(tmp_path, model=Small(), comm=alone).extra == {"note": "second"}
+
+
+def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    with pytest.raises(PeerFailedError, match="extra holds what JSON cannot"):
+        save(tmp_path, step=1, model=Small(), extra={"when": object()}, comm=alone)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path) -> None:
+    assert {path.suffix for path in saved.iterdir()} == {".safetensors", ".json"}
+
+
+def test_all_ranks_load_what_rank_0_wrote(tmp_path: Path) -> None:
+    lock = threading.Lock()  # ranks are threads here, and the random numbers are the process's
+
+    def write_and_read(comm: Communicator) -> tuple[Loaded, dict[str, list[Any]]]:
+        with lock:
+            torch.manual_seed(comm.rank)
+            model = Small()
+        save(tmp_path, step=7, model=model, comm=comm)
+        return load(tmp_path, model=model, comm=comm), bits(model)
+
+    results = run_loopback(3, write_and_read)
+    torch.manual_seed(0)
+    assert [model for _, model in results] == [bits(Small())] * 3
+    assert {loaded.ranks for loaded, _ in results} == {3}
+
+
+def test_a_distributed_optimizer_goes_on_where_it_left_off(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: DistributedOptimizer, comm: Communicator) -> None:
+        optimizer.zero_grad()
+        (model(torch.ones(2, 3)) * (comm.rank + 1)).square().mean().backward()
+        optimizer.step()
+
+    def make(comm: Communicator) -> tuple[nn.Module, DistributedOptimizer]:
+        model = nn.Linear(3, 2)
+        broadcast_parameters(model, comm)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, DistributedOptimizer(inner, model.named_parameters(), comm)
+
+    def interrupt_and_resume(comm: Communicator) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        model, optimizer = make(comm)
+        for _ in range(2):
+            step(model, optimizer, comm)
+        save(tmp_path, step=2, model=model, optimizer=optimizer, comm=comm)
+        resumed, resumed_optimizer = make(comm)
+        step(resumed, resumed_optimizer, comm)
+        load(tmp_path, model=resumed, optimizer=resumed_optimizer, comm=comm)
+        for _ in range(3):
+            step(model, optimizer, comm)
+            step(resumed, resumed_optimizer, comm)
+        return bits(model), bits(resumed)
+
+    for uninterrupted, resumed in run_loopback(2, interrupt_and_resume):
+        assert resumed == uninterrupted
+
+
+def test_more_ranks_than_before_are_told_which_of_them_found_no_random_state(tmp_path: Path) -> None:
+    run_loopback(2, lambda comm: save(tmp_path, step=1, model=Small(), comm=comm))
+    loaded = run_loopback(3, lambda comm: load(tmp_path, model=Small(), comm=comm))
+    assert [entry.random_restored for entry in loaded] == [True, True, False]
+
+
+def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_changes_no_model(tmp_path: Path) -> None:
+    save(tmp_path / "good", step=1, model=Small(), comm=Communicator.alone())
+
+    def attempt(comm: Communicator) -> tuple[str, bool]:
+        model = Small(8 if comm.rank == 1 else 6)
+        before = bits(model)
+        with pytest.raises(PeerFailedError) as caught:
+            load(tmp_path / "good", model=model, comm=comm)
+        return str(caught.value), bits(model) == before
+
+    for message, unchanged in run_loopback(3, attempt):
+        assert "rank 1: CheckpointError" in message
+        assert "embed.weight" in message
+        assert unchanged
+
+
+def test_a_directory_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+
+    def attempt(comm: Communicator) -> str:
+        with pytest.raises(PeerFailedError) as caught:
+            save(tmp_path / "file", step=1, model=Small(), comm=comm)
+        return str(caught.value)
+
+    for message in run_loopback(2, attempt):
+        assert "saving the checkpoint" in message
+        assert "rank 0:" in message
+
+
+@pytest.mark.mpi
+def test_ranks_over_mpi_resume_with_their_own_random_numbers(tmp_path: Path, world: Communicator) -> None:
+    directory = Path(world.broadcast_object(str(tmp_path)))
+    seeded(world.rank)
+    model = Small()
+    save(directory, step=1, model=model, comm=world)
+    expected = (torch.rand(2).tolist(), np.random.rand(), random.random())
+    seeded(100)
+    load(directory, model=model, comm=world)
+    found = (torch.rand(2).tolist(), np.random.rand(), random.random())
+    same = world.allgather_object(found == expected)
+    first_draws = world.allgather_object(found[1])
+    assert all(same)
+    assert len(set(first_draws)) == world.size

@@ -1,0 +1,111 @@
+"""Counted messages and bytes equal the theory, for every algorithm."""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+import numpy as np
+import pytest
+
+from hpcpar.comm import Trace, run_loopback
+
+SIZES = [1, 2, 3, 4, 7]
+
+
+def bill(size, call):
+    """(messages, bytes sent, bytes received) of each rank."""
+
+    def work(comm):
+        call(comm)
+        rows = [row for row in comm.traffic.rows() if row.collective != "agreement"]
+        assert len(rows) == 1
+        assert rows[0].calls == 1
+        return rows[0].messages, rows[0].nbytes_sent, rows[0].nbytes_received
+
+    return run_loopback(size, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_an_allreduce_sends_twice_p_minus_1_over_p_of_the_vector(size, algorithm):
+    nbytes = 840 * 8  # divides by every size
+    sent = 2 * (size - 1) * nbytes // size
+    messages = 2 * (size - 1)
+    assert bill(size, lambda c: c.allreduce(np.ones(840), algorithm=algorithm)) == [(messages, sent, sent)] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_scatter_and_allgather_by_ring_send_p_minus_1_over_p(size):
+    sent = (size - 1) * 840 * 8 // size
+    expected = [(size - 1, sent, sent)] * size
+    assert bill(size, lambda c: c.reduce_scatter(np.ones(840), algorithm="ring")) == expected
+    assert bill(size, lambda c: c.allgather(np.ones(840 // size), algorithm="ring")) == expected
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_recursive_doubling_sends_the_vector_log_p_times(size):
+    rounds = int(log2(size))
+    expected = [(rounds, rounds * 800, rounds * 800)] * size
+    assert bill(size, lambda c: c.allreduce(np.ones(100), algorithm="recursive_doubling")) == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_broadcast_moves_the_vector_p_minus_1_times_in_all(size):
+    rows = bill(size, lambda c: c.broadcast(np.ones(100), algorithm="binomial"))
+    assert sum(sent for _, sent, _ in rows) == (size - 1) * 800
+    assert max(messages for messages, _, _ in rows) == ceil(log2(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_pairwise_alltoall_sends_all_but_the_own_piece(size):
+    sent = (size - 1) * 24
+    expected = [(size - 1, sent, sent)] * size
+    assert bill(size, lambda c: c.alltoall(np.ones(3 * size), algorithm="pairwise")) == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_barrier_is_log_p_empty_messages(size):
+    assert bill(size, lambda c: c.barrier()) == [(ceil(log2(size)), 0, 0)] * size
+
+
+def test_messages_of_no_bytes_are_not_sent():
+    assert bill(4, lambda c: c.allreduce(np.ones(0), algorithm="ring")) == [(0, 0, 0)] * 4
+    assert sum(messages for messages, _, _ in bill(4, lambda c: c.allreduce(np.ones(1), algorithm="ring"))) == 6
+
+
+def test_point_to_point_is_counted_by_direction():
+    def work(comm):
+        if comm.rank == 0:
+            comm.send(np.ones(10), to=1)
+        else:
+            comm.recv(np.empty(10), source=0)
+        return [(row.collective, row.messages, row.nbytes_sent, row.nbytes_received) for row in comm.traffic.rows()]
+
+    assert run_loopback(2, work) == [[("send", 1, 80, 0)], [("recv", 0, 0, 80)]]
+
+
+def test_reset_forgets_what_was_counted():
+    def work(comm):
+        comm.allreduce(np.ones(10))
+        comm.traffic.reset()
+        return comm.traffic.rows(), comm.traffic.nbytes_sent()
+
+    assert run_loopback(2, work) == [([], 0)] * 2
+
+
+def test_a_trace_notes_what_moved_when_on_all_communicators_of_a_family():
+    def work(comm):
+        half = comm.split(0, name="half")
+        comm.trace = Trace()
+        comm.allreduce(np.ones(10), algorithm="ring")
+        half.barrier()
+        events = comm.trace.events
+        assert all(event.start_s <= event.stop_s for event in events)
+        comm.trace = None
+        comm.barrier()
+        return [(event.name, event.category, event.arguments) for event in events if "agreement" not in event.name]
+
+    assert run_loopback(2, work, check=False)[0] == [
+        ("allreduce world", "communication", {"nbytes_sent": 80, "algorithm": "ring"}),
+        ("barrier half", "communication", {"nbytes_sent": 0, "algorithm": "dissemination"}),
+    ]

@@ -1,0 +1,173 @@
+"""Collectives over the loopback transport, and over MPI, equal the serial computation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import BufferTypeError, MismatchError, OperationError
+
+GROUPS = ("reductions", "gathers", "exchanges", "element_types")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_collective_and_algorithm_equals_the_serial_computation(group, size, truths, assert_true):
+    for checks in run_loopback(size, lambda comm: list(truths[group](comm)), check=False):
+        assert_true(checks)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_collective_over_mpi_equals_the_serial_computation(group, world, truths, assert_true):
+    assert_true(list(truths[group](world.unchecked(group))))
+
+
+@pytest.mark.mpi
+def test_long_messages_over_mpi_travel_in_pieces(world):
+    from hpcpar.transport.mpi import MpiTransport
+
+    transport = MpiTransport.world(max_message_nbytes=1000)
+    comm = Communicator.over(transport, timeout_s=30.0)
+    total = comm.allreduce(np.arange(5000.0) + comm.rank, algorithm="ring")
+    received = np.empty(777)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.sendrecv(np.full(777, float(comm.rank)), right, received, left)
+    comm.free()
+    np.testing.assert_array_equal(total, comm.size * np.arange(5000.0) + sum(range(comm.size)))
+    np.testing.assert_array_equal(received, float(left))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_ranks_hold_identical_bits_whatever_the_algorithm(size, dtype):
+    def work(comm):
+        values = torch.randn(1001, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+        return [
+            comm.allreduce(values.clone(), "average", algorithm=name).view(torch.uint8).tolist()
+            for name in ALGORITHMS["allreduce"]
+        ]
+
+    by_rank = run_loopback(size, work)
+    assert all(bits == by_rank[0] for bits in by_rank)
+
+
+def test_the_order_of_summation_is_the_same_in_every_run():
+    def work(comm):
+        values = np.random.default_rng(comm.rank).standard_normal(999)
+        return [comm.allreduce(values.copy(), algorithm=name).tobytes() for name in ALGORITHMS["allreduce"]]
+
+    assert run_loopback(4, work) == run_loopback(4, work)
+
+
+def test_a_nan_on_one_rank_reaches_all_in_sum_min_and_max():
+    def work(comm):
+        values = np.array([np.nan if comm.rank == 1 else 1.0])
+        return [np.isnan(comm.allreduce(values.copy(), op))[0] for op in ("sum", "min", "max", "average")]
+
+    assert run_loopback(3, work) == [[True] * 4] * 3
+
+
+def test_arrays_that_are_not_contiguous_get_the_result_too():
+    def work(comm):
+        matrix = np.arange(12.0).reshape(3, 4)
+        comm.allreduce(matrix[:, 1])
+        tensor = torch.arange(12.0).reshape(3, 4)
+        comm.allreduce(tensor.t())
+        return matrix, tensor.numpy()
+
+    for matrix, tensor in run_loopback(2, work):
+        expected = np.arange(12.0).reshape(3, 4)
+        np.testing.assert_array_equal(tensor, 2 * expected)
+        expected[:, 1] *= 2
+        np.testing.assert_array_equal(matrix, expected)
+
+
+def test_a_shard_that_is_its_own_piece_of_out_is_gathered_in_place():
+    def work(comm):
+        whole = np.zeros(3 * comm.size)
+        own = whole[3 * comm.rank : 3 * comm.rank + 3]
+        own[:] = comm.rank
+        return comm.allgather(own, out=whole) is whole, whole
+
+    for same, whole in run_loopback(3, work):
+        assert same
+        np.testing.assert_array_equal(whole, np.repeat(np.arange(3.0), 3))
+
+
+def test_reduce_scatter_in_place_returns_a_view_of_the_own_piece():
+    def work(comm):
+        buffer = np.ones(10)
+        own = comm.reduce_scatter(buffer)
+        return np.shares_memory(own, buffer), own.tolist()
+
+    assert run_loopback(3, work) == [(True, [3.0] * 4), (True, [3.0] * 3), (True, [3.0] * 3)]
+
+
+def test_a_parameter_that_requires_a_gradient_can_be_reduced_and_broadcast():
+    def work(comm):
+        parameter = torch.nn.Parameter(torch.full((2, 2), float(comm.rank + 1)))
+        comm.allreduce(parameter)
+        comm.broadcast(parameter, root=1)
+        return parameter.requires_grad, parameter.tolist()
+
+    assert run_loopback(2, work) == [(True, [[3.0, 3.0], [3.0, 3.0]])] * 2
+
+
+def alone() -> Communicator:
+    return Communicator.alone()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda c: c.allreduce([1, 2]), BufferTypeError, "builtins.list"),
+        (lambda c: c.allreduce(np.array(["a"])), BufferTypeError, "<U1"),
+        (lambda c: c.allreduce(np.array([1.0], dtype=">f8")), BufferTypeError, "native byte order"),
+        (lambda c: c.allreduce(torch.ones(2).to(torch.float8_e4m3fn)), BufferTypeError, "float8_e4m3fn"),
+        (lambda c: c.allreduce(torch.ones(2).to_sparse()), BufferTypeError, "to_dense"),
+        (lambda c: c.allreduce(torch.ones(2, device="meta")), BufferTypeError, "meta device"),
+        (lambda c: c.allreduce(np.broadcast_to(np.ones(1), 3)), BufferTypeError, "read-only"),
+        (lambda c: c.allreduce(np.ones(1), "mean"), OperationError, "sum, average, min"),
+        (lambda c: c.allreduce(np.ones(1, int), "average"), OperationError, "would round"),
+        (lambda c: c.allreduce(np.ones(1), "and"), OperationError, "bool and integers"),
+        (lambda c: c.allreduce(np.ones(1, complex), "max"), OperationError, "no order"),
+        (lambda c: c.allreduce(np.ones(1, bool)), OperationError, "'or' or 'and'"),
+        (lambda c: c.allreduce(np.ones(1), algorithm="rong"), OperationError, "ring"),
+        (lambda c: c.allreduce(np.ones(3), out=np.ones(2)), OperationError, "the result has 3"),
+        (lambda c: c.allreduce(np.ones(3), out=np.ones(3, int)), OperationError, "float64"),
+        (lambda c: c.broadcast(np.ones(1), root=5), OperationError, "ranks 0 to 0"),
+        (lambda c: c.reduce_scatter(np.ones(3), counts=[2]), OperationError, "add up to 2"),
+        (lambda c: c.allgather(np.ones(3), counts=[2]), OperationError, "which has 3"),
+        (lambda c: c.allgather(np.ones(3), counts=[3, 4]), OperationError, "one number >= 0"),
+        (lambda c: c.scatter(np.ones(3), out=np.ones(2)), OperationError, "3 elements"),
+    ],
+)
+def test_bad_arguments_are_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call(alone())
+
+
+def test_an_alltoall_that_does_not_divide_says_what_is_left_over():
+    with pytest.raises(OperationError, match="leaves 1 over"):
+        run_loopback(2, lambda comm: comm.alltoall(np.ones(3)))
+
+
+def test_an_algorithm_that_needs_equal_pieces_says_which_can_do_uneven_ones():
+    with pytest.raises(OperationError, match="pairwise"):
+        run_loopback(2, lambda comm: comm.alltoall(np.ones(3), send_counts=[1, 2], algorithm="bruck"), check=False)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_unknown_element_types_on_one_rank_are_an_error_on_all(world):
+    buffer = np.ones(4) if world.rank else np.array(["a"] * 4)
+    try:
+        world.allreduce(buffer)
+        told = ""
+    except MismatchError as error:
+        told = str(error)
+    everywhere = world.allgather_object(told)
+    assert all("rank 0 asked for allreduce, and failed" in text and "<U1" in text for text in everywhere)

@@ -1,0 +1,74 @@
+"""Splits, nodes, names, and a communicator of one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcpar.comm import Communicator, run_loopback
+
+
+def test_a_split_orders_its_ranks_by_key_and_then_by_rank():
+    def work(comm):
+        half = comm.split(comm.rank % 2, key=-comm.rank, name="half")
+        return half.rank, half.size, half.world_ranks, half.allgather(np.array([comm.rank])).tolist()
+
+    assert run_loopback(5, work) == [
+        (2, 3, (4, 2, 0), [4, 2, 0]),
+        (1, 2, (3, 1), [3, 1]),
+        (1, 3, (4, 2, 0), [4, 2, 0]),
+        (0, 2, (3, 1), [3, 1]),
+        (0, 3, (4, 2, 0), [4, 2, 0]),
+    ]
+
+
+@pytest.mark.mpi
+def test_a_split_over_mpi_is_the_same_as_over_the_loopback(world):
+    def work(comm):
+        with comm.split(comm.rank % 2, key=-comm.rank) as half, half.split(0) as quarter:
+            return half.rank, half.world_ranks, quarter.allreduce(np.array([comm.rank])).tolist()
+
+    found = world.allgather_object(work(world))
+    assert found == run_loopback(world.size, work)
+
+
+def test_a_rank_without_a_color_is_in_no_new_communicator():
+    def work(comm):
+        some = comm.split(None if comm.rank == 1 else 0)
+        return some and some.world_ranks
+
+    assert run_loopback(3, work) == [(0, 2), None, (0, 2)]
+
+
+def test_nodes_are_numbered_as_they_first_appear():
+    def work(comm):
+        upper = comm.split(comm.rank // 2)
+        return comm.nodes, upper.nodes, comm.split_by_node().world_ranks
+
+    found = run_loopback(4, work, nodes=(7, 3, 3, 7))
+    assert found[0] == ((0, 1, 1, 0), (0, 1), (0, 3))
+    assert found[3] == ((0, 1, 1, 0), (0, 1), (0, 3))
+    assert found[1][2] == (1, 2)
+
+
+def test_communicators_of_one_name_have_accounts_of_their_own():
+    def work(comm):
+        first, second = comm.split(0, name="dp"), comm.split(0, name="dp")
+        second.allreduce(np.ones(4))
+        return list(comm.traffics()), first.traffic.nbytes_sent(), second.traffic.nbytes_sent()
+
+    names, first, second = run_loopback(2, work)[0]
+    assert names == ["world", "dp", "dp#2"]
+    assert (first, second) == (0, 32)
+
+
+def test_alone_does_nothing_correctly():
+    comm = Communicator.alone()
+    values = np.arange(4.0)
+    assert comm.allreduce(values) is values
+    assert comm.allgather(values).tolist() == comm.reduce_scatter(values).tolist() == [0, 1, 2, 3]
+    assert comm.broadcast_object("x") == "x"
+    assert comm.split(3).size == 1
+    comm.barrier()
+    assert comm.traffic.nbytes_sent() == 0
+    assert values.tolist() == [0, 1, 2, 3]

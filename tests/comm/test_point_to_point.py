@@ -1,0 +1,133 @@
+"""Send and receive, of arrays and of objects."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import MismatchError, OperationError
+
+
+def ring_of_messages(comm):
+    """Everybody sends to the right, in the order left to deadlock if sends were posted alone."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    arrived = comm.sendrecv(np.full(3, comm.rank), right, np.empty(3, dtype=int), left)
+    return arrived.tolist(), [left] * 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_ring_of_sendrecv_does_not_deadlock(size):
+    for arrived, expected in run_loopback(size, ring_of_messages):
+        assert arrived == expected
+
+
+@pytest.mark.mpi
+def test_a_ring_of_sendrecv_over_mpi_does_not_deadlock(world):
+    arrived, expected = ring_of_messages(world)
+    assert arrived == expected
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_of_the_wrong_length_over_mpi_is_named_by_the_receiver(world):
+    told = {}
+    for tag, sent in ((1, 4), (2, 12)):
+        send = world.start_send(np.ones(sent), to=1, tag=tag) if world.rank == 0 else None
+        if world.rank == 1:
+            with pytest.raises(MismatchError) as caught:
+                world.recv(np.empty(8), source=0, tag=tag)
+            told[tag] = str(caught.value)
+        if send is not None:
+            send.wait()
+    everywhere = world.allgather_object(told)
+    assert "expected 64 bytes, but 32 came" in everywhere[1][1]
+    assert "longer than the buffer" in everywhere[1][2]
+
+
+def test_messages_meet_by_tag_and_then_in_order():
+    def work(comm):
+        if comm.rank == 0:
+            handles = [comm.start_send(np.array([value]), 1, tag=value % 2) for value in range(6)]
+            for handle in handles:
+                handle.wait()
+            return None
+        odd = [int(comm.recv(np.empty(1, int), 0, tag=1)[0]) for _ in range(3)]
+        return odd + [int(comm.recv(np.empty(1, int), 0, tag=0)[0]) for _ in range(3)]
+
+    assert run_loopback(2, work)[1] == [1, 3, 5, 0, 2, 4]
+
+
+def test_a_tensor_arrives_in_shape_and_in_memory_that_is_not_contiguous():
+    def work(comm):
+        if comm.rank == 0:
+            comm.send(torch.arange(6.0).reshape(2, 3).t(), to=1)
+            return None
+        target = torch.zeros(6, 2)
+        return comm.recv(target[::2], source=0) is not None, target.tolist()
+
+    _, rows = run_loopback(2, work)[1]
+    assert rows == [[0.0, 3.0], [0.0, 0.0], [1.0, 4.0], [0.0, 0.0], [2.0, 5.0], [0.0, 0.0]]
+
+
+def test_a_message_of_no_elements_arrives():
+    def work(comm):
+        if comm.rank == 0:
+            return comm.send(np.empty(0), to=1)
+        return comm.recv(np.empty(0), source=0).size
+
+    assert run_loopback(2, work) == [None, 0]
+
+
+def test_a_message_of_the_wrong_length_is_named():
+    def work(comm):
+        if comm.rank == 0:
+            return comm.start_send(np.ones(4), to=1)
+        return comm.recv(np.empty(8), source=0)
+
+    with pytest.raises(MismatchError, match="expected 64 bytes, but 32 came"):
+        run_loopback(2, work)
+
+
+def test_objects_of_any_size_travel():
+    def work(comm):
+        if comm.rank == 0:
+            for value in (None, {"a": [1, 2]}, "x" * 100_000):
+                comm.send_object(value, to=1)
+            return None
+        return [comm.recv_object(source=0) for _ in range(3)]
+
+    assert run_loopback(2, work)[1] == [None, {"a": [1, 2]}, "x" * 100_000]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_objects_are_broadcast_gathered_and_scattered(size):
+    def work(comm):
+        last = comm.size - 1
+        return (
+            comm.broadcast_object("from the last" if comm.rank == last else None, root=last),
+            comm.allgather_object({"rank": comm.rank, "long": "x" * comm.rank}),
+            comm.gather_object(comm.rank, root=last),
+            comm.scatter_object([10 * r for r in range(comm.size)] if comm.rank == last else None, root=last),
+        )
+
+    for rank, (told, everyone, gathered, mine) in enumerate(run_loopback(size, work)):
+        assert told == "from the last"
+        assert everyone == [{"rank": r, "long": "x" * r} for r in range(size)]
+        assert gathered == (list(range(size)) if rank == size - 1 else None)
+        assert mine == 10 * rank
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.send(np.ones(1), to=3), "ranks 0 to 0"),
+        (lambda c: c.recv(np.ones(1), source=-1), "ranks 0 to 0"),
+        (lambda c: c.send(np.ones(1), to=0), "would wait for itself"),
+        (lambda c: c.start_send(np.ones(1), to=0, tag=-1), "tag -1"),
+        (lambda c: c.scatter_object([1, 2]), "one object for each of the 1 ranks"),
+    ],
+)
+def test_bad_arguments_are_named(call, words):
+    with pytest.raises(OperationError, match=words):
+        call(Communicator.alone())

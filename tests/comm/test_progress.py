@@ -1,0 +1,108 @@
+"""Handles: several operations under way at once, and waits that end in an error."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import StallError
+
+
+def many_at_once(comm):
+    """Operations of several kinds on two communicators, waited for in an order of each rank's own."""
+    other = comm.split(0, key=-comm.rank, name="reversed")
+    buffers = [np.full(50 + i, comm.rank + i, dtype=float) for i in range(20)]
+    handles = [(comm if i % 2 else other).start_allreduce(buffer) for i, buffer in enumerate(buffers)]
+    handles += [comm.start_allgather(np.array([comm.rank])), other.start_broadcast(np.array([comm.rank]))]
+    order = np.random.default_rng(comm.rank).permutation(len(handles))
+    results = {i: handles[i].wait() for i in order}
+    total = sum(range(comm.size))
+    for i in range(20):
+        np.testing.assert_array_equal(results[i], total + i * comm.size)
+    assert results[20].tolist() == list(range(comm.size))
+    assert results[21].tolist() == [comm.size - 1]  # rank 0 of the reversed one
+    other.free()
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_many_operations_on_two_communicators_complete_in_any_order_of_waiting(size):
+    assert all(run_loopback(size, many_at_once))
+
+
+@pytest.mark.mpi
+def test_many_operations_over_mpi_complete_in_any_order_of_waiting(world):
+    assert many_at_once(world)
+
+
+def test_a_blocking_call_makes_progress_on_what_was_started_before():
+    def work(comm):
+        big = np.ones(100_000)
+        handle = comm.start_allreduce(big, algorithm="ring")
+        for _ in range(50):
+            comm.barrier()
+        return handle.test() and float(big[-1]) == comm.size
+
+    assert run_loopback(3, work) == [True] * 3
+
+
+def test_poke_alone_completes_an_operation():
+    def work(comm):
+        handle = comm.start_allreduce(np.ones(10))
+        deadline = time.monotonic() + 20
+        while not handle.test() and time.monotonic() < deadline:
+            comm.poke()
+        return handle.wait().tolist()
+
+    assert run_loopback(2, work) == [[2.0] * 10] * 2
+
+
+def test_wait_may_be_called_again():
+    handle = Communicator.alone().start_allreduce(np.ones(2))
+    assert handle.wait() is handle.wait()
+
+
+def test_a_stall_names_the_chain_of_who_waits_for_whom():
+    """Rank 2 is busy elsewhere; 1 waits for 2 and 0 for 1, each in its own message."""
+    release = threading.Event()
+    told = {}
+
+    def work(comm):
+        if comm.rank == 2:
+            release.wait(30)
+            return
+        try:
+            comm.recv(np.empty(1), source=comm.rank + 1)
+        except StallError as error:
+            told[comm.rank] = str(error)
+            if len(told) == 2:
+                release.set()
+            release.wait(5)
+
+    run_loopback_with_timeout(3, work, timeout_s=1.0)
+    silent = "rank 2 does not answer: it is busy outside of communication, stopped, or dead"
+    assert "rank 1 waits in recv from rank 2" in told[1]
+    assert silent in told[1]
+    assert "rank 0 waits in recv from rank 1" in told[0]
+    assert "timeout_s=1" in told[0]
+
+
+def test_ranks_that_wait_for_each_other_are_told_so():
+    def work(comm):
+        try:
+            comm.recv(np.empty(1), source=1 - comm.rank)
+        except StallError as error:
+            return str(error)
+
+    told = run_loopback_with_timeout(2, work, timeout_s=1.0)
+    assert any("so they wait for each other (ranks 0, 1)" in text for text in told)
+
+
+def run_loopback_with_timeout(size, function, timeout_s):
+    from hpcpar.transport import loopback
+
+    return loopback.run(size, lambda t: function(Communicator.over(t, timeout_s=timeout_s)), timeout_s=30)

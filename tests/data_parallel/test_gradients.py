@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel import GradientSynchronizer
+from hpcpar.errors import BufferTypeError, MismatchError, OperationError
+
+
+def parameters(*values: Iterable[float]) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (f"p{i}", nn.Parameter(torch.tensor(value, dtype=torch.float64))) for i, value in enumerate(values)
+    ]
+
+
+def gradients(named: list[tuple[str, nn.Parameter]]) -> list[list[float] | None]:
+    return [None if p.grad is None else p.grad.tolist() for _, p in named]
+
+
+def on_ranks(size: int, body: Callable[[Communicator], object]) -> list[object]:
+    return run_loopback(size, body, timeout_s=20)
+
+
+def test_gradients_become_views_into_their_bucket() -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0, 2.0], [3.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        (named[0][1].sum() * (comm.rank + 1) + named[1][1].sum()).backward()
+        synchronizer.synchronize()
+        assert gradients(named) == [[1.5, 1.5], [1.0]]
+        assert synchronizer.flats[0].tolist() == [1.0, 1.5, 1.5]
+        synchronizer.flats[0].fill_(7)
+        assert gradients(named) == [[7.0, 7.0], [7.0]]
+
+    on_ranks(2, body)
+
+
+def test_a_gradient_is_added_to_in_place_in_later_microbatches() -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        with synchronizer.no_sync():
+            named[0][1].sum().backward()
+        view = named[0][1].grad
+        named[0][1].sum().backward()
+        assert named[0][1].grad is view
+        synchronizer.synchronize()
+        assert gradients(named) == [[2.0]]
+
+    on_ranks(2, body)
+
+
+def test_inner_microbatches_send_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0], [2.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        comm.traffic.reset()
+        with synchronizer.no_sync(), synchronizer.no_sync():
+            (named[0][1] * named[1][1]).sum().backward()
+        with synchronizer.no_sync():
+            (named[0][1] * named[1][1]).sum().backward()
+        assert comm.traffic.nbytes_sent() == 0
+        (named[0][1] * named[1][1]).sum().backward()
+        synchronizer.synchronize()
+        assert comm.traffic.nbytes_sent() > 0
+        assert gradients(named) == [[6.0], [3.0]]
+
+    on_ranks(2, body)
+
+
+def test_buckets_leave_during_backward_before_anybody_waits() -> None:
+    def body(comm: Communicator) -> list[int]:
+        named = parameters([1.0], [2.0], [3.0])
+        started: list[int] = []
+        synchronizer = GradientSynchronizer(named, comm, bucket_bytes=8, first_bucket_bytes=8)
+        for index, (_, parameter) in enumerate(named):
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, index=index: started.append((index, synchronizer._departed))
+            )
+        chain = named[2][1] * (named[1][1] * (named[0][1] * 2))
+        chain.sum().backward()
+        synchronizer.synchronize()
+        return started
+
+    for started in on_ranks(2, body):
+        assert started == [(2, 1), (1, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_parameter_used_nowhere_keeps_no_gradient_and_one_used_somewhere_gets_its_average(
+    size: int,
+) -> None:
+    def body(comm: Communicator) -> list[list[float] | None]:
+        named = parameters([1.0], [2.0], [3.0], [4.0])
+        synchronizer = GradientSynchronizer(named, comm, bucket_bytes=16, first_bucket_bytes=8)
+        found = []
+        for _ in range(2):
+            loss = named[0][1].sum()
+            if comm.rank == size - 1:
+                loss = loss + named[2][1].sum() * size
+            loss.backward()
+            synchronizer.synchronize()
+            found.append(gradients(named))
+            synchronizer.zero()
+        return found
+
+    for found in on_ranks(size, body):
+        assert found == [[[1.0], None, [1.0], None]] * 2
+
+
+def test_a_rank_without_any_gradient_takes_part() -> None:
+    def body(comm: Communicator) -> list[list[float] | None]:
+        named = parameters([1.0], [2.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        if comm.rank == 0:
+            named[1][1].sum().backward()
+        synchronizer.synchronize()
+        return gradients(named)
+
+    assert on_ranks(2, body) == [[None, [0.5]]] * 2
+
+
+def test_a_gradient_from_an_inner_microbatch_counts_though_the_last_one_brings_none() -> None:
+    def body(comm: Communicator) -> list[list[float] | None]:
+        named = parameters([1.0], [2.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        with synchronizer.no_sync():
+            (named[0][1] * (comm.rank + 1)).sum().backward()
+        named[1][1].sum().backward()
+        synchronizer.synchronize()
+        return gradients(named)
+
+    assert on_ranks(2, body) == [[[1.5], [1.0]]] * 2
+
+
+def test_a_parameter_shared_by_two_modules_is_averaged_once() -> None:
+    def body(comm: Communicator) -> tuple[int, list[float]]:
+        embed = nn.Embedding(3, 2, dtype=torch.float64)
+        head = nn.Linear(2, 3, bias=False, dtype=torch.float64)
+        head.weight = embed.weight
+        model = nn.Sequential(embed, head)
+        nn.init.ones_(embed.weight)
+        named = list(model.named_parameters(remove_duplicate=False))
+        synchronizer = GradientSynchronizer(named, comm)
+        (model(torch.tensor([comm.rank])).sum()).backward()
+        synchronizer.synchronize()
+        return len(synchronizer.parameters), embed.weight.grad.tolist()
+
+    # d/dW of the sum of W's rows times its row r: the row itself everywhere, and the sum of rows in row r.
+    for count, gradient in on_ranks(2, body):
+        assert count == 1
+        assert gradient == [[2.5, 2.5], [2.5, 2.5], [1.0, 1.0]]
+
+
+def test_frozen_parameters_travel_not_at_all() -> None:
+    def body(comm: Communicator) -> int:
+        named = parameters([1.0], [2.0])
+        named[0][1].requires_grad_(False)
+        synchronizer = GradientSynchronizer(named, comm)
+        (named[0][1] * named[1][1]).sum().backward()
+        synchronizer.synchronize()
+        assert synchronizer.names == ["p1"]
+        assert gradients(named) == [None, [1.0]]
+        return sum(flat.numel() for flat in synchronizer.flats)
+
+    assert on_ranks(2, body) == [1, 1]
+
+
+def test_a_parameter_thawed_later_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0], [2.0])
+        named[0][1].requires_grad_(False)
+        synchronizer = GradientSynchronizer(named, comm)
+        named[0][1].requires_grad_(True)
+        (named[0][1] * named[1][1]).sum().backward()
+        with pytest.raises(OperationError, match="p0 was frozen when its optimizer was made distributed"):
+            synchronizer.synchronize()
+
+    on_ranks(2, body)
+
+
+def test_gradients_of_unusual_memory_order_are_averaged() -> None:
+    def body(comm: Communicator) -> None:
+        transposed = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+        image = nn.Parameter(torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last))
+        expanded = nn.Parameter(torch.zeros(2, 2))
+        synchronizer = GradientSynchronizer([("t", transposed), ("i", image), ("e", expanded)], comm)
+        weights = torch.arange(6.0).view(3, 2) * (comm.rank + 1)
+        (transposed * weights).sum().backward(inputs=[transposed])
+        (image * image).sum().backward(inputs=[image])
+        expanded.grad = torch.tensor([[1.0], [2.0]]).expand(2, 2)
+        synchronizer.synchronize()
+        assert torch.equal(transposed.grad, torch.arange(6.0).view(3, 2) * 1.5)
+        assert transposed.grad.stride() == transposed.stride()
+        assert torch.equal(image.grad, torch.full((2, 3, 2, 2), 2.0))
+        assert expanded.grad.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+        assert all(
+            p.grad.untyped_storage().data_ptr() == transposed.grad.untyped_storage().data_ptr()
+            for p in (image, expanded)
+        )
+
+    on_ranks(2, body)
+
+
+def test_several_element_types_have_buckets_of_their_own() -> None:
+    def body(comm: Communicator) -> None:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+        named = [(str(dtype), nn.Parameter(torch.ones(3, dtype=dtype))) for dtype in dtypes]
+        synchronizer = GradientSynchronizer(named, comm)
+        for _, parameter in named:
+            with synchronizer.no_sync():
+                (parameter * (2 * comm.rank + 1)).sum().abs().backward()
+        synchronizer.synchronize()
+        assert len(synchronizer.buckets) == 4
+        for _, parameter in named:
+            assert torch.equal(parameter.grad, torch.full_like(parameter, 2))
+
+    on_ranks(2, body)
+
+
+def test_no_parameters_and_empty_parameters_are_no_trouble() -> None:
+    def body(comm: Communicator) -> None:
+        empty = GradientSynchronizer([], comm)
+        empty.synchronize()
+        empty.zero()
+        named = [("none", nn.Parameter(torch.zeros(0, 2))), ("one", nn.Parameter(torch.zeros(())))]
+        synchronizer = GradientSynchronizer(named, comm)
+        (named[0][1].sum() + named[1][1]).backward()
+        synchronizer.synchronize()
+        assert named[1][1].grad.item() == 1.0
+
+    on_ranks(2, body)
+
+
+def test_counted_bytes_equal_the_theory_exactly() -> None:
+    for size in (2, 3, 4):
+        for algorithm in (None, "ring", "rabenseifner"):
+
+            def body(comm: Communicator, algorithm: str | None = algorithm) -> tuple[int, int, int]:
+                model = nn.Sequential(nn.Linear(50, 301), nn.Linear(301, 7))
+                synchronizer = GradientSynchronizer(
+                    model.named_parameters(),
+                    comm,
+                    bucket_bytes=20_000,
+                    first_bucket_bytes=3,
+                    algorithm=algorithm,
+                )
+                comm.traffic.reset()
+                for _ in range(3):
+                    model(torch.ones(2, 50)).sum().backward()
+                    synchronizer.synchronize()
+                    synchronizer.zero()
+                sent = comm.traffic.nbytes_sent("allreduce")
+                return sent, comm.traffic.nbytes_sent(), synchronizer.expected_nbytes(3)
+
+            found = on_ranks(size, body)
+            assert sum(sent for sent, _, _ in found) == found[0][2]
+            assert sum(everything for _, everything, _ in found) == found[0][2]
+
+
+def test_synchronizing_twice_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        named[0][1].sum().backward()
+        synchronizer.synchronize()
+        with pytest.raises(OperationError, match="the gradients are averages already; call synchronize"):
+            synchronizer.synchronize()
+        named[0][1].sum().backward()
+        synchronizer.synchronize()
+        assert gradients(named) == [[2.0]]
+
+    on_ranks(2, body)
+
+
+def test_synchronizing_inside_no_sync_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        synchronizer = GradientSynchronizer(parameters([1.0]), comm)
+        with synchronizer.no_sync(), pytest.raises(OperationError, match="averaged inside no_sync"):
+            synchronizer.synchronize()
+
+    on_ranks(1, body)
+
+
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_a_backward_after_the_averaging_one_is_refused(accumulating: bool) -> None:
+    def body(comm: Communicator) -> str:
+        named = parameters([1.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        named[0][1].sum().backward()
+        context = synchronizer.no_sync() if accumulating else nullcontext()
+        with context, pytest.raises(OperationError) as caught:
+            named[0][1].sum().backward()
+        synchronizer.zero()
+        return str(caught.value)
+
+    for rank, message in enumerate(on_ranks(2, body)):
+        assert (
+            f"rank {rank}: a second gradient of p0 came when its bucket was due to leave or gone" in message
+        )
+        assert "all microbatches but the last inside no_sync()" in message
+
+
+def test_an_error_inside_no_sync_ends_it() -> None:
+    synchronizer = GradientSynchronizer(parameters([1.0]), Communicator.alone())
+    with pytest.raises(ZeroDivisionError), synchronizer.no_sync():
+        _ = 1 / 0
+    synchronizer.synchronize()
+
+
+def test_zeroing_awaits_averages_under_way() -> None:
+    def body(comm: Communicator) -> list[list[float] | None]:
+        named = parameters([1.0], [2.0])
+        synchronizer = GradientSynchronizer(named, comm, bucket_bytes=8, first_bucket_bytes=8)
+        loss = named[1][1].sum() if comm.rank == 0 else named[0][1].sum()
+        loss.backward()
+        synchronizer.zero()
+        (named[0][1] * 3).sum().backward()
+        synchronizer.synchronize()
+        return gradients(named)
+
+    assert on_ranks(2, body) == [[[3.0], None]] * 2
+
+
+def test_zeroing_in_place_keeps_views_and_fills_them_with_zeros() -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0], [2.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        named[0][1].sum().backward()
+        synchronizer.synchronize()
+        view = named[0][1].grad
+        synchronizer.zero(set_to_none=False)
+        assert named[0][1].grad is view
+        assert gradients(named) == [[0.0], None]
+
+    on_ranks(2, body)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    synchronizer = GradientSynchronizer(embedding.named_parameters(), Communicator.alone())
+    with pytest.raises(BufferTypeError, match=r"gradient of weight is torch\.sparse_coo.* sparse=False"):
+        embedding(torch.tensor([1])).sum().backward()
+    synchronizer.close()
+
+
+def test_ranks_with_different_parameters_are_told() -> None:
+    def body(comm: Communicator) -> str:
+        named = parameters([1.0], [2.0])
+        named[0][1].requires_grad_(comm.rank == 0)
+        with pytest.raises(MismatchError) as caught:
+            GradientSynchronizer(named, comm)
+        return str(caught.value)
+
+    for message in on_ranks(2, body):
+        assert "rank 1: number 0 is p0 [1] float64 (frozen) where rank 0 has p0 [1] float64" in message
+
+
+def test_a_forgotten_synchronizer_answers_no_more() -> None:
+    named = parameters([1.0])
+    synchronizer = GradientSynchronizer(named, Communicator.alone())
+    named[0][1].sum().backward()
+    flat: Tensor = synchronizer.flats[0]
+    del synchronizer
+    named[0][1].grad = None
+    named[0][1].sum().backward()
+    assert named[0][1].grad is not None
+    assert named[0][1].grad.data_ptr() != flat.data_ptr()
+
+
+def test_a_closed_synchronizer_leaves_gradients_alone() -> None:
+    named = parameters([1.0])
+    synchronizer = GradientSynchronizer(named, Communicator.alone())
+    synchronizer.close()
+    named[0][1].sum().backward()
+    assert not synchronizer.round_open

@@ -1,0 +1,107 @@
+"""The launcher's word against MPI's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpcpar.errors import LaunchError
+from hpcpar.launch.crosscheck import check_against_mpi, flavour, library_name
+from hpcpar.launch.environment import RankInfo
+
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Tue\n"
+OPENMPI = "Open MPI v5.0.11, package: Open MPI runner, ident: 5.0.11"
+INTEL = "Intel(R) MPI Library 2021.19 for Linux* OS\n"
+CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)\n"
+
+SLURM = RankInfo(2, 4, 0, 2, 1, ("node1", "node2"), "slurm", "none")
+HYDRA = RankInfo(2, 4, 0, 2, None, None, "hydra", "own")
+
+
+def check(info: RankInfo, library: str = MPICH, **mpi: int | None) -> RankInfo:
+    said: dict[str, int | None] = {"mpi_rank": 2, "mpi_size": 4, "mpi_local_rank": 0, "mpi_local_size": 2} | mpi
+    return check_against_mpi(info, mpi_library=library, host="node2", **said)  # type: ignore[arg-type]
+
+
+def singleton(info: RankInfo, library: str) -> str:
+    with pytest.raises(LaunchError) as caught:
+        check(info, library, mpi_rank=0, mpi_size=1, mpi_local_rank=0, mpi_local_size=1)
+    return str(caught.value)
+
+
+def test_agreement_returns_what_the_launcher_said() -> None:
+    assert check(SLURM) == SLURM
+
+
+def test_mpi_fills_in_what_the_launcher_leaves_open() -> None:
+    flux = RankInfo(2, 4, None, None, None, None, "flux", "own")
+    assert check(flux, mpi_node=1) == replace(flux, local_rank=0, local_size=2, node=1)
+
+
+@pytest.mark.parametrize(
+    ("library", "option"),
+    [(MPICH, "srun --mpi=pmi2"), (OPENMPI, "srun --mpi=pmix"), (CRAY, "srun --mpi=cray_shasta")],
+)
+def test_silent_singletons_under_srun_are_refused_and_the_right_option_named(
+    library: str, option: str
+) -> None:
+    message = singleton(SLURM, library)
+    assert "srun started 4 processes, but MPI_COMM_WORLD has size 1" in message
+    assert "--mpi=none" in message
+    assert "node2, rank 2" in message
+    assert f"`{option} …`" in message
+    assert library_name(library) in message
+
+
+def test_intel_mpi_under_srun_is_told_of_slurms_library() -> None:
+    assert "I_MPI_PMI_LIBRARY" in singleton(SLURM, INTEL)
+
+
+def test_hydra_with_open_mpis_library_is_refused_and_the_right_mpiexec_named() -> None:
+    message = singleton(HYDRA, OPENMPI)
+    assert "Open MPI's own `mpiexec`" in message
+    assert "module" in message
+
+
+def test_torchrun_is_refused_because_it_starts_no_mpi() -> None:
+    message = singleton(RankInfo(2, 4, 2, 4, 0, None, "torchrun", "none"), MPICH)
+    assert "torchrun does not start MPI ranks" in message
+
+
+def test_another_rank_or_size_is_refused_with_both_answers() -> None:
+    with pytest.raises(LaunchError, match=r"rank 2 of 4, MPICH 5\.0\.2 says rank 1 of 4"):
+        check(SLURM, mpi_rank=1)
+    with pytest.raises(LaunchError, match="rank 2 of 4, .* says rank 2 of 8"):
+        check(HYDRA, mpi_size=8)
+
+
+def test_another_local_rank_or_size_is_refused_with_both_answers() -> None:
+    with pytest.raises(LaunchError, match="local rank 0 of 2, .* says local rank 1 of 2"):
+        check(SLURM, mpi_local_rank=1)
+    with pytest.raises(LaunchError, match="local rank 0 of 2, .* says local rank 0 of 4"):
+        check(SLURM, mpi_local_size=4)
+
+
+def test_a_launcher_that_we_do_not_know_is_taken_at_mpis_word() -> None:
+    single = RankInfo(0, 1, 0, 1, 0, None, "single", "none")
+    assert check(single, mpi_node=1) == RankInfo(2, 4, 0, 2, 1, None, "unknown", "own")
+
+
+def test_one_process_alone_is_in_order() -> None:
+    single = RankInfo(0, 1, 0, 1, 0, None, "single", "none", hint="a hint")
+    assert check(single, mpi_rank=0, mpi_size=1, mpi_local_rank=0, mpi_local_size=1) == single
+
+
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [(MPICH, "mpich"), (OPENMPI, "openmpi"), (INTEL, "intel"), (CRAY, "cray"), ("MVAPICH2 2.3", "mvapich"), ("", "unknown")],
+)
+def test_the_library_is_known_by_its_version_text(library: str, expected: str) -> None:
+    assert flavour(library) == expected
+
+
+def test_the_librarys_name_is_short() -> None:
+    assert library_name(MPICH) == "MPICH 5.0.2"
+    assert library_name(OPENMPI) == "Open MPI v5.0.11"
+    assert library_name("") == "unknown"

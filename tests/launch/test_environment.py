@@ -1,0 +1,139 @@
+"""Who am I, by the variables of each launcher, and of several at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcpar.errors import LaunchError
+from hpcpar.launch.environment import LAUNCHERS, RankInfo, detect
+
+# As recorded from `srun --mpi=… -N2 --ntasks-per-node=2` of Slurm 22.05, task 3.
+STEP = {
+    "SLURM_JOB_ID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_GTIDS": "2,3",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+# The same step's variables as a rank of MPICH's mpiexec sees them: of its own proxy's step.
+PROXY_STEP = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "PMI_FD": "5"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+    "PMIX_NAMESPACE": "prterun-host-77@1",
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+}
+PALS = {
+    "PALS_RANKID": "6",
+    "PMI_SIZE": "8",
+    "PMI_RANK": "6",
+    "PALS_LOCAL_RANKID": "2",
+    "PALS_LOCAL_SIZE": "4",
+    "PALS_NODEID": "1",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+}
+FLUX = {"FLUX_TASK_RANK": "2", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_NNODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (TORCHRUN, RankInfo(5, 8, 1, 4, 1, None, "torchrun", "none")),
+        (OPENMPI, RankInfo(1, 3, 1, 3, None, None, "openmpi", "own")),
+        (PALS, RankInfo(6, 8, 2, 4, 1, None, "pals", "own")),
+        (MVAPICH, RankInfo(1, 2, 1, 2, None, None, "mvapich", "own")),
+        (HYDRA, RankInfo(2, 4, 0, 2, None, None, "hydra", "own")),
+        (JSRUN, RankInfo(3, 4, 1, 2, None, None, "jsrun", "own")),
+        (FLUX, RankInfo(2, 4, 0, None, None, None, "flux", "own")),
+        (STEP, RankInfo(3, 4, 1, 2, 1, ("node1", "node2"), "slurm", "none")),
+        ({}, RankInfo(0, 1, 0, 1, 0, None, "single", "none")),
+    ],
+)
+def test_each_launcher_is_recognised_by_its_own_variables(
+    environ: dict[str, str], expected: RankInfo
+) -> None:
+    assert detect(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "launcher"),
+    [
+        (HYDRA, PROXY_STEP, "hydra"),
+        (OPENMPI, PROXY_STEP, "openmpi"),
+        (TORCHRUN, HYDRA | PROXY_STEP, "torchrun"),
+        (TORCHRUN, OPENMPI, "torchrun"),
+        (OPENMPI, HYDRA, "openmpi"),
+        (PALS, STEP, "pals"),
+        (MVAPICH, HYDRA, "mvapich"),
+        (FLUX, STEP, "flux"),
+    ],
+)
+def test_the_inner_launcher_is_believed_where_the_outer_ones_variables_are_stale(
+    inner: dict[str, str], outer: dict[str, str], launcher: str
+) -> None:
+    assert detect(outer | inner).launcher == launcher
+    assert detect(outer | inner).rank == detect(inner).rank
+
+
+def test_srun_with_crays_plugin_is_slurm_although_it_sets_one_variable_of_pals() -> None:
+    info = detect(STEP | {"PALS_RANKID": "3", "PMI_SIZE": "4", "PALS_APINFO": "/var/spool/apinfo"})
+    assert (info.launcher, info.wire) == ("slurm", "cray")
+
+
+def test_the_shell_of_a_batch_script_is_one_process_and_gets_a_hint() -> None:
+    info = detect({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"})
+    assert (info.rank, info.size, info.launcher) == (0, 1, "single")
+    assert info.hint is not None
+    assert "4 tasks" in info.hint
+    assert "srun" in info.hint
+
+
+def test_a_job_of_one_task_gets_no_hint() -> None:
+    assert detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}).hint is None
+
+
+def test_a_launcher_whose_rank_is_missing_is_passed_over() -> None:
+    assert detect({"MPI_LOCALNRANKS": "2"}).launcher == "single"
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "", "1.0", "²"])
+def test_a_rank_that_is_no_number_is_an_error_that_names_the_variable(value: str) -> None:
+    with pytest.raises(LaunchError, match="PMI_RANK"):
+        detect(HYDRA | {"PMI_RANK": value})
+
+
+def test_a_rank_beyond_the_size_is_an_error_that_names_both() -> None:
+    with pytest.raises(LaunchError, match="rank 4 of 4"):
+        detect(HYDRA | {"PMI_RANK": "4"})
+    with pytest.raises(LaunchError, match="local rank 2 of 2"):
+        detect(HYDRA | {"MPI_LOCALRANKID": "2"})
+
+
+def test_every_launcher_of_the_table_is_told_by_a_marker_that_no_other_sets() -> None:
+    markers = [launcher.marker for launcher in LAUNCHERS]
+    assert len(set(markers)) == len(markers)

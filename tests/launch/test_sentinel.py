@@ -1,0 +1,398 @@
+"""Ranks are killed for real; the sentinel must name the first of them, and never be in the way.
+
+The ranks here are small processes that join a sentinel and then do as they are told on
+standard input; the last tests are MPI jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcpar.launch.sentinel import Guard, end_command_for, start
+from hpcpar.launch.supervise import await_sentinels
+
+REPOSITORY = Path(__file__).parents[2]
+MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")
+
+pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
+
+RANK = """
+import os, signal, sys, time
+from hpcpar.launch.sentinel import Guard, start
+
+rank, size, address, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], eval(sys.argv[4])
+if not address:
+    address = start(local_size=size, host="node7", **options)
+    print(address, flush=True)
+for line in sys.stdin:
+    match line.split():
+        case ["join"]:
+            guard = Guard.connect(address, rank=rank)
+            print(guard.connected, flush=True)
+        case ["done"]:
+            guard.done()
+        case ["abort"]:
+            guard.aborting("ValueError: planted\\nsecond line")
+        case ["ignore"]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case ["fork"]:
+            if os.fork() == 0:
+                time.sleep(60)
+        case ["exit", status]:
+            os._exit(int(status))
+    print("ok", flush=True)
+"""
+
+
+class Node:
+    """Stand-ins for the ranks of one node, their sentinel's standard error and its directory."""
+
+    def __init__(self, directory: Path, size: int, **options: object) -> None:
+        self.directory = directory / "run"
+        self.directory.mkdir()
+        self.error = (directory / "stderr").open("w+")
+        self.size = size
+        self.options = {"run_directory": str(self.directory), **options}
+        self.ranks = [self.spawn(0, "")]
+        self.address = self.answer(0)
+        self.ranks += [self.spawn(rank, self.address) for rank in range(1, size)]
+
+    def spawn(self, rank: int, address: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-S", "-c", RANK, str(rank), str(self.size), address, repr(self.options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.error,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+
+    def tell(self, rank: int, order: str) -> None:
+        stdin = self.ranks[rank].stdin
+        assert stdin is not None
+        stdin.write(order + "\n")
+        stdin.flush()
+
+    def answer(self, rank: int) -> str:
+        stdout = self.ranks[rank].stdout
+        assert stdout is not None
+        return stdout.readline().strip()
+
+    def do(self, rank: int, order: str) -> None:
+        self.tell(rank, order)
+        assert self.answer(rank) == "ok"
+
+    def join(self, *ranks: int) -> None:
+        for rank in ranks or range(self.size):
+            self.tell(rank, "join")
+        for rank in ranks or range(self.size):
+            assert (self.answer(rank), self.answer(rank)) == ("True", "ok")
+
+    def kill(self, rank: int) -> None:
+        self.ranks[rank].kill()
+        self.ranks[rank].wait(timeout=10)
+
+    @property
+    def sentinel_pid(self) -> int:
+        deadline = time.monotonic() + 10
+        while not (files := list(self.directory.glob("watching-node7-*"))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return int(files[0].name.rpartition("-")[2])
+
+    def is_watched(self) -> bool:
+        return any(self.directory.glob("watching-*"))
+
+    def lines(self) -> list[str]:
+        """What the sentinel has said, once it has gone."""
+        await_sentinels(self.directory, patience_s=15)
+        assert not self.is_watched(), "the sentinel is still there"
+        self.error.seek(0)
+        return self.error.read().splitlines()
+
+    def words(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.communicate(timeout=10)
+        self.error.close()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    opened: list[Node] = []
+    yield opened
+    for node in opened:
+        node.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path, nodes: list[Node]) -> Node:
+    nodes.append(Node(tmp_path, 3, kill_grace_s=0.3, abort_grace_s=0.3))
+    return nodes[0]
+
+
+def line_for(node: Node, rank: int) -> str:
+    return (
+        f"hpcpar: rank {rank} (pid {node.ranks[rank].pid} on node7) was lost: "
+        f"killed or exited without finishing; ending the other ranks of this node"
+    )
+
+
+def test_a_killed_rank_is_named_and_the_others_are_ended(node: Node) -> None:
+    node.join()
+    node.kill(1)
+    assert node.lines() == [line_for(node, 1)]
+    assert [node.ranks[rank].wait(timeout=10) for rank in (0, 2)] == [-signal.SIGTERM] * 2
+    assert (node.directory / "lost-node7-1").read_text().strip() == line_for(node, 1).removeprefix("hpcpar: ")
+
+
+def test_a_rank_that_leaves_with_status_0_but_without_finishing_is_lost(node: Node) -> None:
+    node.join()
+    node.tell(2, "exit 0")
+    assert node.lines() == [line_for(node, 2)]
+
+
+def test_the_first_of_several_losses_is_named_even_if_the_sentinel_wakes_after_all_of_them(
+    tmp_path: Path, nodes: list[Node]
+) -> None:
+    named = []
+    for attempt in range(10):
+        directory = tmp_path / str(attempt)
+        directory.mkdir()
+        node = Node(directory, 4)
+        nodes.append(node)
+        node.join()
+        first = attempt % 4
+        os.kill(node.sentinel_pid, signal.SIGSTOP)
+        node.kill(first)
+        for rank in range(4):
+            node.kill(rank)
+        os.kill(node.sentinel_pid, signal.SIGCONT)
+        named.append(
+            [line.replace("; no other rank of this node is left", "; ending the other ranks of this node") for line in node.lines()]
+            == [line_for(node, first)]
+        )
+    assert named == [True] * 10
+
+
+def test_ranks_that_finish_are_not_lost(node: Node) -> None:
+    node.join()
+    for rank in range(3):
+        node.do(rank, "done")
+        node.tell(rank, "exit 0")
+    assert node.lines() == []
+    assert node.words() == []
+
+
+def test_a_rank_that_is_lost_after_another_has_finished_is_still_named(node: Node) -> None:
+    node.join()
+    node.do(0, "done")
+    node.kill(2)
+    assert node.lines() == [line_for(node, 2)]
+    assert node.ranks[0].wait(timeout=10) == -signal.SIGTERM
+
+
+def test_a_rank_that_aborts_has_the_last_word_and_leftover_ranks_are_ended(node: Node) -> None:
+    node.join()
+    node.do(1, "abort")
+    node.tell(1, "exit 1")
+    assert node.lines() == []
+    assert [node.ranks[rank].wait(timeout=10) for rank in (0, 2)] == [-signal.SIGTERM] * 2
+    assert node.words() == ["aborted-node7-1"]
+    word = (node.directory / "aborted-node7-1").read_text()
+    assert word == "rank 1 (on node7) ended the job: ValueError: planted second line\n"
+
+
+def test_a_rank_that_does_not_heed_sigterm_is_killed(node: Node) -> None:
+    node.join()
+    node.do(0, "ignore")
+    node.kill(1)
+    assert node.ranks[0].wait(timeout=10) == -signal.SIGKILL
+    assert node.lines() == [line_for(node, 1)]
+
+
+def test_a_rank_may_join_late(node: Node) -> None:
+    node.join(0, 1)
+    time.sleep(0.7)
+    node.join(2)
+    node.kill(2)
+    assert node.lines() == [line_for(node, 2)]
+
+
+def test_a_rank_lost_before_all_have_joined_is_named(node: Node) -> None:
+    node.join(0, 1)
+    node.kill(0)
+    assert node.lines() == [line_for(node, 0)]
+
+
+def test_a_child_that_a_rank_forked_does_not_hide_its_loss(node: Node) -> None:
+    node.join()
+    node.do(1, "fork")
+    node.kill(1)
+    assert node.lines() == [line_for(node, 1)]
+    subprocess.run(["pkill", "-P", "1", "-f", node.address.replace("[", r"\[")], check=False)
+
+
+def test_a_job_that_is_ended_from_outside_loses_nobody(node: Node) -> None:
+    node.join()
+    os.kill(node.sentinel_pid, signal.SIGTERM)
+    for rank in range(3):
+        node.kill(rank)
+    assert node.lines() == []
+
+
+def test_a_sentinel_that_nobody_joins_leaves_at_the_time_limit(tmp_path: Path, nodes: list[Node]) -> None:
+    nodes.append(Node(tmp_path, 2, join_limit_s=0.3))
+    assert nodes[0].lines() == []
+    assert nodes[0].ranks[0].poll() is None
+
+
+def test_a_sentinel_leaves_when_its_starter_dies_before_anyone_joined(node: Node) -> None:
+    node.kill(0)
+    started = time.monotonic()
+    assert node.lines() == []
+    assert time.monotonic() - started < 5
+
+
+def test_several_nodes_say_when(tmp_path: Path, nodes: list[Node]) -> None:
+    nodes.append(Node(tmp_path, 1, nodes=2))
+    nodes[0].join()
+    nodes[0].kill(0)
+    (line,) = nodes[0].lines()
+    assert "no other rank of this node is left (at " in line
+
+
+def test_other_nodes_are_ended_by_the_given_command(tmp_path: Path, nodes: list[Node]) -> None:
+    mark = tmp_path / "ended"
+    nodes.append(Node(tmp_path, 2, end_command=("/bin/touch", str(mark))))
+    nodes[0].join()
+    nodes[0].kill(0)
+    nodes[0].lines()
+    deadline = time.monotonic() + 5
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert mark.exists()
+
+
+def test_the_sentinel_is_small_and_no_child_of_the_rank(node: Node) -> None:
+    node.join()
+    pid = node.sentinel_pid
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+    )
+    for rank in range(3):
+        node.do(rank, "done")
+    assert int(status["VmRSS"].split()[0]) < 20 * 1024
+    assert int(status["PPid"]) != node.ranks[0].pid
+    assert os.getsid(pid) != os.getsid(0)
+
+
+def test_a_wrong_token_or_a_rank_twice_is_refused_with_a_warning(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, _ = json.loads(node.address)
+    with caplog.at_level(logging.WARNING, "hpcpar.launch"):
+        stranger = Guard.connect(json.dumps([name, "0" * 32]), rank=1)
+        node.join()
+        twin = Guard.connect(node.address, rank=1)
+    assert not stranger.connected
+    assert not twin.connected
+    assert len(caplog.records) == 2
+    node.kill(2)
+    assert node.lines() == [line_for(node, 2)]
+
+
+def test_a_stranger_who_connects_and_leaves_is_no_loss(node: Node) -> None:
+    node.join(0, 1)
+    name, _ = json.loads(node.address)
+    for noise in (b"", b"\xff\xfe\n", b"[]\n", b'{"rank": 2}\n', b"x" * 100_000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(name)
+            try:
+                stranger.sendall(noise)
+            except OSError:
+                assert len(noise) > 65536, "only the endless greeting is cut off"
+    node.join(2)
+    for rank in range(3):
+        node.do(rank, "done")
+        node.tell(rank, "exit 0")
+    assert node.lines() == []
+
+
+def test_a_sentinel_that_cannot_start_is_a_warning_and_an_idle_guard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "hpcpar.launch"):
+        address = start(local_size=2, executable="/nonexistent/python")
+    assert address == ""
+    assert "no sentinel on this node" in caplog.text
+    guard = Guard.connect(address, rank=0)
+    guard.done()
+    guard.aborting("nothing happens")
+    guard.close()
+    assert not guard.connected
+
+
+def test_only_a_step_of_plain_srun_needs_a_command_to_end_it(tmp_path: Path) -> None:
+    scancel = tmp_path / "scancel"
+    scancel.write_text("#!/bin/sh\n")
+    scancel.chmod(0o755)
+    environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}
+    assert end_command_for("slurm", environ) == (str(scancel), "12.3")
+    assert end_command_for("hydra", environ) == ()
+    assert end_command_for("slurm", {"PATH": "/nowhere", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}) == ()
+    assert end_command_for("slurm", {"PATH": str(tmp_path)}) == ()
+
+
+JOB = """
+import os, signal, sys, time
+import numpy as np
+import hpcpar
+
+world = hpcpar.init(timeout_s=60)
+lost, how = int(sys.argv[1]), sys.argv[2]
+world.barrier()
+if world.rank == lost:
+    print("pid", os.getpid(), flush=True)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+world.allreduce(np.ones(8))
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec")
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_under_mpiexec_the_lost_rank_is_named_every_time(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    verdicts = []
+    for lost in (0, 1, 2, 3, 2):
+        done = subprocess.run(
+            [str(MPIEXEC), "-n", "4", sys.executable, str(script), str(lost), how],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        said = [line for line in done.stderr.splitlines() if line.startswith("hpcpar: rank")]
+        pid = done.stdout.split("pid ")[1].split()[0]
+        verdicts.append(len(said) == 1 and said[0].startswith(f"hpcpar: rank {lost} (pid {pid} on "))
+    assert verdicts == [True] * 5

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import ConfigError, DataError, HpcparError, LayoutError, PeerFailedError
+from hpcpar.training import Config, Outcome, Run, parse
+from hpcpar.training.loop import is_due, move_aside, stretches
+from hpcpar.training.metrics import records_of
+
+MakeConfig = Callable[..., Config]
+
+RUN = """
+[model]
+hidden_size = 16
+layers = 1
+heads = 2
+kv_heads = 1
+ffn_size = 32
+[data]
+held_out = 0.3
+[train]
+steps = 8
+sequence = 16
+global_batch = 5
+microbatch = 2
+dtype = "float64"
+threads = 1
+evaluate_every = 4
+held_out_batches = 2
+[optimizer]
+learning_rate = 1e-2
+algorithm = "ring"
+[output]
+log_every = 3
+"""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A dozen small documents."""
+    directory = tmp_path / "text"
+    directory.mkdir()
+    for number in range(12):
+        (directory / f"{number}.txt").write_text(
+            f"document {number}: " + "the cat sat on the mat. " * (20 + number)
+        )
+    return directory
+
+
+@pytest.fixture
+def config_of(tmp_path: Path, text: Path) -> MakeConfig:
+    def make(*overrides: str, name: str = "run") -> Config:
+        places = (
+            f"data.paths={text}",
+            f"data.cache={tmp_path / 'cache'}",
+            f"output.directory={tmp_path / name}",
+        )
+        return parse(RUN, source="run.toml", overrides=[*places, *overrides])
+
+    return make
+
+
+def trained(config: Config, size: int = 1, *, resume: bool = False) -> list[Outcome]:
+    return run_loopback(size, lambda comm: Run(config, comm, resume=resume).train())
+
+
+def losses(config: Config) -> list[float]:
+    return [
+        record["loss"] for record in records_of(config.output.directory / "metrics.jsonl") if "loss" in record
+    ]
+
+
+def test_any_number_of_ranks_trains_the_same_model(config_of: MakeConfig) -> None:
+    alone = trained(config_of(name="alone"))[0]
+    for size in (2, 3):
+        config = config_of(name=f"on-{size}")
+        outcomes = trained(config, size)
+        # float64: only the order of summation differs.
+        assert outcomes[0].held_out_loss == pytest.approx(alone.held_out_loss, abs=1e-10)
+        assert losses(config) == pytest.approx(losses(config_of(name="alone")), abs=1e-10)
+        assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
+            (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
+        }
+
+
+def test_a_run_learns_and_leaves_metrics_picture_summary_and_checkpoint(config_of: MakeConfig) -> None:
+    config = config_of("train.steps=40", "train.evaluate_every=20")
+    outcome = trained(config)[0]
+    assert outcome.held_out_loss < math.log(256) - 1.5
+    directory = config.output.directory
+    assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (directory / "checkpoints" / "step-00000040" / "manifest.json").exists()
+    assert json.loads((directory / "summary.json").read_text())["held_out_loss"] == outcome.held_out_loss
+    records = records_of(directory / "metrics.jsonl")
+    assert [record["step"] for record in records if "loss" in record] == list(range(40))
+    assert [record["step"] for record in records if "held_out_loss" in record] == [20, 40]
+    assert set(records[0]) == {
+        "step", "loss", "learning_rate", "gradient_norm", "tokens", "tokens_per_s", "step_s",
+    }  # fmt: skip
+    assert not (directory / "timeline.json").exists()
+
+
+def test_bytes_of_gradients_and_of_the_common_start_are_exactly_the_theory(config_of: MakeConfig) -> None:
+    lines = {(line.communicator, line.collective): line for line in trained(config_of(), 3)[0].traffic}
+    assert lines["dp", "allreduce"].deviation == 0
+    assert lines["dp", "broadcast"].deviation == 0
+    assert lines["losses", "allreduce"].deviation == 0
+    assert lines["dp", "allreduce"].nbytes_sent > 8 * 2 * 2 * 8 * 4000  # steps · 2(p-1) · bytes · parameters
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(config_of: MakeConfig) -> None:
+    whole, parts = config_of(name="whole"), config_of("output.checkpoint_every=4", name="parts")
+    uninterrupted = trained(whole, 2)[0]
+
+    def interrupted(comm: Communicator) -> None:
+        run = Run(parts, comm)
+        run._steps(0, 4, None)
+        run._save(4)
+
+    run_loopback(2, interrupted)
+    resumed = trained(parts, 2, resume=True)[0]
+    assert (resumed.first_step, resumed.steps) == (4, 8)
+    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
+    assert losses(parts) == losses(whole)[4:]
+
+
+def test_resuming_a_finished_run_only_evaluates_it(config_of: MakeConfig) -> None:
+    first = trained(config_of())[0]
+    again = trained(config_of(), resume=True)[0]
+    assert (again.first_step, again.steps, again.loss) == (8, 8, None)
+    assert again.held_out_loss == first.held_out_loss
+
+
+def test_resuming_where_nothing_is_starts_at_the_first_step(config_of: MakeConfig) -> None:
+    assert trained(config_of(), resume=True)[0].first_step == 0
+
+
+def test_resuming_with_other_settings_says_so(
+    config_of: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of())
+    trained(config_of("train.seed=3"), resume=True)
+    assert "resuming with train.seed = 3, which was 0 before" in caplog.text
+
+
+def test_a_new_run_moves_an_earlier_one_aside(config_of: MakeConfig, tmp_path: Path) -> None:
+    trained(config_of())
+    trained(config_of())
+    assert (tmp_path / "run.1" / "metrics.jsonl").exists()
+    assert move_aside(tmp_path / "run") == tmp_path / "run.2"
+    assert move_aside(tmp_path / "text") is None
+
+
+def test_a_timeline_is_written_on_request(config_of: MakeConfig) -> None:
+    config = config_of("output.timeline_steps=2")
+    trained(config, 2)
+    events = json.loads((config.output.directory / "timeline.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["name"]) for e in events if e["ph"] == "X"}
+    for rank in range(2):
+        assert {
+            (rank, name) for name in ("data", "forward", "backward", "optimizer", "allreduce dp")
+        } <= names
+    assert sum(e["name"] == "optimizer" and e["pid"] == 0 for e in events) == 2
+
+
+def test_only_rank_0_reports_and_tells_sizes_progress_traffic_and_files(config_of: MakeConfig) -> None:
+    consoles = [Console(file=io.StringIO(), width=80) for _ in range(2)]
+    run_loopback(2, lambda comm: Run(config_of(), comm, console=consoles[comm.rank]).train())
+    said, nothing = [console.file.getvalue() for console in consoles]  # type: ignore[attr-defined]
+    assert nothing == ""
+    for expected in (
+        "2 ranks (dp=2)",
+        "8 steps of 5 × 16 tokens",
+        "step 8/8",
+        "Traffic of 2 ranks",
+        "loss.png",
+    ):
+        assert expected in said
+
+
+def test_degrees_that_do_not_fit_the_ranks_are_refused_on_every_rank(config_of: MakeConfig) -> None:
+    with pytest.raises(LayoutError, match="3 ranks, but the job has 2"):
+        run_loopback(2, lambda comm: Run(config_of("mesh.dp=3"), comm))
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(config_of: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"train\.global_batch = 1 sequences cannot be shared by 2 ranks"):
+        run_loopback(2, lambda comm: Run(config_of("train.global_batch=1"), comm))
+
+
+def test_held_out_text_shorter_than_a_sequence_is_refused(config_of: MakeConfig) -> None:
+    with pytest.raises(DataError, match=r"held-out text has \d+ tokens, less than a sequence of 4000"):
+        run_loopback(1, lambda comm: Run(config_of("train.sequence=4000"), comm))
+
+
+def test_text_missing_on_one_rank_fails_on_all_and_names_it(config_of: MakeConfig, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+
+    def work(comm: Communicator) -> str:
+        config = config_of(f"data.paths={gone}") if comm.rank == 1 else config_of()
+        with pytest.raises(PeerFailedError) as caught:
+            Run(config, comm)
+        return str(caught.value)
+
+    messages = run_loopback(3, work)
+    assert len(set(messages)) == 1
+    assert "rank 1" in messages[0]
+    assert str(gone) in messages[0]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(config_of: MakeConfig) -> None:
+    def work(comm: Communicator) -> str:
+        run = Run(config_of(), comm)
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(math.nan)
+        with pytest.raises(HpcparError, match="the loss of step 0 is nan") as caught:
+            run.train()
+        return str(caught.value)
+
+    assert len(set(run_loopback(2, work))) == 1
+
+
+def test_steps_are_cut_after_every_multiple_of_each_period_and_where_asked() -> None:
+    assert list(stretches(3, 10, (4, 0, 5))) == [(3, 4), (4, 5), (5, 8), (8, 10)]
+    assert list(stretches(0, 5, (0,), also=(2,))) == [(0, 2), (2, 5)]
+    assert list(stretches(7, 7, (2,))) == []
+    assert list(stretches(9, 7, (2,))) == []
+
+
+def test_nothing_is_due_with_a_period_of_0() -> None:
+    assert [is_due(steps, 2) for steps in range(1, 5)] == [False, True, False, True]
+    assert not any(is_due(steps, 0) for steps in range(5))
+
+
+@pytest.mark.mpi
+def test_a_run_over_mpi_is_the_run_of_one_process(world: Communicator, config_of: MakeConfig) -> None:
+    config = world.broadcast_object(config_of())
+    alone = trained(config_of(name="alone"))[0]
+    outcome = Run(config, world).train()
+    deviations = {line.deviation for line in outcome.traffic if line.communicator.startswith("dp")}
+    found = world.allgather_object(abs(outcome.held_out_loss - alone.held_out_loss))
+    assert max(found) < 1e-10
+    assert deviations <= {0, None}

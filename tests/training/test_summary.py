@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import io
+
+import torch
+from rich.console import Console
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.training.summary import TrafficLine, as_records, gather_traffic, merge, table
+
+
+def test_messages_and_bytes_are_summed_and_calls_and_waits_are_the_largest() -> None:
+    lines = merge(
+        [
+            [("dp", "allreduce", 2, 4, 100, 0.5), ("dp", "barrier", 1, 1, 0, 0.1)],
+            [("dp", "allreduce", 3, 4, 120, 0.2)],
+        ],
+        {("dp", "allreduce"): 210},
+    )
+    assert lines == [
+        TrafficLine("dp", "allreduce", 3, 8, 220, 210, 0.5),
+        TrafficLine("dp", "barrier", 1, 1, 0, None, 0.1),
+    ]
+    assert [line.deviation for line in lines] == [10, None]
+
+
+def test_a_collective_without_messages_has_no_line() -> None:
+    assert merge([[("tp", "allreduce", 5, 0, 0, 0.0)]], {}) == []
+
+
+def test_every_rank_gathers_the_same_lines_without_the_gathering_itself() -> None:
+    def work(comm: Communicator) -> list[TrafficLine]:
+        comm.allreduce(torch.ones(12), algorithm="ring")
+        return gather_traffic(comm, {("world", "allreduce"): 2 * 2 * 48})
+
+    of_ranks = run_loopback(3, work)
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    # Tests run in checked mode, whose agreements have lines of their own.
+    (line,) = [line for line in of_ranks[0] if line.collective != "agreement"]
+    assert (line.communicator, line.collective, line.messages, line.deviation) == (
+        "world",
+        "allreduce",
+        12,
+        0,
+    )
+
+
+def test_the_table_fits_a_batch_jobs_output_file() -> None:
+    output = io.StringIO()
+    lines = [TrafficLine("losses", "reduce_scatter", 140_000, 2_401_000, 10**9, 10**9, 100.0)]
+    Console(file=output, width=80).print(table(lines, size=4))
+    text = output.getvalue()
+    assert "Traffic of 4 ranks together" in text
+    assert "losses reduce_scatter 140,000 2,401,000 953.7 MiB 953.7 MiB" in text
+    assert "0 B 1 min 40 s" in text
+
+
+def test_lines_become_plain_values() -> None:
+    assert as_records([TrafficLine("dp", "allreduce", 1, 2, 3, None, 0.5)]) == [
+        {
+            "communicator": "dp",
+            "collective": "allreduce",
+            "calls": 1,
+            "messages": 2,
+            "nbytes_sent": 3,
+            "nbytes_theory": None,
+            "seconds_waited": 0.5,
+        }
+    ]
