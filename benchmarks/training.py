@@ -24,14 +24,15 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import hpcpar
 from hpcpar.comm import Communicator
@@ -41,6 +42,7 @@ from hpcpar.launch import binding
 from hpcpar.models import PRESETS, Llama, LlamaConfig, next_token_loss
 from hpcpar.units import MiB, format_nbytes
 
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 PHASES = ("forward", "backward", "synchronize", "optimizer")
 PEERS = ("hpcpar", "ddp", "one process")
 
@@ -67,14 +69,14 @@ class Peer:
         marks = [time.perf_counter()]
         loss = next_token_loss(self.module(inputs), targets)
         marks.append(time.perf_counter())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         marks.append(time.perf_counter())
         self.synchronize()
         marks.append(time.perf_counter())
         self.optimizer.step()
         self.optimizer.zero_grad()
         marks.append(time.perf_counter())
-        seconds = (stop - start for start, stop in zip(marks[:-1], marks[1:], strict=True))
+        seconds = (stop - start for start, stop in pairwise(marks))
         return loss.item(), dict(zip(PHASES, seconds, strict=True))
 
 
@@ -129,6 +131,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """For the check: Adam would hide gradients of the wrong scale."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 class Bench:
     """The model, the tokens, and the peers that train on them."""
 
@@ -151,13 +162,10 @@ class Bench:
         start = self.world.rank * self.options.batch
         return self.share(start, start + self.options.batch)
 
-    def model(self) -> tuple[Llama, torch.optim.Optimizer]:
-        model = Llama(self.config, seed=0).to(self.dtype)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def peer(self, name: str) -> Peer:
+    def peer(self, name: str, make: MakeOptimizer) -> Peer:
         """Build one peer; collective."""
-        model, optimizer = self.model()
+        model = Llama(self.config, seed=0).to(self.dtype)
+        optimizer = make(model.parameters())
         if name == "one process":
             return Peer(
                 name, model, optimizer, self.share(0, self.global_batch) if self.world.rank == 0 else None
@@ -181,11 +189,11 @@ class Bench:
 def check(bench: Bench) -> dict[str, float]:
     """Untimed: three steps of each peer from the same start; the largest difference from one process.
 
-    Differences are those of the parameters, relative to their largest; also the losses are compared.
+    Of parameters, relative to the largest of them.
     """
     ends: dict[str, Tensor] = {}
-    for name in {*bench.options.peers, "one process"}:
-        peer = bench.peer(name)
+    for name in dict.fromkeys(["one process", *bench.options.peers]):
+        peer = bench.peer(name, sgd)
         for _ in range(3):
             peer.step()
         ends[name] = torch.cat([p.detach().double().reshape(-1) for p in peer.module.parameters()])
@@ -206,14 +214,15 @@ def peak_memory(bench: Bench, name: str) -> int | None:
     bench.world.barrier()
     before = resident_nbytes("VmRSS")
     able = reset_peak()
-    peer = bench.peer(name)
+    peer = bench.peer(name, adamw)
     for _ in range(2):
         peer.step()
     added = resident_nbytes("VmHWM") - before if able and before else None
     del peer
     bench.world.barrier()
-    everyone = bench.world.allgather_object(added)
-    return None if None in everyone else max(everyone)
+    everyone: list[int | None] = bench.world.allgather_object(added)
+    known = [nbytes for nbytes in everyone if nbytes is not None]
+    return max(known) if len(known) == len(everyone) else None
 
 
 def give_freed_memory_back() -> None:
@@ -244,7 +253,7 @@ def measure(bench: Bench) -> list[Result]:
     """Timed: the peers in turn, every round in another order."""
     world, options = bench.world, bench.options
     peak = {name: peak_memory(bench, name) for name in options.peers}
-    peers = [bench.peer(name) for name in options.peers]
+    peers = [bench.peer(name, adamw) for name in options.peers]
     seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
     phases: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
     losses: dict[str, float] = {}
@@ -339,23 +348,25 @@ def write_json(
 
 def join_gloo(world: Communicator, cleanup: ExitStack) -> None:
     """torch.distributed over gloo for the same ranks; its meeting point travels over our communicator."""
-    from torch import distributed
-
     if len(set(world.nodes)) == 1:
         # On one node a file will do, which only this user can reach; a TCP store listens to anybody.
         folder = cleanup.enter_context(tempfile.TemporaryDirectory()) if world.rank == 0 else None
-        store: Any = distributed.FileStore(f"{world.broadcast_object(folder)}/store", world.size)
+        path = f"{world.broadcast_object(folder)}/store"
+        store: Any = distributed.FileStore(path, world.size)  # type: ignore[attr-defined]
     else:
-        master = world.rank == 0
-        store = (
-            distributed.TCPStore(socket.gethostname(), 0, None, True, wait_for_workers=False)
-            if master
-            else None
-        )
-        host, port = world.broadcast_object((store.host, store.port) if master else None)
-        store = store or distributed.TCPStore(host, port, None, False)
+        store = tcp_store(world)
     distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     cleanup.callback(distributed.destroy_process_group)
+
+
+def tcp_store(world: Communicator) -> Any:
+    """A store that rank 0 serves on a free port."""
+    make = distributed.TCPStore  # type: ignore[attr-defined]
+    mine = None
+    if world.rank == 0:
+        mine = make(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+    host, port = world.broadcast_object((mine.host, mine.port) if mine else None)
+    return mine or make(host, port, is_master=False)
 
 
 def main() -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,6 +45,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         sys.stderr.write(f"\n[rank {_world_rank()}]\n{kept.getvalue()}")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     """Ranks and helpers share few cores; a test is not faster with more threads."""
@@ -55,3 +67,22 @@ def world() -> Communicator:
     import hpcpar
 
     return hpcpar.init(timeout_s=60.0)
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Start ranks of a program in a job of their own: `run_ranks(3, "script.py", "argument")`."""
+    from hpcpar.launch.supervise import command_for, environ_for
+
+    def run(n: int, *argv: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        outside = {name: value for name, value in os.environ.items() if not name.startswith("PMI_")}
+        return subprocess.run(
+            command_for(n, argv, outside, shutil.which),
+            env=environ_for(outside, str(tmp_path), is_root=os.geteuid() == 0),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    return run

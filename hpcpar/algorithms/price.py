@@ -130,11 +130,9 @@ class _Clock:
                 self._begin_step(self.ranks[event.rank], event.time)
             else:
                 self._try_to_start(event)
-        stuck = [one.rank for one in self.ranks if one.at < len(one.steps)]
-        if stuck:
-            raise ScheduleError(
-                f"rank {stuck[0]} never ends its step {self.ranks[stuck[0]].at}: `prove` says why"
-            )
+        for one in self.ranks:
+            if one.at < len(one.steps):
+                raise ScheduleError(f"rank {one.rank} never ends its step {one.at}; `prove` says why")
         return Price(seconds, tuple(self.nbytes_sent), tuple(self.messages), self.nbytes_between_nodes)
 
     def _begin_step(self, me: _Rank, now: float) -> None:

@@ -137,7 +137,7 @@ class _Rank:
     at: int = -1
     open: dict[int, Send | Receive] = field(default_factory=dict)  # of this step, by position in it
     says: int = 0  # whom it had heard of when the step began
-    arrived: dict[int, list[Value]] = field(default_factory=dict)  # by position among the receives
+    arrived: dict[int, list[Value]] = field(default_factory=dict)  # by the same position
 
     @property
     def finished(self) -> bool:
@@ -147,7 +147,7 @@ class _Rank:
 class _Posted(NamedTuple):
     """One end of a message: whose, and which of its open sends and receives."""
 
-    owner: _Rank
+    by: _Rank
     position: int
 
 
@@ -189,59 +189,52 @@ class _Interpreter:
         step = me.steps[me.at]
         self._check_step(me, step)
         for copy in step.copies:
-            values = [self._read(me, copy.space, chunk, "copies") for chunk in copy.chunks]
-            for chunk, value in zip(copy.into, values, strict=True):
+            for chunk, value in zip(
+                copy.into, self._read(me, "copies", copy.space, copy.chunks), strict=True
+            ):
                 self._write(me, copy.into_space, chunk, value)
         me.says = me.heard_of
         me.open = dict(enumerate((*step.sends, *step.receives)))
-        for send in step.sends:
-            for chunk in send.chunks:
-                self._read(me, send.space, chunk, "sends")
-        complete = [one for position in list(me.open) for one in self._post(_Posted(me, position))]
-        return complete if step.sends or step.receives else [me]
+        complete: list[_Rank] = [] if me.open else [me]
+        for position, send in enumerate(step.sends):
+            channel = self.channels[me.rank, send.to]
+            channel.sends.append(_Posted(me, position))
+            complete += self._match(channel)
+        for position, receive in enumerate(step.receives, start=len(step.sends)):
+            channel = self.channels[receive.source, me.rank]
+            channel.receives.append(_Posted(me, position))
+            complete += self._match(channel)
+        return complete
 
-    def _post(self, posted: _Posted) -> list[_Rank]:
-        """Offer one end of a message; the ranks whose step is complete because of it."""
-        match posted.owner.open[posted.position]:
-            case Send(to=to):
-                channel = self.channels[posted.owner.rank, to]
-                channel.sends.append(posted)
-            case Receive(source=source):
-                channel = self.channels[source, posted.owner.rank]
-                channel.receives.append(posted)
+    def _match(self, channel: _Channel) -> list[_Rank]:
+        """Let a message go whose two ends are both posted; the ranks whose step is complete by it."""
         if not (channel.sends and channel.receives):
             return []
-        sender, receiver = channel.sends.popleft(), channel.receives.popleft()
-        self._transfer(sender, receiver)
-        return [one for one in (sender.owner, receiver.owner) if not one.open]
-
-    def _transfer(self, sender: _Posted, receiver: _Posted) -> None:
-        send = sender.owner.open.pop(sender.position)
-        receive = receiver.owner.open.pop(receiver.position)
+        (sender, sends), (receiver, receives) = channel.sends.popleft(), channel.receives.popleft()
+        send, receive = sender.open.pop(sends), receiver.open.pop(receives)
         if len(send.chunks) != len(receive.chunks):
             self._fail(
-                receiver.owner,
-                f"expects {len(receive.chunks)} chunks from rank {sender.owner.rank}, "
-                f"which sends {len(send.chunks)} in its step {sender.owner.at}",
+                receiver,
+                f"expects {len(receive.chunks)} chunks from rank {sender.rank}, "
+                f"which sends {len(send.chunks)} in its step {sender.at}",
             )
-        step = receiver.owner.steps[receiver.owner.at]
-        memory = sender.owner.memory.get(send.space, [])
-        values = [value for value in (memory[chunk] for chunk in send.chunks) if value is not None]
-        receiver.owner.arrived[receiver.position - len(step.sends)] = values
-        receiver.owner.heard_of |= sender.owner.says
+        receiver.arrived[receives] = self._read(sender, "sends", send.space, send.chunks)
+        receiver.heard_of |= sender.says
+        return [one for one in (sender, receiver) if not one.open]
 
     def _finish_step(self, me: _Rank) -> None:
         """Let what has arrived land, in the order in which the step lists its receives."""
-        for index in sorted(me.arrived):
-            receive = me.steps[me.at].receives[index]
-            for chunk, value in zip(receive.chunks, me.arrived[index], strict=True):
+        for position in sorted(me.arrived):
+            step = me.steps[me.at]
+            receive = step.receives[position - len(step.sends)]
+            for chunk, value in zip(receive.chunks, me.arrived[position], strict=True):
                 if receive.combine:
                     value = self._combined(me, receive, chunk, value)
                 self._write(me, receive.space, chunk, value)
         me.arrived.clear()
 
     def _combined(self, me: _Rank, receive: Receive, chunk: int, value: Value) -> Value:
-        held = self._read(me, receive.space, chunk, "combines into")
+        (held,) = self._read(me, "combines into", receive.space, (chunk,))
         if held.chunk != value.chunk:
             self._fail(me, f"combines chunk {value.chunk} of rank {receive.source} into chunk {held.chunk}")
         twice = held.ranks & value.ranks
@@ -253,13 +246,15 @@ class _Interpreter:
             )
         both = (min(held.order, value.order), max(held.order, value.order))
         order = self.orders.setdefault(both, self.promise.size + len(self.orders))
-        return Value(chunk=held.chunk, ranks=held.ranks | value.ranks, order=order)
+        return Value(held.chunk, held.ranks | value.ranks, order)
 
-    def _read(self, me: _Rank, space: Space, chunk: int, verb: str) -> Value:
-        value = me.memory[space][chunk]
-        if value is None:
-            self._fail(me, f"{verb} chunk {chunk} of {space}, which holds nothing yet")
-        return value
+    def _read(self, me: _Rank, verb: str, space: Space, chunks: Sequence[int]) -> list[Value]:
+        memory = me.memory[space]
+        values = [value for value in (memory[chunk] for chunk in chunks) if value is not None]
+        if len(values) < len(chunks):
+            empty = next(chunk for chunk in chunks if memory[chunk] is None)
+            self._fail(me, f"{verb} chunk {empty} of {space}, which holds nothing yet")
+        return values
 
     def _write(self, me: _Rank, space: Space, chunk: int, value: Value) -> None:
         if space == "data" and value.chunk != chunk:
@@ -268,19 +263,31 @@ class _Interpreter:
 
     def _check_step(self, me: _Rank, step: Step) -> None:
         """What is wrong with a step by itself: peers, places, and races within the step."""
-        for peer in (*(send.to for send in step.sends), *(receive.source for receive in step.receives)):
-            if not 0 <= peer < len(self.ranks) or peer == me.rank:
-                self._fail(me, f"speaks to rank {peer}; its peers are the others of {len(self.ranks)} ranks")
-        for space, chunk in _places(step):
-            if not 0 <= chunk < len(me.memory.get(space, ())):
-                found = len(me.memory.get(space, ()))
-                self._fail(me, f"names chunk {chunk} of {space}, which has {found} chunks")
+        for send in step.sends:
+            self._check_peer(me, send.to)
+            self._check_places(me, send.space, send.chunks)
+        for receive in step.receives:
+            self._check_peer(me, receive.source)
+            self._check_places(me, receive.space, receive.chunks, written=True)
         for copy in step.copies:
+            self._check_places(me, copy.space, copy.chunks)
+            self._check_places(me, copy.into_space, copy.into, written=True)
             if len(copy.chunks) != len(copy.into):
                 self._fail(me, f"copies {len(copy.chunks)} chunks into {len(copy.into)}")
-        if "input" in (*(copy.into_space for copy in step.copies), *(one.space for one in step.receives)):
+        if step.receives:
+            self._check_races(me, step)
+
+    def _check_peer(self, me: _Rank, peer: int) -> None:
+        if not 0 <= peer < len(self.ranks) or peer == me.rank:
+            self._fail(me, f"speaks to rank {peer}; its peers are the others of {len(self.ranks)} ranks")
+
+    def _check_places(self, me: _Rank, space: Space, chunks: Sequence[int], *, written: bool = False) -> None:
+        found = len(me.memory.get(space, ()))
+        if chunks and not (min(chunks) >= 0 and max(chunks) < found):
+            wrong = next(chunk for chunk in chunks if not 0 <= chunk < found)
+            self._fail(me, f"names chunk {wrong} of {space}, which has {found} chunks")
+        if written and space == "input":
             self._fail(me, "writes to the input, which belongs to the caller")
-        self._check_races(me, step)
 
     def _check_races(self, me: _Rank, step: Step) -> None:
         sent = {(send.space, chunk) for send in step.sends for chunk in send.chunks}

@@ -19,7 +19,6 @@ from hpcpar.checkpoint.model_state import check_fits, fill
 from hpcpar.checkpoint.optimizer_state import restored_state
 from hpcpar.checkpoint.save import MODEL, OPTIMIZER, RANDOM, STATE
 from hpcpar.errors import CheckpointError
-from hpcpar.together import together
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -60,13 +59,13 @@ def load(
     Nothing of model, optimizer or random numbers is touched unless every rank found every file whole
     and of this model.
 
-    errors  PeerFailedError on every rank; its cause, on those that met it, a CheckpointError that
-            names the file, what was expected and what was found
+    errors  CheckpointError that names the file, what was expected and what was found; of several
+            ranks, PeerFailedError on every one, with that text
     """
-    with together(comm, f"looking for a checkpoint in {path}"):
+    with comm.together(f"looking for a checkpoint in {path}"):
         own_choice = _choose(Path(path)) if comm.rank == 0 else None
     chosen = Path(comm.broadcast_object(None if own_choice is None else str(own_choice)))
-    with together(comm, f"loading the checkpoint {chosen}"):
+    with comm.together(f"loading the checkpoint {chosen}"):
         content = _Content.read(chosen)
         check_fits(model, content.model, content.aliases, str(chosen / MODEL))
         optimizer_content = None if optimizer is None else content.optimizer_for(optimizer, model)

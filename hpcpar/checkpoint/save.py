@@ -19,7 +19,6 @@ from hpcpar.checkpoint.model_state import model_tensors
 from hpcpar.checkpoint.optimizer_state import optimizer_state
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError
-from hpcpar.together import together
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -53,12 +52,12 @@ def save(
     written for every rank. The checkpoint appears whole or not at all, and one of the same step is
     replaced.
 
-    errors  PeerFailedError on every rank, with rank 0's error: a full disk, no permission, a state
-            that is no tensor
+    errors  OSError (a full disk, no permission) or CheckpointError (a state that is no tensor); of
+            several ranks, PeerFailedError on every one, with that text
     """
     random_states = comm.gather_object(random_state.capture())
     final = checkpoint_path(Path(directory), step)
-    with together(comm, f"saving the checkpoint {final}"):
+    with comm.together(f"saving the checkpoint {final}"):
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep} would keep no checkpoint; give 1 or more, or None for all")
         if random_states is not None:

@@ -26,7 +26,6 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
     from rich.console import Console
 
     import hpcpar
-    from hpcpar.together import together
     from hpcpar.training import Run, parse
     from hpcpar.training.config import read_text
 
@@ -34,7 +33,7 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
     logging.basicConfig(level=logging.WARNING, format=f"[{world.rank}/{world.size}] %(message)s")
     text = ""
     try:
-        with together(world, f"reading {config}"):
+        with world.together(f"reading {config}"):
             if world.rank == 0:
                 text = read_text(config)
         told = parse(world.broadcast_object(text), source=str(config), overrides=overrides)

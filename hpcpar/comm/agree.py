@@ -43,8 +43,10 @@ def require_success(comm: Communicator, error: BaseException | None, doing: str)
     """Fail together: when any rank passes an error, every rank raises. Collective.
 
     errors   PeerFailedError naming the ranks and their messages; on a rank that failed itself, its
-             own error is the cause
+             own error is the cause. On a communicator of one rank, that error itself
     """
+    if comm.size == 1 and error is not None:
+        raise error
     message = None if error is None else f"{type(error).__name__}: {error}"
     messages = comm.unchecked("agreement").allgather_object(message)
     failed = {rank: text for rank, text in enumerate(messages) if text is not None}

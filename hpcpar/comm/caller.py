@@ -237,7 +237,7 @@ def bind_out(out: Any, count: int, dtype: str) -> Binding:
 
 def fill(target: HostBuffer, source: HostBuffer) -> None:
     """Copy, unless both are the same memory."""
-    if target.octets.size and target.octets.ctypes.data != source.octets.ctypes.data:
+    if target is not source and target.octets.size and target.octets.ctypes.data != source.octets.ctypes.data:
         target.octets[...] = source.octets
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -65,9 +66,26 @@ class Communicator(Objects):
         """Fail together: raise on every rank when any of them passes an error. Collective.
 
         doing    what was being done, for the message: "opening the training data"
-        errors   PeerFailedError that names the ranks and what went wrong there
+        errors   PeerFailedError that names the ranks and what went wrong there; its cause is the
+                 rank's own error. On a communicator of one rank, that error itself
         """
         agree.require_success(self, error, doing)
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """A block that may fail on some ranks only: if it does, raise on all. Collective.
+
+            with comm.together("reading the data"):
+                text = path.read_text()                  # no collective inside the block
+
+        errors   as `agree`
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        self.agree(failure, doing)
 
     def split(self, color: int | None, key: int = 0, name: str = "") -> Communicator | None:
         """New communicators of the ranks that pass the same color, ordered by key, then rank. Collective.

@@ -22,7 +22,7 @@ __all__ = [
     "TokenStream",
     "Tokenizer",
     "build",
-    "tokenizer_of",
     "prepare",
     "standard_library",
+    "tokenizer_of",
 ]

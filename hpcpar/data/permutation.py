@@ -9,8 +9,6 @@ across versions and machines.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -43,9 +41,10 @@ def _feistel(words: Words, half_bits: int, key: int) -> Words:
     return joined
 
 
-def _mix(words: Words) -> npt.NDArray[Any]:
+def _mix(words: Words) -> Words:
     """The finisher of SplitMix64 (Steele, Lea and Flood 2014): every bit in changes half of those out."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    mixed: Words = words ^ (words >> np.uint64(31))
+    return mixed

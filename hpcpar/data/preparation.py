@@ -13,7 +13,6 @@ from hpcpar.data.corpus import Corpus, Paths, require_existing, standard_library
 from hpcpar.data.shards import Shards, building, cache_key
 from hpcpar.data.tokens import Tokenizer, tokenizer_of
 from hpcpar.errors import DataError
-from hpcpar.together import together
 from hpcpar.units import MiB
 
 if TYPE_CHECKING:
@@ -56,13 +55,13 @@ def prepare(
     or on a shared one; the others only look whether the paths are there. Afterwards all ranks
     compare a digest of what they opened.
 
-    errors   PeerFailedError on every rank when a path is missing on any rank, or nothing in it can
-             be read, naming rank and path; DataError when nodes hold different text
+    errors   DataError when a path is missing, nothing in it can be read, or nodes hold different
+             text; of several ranks, PeerFailedError on every one, naming rank and path
     """
     builder = comm.nodes.index(comm.nodes[comm.rank])
     directory: Path | None = None
     steps: Iterator[int] = iter(())
-    with together(comm, "looking for the training data"):
+    with comm.together("looking for the training data"):
         chosen = tokenizer_of(tokenizer)
         if comm.rank == builder:
             corpus = _corpus(paths, text_key, limit_nbytes)
@@ -74,7 +73,7 @@ def prepare(
     built = _build_together(comm, steps, on_progress)
     directory = comm.allgather_object(directory)[builder]
     assert directory is not None
-    with together(comm, "opening the training data"):
+    with comm.together("opening the training data"):
         shards = Shards.open(directory)
     _require_same_text(comm, shards)
     if built and shards.skipped and comm.rank == 0:
@@ -109,7 +108,7 @@ def _build_together(
     worked, finished = False, False
     while not finished:
         mine_finished = True
-        with together(comm, "building the training data"):
+        with comm.together("building the training data"):
             until = time.monotonic() + HEARTBEAT_S
             for tokens in steps:
                 worked = True

@@ -63,7 +63,7 @@ def start(
                 "host": host or socket.gethostname(),
                 "local_size": local_size,
                 "nodes": nodes,
-                "run_directory": run_directory,
+                "run_directory": os.path.abspath(run_directory) if run_directory else None,
                 "socket_path": None if name.startswith("\0") else name,
                 "end_command": list(end_command),
                 "join_limit_s": join_limit_s,

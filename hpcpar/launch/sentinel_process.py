@@ -65,21 +65,34 @@ class Rank:
 
 
 class Poller:
-    """Readable descriptors in the order of their events: epoll where there is one, else poll."""
+    """Readable descriptors in the order of their events: epoll where there is one, else poll.
+
+    The order holds because events are edge-triggered: a level-triggered descriptor, once reported,
+    keeps its place in the kernel's queue until the next wait, and would overtake a rank that was lost
+    in between.
+    """
 
     def __init__(self) -> None:
-        self.poll = select.epoll() if hasattr(select, "epoll") else select.poll()
-        self.scale = 1.0 if hasattr(select, "epoll") else 1000.0
+        self.edges = hasattr(select, "epoll")
+        self.poll = select.epoll() if self.edges else select.poll()
 
-    def add(self, descriptor: int) -> None:
-        self.poll.register(descriptor, select.POLLIN)
+    def add(self, descriptor: int, *, level: bool = False) -> None:
+        events = select.POLLIN
+        if self.edges:
+            events = select.EPOLLIN | select.EPOLLRDHUP | (0 if level else select.EPOLLET)
+        self.poll.register(descriptor, events)
 
     def remove(self, descriptor: int) -> None:
         self.poll.unregister(descriptor)
 
-    def wait(self, timeout_s: float | None) -> list[int]:
-        timeout = None if timeout_s is None else max(0.0, timeout_s) * self.scale
-        return [descriptor for descriptor, _ in self.poll.poll(timeout)]
+    def wait(self, timeout_s: float | None) -> list[tuple[int, bool]]:
+        """(descriptor, whether the other end had closed when the event was taken), in order."""
+        timeout = None if timeout_s is None else max(0.0, timeout_s) * (1 if self.edges else 1000)
+        found = self.poll.poll(timeout)
+        if not self.edges:
+            return [(descriptor, bool(events & ~select.POLLIN)) for descriptor, events in found]
+        closed = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
+        return [(descriptor, bool(events & closed)) for descriptor, events in found]
 
 
 class Sentinel:
@@ -105,7 +118,7 @@ class Sentinel:
         self.kill_at: float | None = None
         self.leave_at: float | None = None
         listener.setblocking(False)
-        self.poller.add(listener.fileno())
+        self.poller.add(listener.fileno(), level=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.told_to_end)
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
@@ -117,13 +130,13 @@ class Sentinel:
 
     def watch(self) -> None:
         while not self.is_over():
-            for descriptor in self.poller.wait(self.patience_s()):
+            for descriptor, closed in self.poller.wait(self.patience_s()):
                 if self.listener is not None and descriptor == self.listener.fileno():
                     self.accept()
                 elif descriptor in self.pidfds:
-                    self.gone(self.pidfds[descriptor])
+                    self.read(self.pidfds[descriptor], ended=True)
                 elif descriptor in self.ranks:
-                    self.read(self.ranks[descriptor])
+                    self.read(self.ranks[descriptor], ended=closed)
             self.act_on_time()
 
     def members(self) -> list[Rank]:
@@ -156,18 +169,16 @@ class Sentinel:
         self.ranks[connection.fileno()] = Rank(connection)
         self.poller.add(connection.fileno())
 
-    def read(self, rank: Rank) -> None:
-        try:
-            data = rank.connection.recv(GREETING_LIMIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        rank.received += data
+    def read(self, rank: Rank, *, ended: bool) -> None:
+        """Hear all that a rank has said; `ended` is the event's word, for an end of file that is seen
+        only now has an event of its own, in its place in the order."""
+        with suppress(OSError):  # nothing more to read, or a connection that broke
+            while len(rank.received) <= GREETING_LIMIT and (data := rank.connection.recv(GREETING_LIMIT)):
+                rank.received += data
         while b"\n" in rank.received and rank.connection.fileno() in self.ranks:
             line, _, rank.received = rank.received.partition(b"\n")
             self.hear(rank, line.decode("utf-8", "replace"))
-        if not data or len(rank.received) > GREETING_LIMIT:
+        if ended or len(rank.received) > GREETING_LIMIT:
             self.gone(rank)
 
     def hear(self, rank: Rank, line: str) -> None:
@@ -177,7 +188,9 @@ class Sentinel:
             rank.finished = True
         elif line.startswith("aborting:"):
             why = line.removeprefix("aborting:").strip()
-            self.leave_word("aborted", rank.number, f"rank {rank.number} (on {self.host}) ended the job: {why}")
+            self.leave_word(
+                "aborted", rank.number, f"rank {rank.number} (on {self.host}) ended the job: {why}"
+            )
             rank.finished = self.silent = True
             if self.terminate_at is None:
                 self.terminate_at = time.monotonic() + self.abort_grace_s
@@ -205,8 +218,6 @@ class Sentinel:
 
     def gone(self, rank: Rank) -> None:
         """The connection or the process has ended: forget it, and speak if nobody said that it would."""
-        if rank.joined and rank.pidfd >= 0:
-            self.catch_up(rank)
         others = [member for member in self.members() if member is not rank]
         descriptor = rank.connection.fileno()
         if descriptor not in self.ranks:
@@ -220,15 +231,6 @@ class Sentinel:
             os.close(rank.pidfd)
         if rank.joined and not rank.finished and not self.silent:
             self.report(rank, others)
-
-    def catch_up(self, rank: Rank) -> None:
-        """Read what a rank said before it ended: its process may be seen to end first."""
-        with suppress(OSError):
-            while data := rank.connection.recv(GREETING_LIMIT):
-                rank.received += data
-        while b"\n" in rank.received:
-            line, _, rank.received = rank.received.partition(b"\n")
-            self.hear(rank, line.decode("utf-8", "replace"))
 
     def report(self, rank: Rank, others: list[Rank]) -> None:
         self.silent = True
@@ -344,6 +346,7 @@ def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     if os.fork():
         os._exit(0)  # the rank that started us waits for this, and has no child to look after then
+    os.chdir("/")  # hold no file system that someone may want to unmount
     mark = watching_file(order)
     try:
         if mark:

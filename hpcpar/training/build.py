@@ -14,7 +14,6 @@ from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
 from hpcpar.models import Llama
-from hpcpar.together import together
 from hpcpar.training.config import Config, OptimizerSection
 from hpcpar.units import MiB
 
@@ -31,7 +30,7 @@ def place_on_hardware(config: Config, comm: Communicator) -> torch.device:
     torch.manual_seed(config.train.seed)
     if config.train.device == "cpu":
         return torch.device("cpu")
-    with together(comm, "choosing a GPU"):
+    with comm.together("choosing a GPU"):
         index = gpu_for(local_rank, torch.cuda.device_count(), local_size)
         if index is None:
             raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use train.device=cpu")

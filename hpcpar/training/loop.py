@@ -28,7 +28,6 @@ from hpcpar.data_parallel import allreduce_nbytes
 from hpcpar.errors import ConfigError, DataError, HpcparError
 from hpcpar.mesh import Mesh
 from hpcpar.partition import bounds
-from hpcpar.together import together
 from hpcpar.training.build import build_model, build_optimizer, place_on_hardware, prepare_data
 from hpcpar.training.config import Config
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
@@ -269,7 +268,7 @@ class Run:
     def _prepare_directory(self, resume: bool) -> int:
         """Make the output directory, or go back to its newest checkpoint; the steps done there."""
         found: Path | None = None
-        with together(self.comm, "making the output directory"):
+        with self.comm.together("making the output directory"):
             if self.comm.rank == 0:
                 if resume:
                     found = latest(self.checkpoints)

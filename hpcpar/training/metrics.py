@@ -90,8 +90,9 @@ class Display:
         """`done` steps are behind us; loss and speed are the latest."""
         now_s = time.perf_counter()
         per_step_s = (now_s - self._start_s) / max(1, done - self._first_step)
-        left = format_duration(per_step_s * (self._steps - done))
-        text = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {left} left"
+        text = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+        if done < self._steps:
+            text += f"  {format_duration(per_step_s * (self._steps - done))} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=done, text=text)
         elif now_s - self._last_line_s >= LINE_INTERVAL_S or done == self._steps:

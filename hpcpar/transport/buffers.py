@@ -24,6 +24,8 @@ DTYPES = (
 )
 """Element types that can be communicated."""
 
+_NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
+
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
@@ -143,8 +145,8 @@ def _bind_numpy(array: NDArray[Any], *, writable: bool, what: str) -> Binding:
 
 
 def _numpy_host(elements: NDArray[Any], what: str) -> HostBuffer:
-    name = elements.dtype.name
-    if name not in DTYPES or not elements.dtype.isnative:
+    name = _NUMPY_NAMES.get(elements.dtype)
+    if name is None:
         raise _unknown_dtype(what, str(elements.dtype))
     return HostBuffer(elements, elements.view(np.uint8), name, elements.dtype.itemsize)
 

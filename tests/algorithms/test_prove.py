@@ -37,17 +37,20 @@ def test_every_algorithm_is_right_for_1_to_33_ranks(algorithm: Algorithm) -> Non
 @pytest.mark.parametrize("algorithm", EVERY, ids=name_of)
 def test_every_algorithm_is_right_for_many_ranks(algorithm: Algorithm) -> None:
     quadratic = algorithm.name in QUADRATIC and not algorithm.rooted
-    for size in (64, 100) if quadratic else (64, 100, 128, 257):
+    for size in (64,) if quadratic else (64, 100, 128, 257):
         prove(algorithm, size, root=size // 3, segments=4)
 
 
-def test_the_ring_allreduce_is_right_for_257_ranks() -> None:
-    prove(find("allreduce", "ring"), 257)
+def test_the_ring_allreduce_is_right_for_128_ranks() -> None:
+    prove(find("allreduce", "ring"), 128)
 
 
 def test_ranks_that_all_send_before_they_receive_deadlock_and_the_circle_is_named() -> None:
     schedules = [
-        [Step(sends=(Send((rank + 1) % 3, (rank,)),)), Step(receives=(Receive((rank - 1) % 3, ((rank - 1) % 3,)),))]
+        [
+            Step(sends=(Send((rank + 1) % 3, (rank,)),)),
+            Step(receives=(Receive((rank - 1) % 3, ((rank - 1) % 3,)),)),
+        ]
         for rank in range(3)
     ]
     with pytest.raises(ScheduleError) as caught:
@@ -59,24 +62,32 @@ def test_ranks_that_all_send_before_they_receive_deadlock_and_the_circle_is_name
 
 
 def test_a_rank_that_waits_for_one_that_has_finished_is_named() -> None:
-    with pytest.raises(ScheduleError, match=r"rank 1 \(step 0\) waits to receive chunk 0 from rank 0, but rank 0 has fin"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 1 \(step 0\) waits to receive chunk 0 from rank 0, but rank 0 has fin"
+    ):
         prove_schedules("broadcast", [[], [Step(receives=(Receive(0, (0,)),))]])
 
 
 def test_a_barrier_that_lets_a_rank_leave_too_early_is_refused() -> None:
     one_round = [[Step((Send((rank + 1) % 3),), (Receive((rank - 1) % 3),))] for rank in range(3)]
-    with pytest.raises(ScheduleError, match="rank 0, at the end: leaves the barrier without having heard of rank 1"):
+    with pytest.raises(
+        ScheduleError, match="rank 0, at the end: leaves the barrier without having heard of rank 1"
+    ):
         prove_schedules("barrier", one_round)
 
 
 def test_a_contribution_that_comes_in_twice_is_named() -> None:
     exchange = [Step((Send(1 - rank, (0,)),), (Receive(1 - rank, (0,), combine=True),)) for rank in range(2)]
-    with pytest.raises(ScheduleError, match=r"rank 0, step 1: combines .* has the contribution of ranks 0, 1 already"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, step 1: combines .* has the contribution of ranks 0, 1 already"
+    ):
         prove_schedules("allreduce", [[step, step] for step in exchange])
 
 
 def test_a_contribution_that_is_lost_is_named() -> None:
-    with pytest.raises(ScheduleError, match="rank 0, at the end: chunk 0 of data lacks the contribution of rank 1"):
+    with pytest.raises(
+        ScheduleError, match="rank 0, at the end: chunk 0 of data lacks the contribution of rank 1"
+    ):
         prove_schedules("reduce", [[], []], chunks=1)
 
 
@@ -96,7 +107,9 @@ def test_ranks_that_combine_in_different_orders_are_refused_because_their_bits_d
         for rank in range(3)
     ]
     # (0+1)+2 and (1+0)+2 are the same floats, (2+0)+1 are others.
-    with pytest.raises(ScheduleError, match="rank 2, at the end: chunk 0 was combined in another order than on rank 0"):
+    with pytest.raises(
+        ScheduleError, match="rank 2, at the end: chunk 0 was combined in another order than on rank 0"
+    ):
         prove_schedules("allreduce", one_shot)
 
 
@@ -104,8 +117,14 @@ WRONG_STEPS = {
     "a peer beyond the last rank": (Step((Send(2, (0,)),)), "speaks to rank 2"),
     "a message to itself": (Step((Send(0, (0,)),)), "speaks to rank 0"),
     "a chunk that does not exist": (Step((Send(1, (7,)),)), "names chunk 7 of data, which has 2 chunks"),
-    "a space that the collective has not": (Step((Send(1, (0,), "output"),)), "chunk 0 of output, which has 0"),
-    "a chunk that holds nothing yet": (Step((Send(1, (1,)),)), "sends chunk 1 of data, which holds nothing yet"),
+    "a space that the collective has not": (
+        Step((Send(1, (0,), "output"),)),
+        "chunk 0 of output, which has 0",
+    ),
+    "a copy of a chunk that holds nothing yet": (
+        Step(copies=(Copy((1,), "data", (0,), "data"),)),
+        "copies chunk 1 of data, which holds nothing yet",
+    ),
     "a chunk sent and overwritten at once": (
         Step((Send(1, (0,)),), (Receive(1, (0,)),)),
         "chunk 0 of data is overwritten while it is sent",
@@ -118,7 +137,10 @@ WRONG_STEPS = {
         Step((), (Receive(1, (0,), combine=True), Receive(1, (0,)))),
         "chunk 0 of data is written twice at once",
     ),
-    "a copy of unequal length": (Step(copies=(Copy((0,), "data", (0, 1), "data"),)), "copies 1 chunks into 2"),
+    "a copy of unequal length": (
+        Step(copies=(Copy((0,), "data", (0, 1), "data"),)),
+        "copies 1 chunks into 2",
+    ),
     "a copy to another chunk's place": (
         Step(copies=(Copy((0,), "data", (1,), "data"),)),
         "puts what is chunk 0 elsewhere into the place of chunk 1",
@@ -133,15 +155,25 @@ def test_a_step_that_is_wrong_by_itself_is_refused(planted: str) -> None:
         prove_schedules("allgather", [[step], []])
 
 
+def test_a_chunk_that_is_sent_before_it_holds_anything_is_named() -> None:
+    schedules = [[Step((), (Receive(1, (1,)),))], [Step((Send(0, (0,)),))]]
+    with pytest.raises(ScheduleError, match="rank 1, step 0: sends chunk 0 of data, which holds nothing yet"):
+        prove_schedules("allgather", schedules)
+
+
 def test_two_ends_that_disagree_on_the_number_of_chunks_are_named() -> None:
     schedules = [[Step((Send(1, (0,)),))], [Step((), (Receive(0, (0, 1)),))]]
-    with pytest.raises(ScheduleError, match="rank 1, step 0: expects 2 chunks from rank 0, which sends 1 in its step 0"):
+    with pytest.raises(
+        ScheduleError, match="rank 1, step 0: expects 2 chunks from rank 0, which sends 1 in its step 0"
+    ):
         prove_schedules("broadcast", schedules)
 
 
 def test_a_chunk_that_lands_in_the_place_of_another_is_named() -> None:
     schedules = [[Step((Send(1, (0,)),))], [Step((), (Receive(0, (1,)),))]]
-    with pytest.raises(ScheduleError, match="rank 1, step 0: puts what is chunk 0 elsewhere into the place of chunk 1"):
+    with pytest.raises(
+        ScheduleError, match="rank 1, step 0: puts what is chunk 0 elsewhere into the place of chunk 1"
+    ):
         prove_schedules("broadcast", schedules)
 
 

@@ -39,8 +39,16 @@ def reductions(comm: Communicator) -> Iterator[tuple[str, Any, Any]]:
             continue
         for algorithm in ALGORITHMS["allreduce"]:
             out = np.empty_like(mine)
-            yield f"allreduce {op} {count} by {algorithm}", comm.allreduce(mine.copy(), op, algorithm=algorithm), total
-            yield f"allreduce out by {algorithm}", comm.allreduce(mine, op, out=out, algorithm=algorithm), total
+            yield (
+                f"allreduce {op} {count} by {algorithm}",
+                comm.allreduce(mine.copy(), op, algorithm=algorithm),
+                total,
+            )
+            yield (
+                f"allreduce out by {algorithm}",
+                comm.allreduce(mine, op, out=out, algorithm=algorithm),
+                total,
+            )
         start, stop = partition.bounds(count, comm.size)[comm.rank]
         for algorithm in ALGORITHMS["reduce_scatter"]:
             found = comm.reduce_scatter(mine.copy(), op, algorithm=algorithm)
@@ -54,7 +62,11 @@ def gathers(comm: Communicator) -> Iterator[tuple[str, Any, Any]]:
         shards = [piece(rank, count) for rank, count in enumerate(counts)]
         mine, whole = shards[comm.rank], np.concatenate(shards)
         for algorithm in ALGORITHMS["allgather"]:
-            yield f"allgather {counts} by {algorithm}", comm.allgather(mine, counts=counts, algorithm=algorithm), whole
+            yield (
+                f"allgather {counts} by {algorithm}",
+                comm.allgather(mine, counts=counts, algorithm=algorithm),
+                whole,
+            )
         for algorithm in ALGORITHMS["gather"]:
             found = comm.gather(mine, root, counts=counts, algorithm=algorithm)
             yield f"gather {counts} to {root} by {algorithm}", found, whole if comm.rank == root else None
@@ -65,7 +77,11 @@ def gathers(comm: Communicator) -> Iterator[tuple[str, Any, Any]]:
             yield f"scatter {counts} from {root} by {algorithm}", out, mine
         for algorithm in ALGORITHMS["broadcast"]:
             buffer = whole.copy() if comm.rank == root else np.zeros_like(whole)
-            yield f"broadcast from {root} by {algorithm}", comm.broadcast(buffer, root, algorithm=algorithm), whole
+            yield (
+                f"broadcast from {root} by {algorithm}",
+                comm.broadcast(buffer, root, algorithm=algorithm),
+                whole,
+            )
 
 
 def exchanges(comm: Communicator) -> Iterator[tuple[str, Any, Any]]:

@@ -31,7 +31,10 @@ def test_an_allreduce_sends_twice_p_minus_1_over_p_of_the_vector(size, algorithm
     nbytes = 840 * 8  # divides by every size
     sent = 2 * (size - 1) * nbytes // size
     messages = 2 * (size - 1)
-    assert bill(size, lambda c: c.allreduce(np.ones(840), algorithm=algorithm)) == [(messages, sent, sent)] * size
+    assert (
+        bill(size, lambda c: c.allreduce(np.ones(840), algorithm=algorithm))
+        == [(messages, sent, sent)] * size
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -70,7 +73,9 @@ def test_a_barrier_is_log_p_empty_messages(size):
 
 def test_messages_of_no_bytes_are_not_sent():
     assert bill(4, lambda c: c.allreduce(np.ones(0), algorithm="ring")) == [(0, 0, 0)] * 4
-    assert sum(messages for messages, _, _ in bill(4, lambda c: c.allreduce(np.ones(1), algorithm="ring"))) == 6
+    assert (
+        sum(messages for messages, _, _ in bill(4, lambda c: c.allreduce(np.ones(1), algorithm="ring"))) == 6
+    )
 
 
 def test_point_to_point_is_counted_by_direction():
@@ -79,7 +84,10 @@ def test_point_to_point_is_counted_by_direction():
             comm.send(np.ones(10), to=1)
         else:
             comm.recv(np.empty(10), source=0)
-        return [(row.collective, row.messages, row.nbytes_sent, row.nbytes_received) for row in comm.traffic.rows()]
+        return [
+            (row.collective, row.messages, row.nbytes_sent, row.nbytes_received)
+            for row in comm.traffic.rows()
+        ]
 
     assert run_loopback(2, work) == [[("send", 1, 80, 0)], [("recv", 0, 0, 80)]]
 
@@ -103,7 +111,9 @@ def test_a_trace_notes_what_moved_when_on_all_communicators_of_a_family():
         assert all(event.start_s <= event.stop_s for event in events)
         comm.trace = None
         comm.barrier()
-        return [(event.name, event.category, event.arguments) for event in events if "agreement" not in event.name]
+        return [
+            (event.name, event.category, event.arguments) for event in events if "agreement" not in event.name
+        ]
 
     assert run_loopback(2, work, check=False)[0] == [
         ("allreduce world", "communication", {"nbytes_sent": 80, "algorithm": "ring"}),

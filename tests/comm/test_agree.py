@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.comm import run_loopback
+from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import MismatchError, PeerFailedError
 
 
@@ -86,7 +86,9 @@ def test_when_one_rank_fails_all_fail_and_know_why():
         return None
 
     told = run_loopback(3, work)
-    assert all("opening the data" in text and "rank 2: FileNotFoundError: no /data" in text for text, _ in told)
+    assert all(
+        "opening the data" in text and "rank 2: FileNotFoundError: no /data" in text for text, _ in told
+    )
     assert all(caused for _, caused in told)
 
 
@@ -100,3 +102,32 @@ def test_agreements_are_counted_apart_from_the_work():
         return comm.traffic.nbytes_sent(), comm.traffic.nbytes_sent("agreement")
 
     assert run_loopback(2, work, check=True) == [(64, 32), (64, 32)]
+
+
+def test_a_block_that_fails_on_one_rank_fails_on_all():
+    def work(comm):
+        try:
+            with comm.together("opening the safe"):
+                if comm.rank == 1:
+                    raise FileNotFoundError("no key")
+        except PeerFailedError as error:
+            return str(error), repr(error.__cause__)
+        return "nothing", "raised"
+
+    told = run_loopback(3, work)
+    assert all("opening the safe" in text and "rank 1: FileNotFoundError: no key" in text for text, _ in told)
+    assert [cause for _, cause in told] == ["None", "FileNotFoundError('no key')", "None"]
+
+
+def test_a_block_that_succeeds_everywhere_raises_nowhere():
+    def work(comm):
+        with comm.together("counting"):
+            value = comm.rank + 1
+        return value
+
+    assert run_loopback(2, work) == [1, 2]
+
+
+def test_a_rank_alone_gets_its_own_error():
+    with pytest.raises(ValueError, match="wrong"), Communicator.alone().together("trying"):
+        raise ValueError("wrong")

@@ -158,7 +158,9 @@ def test_an_alltoall_that_does_not_divide_says_what_is_left_over():
 
 def test_an_algorithm_that_needs_equal_pieces_says_which_can_do_uneven_ones():
     with pytest.raises(OperationError, match="pairwise"):
-        run_loopback(2, lambda comm: comm.alltoall(np.ones(3), send_counts=[1, 2], algorithm="bruck"), check=False)
+        run_loopback(
+            2, lambda comm: comm.alltoall(np.ones(3), send_counts=[1, 2], algorithm="bruck"), check=False
+        )
 
 
 @pytest.mark.mpi(min_size=2)

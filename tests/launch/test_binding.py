@@ -61,7 +61,9 @@ def test_a_quota_below_the_mask_counts() -> None:
     assert oversubscribed(4, [set(range(64))] * 4, quota=2.0)
 
 
-@pytest.mark.parametrize(("text", "cores"), [("max 100000", math.inf), ("150000 100000", 1.5), ("", math.inf)])
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000", math.inf), ("150000 100000", 1.5), ("", math.inf)]
+)
 def test_the_control_groups_quota_is_read(tmp_path: Path, text: str, cores: float) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(text)

@@ -20,8 +20,8 @@ HYDRA = RankInfo(2, 4, 0, 2, None, None, "hydra", "own")
 
 
 def check(info: RankInfo, library: str = MPICH, **mpi: int | None) -> RankInfo:
-    said: dict[str, int | None] = {"mpi_rank": 2, "mpi_size": 4, "mpi_local_rank": 0, "mpi_local_size": 2} | mpi
-    return check_against_mpi(info, mpi_library=library, host="node2", **said)  # type: ignore[arg-type]
+    said = {"mpi_rank": 2, "mpi_size": 4, "mpi_local_rank": 0, "mpi_local_size": 2}
+    return check_against_mpi(info, mpi_library=library, host="node2", **{**said, **mpi})  # type: ignore[arg-type]
 
 
 def singleton(info: RankInfo, library: str) -> str:
@@ -72,14 +72,14 @@ def test_torchrun_is_refused_because_it_starts_no_mpi() -> None:
 def test_another_rank_or_size_is_refused_with_both_answers() -> None:
     with pytest.raises(LaunchError, match=r"rank 2 of 4, MPICH 5\.0\.2 says rank 1 of 4"):
         check(SLURM, mpi_rank=1)
-    with pytest.raises(LaunchError, match="rank 2 of 4, .* says rank 2 of 8"):
+    with pytest.raises(LaunchError, match=r"rank 2 of 4, .* says rank 2 of 8"):
         check(HYDRA, mpi_size=8)
 
 
 def test_another_local_rank_or_size_is_refused_with_both_answers() -> None:
-    with pytest.raises(LaunchError, match="local rank 0 of 2, .* says local rank 1 of 2"):
+    with pytest.raises(LaunchError, match=r"local rank 0 of 2, .* says local rank 1 of 2"):
         check(SLURM, mpi_local_rank=1)
-    with pytest.raises(LaunchError, match="local rank 0 of 2, .* says local rank 0 of 4"):
+    with pytest.raises(LaunchError, match=r"local rank 0 of 2, .* says local rank 0 of 4"):
         check(SLURM, mpi_local_size=4)
 
 
@@ -95,7 +95,14 @@ def test_one_process_alone_is_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("library", "expected"),
-    [(MPICH, "mpich"), (OPENMPI, "openmpi"), (INTEL, "intel"), (CRAY, "cray"), ("MVAPICH2 2.3", "mvapich"), ("", "unknown")],
+    [
+        (MPICH, "mpich"),
+        (OPENMPI, "openmpi"),
+        (INTEL, "intel"),
+        (CRAY, "cray"),
+        ("MVAPICH2 2.3", "mvapich"),
+        ("", "unknown"),
+    ],
 )
 def test_the_library_is_known_by_its_version_text(library: str, expected: str) -> None:
     assert flavour(library) == expected

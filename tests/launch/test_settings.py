@@ -25,7 +25,8 @@ def test_every_variable_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "check"), [("0", False), ("no", False), ("OFF", False), ("", False), ("yes", True), ("True", True)]
+    ("text", "check"),
+    [("0", False), ("no", False), ("OFF", False), ("", False), ("yes", True), ("True", True)],
 )
 def test_a_flag_may_be_written_as_people_do(text: str, check: bool) -> None:
     assert Settings.from_environ({"HPCPAR_CHECK": text}).check is check

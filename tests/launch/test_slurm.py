@@ -82,7 +82,11 @@ def test_as_sets_host_lists_are_what_clustershell_makes_of_them(text: str) -> No
 
 
 def test_a_block_step_knows_its_node_and_the_ranks_there() -> None:
-    block = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_TASKS_PER_NODE": "4,1"}
+    block = {
+        "SLURM_STEP_NUM_TASKS": "5",
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "4,1",
+    }
     found = task(step(4, 0, 1, **block))
     assert (found.rank, found.size, found.local_rank, found.local_size) == (4, 5, 0, 1)
     assert (found.node, found.nodes) == (1, ("node1", "node2"))

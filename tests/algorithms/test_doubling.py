@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from hpcpar.algorithms.catalogue import find
+from hpcpar.algorithms.doubling import allgather, fold_chunks, reduce_scatter
+from hpcpar.algorithms.draw import draw
+
+RABENSEIFNER_OF_6 = """\
+allreduce rabenseifner: 6 ranks, a vector S of 4 chunks
+
+           rank 0   rank 1          rank 2   rank 3          rank 4          rank 5
+messages   1        5               1        5               4               4
+sends      1 S      2.5 S           1 S      2.5 S           1.5 S           1.5 S
+step 0     0-3→1    +0-3←0          0-3→3    +0-3←2
+step 1              2-3→4  +0-1←4            2-3→5  +0-1←5   0-1→1  +2-3←1   0-1→3  +2-3←3
+step 2              1→3  +0←3                0→1  +1←1       3→5  +2←5       2→4  +3←4
+step 3              0→3  1←3                 1→1  0←1        2→5  3←5        3→4  2←4
+step 4              0-1→4  2-3←4             0-1→5  2-3←5    2-3→1  0-1←1    2-3→3  0-1←3
+step 5     0-3←1    0-3→0           0-3←3    0-3→2
+"""
+
+ALLGATHER_OF_4 = """\
+allgather recursive_doubling: 4 ranks, a vector S of 4 chunks
+
+           rank 0       rank 1       rank 2       rank 3
+messages   2            2            2            2
+sends      0.75 S       0.75 S       0.75 S       0.75 S
+step 0     0→1  1←1     1→0  0←0     2→3  3←3     3→2  2←2
+step 1     0-1→2  2-3←2 0-1→3  2-3←3 2-3→0  0-1←0 2-3→1  0-1←1
+"""
+
+
+def test_six_ranks_fold_into_four_members_halve_double_and_unfold() -> None:
+    assert draw(find("allreduce", "rabenseifner"), 6) == RABENSEIFNER_OF_6
+
+
+def test_four_ranks_double_what_they_have() -> None:
+    drawn = draw(find("allgather", "recursive_doubling"), 4)
+    assert [line.split() for line in drawn.splitlines()] == [
+        line.split() for line in ALLGATHER_OF_4.splitlines()
+    ]
+
+
+def test_the_first_members_stand_for_two_ranks_each() -> None:
+    assert fold_chunks(1) == (0, 1)
+    assert fold_chunks(4) == (0, 1, 2, 3, 4)
+    assert fold_chunks(6) == (0, 2, 4, 5, 6)
+    assert fold_chunks(7) == (0, 2, 4, 6, 7)
+
+
+def test_a_power_of_two_of_ranks_takes_its_logarithm_in_steps() -> None:
+    for size, steps in ((1, 0), (2, 1), (4, 2), (8, 3), (64, 6)):
+        for rank in range(size):
+            assert len(list(reduce_scatter(rank, size))) == len(list(allgather(rank, size))) == steps
+
+
+def test_the_even_rank_of_a_folded_pair_only_hands_over_and_takes_back() -> None:
+    first, last = reduce_scatter(2, 7)
+    assert first.sends[0].to == last.receives[0].source == 3
+    assert first.sends[0].chunks == tuple(range(7))
+    assert last.receives[0].chunks == (2,)

@@ -1,0 +1,216 @@
+"""Prices equal the closed forms, bytes equal the theory, and a topology of nodes behaves like one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
+from hpcpar.algorithms.price import Link, Topology, price
+from hpcpar.algorithms.step import Receive, Send, Step, Steps
+from hpcpar.errors import ScheduleError
+
+EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
+SIZES = (*range(1, 10), 12, 15, 16, 17, 31)
+ALPHA_S, BETA_S_PER_BYTE, GAMMA_S_PER_BYTE = 5e-6, 1e-9, 3e-10
+UNIFORM = Topology.uniform(ALPHA_S, BETA_S_PER_BYTE, GAMMA_S_PER_BYTE)
+
+# Floating-point sums of a few hundred terms, in two different orders.
+ROUNDING = 1e-12
+
+
+def name_of(algorithm: Algorithm) -> str:
+    return f"{algorithm.collective}-{algorithm.name}"
+
+
+def divisible(size: int, segments: int) -> int:
+    """Bytes that every algorithm can cut into equal chunks."""
+    return 64 * size * segments
+
+
+@pytest.mark.parametrize("algorithm", [one for one in EVERY if not one.estimated], ids=name_of)
+def test_seconds_equal_the_closed_form(algorithm: Algorithm) -> None:
+    for size, segments in product(SIZES, (1, 2, 5) if algorithm.segmented else (1,)):
+        nbytes = divisible(size, segments)
+        expected = algorithm.cost(size, nbytes, ALPHA_S, BETA_S_PER_BYTE, GAMMA_S_PER_BYTE, segments)
+        for root in {0, size - 1} if algorithm.rooted else {0}:
+            found = price(algorithm, size, nbytes, UNIFORM, root, segments).seconds
+            assert found == pytest.approx(expected, rel=ROUNDING), f"{size} ranks, {segments} segments"
+
+
+@pytest.mark.parametrize(
+    ("size", "segments"), [(2, 1), (2, 2), (2, 8), (2, 32), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1)]
+)
+def test_the_double_tree_costs_the_closed_form_where_it_says_so(size: int, segments: int) -> None:
+    algorithm = find("allreduce", "double_binary")
+    nbytes = divisible(size, segments)
+    expected = algorithm.cost(size, nbytes, ALPHA_S, BETA_S_PER_BYTE, GAMMA_S_PER_BYTE, segments)
+    assert price(algorithm, size, nbytes, UNIFORM, segments=segments).seconds == pytest.approx(
+        expected, rel=ROUNDING
+    )
+
+
+def test_the_double_tree_costs_the_closed_form_within_a_third_elsewhere() -> None:
+    algorithm = find("allreduce", "double_binary")
+    for size, segments in product(SIZES[1:], (1, 2, 3, 5, 16)):
+        nbytes = divisible(size, segments) * 1000
+        expected = algorithm.cost(size, nbytes, ALPHA_S, BETA_S_PER_BYTE, GAMMA_S_PER_BYTE, segments)
+        found = price(algorithm, size, nbytes, UNIFORM, segments=segments).seconds
+        assert 2 / 3 <= found / expected <= 4 / 3, f"{size} ranks, {segments} segments"
+
+
+@pytest.mark.parametrize("collective", ALGORITHMS)
+def test_one_rank_alone_costs_nothing(collective: str) -> None:
+    for algorithm in ALGORITHMS[collective].values():
+        found = price(algorithm, 1, 1024, UNIFORM)
+        assert (found.seconds, found.nbytes_sent, found.messages) == (0.0, (0,), (0,))
+        assert algorithm.cost(1, 1024, ALPHA_S, BETA_S_PER_BYTE, GAMMA_S_PER_BYTE) == 0.0
+
+
+# Bytes that each rank sends, in units of the whole vector, where n ranks all send the same.
+SENT = {
+    ("allreduce", "ring"): lambda n: 2 * (n - 1) / n,
+    ("allreduce", "direct"): lambda n: 2 * (n - 1) / n,
+    ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
+    ("reduce_scatter", "direct"): lambda n: (n - 1) / n,
+    ("allgather", "ring"): lambda n: (n - 1) / n,
+    ("allgather", "bruck"): lambda n: (n - 1) / n,
+    ("allgather", "direct"): lambda n: (n - 1) / n,
+    ("alltoall", "pairwise"): lambda n: (n - 1) / n,
+    ("alltoall", "direct"): lambda n: (n - 1) / n,
+}
+SENT_BY_POWERS_OF_TWO = {
+    ("allreduce", "rabenseifner"): lambda n: 2 * (n - 1) / n,
+    ("allreduce", "recursive_doubling"): lambda n: n.bit_length() - 1,
+    ("reduce_scatter", "recursive_halving"): lambda n: (n - 1) / n,
+    ("allgather", "recursive_doubling"): lambda n: (n - 1) / n,
+    ("alltoall", "bruck"): lambda n: (n.bit_length() - 1) / 2,
+}
+
+
+@pytest.mark.parametrize(("collective", "name"), SENT)
+def test_every_rank_sends_the_bytes_of_the_theory(collective: str, name: str) -> None:
+    for size in SIZES:
+        nbytes = divisible(size, 1)
+        sent = price(find(collective, name), size, nbytes, UNIFORM).nbytes_sent
+        assert sent == (round(SENT[collective, name](size) * nbytes),) * size
+
+
+@pytest.mark.parametrize(("collective", "name"), SENT_BY_POWERS_OF_TWO)
+def test_every_rank_of_a_power_of_two_sends_the_bytes_of_the_theory(collective: str, name: str) -> None:
+    for size in (1, 2, 4, 8, 16, 32):
+        nbytes = divisible(size, 1)
+        sent = price(find(collective, name), size, nbytes, UNIFORM).nbytes_sent
+        assert sent == (round(SENT_BY_POWERS_OF_TWO[collective, name](size) * nbytes),) * size
+
+
+def test_no_rank_of_a_double_tree_sends_more_than_twice_the_vector() -> None:
+    for size, segments in product(SIZES[1:], (1, 4)):
+        nbytes = divisible(size, segments)
+        found = price(find("allreduce", "double_binary"), size, nbytes, UNIFORM, segments=segments)
+        assert max(found.nbytes_sent) <= 2 * nbytes
+        assert sum(found.nbytes_sent) == 2 * (size - 1) * nbytes, "one way up and one down every edge"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS["broadcast"])
+def test_a_broadcast_moves_the_vector_once_to_every_other_rank(name: str) -> None:
+    for size in SIZES:
+        nbytes = divisible(size, 2)
+        found = price(find("broadcast", name), size, nbytes, UNIFORM, root=size // 2, segments=2)
+        assert sum(found.nbytes_sent) == (size - 1) * nbytes
+
+
+def test_a_barrier_sends_messages_without_bytes() -> None:
+    found = price(find("barrier", "dissemination"), 5, 0, UNIFORM)
+    assert found.nbytes_sent == (0,) * 5
+    assert found.messages == (3,) * 5
+    assert found.seconds == pytest.approx(3 * ALPHA_S)
+
+
+def test_uneven_chunks_are_counted_as_they_are() -> None:
+    found = price(find("allgather", "ring"), 3, 60, UNIFORM, chunk_nbytes=(10, 0, 50))
+    # Rank r sends all chunks but the one that rank r + 1 has from the start.
+    assert found.nbytes_sent == (60 - 0, 60 - 50, 60 - 10)
+
+
+def test_bytes_that_do_not_divide_are_cut_as_partition_does() -> None:
+    found = price(find("reduce_scatter", "direct"), 4, 10, UNIFORM)
+    assert found.nbytes_sent == (10 - 3, 10 - 3, 10 - 2, 10 - 2)
+
+
+TWO_NODES = Topology(
+    ranks_per_node=4, intra=Link(1e-6, 1e-10), inter=Link(1e-5, 1e-9), gamma_s_per_byte=GAMMA_S_PER_BYTE
+)
+
+
+def test_a_ring_over_two_nodes_crosses_between_them_on_two_of_its_edges() -> None:
+    nbytes = 8000
+    found = price(find("allreduce", "ring"), 8, nbytes, TWO_NODES)
+    assert found.nbytes_between_nodes == 2 * (2 * 7 * nbytes // 8)
+
+
+def test_a_ring_over_two_nodes_goes_at_the_pace_of_the_link_between_them() -> None:
+    ring, nbytes = find("allreduce", "ring"), 80_000_000
+    slow = ring.cost(8, nbytes, 1e-5, 1e-9, GAMMA_S_PER_BYTE)
+    fast = ring.cost(8, nbytes, 1e-6, 1e-10, GAMMA_S_PER_BYTE)
+    found = price(ring, 8, nbytes, TWO_NODES).seconds
+    assert fast < found <= slow
+    assert found == pytest.approx(slow, rel=0.05)
+
+
+def test_ranks_of_one_node_do_not_feel_the_link_between_nodes() -> None:
+    ring, nbytes = find("allreduce", "ring"), 8000
+    inside = price(ring, 4, nbytes, TWO_NODES)
+    assert inside.nbytes_between_nodes == 0
+    assert inside.seconds == pytest.approx(ring.cost(4, nbytes, 1e-6, 1e-10, GAMMA_S_PER_BYTE), rel=ROUNDING)
+
+
+def test_recursive_doubling_leaves_the_node_in_one_round_only() -> None:
+    nbytes = 1000
+    found = price(find("allreduce", "recursive_doubling"), 8, nbytes, TWO_NODES)
+    assert found.nbytes_between_nodes == 8 * nbytes
+    near, far = 1e-6 + nbytes * 1e-10, 1e-5 + nbytes * 1e-9
+    assert found.seconds == pytest.approx(2 * near + far + 3 * nbytes * GAMMA_S_PER_BYTE, rel=ROUNDING)
+
+
+def test_a_double_tree_beats_a_ring_for_small_vectors_on_many_ranks_and_not_for_large_ones() -> None:
+    ring, tree = find("allreduce", "ring"), find("allreduce", "double_binary")
+    small, large = 1024, 64 * 1024 * 1024
+    assert price(tree, 64, small, UNIFORM).seconds < price(ring, 64, small, UNIFORM).seconds / 4
+    assert price(ring, 64, large, UNIFORM).seconds < price(tree, 64, large, UNIFORM, segments=32).seconds
+
+
+def planted(*steps_of_ranks: tuple[Step, ...]) -> Algorithm:
+    """A reduce whose schedules are given."""
+
+    def steps(rank: int, size: int) -> Steps:
+        yield from steps_of_ranks[rank]
+
+    return Algorithm("reduce", "planted", steps, lambda size, segments: 1, find("reduce", "binomial").bill)
+
+
+def test_a_message_waits_for_the_later_end() -> None:
+    receive_late = planted(
+        (Step((Send(2, (0,)),)),),
+        (Step((Send(2, (0,)),)),),
+        (Step((), (Receive(0, (0,), combine=True),)), Step((), (Receive(1, (0,), combine=True),))),
+    )
+    one = ALPHA_S + 100 * BETA_S_PER_BYTE + 100 * GAMMA_S_PER_BYTE
+    assert price(receive_late, 3, 100, UNIFORM).seconds == pytest.approx(2 * one)
+
+
+def test_a_port_takes_one_message_each_way_at_a_time() -> None:
+    exchange = planted(
+        (Step((Send(1, (0,)),), (Receive(1, (0,), combine=True),)),),
+        (Step((Send(0, (0,)),), (Receive(0, (0,), combine=True),)),),
+    )
+    one = ALPHA_S + 100 * BETA_S_PER_BYTE
+    assert price(exchange, 2, 100, UNIFORM).seconds == pytest.approx(one + 100 * GAMMA_S_PER_BYTE)
+    both_to_one = price(find("gather", "direct"), 3, 300, UNIFORM)
+    assert both_to_one.seconds == pytest.approx(2 * one)
+
+
+def test_a_schedule_that_never_ends_has_no_price() -> None:
+    with pytest.raises(ScheduleError, match="rank 0 never ends its step 0; `prove` says why"):
+        price(planted((Step((Send(1, (0,)),)),), ()), 2, 100, UNIFORM)

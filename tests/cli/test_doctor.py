@@ -1,0 +1,219 @@
+"""`hpcpar doctor`: what it finds, what it says to it, and that it works alone and among ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from hpcpar.cli import doctor
+from hpcpar.cli.doctor import Measurement, RankFacts, TorchFacts, Visit, judge, measure, print_report
+from hpcpar.comm import run_loopback
+from hpcpar.launch.cuda_awareness import CudaAwareness
+from hpcpar.launch.environment import RankInfo
+from hpcpar.units import GiB, MiB
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def facts(rank: int, node: int = 0, **others: object) -> RankFacts:
+    common = RankFacts(rank, node, f"node{node}", (0, 1, 2, 3), TorchFacts("2.13.0+cpu", 1, 0), 2 * GiB)
+    return replace(common, **others)  # type: ignore[arg-type]
+
+
+def visit(*ranks: RankFacts) -> Visit:
+    return Visit(
+        info=RankInfo(0, len(ranks), 0, len(ranks), 0, None, "hydra", "own"),
+        mpi={"library": "MPICH Version: 5.0.2", "standard": "5.0", "thread_level": "multiple"},
+        awareness=CudaAwareness(None, "not known"),
+        ranks=ranks,
+        measurements=(Measurement(8, 4e-6, 2000, True), Measurement(4 * MiB, 6e-4, 1000, True)),
+    )
+
+
+HEALTHY = visit(facts(0), facts(1))
+
+
+def test_a_healthy_job_has_nothing_to_mend() -> None:
+    assert judge(HEALTHY) == []
+
+
+ILLS: dict[str, tuple[Visit, str, str, bool]] = {
+    "wrong sum": (
+        replace(HEALTHY, measurements=(Measurement(8, 1e-6, 9, False),)),
+        "all-reduce of 8 B gave a wrong sum",
+        "do not train",
+        True,
+    ),
+    "no torch": (
+        visit(*(facts(r, torch=TorchFacts(problem="No module named 'torch'")) for r in range(2))),
+        "No module named 'torch'",
+        "pip install torch",
+        True,
+    ),
+    "old torch": (visit(*(facts(r, torch=TorchFacts("2.3.1", 1)) for r in range(2))), "2.3.1", "2.4", True),
+    "two torches": (
+        visit(facts(0), facts(1, torch=TorchFacts("2.12.0", 1))),
+        "2.12.0, 2.13.0+cpu",
+        "one environment",
+        True,
+    ),
+    "too many threads": (
+        visit(facts(0, torch=TorchFacts("2.13.0", 8)), facts(1, torch=TorchFacts("2.13.0", 8))),
+        "more threads than",
+        "OMP_NUM_THREADS=2",
+        False,
+    ),
+    "too many ranks": (
+        visit(*(facts(r, cores=(0, 1)) for r in range(3))),
+        "3 ranks on 2 cores",
+        "at most 2",
+        False,
+    ),
+    "forgotten srun": (
+        replace(
+            visit(facts(0)), info=RankInfo(0, 1, 0, 1, 0, None, "single", "none", "Slurm job 1 has 4 tasks")
+        ),
+        "Slurm job 1 has 4 tasks",
+        "srun",
+        True,
+    ),
+    "alone": (visit(facts(0)), "one process", "hpcpar run -n 2", False),
+    "one thread level": (
+        replace(HEALTHY, mpi={**HEALTHY.mpi, "thread_level": "funneled"}),
+        "one thread only (funneled)",
+        "THREAD_MULTIPLE",
+        False,
+    ),
+    "little shared memory": (
+        visit(*(facts(r, shared_memory_nbytes=64 * MiB) for r in range(2))),
+        "64.0 MiB",
+        "--shm-size",
+        False,
+    ),
+    "shared GPU": (
+        replace(
+            visit(*(facts(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(4))),
+            awareness=CudaAwareness(True, "MPICH_GPU_SUPPORT_ENABLED=1"),
+        ),
+        "4 ranks of this node share 2 GPUs",
+        "one rank per GPU",
+        False,
+    ),
+    "GPU and plain MPI": (
+        visit(*(facts(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(2))),
+        "device pointers is open",
+        "CUDA-aware MPI",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("ill", list(ILLS))
+def test_each_ill_is_found_alone_and_answered(ill: str) -> None:
+    patient, found, do, wrong = ILLS[ill]
+    (finding,) = judge(patient)
+    assert found in finding.found
+    assert do in finding.do
+    assert finding.wrong is wrong
+
+
+def test_ranks_bound_to_cores_of_their_own_are_not_too_many() -> None:
+    assert judge(visit(*(facts(r, cores=(r,)) for r in range(4)))) == []
+
+
+def test_wrong_things_come_before_notes() -> None:
+    ranks = [facts(r, cores=(0,), torch=TorchFacts(problem="broken")) for r in range(2)]
+    assert [finding.wrong for finding in judge(visit(*ranks))] == [True, False]
+
+
+def test_the_report_shows_library_nodes_cores_and_times() -> None:
+    text = io.StringIO()
+    two_nodes = visit(facts(0), facts(1), facts(2, node=1), facts(3, node=1))
+    print_report(Console(file=text, width=120), replace(two_nodes, findings=tuple(judge(two_nodes))))
+    for words in (
+        "MPICH 5.0.2 (MPI standard 5.0)",
+        "multiple",
+        "hydra",
+        "4 on 2 nodes",
+        "node0: rank 0-1 on 4 cores (0-3), sharing them",
+        "node1: rank 2-3",
+        "4.0 µs",
+        "4.0 MiB",
+        "10.49 GB/s",
+        "nothing to mend",
+    ):
+        assert words in text.getvalue(), words
+
+
+def test_a_missing_shared_memory_directory_is_no_finding(tmp_path: Path) -> None:
+    assert doctor.shared_memory_nbytes(str(tmp_path / "none")) is None
+    assert doctor.shared_memory_nbytes(str(tmp_path)) is not None
+
+
+@pytest.mark.parametrize("nbytes", [8, 4096])
+def test_the_check_finds_right_sums_and_the_same_time_on_all_ranks(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "CHECK_S", 0.02)
+    results = run_loopback(2, lambda comm: measure(comm, nbytes))
+    assert results[0] == results[1]
+    assert results[0].right
+    assert results[0].seconds > 0
+
+
+def test_the_check_notices_a_collective_that_sums_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CHECK_S", 0.01)
+
+    class Wrong:
+        """A communicator whose first sum forgets a rank."""
+
+        def __init__(self, comm: Communicator) -> None:
+            self.rank, self.size, self.barrier = comm.rank, comm.size, comm.barrier
+            self.allreduce: Callable[..., object] = self.first
+            self.true = comm.allreduce
+
+        def first(self, buffer: object) -> None:
+            self.allreduce = self.true
+
+    results = run_loopback(2, lambda comm: measure(Wrong(comm), 8))  # type: ignore[arg-type]
+    assert not results[0].right
+    assert not results[1].right
+
+
+def test_the_doctor_works_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcpar", "doctor"],
+        cwd=REPOSITORY,
+        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 on 1 node" in done.stdout
+    assert "this is one process" in done.stdout
+
+
+@pytest.mark.mpi
+def test_every_rank_of_a_job_comes_to_the_same_report(
+    world: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "CHECK_S", 0.05)
+    found = doctor.examine(world)
+    size, right = len(found.ranks), all(measurement.right for measurement in found.measurements)
+    everyone = world.allgather_object((size, right, found.measurements, found.findings))
+    assert all(answer == everyone[0] for answer in everyone)
+    assert everyone[0][:2] == (world.size, True)

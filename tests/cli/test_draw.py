@@ -1,0 +1,55 @@
+"""`hpcpar draw`."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcpar.algorithms import catalogue
+from hpcpar.algorithms.draw import draw
+from hpcpar.cli import main
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["draw", *arguments])
+    assert caught.value.code == status
+    captured = capsys.readouterr()
+    return captured.out if status == 0 else captured.err
+
+
+def test_a_name_alone_draws_the_first_collective_that_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = output(capsys, "ring", "--size", "4")
+    assert drawn.rstrip("\n") == draw(catalogue.find("allreduce", "ring"), 4).rstrip("\n")
+
+
+def test_the_collective_and_the_root_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = output(capsys, "binomial", "--size", "5", "--collective", "broadcast", "--root", "3")
+    assert drawn.rstrip("\n") == draw(catalogue.find("broadcast", "binomial"), 5, root=3).rstrip("\n")
+
+
+@pytest.mark.parametrize("collective", list(catalogue.ALGORITHMS))
+def test_every_algorithm_can_be_drawn(collective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in catalogue.ALGORITHMS[collective]:
+        assert output(capsys, name, "--size", "3", "--collective", collective).strip()
+
+
+def test_without_a_name_everything_there_is_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output(capsys).splitlines()
+    assert [line.split() for line in lines] == [
+        [collective, *algorithms] for collective, algorithms in catalogue.ALGORITHMS.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("rign",), "'rign'"),
+        (("ring", "--collective", "alltoall"), "alltoall"),
+        (("binomial", "--size", "4", "--root", "4"), "root 4 of 4 ranks"),
+        (("--collective", "sum"), "'sum'"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_there_is(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in output(capsys, *arguments, status=1)

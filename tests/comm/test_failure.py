@@ -1,0 +1,86 @@
+"""One rank fails in some way; the job must end soon, not with status 0, and say what happened."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np
+import hpcpar
+
+world = hpcpar.init(timeout_s=float(sys.argv[1]))
+values = np.ones(1000)
+for step in range(10**6):
+    values[:] = 1
+    world.allreduce(values)
+    if step == 50 and world.rank == 1:
+        {mistake}
+"""
+
+ENDS_WITHIN_S = 15
+
+
+@pytest.fixture
+def fail(tmp_path, run_ranks):
+    """Run three ranks of which rank 1 makes a mistake: (exit status, what was printed, seconds)."""
+
+    def run(mistake, *, timeout_s=600):
+        script = tmp_path / "script.py"
+        script.write_text(PROGRAM.replace("{mistake}", mistake))
+        started = time.monotonic()
+        done = run_ranks(3, str(script), str(timeout_s))
+        return done.returncode, done.stderr, time.monotonic() - started
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["hpcpar: rank 1 (pid", "was lost"]),
+        ("os._exit(0)", ["hpcpar: rank 1 (pid", "was lost"]),
+        ("raise ValueError('only here')", ["rank 1 of 3", "Traceback", "ValueError: only here"]),
+        (
+            "threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
+            ["rank 1 of 3", "ZeroDivisionError"],
+        ),
+        ("os.kill(os.getpid(), signal.SIGINT)", ["rank 1 of 3", "KeyboardInterrupt"]),
+        ("sys.exit(3)", ["PeerLeftError", "rank 1 came to the end of the program"]),
+        ("break", ["PeerLeftError", "rank 1 came to the end of the program"]),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job_and_is_named(fail, mistake, words):
+    status, printed, seconds = fail(mistake)
+    assert status != 0
+    assert seconds < ENDS_WITHIN_S
+    for word in words:
+        assert word in printed, printed
+
+
+def test_the_failing_ranks_traceback_comes_first(fail):
+    _, printed, _ = fail("raise ValueError('only here')")
+    told = [line for line in printed.splitlines() if line.startswith("hpcpar: rank")]
+    assert told[0].startswith("hpcpar: rank 1 of 3")
+    assert printed.index("ValueError: only here") < printed.find("MPI_Abort") or "MPI_Abort" not in printed
+
+
+@pytest.mark.parametrize("mistake", ["time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_a_rank_that_stalls_is_named_after_the_timeout(fail, mistake):
+    status, printed, seconds = fail(mistake, timeout_s=2)
+    assert status != 0
+    assert seconds < ENDS_WITHIN_S
+    assert "StallError" in printed
+    assert "rank 1 does not answer" in printed
+
+
+def test_ranks_that_end_at_different_times_without_waiting_for_each_other_end_well(tmp_path, run_ranks):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, hpcpar; world = hpcpar.init(); time.sleep(0.5 * world.rank); print('end')"
+    )
+    done = run_ranks(3, str(script))
+    assert (done.returncode, done.stdout.count("end")) == (0, 3), done.stderr
+    assert "lost" not in done.stderr

