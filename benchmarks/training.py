@@ -19,6 +19,7 @@ import ctypes
 import gc
 import json
 import platform
+import random
 import re
 import socket
 import statistics
@@ -105,8 +106,17 @@ class Result:
     def tokens_per_s(self) -> float:
         return self.tokens_per_step / self.median_s
 
+    def ratio_to(self, other: Result, steps_per_turn: int) -> float:
+        """How many times as long a step takes: median over turns, each beside the other's in time."""
+        turns = range(0, len(self.step_s), steps_per_turn)
+        return statistics.median(
+            statistics.median(self.step_s[start : start + steps_per_turn])
+            / statistics.median(other.step_s[start : start + steps_per_turn])
+            for start in turns
+        )
+
     def quartiles_s(self) -> tuple[float, float]:
-        first, _, third = statistics.quantiles(self.step_s, n=4)
+        first, _, third = statistics.quantiles(self.step_s, n=4, method="inclusive")
         return first, third
 
 
@@ -116,11 +126,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="5m", choices=PRESETS, help="size of the Llama (default: 5m)")
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a sequence (default: 128)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank (default: 8)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank (default: 4)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"))
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each peer (default: 10)")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each peer (default: 20)")
     parser.add_argument(
-        "--steps", type=int, default=4, help="timed steps in a turn, after an untimed one (default: 4)"
+        "--steps", type=int, default=2, help="timed steps in a turn, after an untimed one (default: 2)"
     )
     parser.add_argument(
         "--threads", type=int, default=0, help="torch threads per rank (default: cores / ranks here)"
@@ -257,8 +267,10 @@ def measure(bench: Bench) -> list[Result]:
     seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
     phases: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
     losses: dict[str, float] = {}
-    for turn in range(options.rounds):
-        for peer in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
+    order = random.Random(0)
+    for _ in range(options.rounds):
+        # The same order on all ranks, but never the same peer always after the same other.
+        for peer in order.sample(peers, len(peers)):
             peer.step()
             for _ in range(options.steps):
                 world.barrier()
@@ -304,6 +316,7 @@ def header(bench: Bench) -> dict[str, Any]:
         "dtype": options.dtype,
         "bucket_bytes": bench.bucket_bytes,
         "repeats": options.rounds * options.steps,
+        "steps_per_turn": options.steps,
         "mpi": facts["vendor"],
         "torch": torch.__version__,
         "hpcpar": hpcpar.__version__,
@@ -315,7 +328,10 @@ def report(about: dict[str, Any], results: list[Result], differences: dict[str, 
     print("# " + "  ".join(f"{key} {value}" for key, value in about.items()))
     agreement = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
     print(f"# checked: largest difference of parameters from one process after 3 steps: {agreement}")
-    print("# step: median (quartiles) of the slowest rank; phases: medians of rank 0; times in ms")
+    print(
+        "# step: median (quartiles) of the slowest rank; phases: medians of rank 0; times in ms; "
+        "/ x: ratio to x, turn by turn"
+    )
     titles = ["step", "quartiles", "tokens/s", "memory", *PHASES]
     names = [result.peer for result in results]
     print(
@@ -331,7 +347,7 @@ def report(about: dict[str, Any], results: list[Result], differences: dict[str, 
             f"{result.tokens_per_s:,.0f}",
             "n/a" if result.peak_nbytes is None else format_nbytes(result.peak_nbytes),
             *(f"{result.phases_s[phase] * 1e3:.1f}" for phase in PHASES),
-            *(f"{result.median_s / other.median_s:.3f}" for other in results),
+            *(f"{result.ratio_to(other, about['steps_per_turn']):.3f}" for other in results),
         ]
         print(f"{result.peer:<12}" + "".join(f"{cell:>14}" for cell in cells))
 
@@ -341,7 +357,8 @@ def write_json(
 ) -> None:
     with path.open("a", encoding="utf-8") as file:
         for result in results:
-            derived = {"median_s": result.median_s, "tokens_per_s": result.tokens_per_s}
+            ratios = {other.peer: result.ratio_to(other, about["steps_per_turn"]) for other in results}
+            derived = {"median_s": result.median_s, "tokens_per_s": result.tokens_per_s, "ratio_to": ratios}
             line = {**about, **asdict(result), **derived, "difference": differences[result.peer]}
             file.write(json.dumps(line) + "\n")
 

@@ -126,7 +126,7 @@ class _Promise:
                 yield from (("output", s, s * self.size + rank, 1 << s) for s in range(self.size))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
     """One rank on its way through its schedule."""
 
@@ -189,9 +189,8 @@ class _Interpreter:
         step = me.steps[me.at]
         self._check_step(me, step)
         for copy in step.copies:
-            for chunk, value in zip(
-                copy.into, self._read(me, "copies", copy.space, copy.chunks), strict=True
-            ):
+            values = self._read(me, "copies", copy.space, copy.chunks)
+            for chunk, value in zip(copy.into, values, strict=True):
                 self._write(me, copy.into_space, chunk, value)
         me.says = me.heard_of
         me.open = dict(enumerate((*step.sends, *step.receives)))
@@ -339,7 +338,7 @@ class _Interpreter:
             chain = chain[-1:]
             end = f", but rank {me.rank} has finished its schedule"
         else:
-            chain = chain[next(i for i, one in enumerate(chain) if one is me) :]
+            chain = chain[chain.index(me) :]
             end = ""
         waits = "; ".join(
             f"rank {one.rank} (step {one.at}) waits to {_described(next(iter(one.open.values())))}"

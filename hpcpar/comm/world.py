@@ -49,7 +49,7 @@ def init(*, timeout_s: float | None = None, check: bool | None = None) -> Commun
     with world.unchecked("start-up").split_by_node("node at start-up") as node:
         masks = node.unchecked("start-up").allgather_object(binding.affinity())
         transport.yield_at_once = binding.oversubscribed(node.size, masks)
-        guard = _guard(node, world.rank, settings, info)
+        guard = _guard(world, node, settings, info)
     _hook_failures(transport, watch, guard)
     world.traffic.reset()
     family.forget("node at start-up")
@@ -73,6 +73,7 @@ def _crosscheck(world: Communicator, info: RankInfo) -> None:
     from hpcpar.transport.mpi import library_facts
 
     here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
+    local_ranks = world.unchecked("start-up").allgather_object(info.local_rank)
     failure: LaunchError | None = None
     try:
         info = crosscheck.check_against_mpi(
@@ -84,6 +85,7 @@ def _crosscheck(world: Communicator, info: RankInfo) -> None:
             mpi_library=library_facts()["library"],
             host=socket.gethostname(),
             mpi_node=world.nodes[world.rank],
+            neighbours=[local_ranks[rank] for rank in here],
         )
     except LaunchError as error:
         failure = error
@@ -95,19 +97,20 @@ def _crosscheck(world: Communicator, info: RankInfo) -> None:
         log.warning(info.hint)
 
 
-def _guard(node: Communicator, rank: int, settings: Settings, info: RankInfo) -> sentinel.Guard:
+def _guard(world: Communicator, node: Communicator, settings: Settings, info: RankInfo) -> sentinel.Guard:
     """Join the node's sentinel, which the node's first rank starts; a rank alone has nobody to lose."""
-    if _hooks is not None or node.size == 1:
+    if _hooks is not None or world.size == 1:
         return sentinel.Guard()
     address = ""
     if node.rank == 0:
         address = sentinel.start(
             local_size=node.size,
+            nodes=len(set(world.nodes)),
             run_directory=settings.run_directory,
             end_command=sentinel.end_command_for(info.launcher),
         )
     address = node.unchecked("start-up").broadcast_object(address)
-    return sentinel.Guard.connect(address, rank=rank)
+    return sentinel.Guard.connect(address, rank=world.rank)
 
 
 def _hook_failures(transport: MpiTransport, watch: Watch, guard: sentinel.Guard) -> None:

@@ -102,15 +102,12 @@ class DistributedOptimizer(Optimizer):
         """
         if closure is None:
             self._ensure_synchronized()
-            return self.inner.step()
-
-        def averaged_closure() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._ensure_synchronized()
-            return self._average_loss(loss)
-
-        return self.inner.step(averaged_closure)
+            outcome = self.inner.step()
+        else:
+            outcome = self.inner.step(lambda: self._averaged(closure))
+        # One synchronization for each step, also where a rank's next backward brings no gradient.
+        self._synchronizer.synchronized = False
+        return outcome
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; averages still under way are awaited first.
@@ -185,7 +182,11 @@ class DistributedOptimizer(Optimizer):
         if not self._synchronizer.synchronized:
             self._synchronizer.synchronize()
 
-    def _average_loss(self, loss: Any) -> Any:
+    def _averaged(self, closure: Callable[[], Any]) -> Any:
+        """Run the closure; leave average gradients, and return the average loss in the type it gave."""
+        with torch.enable_grad():
+            loss = closure()
+        self._ensure_synchronized()
         mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(1)
         self.dp_comm.allreduce(mean, "average")
         return mean[0].to(loss.dtype) if isinstance(loss, Tensor) else mean.item()

@@ -7,6 +7,7 @@ model, each alone. `check_against_mpi` refuses it and says what to type instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -24,12 +25,16 @@ def check_against_mpi(
     mpi_library: str,
     host: str,
     mpi_node: int | None = None,
+    neighbours: Sequence[int | None] | None = None,
 ) -> RankInfo:
     """The launcher's word completed by MPI's, or LaunchError where the two disagree.
 
     mpi_local_rank, mpi_local_size   from a shared-memory split of MPI_COMM_WORLD
     mpi_library                      what MPI_Get_library_version says
     mpi_node                         index of this rank's node by MPI's count, if known
+    neighbours                       what the launcher told the ranks of the same shared memory as their
+                                     local ranks, in MPI's order: any order of 0 to n-1 is as good as MPI's
+                                     (Open MPI deals ranks out anew when there are more than cores)
 
     A launcher that is not in our table ("single" by the variables, several ranks by MPI) is
     taken at MPI's word.
@@ -53,7 +58,8 @@ def check_against_mpi(
         mpi_local_rank if info.local_rank is None else info.local_rank,
         mpi_local_size if info.local_size is None else info.local_size,
     )
-    if local != (mpi_local_rank, mpi_local_size):
+    reordered = neighbours is not None and sorted(map(str, neighbours)) == sorted(map(str, range(local[1])))
+    if local[1] != mpi_local_size or not (reordered or local[0] == mpi_local_rank):
         _refuse(
             where,
             f"local rank {local[0]} of {local[1]}",
@@ -63,7 +69,7 @@ def check_against_mpi(
         )
     return replace(
         info,
-        local_rank=mpi_local_rank,
+        local_rank=local[0],
         local_size=mpi_local_size,
         node=mpi_node if info.node is None else info.node,
     )

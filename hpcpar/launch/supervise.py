@@ -111,7 +111,6 @@ def environ_for(environ: Mapping[str, str], run_directory: str, *, is_root: bool
     """
     job = dict(environ)
     job["HPCPAR_RUN_DIRECTORY"] = run_directory
-    job.setdefault("PYTHONUNBUFFERED", "1")  # a rank that is killed takes what it buffered with it
     job.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
     job.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     if is_root:
@@ -146,7 +145,7 @@ def run(
     command = command_for(
         n, argv, environ, which, launcher=launcher, options=options, wheel=installed_wheel()
     )
-    with tempfile.TemporaryDirectory(prefix="hpcpar-run-") as run_directory:
+    with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
         say(f"hpcpar run: {shlex.join(command)}")
         process = subprocess.Popen(
             command, env=environ_for(environ, run_directory, is_root=os.geteuid() == 0)

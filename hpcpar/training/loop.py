@@ -118,7 +118,7 @@ class Run:
         seconds = 0.0
         with ExitStack() as stack:
             metrics = self._open_metrics(stack)
-            timeline = Timeline(self.comm) if output.timeline_steps else None
+            timeline = Timeline(self.comm) if output.timeline_steps and self._steps_left else None
             for start, stop in self._stretches():
                 start_s = time.perf_counter()
                 loss = self._steps(start, stop, metrics)
@@ -334,12 +334,12 @@ class Run:
         config, shards = self.config, self.data.shards
         total = config.train.steps * self.tokens_per_step
         self._say(
-            f"{self.comm.size} ranks ({self.mesh.layout}), {torch.get_num_threads()} threads each, "
-            f"on {self.device}\n"
-            f"model {config.model.preset}: {self.model.config.parameters():,} parameters\n"
-            f"text: {len(shards.train):,} tokens to learn from, {len(shards.held_out):,} held out\n"
-            f"{config.train.steps} steps of {config.train.global_batch} × {config.train.sequence} tokens: "
-            f"{total:,} tokens, {total / len(shards.train):.2f} of the text"
+            f"ranks: {self.comm.size} ({self.mesh.layout}), torch threads on each: "
+            f"{torch.get_num_threads()}, on {self.device}\n"
+            f"model: {config.model.preset}, {self.model.config.parameters():,} parameters\n"
+            f"text:  {len(shards.train):,} tokens to learn from, {len(shards.held_out):,} held out\n"
+            f"steps: {config.train.steps} of {config.train.global_batch} × {config.train.sequence} tokens, "
+            f"{total:,} in all, {total / len(shards.train):.2f} of the text"
         )
 
     def _leave_reports(self, outcome: Outcome) -> None:

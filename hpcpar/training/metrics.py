@@ -144,12 +144,16 @@ def draw_losses(records: Sequence[Mapping[str, Any]], path: Path, *, vocabulary:
     if trained:
         steps, losses = zip(*trained, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-        axes.plot(steps, running_mean(losses, 0.95), color="tab:blue", label="training")
+        axes.plot(steps, running_mean(losses, 0.9), color="tab:blue", label="training")
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, "o-", color="tab:orange", label="held out")
         axes.annotate(
-            f"{losses[-1]:.3f}", (steps[-1], losses[-1]), textcoords="offset points", xytext=(-4, 8)
+            f"{losses[-1]:.3f}",
+            (steps[-1], losses[-1]),
+            textcoords="offset points",
+            xytext=(4, 8),
+            ha="right",
         )
     axes.axhline(
         math.log(vocabulary), color="grey", linestyle=":", label=f"ln({vocabulary}), knowing nothing"

@@ -172,6 +172,20 @@ def test_unused_parameters_are_not_decayed() -> None:
     assert run_loopback(2, body) == [0.0, 0.0]
 
 
+def test_every_step_synchronizes_once_though_a_rank_has_no_new_gradient() -> None:
+    def body(comm: Communicator) -> list[float]:
+        model = linear()
+        optimizer = distributed(model, comm)
+        for step in range(3):
+            if comm.rank == step % 2:
+                model.bias.sum().backward()
+            optimizer.step()
+        return model.bias.grad.tolist()
+
+    # 1/2 after the first step; each later one adds 1 on one of the two ranks.
+    assert run_loopback(2, body, timeout_s=20) == [[1.5, 1.5]] * 2
+
+
 def test_a_closure_takes_the_same_path_on_every_rank() -> None:
     target = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 

@@ -19,7 +19,7 @@ SLURM = RankInfo(2, 4, 0, 2, 1, ("node1", "node2"), "slurm", "none")
 HYDRA = RankInfo(2, 4, 0, 2, None, None, "hydra", "own")
 
 
-def check(info: RankInfo, library: str = MPICH, **mpi: int | None) -> RankInfo:
+def check(info: RankInfo, library: str = MPICH, **mpi: object) -> RankInfo:
     said = {"mpi_rank": 2, "mpi_size": 4, "mpi_local_rank": 0, "mpi_local_size": 2}
     return check_against_mpi(info, mpi_library=library, host="node2", **{**said, **mpi})  # type: ignore[arg-type]
 
@@ -32,6 +32,16 @@ def singleton(info: RankInfo, library: str) -> str:
 
 def test_agreement_returns_what_the_launcher_said() -> None:
     assert check(SLURM) == SLURM
+
+
+def test_local_ranks_in_another_order_than_mpis_are_no_disagreement() -> None:
+    assert check(SLURM, mpi_local_rank=1, neighbours=[1, 0]) == SLURM
+
+
+@pytest.mark.parametrize("neighbours", [[0, 0], [0, 2], [0, None]])
+def test_local_ranks_that_are_no_order_of_the_node_s_ranks_are_refused(neighbours: list[int | None]) -> None:
+    with pytest.raises(LaunchError, match="local rank 0 of 2"):
+        check(SLURM, mpi_local_rank=1, neighbours=neighbours)
 
 
 def test_mpi_fills_in_what_the_launcher_leaves_open() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import LAUNCHERS, RankInfo, detect
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
 
 # As recorded from `srun --mpi=… -N2 --ntasks-per-node=2` of Slurm 22.05, task 3.
 STEP = {
@@ -137,3 +142,14 @@ def test_a_rank_beyond_the_size_is_an_error_that_names_both() -> None:
 def test_every_launcher_of_the_table_is_told_by_a_marker_that_no_other_sets() -> None:
     markers = [launcher.marker for launcher in LAUNCHERS]
     assert len(set(markers)) == len(markers)
+
+
+@pytest.mark.mpi
+def test_the_variables_and_mpi_agree_on_rank_size_and_node(world: Communicator) -> None:
+    info = detect()
+    here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
+    found = world.allgather_object((info.rank, info.size, info.local_rank, info.local_size))
+    truth = world.allgather_object((world.rank, world.size, here.index(world.rank), len(here)))
+    for (rank, size, *local), (true_rank, true_size, *true_local) in zip(found, truth, strict=True):
+        assert (rank, size) == (true_rank, true_size)
+        assert all(said in (None, true) for said, true in zip(local, true_local, strict=True))

@@ -147,7 +147,7 @@ def test_open_mpi_may_start_more_ranks_than_cores_and_as_root_only_where_we_are(
 
 
 def test_what_the_user_has_set_stays() -> None:
-    mine = {"PRTE_MCA_rmaps_default_mapping_policy": "node", "PYTHONUNBUFFERED": ""}
+    mine = {"PRTE_MCA_rmaps_default_mapping_policy": "node", "OMPI_ALLOW_RUN_AS_ROOT": "0"}
     job = environ_for(mine, "/tmp/r", is_root=True)
     assert {name: job[name] for name in mine} == mine
 

@@ -178,8 +178,8 @@ def test_only_rank_0_reports_and_tells_sizes_progress_traffic_and_files(config_o
     said, nothing = [console.file.getvalue() for console in consoles]  # type: ignore[attr-defined]
     assert nothing == ""
     for expected in (
-        "2 ranks (dp=2)",
-        "8 steps of 5 × 16 tokens",
+        "ranks: 2 (dp=2)",
+        "steps: 8 of 5 × 16 tokens",
         "step 8/8",
         "Traffic of 2 ranks",
         "loss.png",
