@@ -16,7 +16,7 @@ from hpcpar.data import Dataset, Sampler, prepare
 from hpcpar.models import Llama, LlamaConfig, next_token_loss
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-SEQUENCE, GLOBAL_BATCH = 128, 16
+SEQUENCE, BATCH = 128, 8  # sequences of this many tokens, on each rank
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
 
     text = prepare(world, cache_directory="runs/cache").shards.train
     dataset = Dataset(text, SEQUENCE)
-    sampler = Sampler(len(text), SEQUENCE, GLOBAL_BATCH)
+    sampler = Sampler(len(text), SEQUENCE, global_batch=BATCH * world.size)
 
     model = Llama(LlamaConfig.preset("tiny"))
     hpcpar.broadcast_parameters(model, world)

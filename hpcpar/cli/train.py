@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpcpar.errors import CheckpointError, ConfigError, DataError, HpcparError, LayoutError, PeerFailedError
+from hpcpar.errors import CheckpointError, ConfigError, DataError, LayoutError, PeerFailedError
 
 CANNOT_WORK = 2
 """Exit status when the run was asked for in a way that cannot work."""
@@ -41,12 +41,7 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
     except (CheckpointError, ConfigError, DataError, LayoutError, PeerFailedError) as error:
         # Every rank has met the same error, so one of them says it and all leave.
         if world.rank == 0:
-            click.echo(f"hpcpar train: {_what_went_wrong(error, world.size)}", err=True)
+            click.echo(f"hpcpar train: {error}", err=True)
         return CANNOT_WORK
     run.train()
     return 0
-
-
-def _what_went_wrong(error: HpcparError, size: int) -> str:
-    """The error's words; on one rank, what it met rather than that "rank 0" could not go on."""
-    return str(error.__cause__ if size == 1 and isinstance(error.__cause__, HpcparError) else error)
