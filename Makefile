@@ -69,8 +69,9 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	$(BIN)/hpcpar run -n $(RANKS) benchmarks/collectives.py
-	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py
+	mkdir -p benchmarks/results
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/collectives.py --json benchmarks/results/collectives-$(RANKS).jsonl
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --json benchmarks/results/training-$(RANKS).jsonl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -99,6 +99,16 @@ class Caller(ABC):
         self.rank = transport.rank
         self.size = transport.size
 
+    def algorithm_for(
+        self, collective: str, nbytes: int, *, uneven: bool = False, named: str | None = None
+    ) -> str:
+        """Name of the algorithm that a collective of `nbytes`, of the whole array, would run by.
+
+        uneven   the ranks' pieces are not equally large
+        named    what the caller of the collective would ask for
+        """
+        return choose(collective, nbytes, uneven=uneven, named=named, overrides=self._family.overrides).name
+
     @abstractmethod
     def _require_same(self, description: str) -> None:
         """Raise MismatchError on every rank unless all pass the same description."""

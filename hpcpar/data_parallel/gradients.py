@@ -97,7 +97,7 @@ class GradientSynchronizer:
     def expected_nbytes(self, synchronizations: int = 1) -> int:
         """Bytes that all ranks together send for so many synchronizations, by theory."""
         return expected_nbytes(
-            self.buckets, self.dp_comm.size, synchronizations=synchronizations, algorithm=self.algorithm
+            self.dp_comm, self.buckets, synchronizations=synchronizations, algorithm=self.algorithm
         )
 
     @property

@@ -4,43 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from hpcpar.comm.select import choose
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.errors import OperationError
 
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
 
-def allreduce_nbytes(nbytes: int, size: int, *, algorithm: str | None = None) -> int:
-    """Bytes that all ranks together send in one all-reduce of S = `nbytes`, whatever the remainders.
+
+def allreduce_nbytes(comm: Communicator, nbytes: int, *, algorithm: str | None = None) -> int:
+    """Bytes that all ranks of `comm` send in one all-reduce of S = `nbytes`, whatever the remainders.
 
     2(p-1)S                for ring, direct, both kinds of tree, anything on two ranks: no byte twice
     m·log₂m·S + 2(p-m)S    recursive doubling, m the largest power of two up to p
     2(m-1)S + 2(p-m)S      Rabenseifner
 
-    algorithm   None = the one that a communicator chooses for this many bytes
+    algorithm   None = the one that the communicator chooses for this many bytes
     """
-    if algorithm is None:
-        algorithm = choose("allreduce", nbytes, uneven=False, named=None, overrides={}).name
+    size = comm.size
+    name = comm.algorithm_for("allreduce", nbytes, named=algorithm)
     members = 1 << (size.bit_length() - 1)
     folded = 2 * (size - members)
-    match algorithm:
+    match name:
         case "ring" | "direct" | "binomial" | "double_binary":
             return 2 * (size - 1) * nbytes
         case "recursive_doubling":
             return (members * (members.bit_length() - 1) + folded) * nbytes
         case "rabenseifner":
             return (2 * (members - 1) + folded) * nbytes
-    raise OperationError(f"no theory of the bytes of an allreduce by {algorithm!r}")
+    raise OperationError(f"no theory of the bytes of an allreduce by {name!r}")
 
 
 def expected_nbytes(
+    comm: Communicator,
     buckets: Iterable[Bucket],
-    size: int,
     *,
     synchronizations: int = 1,
     algorithm: str | None = None,
 ) -> int:
-    """Bytes that all ranks together send to average these buckets of gradients so many times.
+    """Bytes that all ranks of `comm` together send to average these buckets of gradients so many times.
 
     Per synchronization every bucket is all-reduced once, and a map with one bit for each parameter;
     inner microbatches send nothing, so synchronizations are optimizer steps.
@@ -50,7 +53,7 @@ def expected_nbytes(
     if not parameters:
         return 0
     messages = [*(bucket.nbytes for bucket in held), usage_map_nbytes(parameters)]
-    return synchronizations * sum(allreduce_nbytes(nbytes, size, algorithm=algorithm) for nbytes in messages)
+    return synchronizations * sum(allreduce_nbytes(comm, nbytes, algorithm=algorithm) for nbytes in messages)
 
 
 def usage_map_nbytes(parameters: int) -> int:

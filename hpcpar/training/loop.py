@@ -327,7 +327,7 @@ class Run:
         return {
             (dp.name, "allreduce"): self.optimizer.expected_nbytes(self._steps_left),
             (dp.name, "broadcast"): (dp.size - 1) * sum(p.nbytes for p in self.model.parameters()),
-            (losses.name, "allreduce"): sum(allreduce_nbytes(n, losses.size) for n in losses_nbytes),
+            (losses.name, "allreduce"): sum(allreduce_nbytes(losses, n) for n in losses_nbytes),
         }
 
     def _announce(self) -> None:
