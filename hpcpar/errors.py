@@ -55,5 +55,9 @@ class DataError(HpcparError, RuntimeError):
     """Training data that is missing, empty or not readable."""
 
 
+class DivergenceError(HpcparError, RuntimeError):
+    """Training whose loss is no longer a finite number."""
+
+
 class CheckpointError(HpcparError, RuntimeError):
     """A checkpoint that is missing, incomplete, damaged or of another model."""

@@ -103,11 +103,16 @@ def program_for(argv: Sequence[str], which: Which, executable: str = sys.executa
     return list(argv)
 
 
-def environ_for(environ: Mapping[str, str], run_directory: str, *, is_root: bool) -> dict[str, str]:
+def environ_for(
+    environ: Mapping[str, str], run_directory: str, *, is_root: bool, terminal_columns: int | None = None
+) -> dict[str, str]:
     """The job's environment: the caller's, and what lets every MPI start here.
 
+    terminal_columns   width of the terminal that the ranks' output ends up on, if it does
+
     Open MPI refuses to run as root and to start more ranks than cores unless it is told otherwise;
-    the other MPIs do not look at these variables.
+    the other MPIs do not look at these variables. The launcher hands the ranks a pipe even where
+    its own output is a terminal, so progress bars (rich) must be told that they may draw.
     """
     job = dict(environ)
     job["HPCPAR_RUN_DIRECTORY"] = run_directory
@@ -117,6 +122,10 @@ def environ_for(environ: Mapping[str, str], run_directory: str, *, is_root: bool
         for name in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
             job.setdefault(name, "1")
             job.setdefault(f"{name}_CONFIRM", "1")
+    if terminal_columns is not None:
+        job.setdefault("TTY_COMPATIBLE", "1")
+        job.setdefault("TTY_INTERACTIVE", "1")
+        job.setdefault("COLUMNS", str(terminal_columns))
     return job
 
 
@@ -147,9 +156,13 @@ def run(
     )
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
         say(f"hpcpar run: {shlex.join(command)}")
-        process = subprocess.Popen(
-            command, env=environ_for(environ, run_directory, is_root=os.geteuid() == 0)
+        job_environ = environ_for(
+            environ,
+            run_directory,
+            is_root=os.geteuid() == 0,
+            terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
         )
+        process = subprocess.Popen(command, env=job_environ)
         with forwarding(process):
             status = process.wait()
         status = status if status >= 0 else 128 - status

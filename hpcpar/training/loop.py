@@ -25,7 +25,7 @@ from hpcpar.checkpoint import latest, load, save
 from hpcpar.comm import Communicator
 from hpcpar.data import Dataset, Sampler
 from hpcpar.data_parallel import allreduce_nbytes
-from hpcpar.errors import ConfigError, DataError, HpcparError
+from hpcpar.errors import ConfigError, DataError, DivergenceError
 from hpcpar.mesh import Mesh
 from hpcpar.partition import bounds
 from hpcpar.training.build import build_model, build_optimizer, place_on_hardware, prepare_data
@@ -224,7 +224,7 @@ class Run:
     def _require_finite(self, start: int, losses: Tensor) -> None:
         broken = torch.nonzero(~losses.isfinite()).flatten().tolist()
         if broken:
-            raise HpcparError(
+            raise DivergenceError(
                 f"the loss of step {start + broken[0]} is {losses[broken[0]].item()}, and nothing can be "
                 f"learnt from there on; lower optimizer.learning_rate "
                 f"(now {self.config.optimizer.learning_rate}), "

@@ -259,3 +259,10 @@ sys.exit(supervise.run(1, ["x.py"], say=lambda line: None))
     finally:
         process.stdout.close()
         process.kill()
+
+
+def test_ranks_may_draw_progress_bars_where_their_output_ends_on_a_terminal() -> None:
+    job = environ_for({}, "/tmp/r", is_root=False, terminal_columns=123)
+    assert (job["TTY_COMPATIBLE"], job["TTY_INTERACTIVE"], job["COLUMNS"]) == ("1", "1", "123")
+    assert "TTY_INTERACTIVE" not in environ_for({}, "/tmp/r", is_root=False)
+    assert environ_for({"COLUMNS": "80"}, "/tmp/r", is_root=False, terminal_columns=123)["COLUMNS"] == "80"

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.errors import ConfigError, DataError, HpcparError, LayoutError, PeerFailedError
+from hpcpar.errors import ConfigError, DataError, DivergenceError, LayoutError, PeerFailedError
 from hpcpar.training import Config, Outcome, Run, parse
 from hpcpar.training.loop import is_due, move_aside, stretches
 from hpcpar.training.metrics import records_of
@@ -222,7 +222,7 @@ def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(config_of: MakeConf
         run = Run(config_of(), comm)
         with torch.no_grad():
             next(run.model.parameters()).fill_(math.nan)
-        with pytest.raises(HpcparError, match="the loss of step 0 is nan") as caught:
+        with pytest.raises(DivergenceError, match="the loss of step 0 is nan") as caught:
             run.train()
         return str(caught.value)
 
