@@ -22,7 +22,7 @@ FAREWELL_POLL_S = 0.01
 
 
 class FailureHooks:
-    """Installed once per process by `hpcpar.init()`.
+    """Installed once per process by `hpcpar.init()`; a forked child is no rank, and is left alone.
 
     An uncaught exception, in any thread, prints its traceback under the rank's name, tells the
     node's sentinel why, and aborts the job with status 1 (130 after Ctrl-C).
@@ -32,6 +32,7 @@ class FailureHooks:
         self._transport = transport
         self._watch = watch
         self._guard = guard
+        self._pid = os.getpid()
 
     def install(self) -> None:
         sys.excepthook = self._on_exception
@@ -41,10 +42,14 @@ class FailureHooks:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._pid:
+            sys.__excepthook__(kind, error, trace)
+            return
         self._end_job(kind, error, trace)
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
-        if issubclass(arguments.exc_type, SystemExit):
+        if issubclass(arguments.exc_type, SystemExit) or os.getpid() != self._pid:
+            threading.__excepthook__(arguments)
             return
         self._end_job(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
 
@@ -68,6 +73,8 @@ class FailureHooks:
         A rank that ends early is thereby found out by those who still wait for it (PeerLeftError),
         instead of all hanging in MPI_Finalize.
         """
+        if os.getpid() != self._pid:
+            return
         everybody_is_here = self._transport.farewell()
         while not everybody_is_here.test():
             self._watch.leave()

@@ -186,7 +186,12 @@ class MpiTransport:
         return self._control.receive()
 
     def farewell(self) -> Exchange:
-        """Collective, without waiting: complete once every rank of the job has come to its end."""
+        """Collective, without waiting: complete once every rank of the job has come to its end.
+
+        Complete at once where the program has called MPI_Finalize itself, which waits for all.
+        """
+        if MPI.Is_finalized():
+            return _Exchange([], [], 0, keep_lengths=False)
         return self._control.farewell()
 
     def abort(self, status: int) -> None:

@@ -84,3 +84,34 @@ def test_ranks_that_end_at_different_times_without_waiting_for_each_other_end_we
     done = run_ranks(3, str(script))
     assert (done.returncode, done.stdout.count("end")) == (0, 3), done.stderr
     assert "lost" not in done.stderr
+
+
+def test_forked_children_that_fail_or_end_do_not_end_the_job(tmp_path, run_ranks):
+    """As a data loader's workers do."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, hpcpar, multiprocessing; import numpy as np\n"
+        "world = hpcpar.init()\n"
+        "for work in (lambda: 1 / 0, lambda: sys.exit(5)):\n"
+        "    child = multiprocessing.get_context('fork').Process(target=work)\n"
+        "    child.start()\n"
+        "    child.join(20)\n"
+        "    total = world.allreduce(np.array([child.exitcode]))\n"
+        "    print('children', int(total[0]))\n"
+    )
+    done = run_ranks(2, str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count("2") == done.stdout.split().count("10") == 2
+
+
+def test_the_exit_status_that_all_ranks_choose_is_the_jobs(tmp_path, run_ranks):
+    script = tmp_path / "script.py"
+    script.write_text("import sys, hpcpar; hpcpar.init(); sys.exit(3)")
+    assert run_ranks(2, str(script)).returncode == 3
+
+
+def test_a_program_may_finalize_mpi_itself(tmp_path, run_ranks):
+    script = tmp_path / "script.py"
+    script.write_text("import hpcpar; hpcpar.init(); from mpi4py import MPI; MPI.Finalize()")
+    done = run_ranks(2, str(script))
+    assert (done.returncode, done.stderr) == (0, "")
