@@ -149,7 +149,7 @@ def test_the_variables_and_mpi_agree_on_rank_size_and_node(world: Communicator) 
     info = detect()
     here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
     found = world.allgather_object((info.rank, info.size, info.local_rank, info.local_size))
-    truth = world.allgather_object((world.rank, world.size, here.index(world.rank), len(here)))
-    for (rank, size, *local), (true_rank, true_size, *true_local) in zip(found, truth, strict=True):
-        assert (rank, size) == (true_rank, true_size)
-        assert all(said in (None, true) for said, true in zip(local, true_local, strict=True))
+    assert [(rank, size) for rank, size, _, _ in found] == [(rank, world.size) for rank in range(world.size)]
+    # In any order: Open MPI deals local ranks out anew where there are more ranks than cores.
+    assert sorted(found[rank][2] for rank in here) == list(range(len(here)))
+    assert {local_size for _, _, _, local_size in found} <= {None, len(here)}
