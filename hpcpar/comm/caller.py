@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +13,20 @@ import numpy as np
 
 from hpcpar import partition
 from hpcpar.algorithms.step import Space
-from hpcpar.comm.accounting import Trace, Traffic
-from hpcpar.comm.operation import Offsets, Operation, Plan, ScratchPool, plan
+from hpcpar.comm.accounting import Trace, Traffic, TrafficRow
+from hpcpar.comm.compiled import LANE_TAGS, LARGEST_NBYTES, Lane, LaneGroup, Lanes
+from hpcpar.comm.operation import BoundStep, LooseStep, Offsets, Operation, Plan, ScratchPool, plan
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
 from hpcpar.comm.select import choose, segments_for
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
-from hpcpar.transport.buffers import Binding, HostBuffer, bind
+from hpcpar.transport.buffers import Binding, HostBuffer, bind, fingerprint
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Transport
 
 Spaces = dict[Space, HostBuffer]
+
+MOST_RECIPES = 1024
 
 NOTHING = HostBuffer(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8), "uint8", 1)
 """What a barrier communicates."""
@@ -67,6 +70,8 @@ class Call:
     """One collective as it is being asked for.
 
     described   what all ranks must agree on, beside the collective's name, root and algorithm
+    key         what a blocking call with the same meaning on the same memory would have, too; None if
+                nothing can be remembered of it
     """
 
     collective: str
@@ -74,11 +79,53 @@ class Call:
     root: int | None = None
     algorithm: str | None = None
     described: str = ""
+    key: Hashable = None
 
     def __str__(self) -> str:
         root = "" if self.root is None else f", root={self.root}"
         algorithm = "" if self.algorithm is None else f", algorithm={self.algorithm}"
         return f"{self.collective}({self.described}{root}{algorithm})"
+
+
+class Recipe:
+    """All that was worked out for a call, without a reference to the arrays that it was worked out for."""
+
+    def __init__(
+        self,
+        collective: str,
+        op: str,
+        group: LaneGroup,
+        planned: Plan,
+        spaces: Spaces,
+        first: tuple[HostBuffer, HostBuffer] | None,
+        averaged: HostBuffer | None,
+        size: int,
+        account: TrafficRow,
+    ) -> None:
+        self.collective = collective
+        self.op = op
+        self.group = group
+        self.planned = planned
+        self.spaces = spaces
+        self.address = tuple(buffer.address for buffer in spaces.values())
+        self.account = account
+        self.first = first
+        self.operations: dict[int, Operation] = {}
+        self._averaged = averaged
+        self._size = size
+        itemsize = next((buffer.itemsize for buffer in spaces.values()), 0)
+        self._sent = planned.sent * itemsize
+        self._received = planned.received * itemsize
+
+    def ended(self, operation: Operation) -> None:
+        """What is to be done when the operation is over."""
+        if self._averaged is not None:
+            finish(self.op, self._averaged, self._size)
+        account = self.account
+        account.calls += 1
+        account.messages += self.planned.messages
+        account.nbytes_sent += self._sent
+        account.nbytes_received += self._received
 
 
 class Caller(ABC):
@@ -94,6 +141,8 @@ class Caller(ABC):
         self._family = family
         self._checked = family.check
         self._label: str | None = None
+        self._lanes = Lanes(LANE_TAGS, COLLECTIVE_TAGS - LANE_TAGS)
+        self._recipes: dict[Hashable, Recipe] = {}
         self._calls = [0]  # shared with unchecked copies, so that every call has a tag of its own
         self.name, self.traffic = family.register(name)
         self.rank = transport.rank
@@ -138,6 +187,8 @@ class Caller(ABC):
         result: Callable[[], Any],
         *,
         uneven: bool = False,
+        same_everywhere: bool = True,
+        first: tuple[HostBuffer, HostBuffer] | None = None,
         averaged: HostBuffer | None = None,
         write_back: Callable[[], None] | None = None,
     ) -> Handle:
@@ -145,9 +196,13 @@ class Caller(ABC):
 
         offsets      where the chunks of each space start; None: as the algorithm cuts the data
         uneven       the pieces of the ranks are not equally large
+        same_everywhere  every rank passes the same offsets, so that calls can be told apart by them
+        first        (target, source) of a copy to begin with
         averaged     what an average divides at the end
         write_back   brings a result from host memory to where the caller has it
         """
+        if first is not None:
+            fill(*first)
         whole = next(iter(spaces.values()), NOTHING)
         nbytes = whole.octets.size
         algorithm = choose(
@@ -167,7 +222,82 @@ class Caller(ABC):
             if write_back is not None:
                 write_back()
 
-        return self._go(call.collective, planned, spaces, result, on_done, op=call.op, by=algorithm.name)
+        lane = None
+        if self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:
+            signature = (call.collective, algorithm.name, call.root, call.op, whole.dtype, cut)
+            group = self._lanes.group(signature, planned, nbytes, whole.itemsize, self._family.progress.wait)
+            lane = self._lanes.next(group)
+            if call.key is not None:
+                self._remember(call, group, planned, spaces, first, averaged)
+        return self._go(
+            call.collective, planned, spaces, result, on_done, op=call.op, by=algorithm.name, lane=lane
+        )
+
+    def _remember(
+        self,
+        call: Call,
+        group: LaneGroup,
+        planned: Plan,
+        spaces: Spaces,
+        first: tuple[HostBuffer, HostBuffer] | None,
+        averaged: HostBuffer | None,
+    ) -> None:
+        """Keep what was worked out for this call, so that its like need not work it out again."""
+        if len(self._recipes) >= MOST_RECIPES:
+            self._recipes.clear()
+        self._recipes[call.key] = Recipe(
+            call.collective,
+            call.op,
+            group,
+            planned,
+            # The caller's arrays are to be free to go; the work space is nobody's but ours.
+            {space: buffer if space == "work" else buffer.unowned() for space, buffer in spaces.items()},
+            None if first is None or is_same(*first) else (first[0].unowned(), first[1].unowned()),
+            None if averaged is None or call.op != "average" else averaged.unowned(),
+            self.size,
+            self.traffic.row(self._label or call.collective),
+        )
+
+    def _key(self, collective: str, meaning: Hashable, array: Any, other: Any = None) -> Hashable:
+        """What calls with the same meaning on the same memory have in common; None: nothing."""
+        mine = fingerprint(array)
+        its = None if other is None else fingerprint(other)
+        if mine is None or (other is not None and its is None):
+            return None
+        return self._label, collective, meaning, mine, its
+
+    def _recipe(self, key: Hashable) -> Recipe | None:
+        """What is remembered of a call like this one, where it may be used."""
+        recipe = self._recipes.get(key)
+        if recipe is None or not recipe.group.alive or self._checked or self._family.trace is not None:
+            return None
+        return recipe
+
+    def _run(self, recipe: Recipe) -> None:
+        """Do a remembered call, and return when it is done. The caller holds the arrays meanwhile."""
+        number = self._calls[0]
+        self._calls[0] = number + 1
+        lane = self._lanes.next(recipe.group)
+        operation = recipe.operations.get(lane.tag)
+        if operation is None or operation.steps is not lane.compiled(recipe.address):
+            steps = self._bound(recipe.planned, recipe.spaces, recipe.op, lane.tag, lane)
+            operation = recipe.operations[lane.tag] = Operation(
+                self._transport,
+                steps,
+                recipe.ended,
+                what=recipe.collective,
+                number=number,
+                comm=self.name,
+                memory=None,
+                lane=lane,
+            )
+        else:
+            operation.restart(number)
+        started_s = operation.started_s
+        if recipe.first is not None:
+            fill(*recipe.first)
+        self._family.progress.run(operation)
+        recipe.account.seconds_waited += time.perf_counter() - started_s
 
     def _go(
         self,
@@ -181,17 +311,18 @@ class Caller(ABC):
         by: str = "",
         row: str | None = None,
         tag: int | None = None,
+        lane: Lane | None = None,
         expected_nbytes: int | None = None,
     ) -> Handle:
         """Make the operation, count it, trace it, and bring it as far as it goes without waiting."""
         number = self._calls[0]
         if tag is None:
-            tag = number % COLLECTIVE_TAGS
+            tag = number % LANE_TAGS if lane is None else lane.tag
             self._calls[0] += 1
         account = self.traffic.row(self._label or row or what)
         itemsize = next((buffer.itemsize for buffer in spaces.values()), 0)
 
-        def ended() -> None:
+        def ended(operation: Operation) -> None:
             on_done()
             account.calls += 1
             account.messages += planned.messages
@@ -210,17 +341,27 @@ class Caller(ABC):
 
         operation = Operation(
             self._transport,
-            planned,
-            spaces,
-            op=op,
-            tag=tag,
-            name=f"{what} (call {number} of {self.name!r})",
-            scratch=self._family.scratch,
-            on_done=ended,
+            self._bound(planned, spaces, op, tag, lane),
+            ended,
+            what=what,
+            number=number,
+            comm=self.name,
+            memory=spaces,
+            lane=lane,
             expected_nbytes=expected_nbytes,
         )
         self._family.progress.add(operation)
         return Handle(self._family.progress, operation, result, account)
+
+    def _bound(
+        self, planned: Plan, spaces: Spaces, op: str, tag: int, lane: Lane | None
+    ) -> Sequence[BoundStep]:
+        """The plan's steps on this memory: compiled where it has been seen before, else for this call."""
+        steps = None if lane is None else lane.program(self._transport, planned, spaces, op)
+        if steps is not None:
+            return steps
+        scratch = self._family.scratch
+        return [LooseStep(self._transport, step, spaces, op, tag, scratch) for step in planned.steps]
 
     def _require_peer(self, peer: int, what: str) -> None:
         if not 0 <= peer < self.size:
@@ -247,8 +388,13 @@ def bind_out(out: Any, count: int, dtype: str) -> Binding:
 
 def fill(target: HostBuffer, source: HostBuffer) -> None:
     """Copy, unless both are the same memory."""
-    if target is not source and target.octets.size and target.octets.ctypes.data != source.octets.ctypes.data:
+    if not is_same(target, source):
         target.octets[...] = source.octets
+
+
+def is_same(target: HostBuffer, source: HostBuffer) -> bool:
+    """Whether both are the same memory; they are of one length."""
+    return target is source or not target.octets.size or target.address == source.address
 
 
 def _with_work(offsets: Offsets, spaces: Spaces, chunks: int) -> tuple[Offsets, Spaces]:

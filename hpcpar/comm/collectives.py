@@ -38,17 +38,18 @@ class Collectives(Caller):
         result   out, or buffer when out is None
         errors   OperationError, BufferTypeError; in checked mode MismatchError on every rank
         """
-        with self._asking(Call("allreduce", op, algorithm=algorithm)) as call:
+        key = self._key("allreduce", (op, algorithm), buffer, out)
+        with self._asking(Call("allreduce", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
             target = source if out is None else bind_out(out, source.host.count, source.host.dtype)
             require_op(op, source.host.dtype)
             call.described = f"{typed(buffer, source.host)}, op={op}"
-        fill(target.host, source.host)
         return self._start(
             call,
             {"data": target.host},
             None,
             lambda: buffer if out is None else out,
+            first=(target.host, source.host),
             averaged=target.host,
             write_back=target.write_back,
         )
@@ -57,6 +58,10 @@ class Collectives(Caller):
         self, buffer: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None
     ) -> Any:
         """`start_allreduce` and wait."""
+        recipe = self._recipe(self._key("allreduce", (op, algorithm), buffer, out))
+        if recipe is not None:
+            self._run(recipe)
+            return buffer if out is None else out
         return self.start_allreduce(buffer, op, out=out, algorithm=algorithm).wait()
 
     def start_reduce_scatter(
@@ -74,7 +79,10 @@ class Collectives(Caller):
         result   out; or, when out is None, this rank's piece as a flat view of buffer, whose other
                  pieces then hold partial sums
         """
-        with self._asking(Call("reduce_scatter", op, algorithm=algorithm)) as call:
+        key = None
+        if out is None:
+            key = self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer)
+        with self._asking(Call("reduce_scatter", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
             pieces = self._pieces(counts, source.host.count)
             own = partition.offsets(pieces)[self.rank : self.rank + 2]
@@ -111,6 +119,13 @@ class Collectives(Caller):
         algorithm: str | None = None,
     ) -> Any:
         """`start_reduce_scatter` and wait."""
+        if out is None:
+            recipe = self._recipe(self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer))
+            if recipe is not None:
+                self._run(recipe)
+                whole = flat(buffer)
+                start, stop = partition.offsets(self._pieces(counts, len(whole)))[self.rank : self.rank + 2]
+                return whole[start:stop]
         return self.start_reduce_scatter(buffer, op, counts=counts, out=out, algorithm=algorithm).wait()
 
     def start_allgather(
@@ -127,20 +142,23 @@ class Collectives(Caller):
         out      flat array for all of them; `shard` may be its own piece of it, and then is not copied
         result   out, or a new one-dimensional array
         """
-        with self._asking(Call("allgather", algorithm=algorithm)) as call:
+        key = None
+        if out is not None:
+            key = self._key("allgather", (_tuple(counts), algorithm), shard, out)
+        with self._asking(Call("allgather", algorithm=algorithm, key=key)) as call:
             source = bind(shard, writable=False, what="shard")
             pieces = self._shards(counts, source.host)
             edges = partition.offsets(pieces)
             gathered = empty_like(shard, edges[-1]) if out is None else out
             target = bind_out(gathered, edges[-1], source.host.dtype)
             call.described = f"{source.host.dtype}, counts={list(pieces)}"
-        fill(target.host.part(edges[self.rank], edges[self.rank + 1]), source.host)
         return self._start(
             call,
             {"data": target.host},
             (("data", edges),),
             lambda: gathered,
             uneven=_uneven(pieces),
+            first=(target.host.part(edges[self.rank], edges[self.rank + 1]), source.host),
             write_back=target.write_back,
         )
 
@@ -153,6 +171,11 @@ class Collectives(Caller):
         algorithm: str | None = None,
     ) -> Any:
         """`start_allgather` and wait."""
+        if out is not None:
+            recipe = self._recipe(self._key("allgather", (_tuple(counts), algorithm), shard, out))
+            if recipe is not None:
+                self._run(recipe)
+                return out
         return self.start_allgather(shard, counts=counts, out=out, algorithm=algorithm).wait()
 
     def start_broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Handle:
@@ -161,13 +184,18 @@ class Collectives(Caller):
         buffer   same shape and element type on every rank
         result   buffer
         """
-        with self._asking(Call("broadcast", root=root, algorithm=algorithm)) as call:
+        key = self._key("broadcast", (root, algorithm), buffer)
+        with self._asking(Call("broadcast", root=root, algorithm=algorithm, key=key)) as call:
             target = bind(buffer, writable=self.rank != root)
             call.described = typed(buffer, target.host)
         return self._start(call, {"data": target.host}, None, lambda: buffer, write_back=target.write_back)
 
     def broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
         """`start_broadcast` and wait."""
+        recipe = self._recipe(self._key("broadcast", (root, algorithm), buffer))
+        if recipe is not None:
+            self._run(recipe)
+            return buffer
         return self.start_broadcast(buffer, root, algorithm=algorithm).wait()
 
     def start_reduce(
@@ -332,7 +360,10 @@ class Collectives(Caller):
         receive_counts   elements from each rank; None: found out by asking the others first
         result           out, or a new one-dimensional array; buffer is never written to
         """
-        with self._asking(Call("alltoall", algorithm=algorithm)) as call:
+        key = None
+        if out is not None and send_counts is None:
+            key = self._key("alltoall", algorithm, buffer, out)
+        with self._asking(Call("alltoall", algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=False)
             sent = self._sent_counts(send_counts, source.host.count)
             call.described = f"{source.host.dtype}, {'equal' if send_counts is None else 'uneven'} pieces"
@@ -349,6 +380,7 @@ class Collectives(Caller):
             lambda: exchanged,
             # Not _uneven(sent): a rank's own counts may be equal where another's are not.
             uneven=send_counts is not None,
+            same_everywhere=send_counts is None,
             write_back=target.write_back,
         )
 
@@ -362,18 +394,28 @@ class Collectives(Caller):
         algorithm: str | None = None,
     ) -> Any:
         """`start_alltoall` and wait."""
+        if out is not None and send_counts is None:
+            recipe = self._recipe(self._key("alltoall", algorithm, buffer, out))
+            if recipe is not None:
+                self._run(recipe)
+                return out
         return self.start_alltoall(
             buffer, out=out, send_counts=send_counts, receive_counts=receive_counts, algorithm=algorithm
         ).wait()
 
     def start_barrier(self, *, algorithm: str | None = None) -> Handle:
         """Complete once every rank has started it."""
-        with self._asking(Call("barrier", algorithm=algorithm)) as call:
+        key = (self._label, "barrier", algorithm)
+        with self._asking(Call("barrier", algorithm=algorithm, key=key)) as call:
             pass
         return self._start(call, {}, None, lambda: None)
 
     def barrier(self, *, algorithm: str | None = None) -> None:
         """`start_barrier` and wait."""
+        recipe = self._recipe((self._label, "barrier", algorithm))
+        if recipe is not None:
+            self._run(recipe)
+            return
         self.start_barrier(algorithm=algorithm).wait()
 
     def _pieces(self, counts: Sequence[int] | None, total: int) -> tuple[int, ...]:
@@ -417,6 +459,10 @@ class Collectives(Caller):
     @abstractmethod
     def _received_counts(self, sent: tuple[int, ...], expected: Sequence[int] | None) -> tuple[int, ...]:
         """What the other ranks will send here: asked when unknown, and in checked mode always."""
+
+
+def _tuple(counts: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if counts is None else tuple(counts)
 
 
 def _uneven(pieces: tuple[int, ...]) -> bool:

@@ -105,6 +105,7 @@ class Communicator(Objects):
 
     def free(self) -> None:
         """Give the communicator back to MPI, which has room for about two thousand. Collective."""
+        self._lanes.free()
         self._transport.free()
 
     def __enter__(self) -> Communicator:

@@ -1,21 +1,24 @@
 """Execute a schedule: steps bound to memory, advanced a little whenever somebody has time.
 
-`plan` turns the chunks of a schedule into runs of elements once; an `Operation` then posts one
-step after the other, and never blocks.
+`plan` turns the chunks of a schedule into runs of elements once. Bound to memory they are steps
+that can be posted: loosely, anew for each call (here), or compiled, to be started again and again
+(`compiled.py`). An `Operation` posts one step after the other, and never blocks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 
 from hpcpar.algorithms.catalogue import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Space, Step
-from hpcpar.comm.reductions import combine
+from hpcpar.comm.reductions import prepare_combine, prepare_fold
 from hpcpar.errors import MismatchError
 from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.interface import Exchange, Octets, Transport
@@ -129,69 +132,211 @@ class ScratchPool:
             self._free.pop(min(range(len(self._free)), key=lambda i: self._free[i].size))
 
 
-@dataclass(slots=True)
-class Landing:
-    """Where a message that cannot land in place is received, before it is folded in."""
+class BoundStep(Protocol):
+    """A step of a plan together with the memory it works on."""
 
-    message: Message
-    octets: Octets
+    def post(self) -> Exchange:
+        """Do the copies, and post all sends and receives."""
+
+    def settle(self) -> None:
+        """The messages are all here: fold in or unpack those that landed in scratch."""
+
+
+class LooseStep:
+    """A step bound for one call: views and scratch are had when it is posted, and given back."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        planned: PlannedStep,
+        spaces: dict[Space, HostBuffer],
+        op: str,
+        tag: int,
+        scratch: ScratchPool,
+    ) -> None:
+        self._transport = transport
+        self._planned = planned
+        self._spaces = spaces
+        self._itemsize = next((buffer.itemsize for buffer in spaces.values()), 1)
+        self._op = op
+        self._tag = tag
+        self._scratch = scratch
+        self._landings: list[tuple[Message, Octets]] = []
+        self._packed: list[Octets] = []
+
+    def post(self) -> Exchange:
+        for source, target in self._planned.copies:
+            octets_of(self._spaces, target)[...] = octets_of(self._spaces, source)
+        receives = [(self._landing(message), message.peer) for message in self._planned.receives]
+        sends = [(self._departing(message), message.peer) for message in self._planned.sends]
+        return self._transport.start(sends, receives, self._tag)
+
+    def settle(self) -> None:
+        for fold in folds(self._spaces, self._landings, self._op):
+            fold()
+        for _, octets in self._landings:
+            self._scratch.give_back(octets)
+        for octets in self._packed:
+            self._scratch.give_back(octets)
+        self._landings.clear()
+        self._packed.clear()
+
+    def _landing(self, message: Message) -> Octets:
+        if lands_in_place(message):
+            return octets_of(self._spaces, message.runs[0])
+        octets = self._scratch.take(message.count * self._itemsize)
+        self._landings.append((message, octets))
+        return octets[: message.count * self._itemsize]
+
+    def _departing(self, message: Message) -> Octets:
+        if len(message.runs) == 1:
+            return octets_of(self._spaces, message.runs[0])
+        octets = self._scratch.take(message.count * self._itemsize)
+        self._packed.append(octets)
+        for part, place in packing(self._spaces, message, octets):
+            place[...] = part
+        return octets[: message.count * self._itemsize]
+
+
+def octets_of(spaces: dict[Space, HostBuffer], run: Run) -> Octets:
+    """The bytes of a run."""
+    space, start, stop = run
+    buffer = spaces[space]
+    return buffer.octets[start * buffer.itemsize : stop * buffer.itemsize]
+
+
+def lands_in_place(message: Message) -> bool:
+    """Whether what arrives can be received where it belongs."""
+    return not message.combine and len(message.runs) == 1
+
+
+def folds(
+    spaces: dict[Space, HostBuffer], landed: Sequence[tuple[Message, Octets]], op: str
+) -> Iterator[Callable[[], None]]:
+    """What is to be done with messages that landed elsewhere, in the order of their receives.
+
+    Messages of several peers for the same place are folded in together, in one pass over memory.
+    """
+    for (runs, combines), alike in groupby(landed, key=lambda landing: (landing[0].runs, landing[0].combine)):
+        pieces = [octets for _, octets in alike]
+        at = 0
+        for space, start, stop in runs:
+            target = spaces[space].part(start, stop)
+            incoming = [target.like(octets[at : at + target.octets.size]) for octets in pieces]
+            at += target.octets.size
+            if not combines:
+                yield partial(np.copyto, target.octets, incoming[-1].octets)
+            elif len(incoming) == 1:
+                yield prepare_combine(op, target, incoming[0])
+            else:
+                yield prepare_fold(op, target, (target, *incoming))
+
+
+def packing(
+    spaces: dict[Space, HostBuffer], message: Message, packed: Octets
+) -> Iterator[tuple[Octets, Octets]]:
+    """For each run of a message that travels packed: (its bytes, their place in the packet)."""
+    at = 0
+    for run in message.runs:
+        part = octets_of(spaces, run)
+        yield part, packed[at : at + part.size]
+        at += part.size
+
+
+class Lane(Protocol):
+    """What operations that share a tag pass through one after the other, in the order of their calls."""
+
+    def enter(self, operation: Operation) -> bool:
+        """True if it is this operation's turn."""
+
+    def leave(self) -> None:
+        """The operation is over."""
 
 
 class Operation:
     """A schedule under way on one rank.
 
-    name             what is being done, for errors: "allreduce (call 17 of 'dp')"
+    what             what is being done, for errors: "allreduce"
+    number, comm     which call it is, of which communicator
     on_done          called once, when the last step is complete
+    memory           what the steps work on, kept alive until they are done
+    lane             where it waits for its turn, if it shares a tag with others
     expected_nbytes  what point-to-point receives must bring, no more and no less
     """
 
     def __init__(
         self,
         transport: Transport,
-        planned: Plan,
-        spaces: dict[Space, HostBuffer],
+        steps: Sequence[BoundStep],
+        on_done: Callable[[Operation], None],
         *,
-        op: str,
-        tag: int,
-        name: str,
-        scratch: ScratchPool,
-        on_done: Callable[[], None],
+        what: str,
+        number: int,
+        comm: str,
+        memory: object,
+        lane: Lane | None = None,
         expected_nbytes: int | None = None,
     ) -> None:
-        self.name = name
         self.started_s = time.perf_counter()
         self.error: BaseException | None = None
         self.done = False
         self._transport = transport
-        self._plan = planned
-        self._spaces = spaces
-        self._itemsize = next((buffer.itemsize for buffer in spaces.values()), 1)
-        self._op = op
-        self._tag = tag
-        self._scratch = scratch
+        self.steps = steps
         self._on_done = on_done
+        self._named = (what, number, comm)
+        self._memory = memory
+        self._lane = lane
         self._expected_nbytes = expected_nbytes
         self._index = 0
         self._exchange: Exchange | None = None
-        self._landings: list[Landing] = []
-        self._packed: list[Octets] = []
+
+    def restart(self, number: int) -> None:
+        """Make a completed operation ready to be done once more, as call `number`."""
+        self.started_s = time.perf_counter()
+        self.error = None
+        self.done = False
+        self._named = (self._named[0], number, self._named[2])
+        self._index = 0
+
+    @property
+    def name(self) -> str:
+        what, number, comm = self._named
+        return f"{what} (call {number} of {comm!r})"
 
     def advance(self) -> bool:
         """Do all that can be done without waiting; True when the operation has ended."""
-        while not self.done:
-            if self._index == len(self._plan.steps):
-                self.done = True
-                self._on_done()
-                break
+        if self.done:
+            return True
+        if self._lane is not None and not self._lane.enter(self):
+            return False
+        try:
+            if not self._advance_steps():
+                return False
+        except BaseException:
+            self._leave()
+            raise
+        self.done = True
+        self._leave()
+        self._on_done(self)
+        return True
+
+    def _advance_steps(self) -> bool:
+        while self._index < len(self.steps):
+            step = self.steps[self._index]
             if self._exchange is None:
-                self._exchange = self._post(self._plan.steps[self._index])
+                self._exchange = step.post()
             if not self._exchange.test():
                 return False
-            self._require_length(self._exchange)
-            self._settle()
+            if self._expected_nbytes is not None:
+                self._require_length(self._exchange)
+            step.settle()
             self._exchange = None
             self._index += 1
         return True
+
+    def _leave(self) -> None:
+        if self._lane is not None:
+            self._lane.leave()
 
     def waiting_for(self) -> tuple[int, ...]:
         """World ranks whose messages are missing."""
@@ -200,76 +345,11 @@ class Operation:
         return tuple(self._transport.world_ranks[r] for r in self._exchange.waiting_for())
 
     def progress(self) -> str:
-        return f"step {self._index + 1} of {len(self._plan.steps)}"
-
-    def _post(self, step: PlannedStep) -> Exchange:
-        for source, target in step.copies:
-            _copy(self._part(target), self._part(source))
-        receives = [(self._landing_octets(message), message.peer) for message in step.receives]
-        sends = [(self._departing_octets(message), message.peer) for message in step.sends]
-        return self._transport.start(sends, receives, self._tag)
-
-    def _part(self, run: Run) -> HostBuffer:
-        space, start, stop = run
-        return self._spaces[space].part(start, stop)
-
-    def _landing_octets(self, message: Message) -> Octets:
-        if not message.combine and len(message.runs) == 1:
-            return self._octets(message.runs[0])
-        octets = self._take(message.count)
-        if message.runs:
-            self._landings.append(Landing(message, octets))
-        return octets[: self._nbytes(message.count)]
-
-    def _departing_octets(self, message: Message) -> Octets:
-        if len(message.runs) == 1:
-            return self._octets(message.runs[0])
-        octets = self._take(message.count)
-        self._packed.append(octets)
-        start = 0
-        for run in message.runs:
-            part = self._octets(run)
-            octets[start : start + part.size] = part
-            start += part.size
-        return octets[:start]
-
-    def _octets(self, run: Run) -> Octets:
-        space, start, stop = run
-        buffer = self._spaces[space]
-        return buffer.octets[start * buffer.itemsize : stop * buffer.itemsize]
-
-    def _take(self, count: int) -> Octets:
-        return self._scratch.take(self._nbytes(count))
-
-    def _nbytes(self, count: int) -> int:
-        return count * self._itemsize
+        return f"step {self._index + 1} of {len(self.steps)}"
 
     def _require_length(self, exchange: Exchange) -> None:
-        if self._expected_nbytes is None or exchange.received_nbytes() == self._expected_nbytes:
-            return
-        raise MismatchError(
-            f"{self.name} expected {self._expected_nbytes} bytes, but {exchange.received_nbytes()} came; "
-            f"sender and receiver must name the same number of bytes"
-        )
-
-    def _settle(self) -> None:
-        """The step's messages are all here: fold in or unpack those that landed in scratch."""
-        for landing in self._landings:
-            start = 0
-            for run in landing.message.runs:
-                target = self._part(run)
-                incoming = target.like(landing.octets[start : start + target.octets.size])
-                if landing.message.combine:
-                    combine(self._op, target, incoming)
-                else:
-                    _copy(target, incoming)
-                start += target.octets.size
-            self._scratch.give_back(landing.octets)
-        for octets in self._packed:
-            self._scratch.give_back(octets)
-        self._landings.clear()
-        self._packed.clear()
-
-
-def _copy(target: HostBuffer, source: HostBuffer) -> None:
-    target.octets[...] = source.octets
+        if exchange.received_nbytes() != self._expected_nbytes:
+            raise MismatchError(
+                f"{self.name} expected {self._expected_nbytes} bytes, but {exchange.received_nbytes()} came; "
+                f"sender and receiver must name the same number of bytes"
+            )

@@ -13,6 +13,9 @@ from hpcpar.transport.interface import Transport
 
 ATTEMPTS_BETWEEN_LOOKS = 128
 
+ATTEMPTS_ALONE = 100
+"""How often an operation that nothing else is under way beside is tested before the wait gets patient."""
+
 
 class Progress:
     """All operations of one rank, on every communicator of a family.
@@ -30,6 +33,16 @@ class Progress:
         """Take an operation under way, and bring it as far as it goes without waiting."""
         if not self._advance(operation):
             self._active.append(operation)
+
+    def run(self, operation: Operation) -> None:
+        """Bring an operation to its end at once; `add` and `wait`, short of all that need not be done."""
+        if not self._active:
+            for attempt in range(ATTEMPTS_ALONE):
+                if operation.advance():
+                    return
+                self._transport.pause(attempt)
+        self.add(operation)
+        self.wait(operation)
 
     def poke(self) -> None:
         """Advance everything that is under way; never blocks."""

@@ -21,7 +21,8 @@ ANSWER_WITHIN_S = 1.0
 class Waited(Protocol):
     """What the watch needs to know of an operation."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def waiting_for(self) -> tuple[int, ...]: ...
 

@@ -7,6 +7,7 @@ torch CUDA tensors, CuPy arrays          staged through host memory; the result 
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,8 +56,22 @@ class HostBuffer:
             return HostBuffer(octets.view(self.elements.dtype), octets, self.dtype, self.itemsize)
         import torch
 
-        elements = torch.from_numpy(octets).view(self.elements.dtype)
+        dtype = self.elements.dtype
+        elements = torch.from_numpy(octets).view(dtype) if octets.size else torch.empty(0, dtype=dtype)
         return HostBuffer(elements, octets, self.dtype, self.itemsize)
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins."""
+        address: int = self.octets.__array_interface__["data"][0]
+        return address
+
+    def unowned(self) -> HostBuffer:
+        """The same memory without a reference to it: whoever uses it knows that it is still there."""
+        if not self.octets.size:
+            return self
+        memory: Any = (ctypes.c_uint8 * self.octets.size).from_address(self.address)
+        return self.like(np.frombuffer(memory, dtype=np.uint8))
 
     def scratch(self, count: int) -> HostBuffer:
         """Fresh memory for `count` elements of the same type, of any content."""
@@ -114,6 +129,26 @@ def empty_like(array: Any, count: int) -> Any:
 def flat(array: Any) -> Any:
     """The array as one dimension, without its autograd history; shares memory where contiguous."""
     return array.detach().reshape(-1) if is_torch(array) else array.reshape(-1)
+
+
+_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+
+
+def fingerprint(array: Any) -> tuple[Any, ...] | None:
+    """What tells whether a call on an array is the same as an earlier one: memory, length, element type.
+
+    None for what is not used in place: device arrays, not contiguous or read-only ones.
+    """
+    if isinstance(array, np.ndarray):
+        if not (array.size and array.flags.carray and array.dtype in _NUMPY_NAMES):
+            return None
+        # A quarter of what array.ctypes.data costs.
+        return ctypes.addressof(_first_byte(array)), array.size, array.dtype
+    if is_torch(array):
+        if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
+            return None
+        return array.data_ptr(), array.numel(), array.dtype
+    return None
 
 
 def is_torch(array: Any) -> bool:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 Octets = NDArray[np.uint8]
 
 COLLECTIVE_TAGS = 8192
-"""Tags 0 to 8191 belong to collectives, one after the other; a user's tag t travels as 8192 + t.
+"""Tags 0 to 8191 belong to collectives; a user's tag t travels as 8192 + t.
 
+The lower half goes from call to call, the upper half belongs to compiled schedules (`comm/compiled.py`).
 MPI guarantees only 32,767 as its largest tag (MPI 4.1, section 9.1.2), so neither range can be larger.
 """
 
@@ -28,6 +29,16 @@ class Exchange(Protocol):
 
     def received_nbytes(self) -> int:
         """Bytes that all receives of a complete exchange brought."""
+
+
+class Prepared(Exchange, Protocol):
+    """An exchange of fixed buffers, peers and tag that can be had again and again, one at a time."""
+
+    def start(self) -> None:
+        """Post all messages; not before the last round is complete."""
+
+    def free(self) -> None:
+        """Release what the transport holds for it."""
 
 
 class Transport(Protocol):
@@ -50,6 +61,14 @@ class Transport(Protocol):
         The bytes must neither change nor be read before the exchange is complete. Messages between
         two ranks under one tag arrive in the order in which they were posted.
         """
+
+    def prepare(
+        self,
+        sends: Sequence[tuple[Octets, int]],
+        receives: Sequence[tuple[Octets, int]],
+        tag: int,
+    ) -> Prepared:
+        """As `start`, to be started later and often; the caller keeps the memory alive while it runs."""
 
     def pause(self, attempt: int) -> None:
         """Called between two fruitless tests: spin, yield the core or sleep, as attempts go up."""

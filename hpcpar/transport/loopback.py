@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hpcpar.errors import MismatchError, StallError
-from hpcpar.transport.interface import Exchange, Octets, Transport
+from hpcpar.transport.interface import Exchange, Octets, Prepared, Transport
 
 T = TypeVar("T")
 
@@ -39,6 +39,26 @@ class _Exchange:
 
     def received_nbytes(self) -> int:
         return sum(message.nbytes for message in self._receives)
+
+
+class _Prepared(_Exchange):
+    def __init__(
+        self,
+        transport: LoopbackTransport,
+        sends: Sequence[tuple[Octets, int]],
+        receives: Sequence[tuple[Octets, int]],
+        tag: int,
+    ) -> None:
+        super().__init__([], [])
+        self._messages = (transport, sends, receives, tag)
+
+    def start(self) -> None:
+        transport, sends, receives, tag = self._messages
+        posted_sends, self._receives = transport.post(sends, receives, tag)
+        self._open = posted_sends + self._receives
+
+    def free(self) -> None:
+        """Nothing is held."""
 
 
 @dataclass
@@ -99,6 +119,17 @@ class LoopbackTransport:
     def start(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
     ) -> Exchange:
+        return _Exchange(*self.post(sends, receives, tag))
+
+    def prepare(
+        self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
+    ) -> Prepared:
+        return _Prepared(self, sends, receives, tag)
+
+    def post(
+        self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
+    ) -> tuple[list[_Message], list[_Message]]:
+        """Post the messages of an exchange: (sends, receives)."""
         if self._exchanger.aborted:
             raise StallError("another rank of this process ended the job")
         posted_receives = [_Message(octets, source) for octets, source in receives]
@@ -107,7 +138,7 @@ class LoopbackTransport:
             self._exchanger.post((self._context, message.peer, self.rank, tag), message, sending=False)
         for message in posted_sends:
             self._exchanger.post((self._context, self.rank, message.peer, tag), message, sending=True)
-        return _Exchange(posted_sends, posted_receives)
+        return posted_sends, posted_receives
 
     def pause(self, attempt: int) -> None:
         if self._exchanger.aborted:

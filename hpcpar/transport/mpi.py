@@ -7,13 +7,14 @@ import os
 import pickle
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from mpi4py import MPI
 
 from hpcpar.errors import MismatchError, PeerFailedError
-from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Transport
+from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Prepared, Transport
 
 MAX_MESSAGE_NBYTES = 2**30
 """Longer messages travel in pieces: MPI counts are 32-bit in most libraries' data paths."""
@@ -43,7 +44,7 @@ class _Exchange:
                 self._done = MPI.Request.Testall(self._requests, self._statuses)
             except MPI.Exception as error:
                 self._done = True
-                raise self._explain(error) from error
+                raise _explain(error, self._peers) from error
         return self._done
 
     def waiting_for(self) -> tuple[int, ...]:
@@ -56,16 +57,49 @@ class _Exchange:
         statuses = self._statuses or []
         return sum(status.Get_count(MPI.BYTE) for status in statuses[: self._receives])
 
-    def _explain(self, error: MPI.Exception) -> Exception:
-        truncated = error.Get_error_class() in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS)
-        ranks = ", ".join(map(str, sorted(set(self._peers))))
-        if truncated:
-            return MismatchError(
-                f"a message between this rank and rank {ranks} is longer than the buffer it arrived for "
-                f"({error.Get_error_string()}); sender and receiver must name the same number of bytes. "
-                f"HPCPAR_CHECK=1 names the calls of both sides for collectives."
-            )
-        return PeerFailedError(f"MPI could not exchange with rank {ranks}: {error.Get_error_string()}")
+
+class _Prepared:
+    """Persistent requests: set up once, then half as dear to start as fresh ones."""
+
+    def __init__(self, requests: list[MPI.Prequest], peers: list[int]) -> None:
+        self._requests = requests
+        self._peers = peers
+        self._open: list[MPI.Prequest] = []
+        _prepared.add(self)
+
+    def start(self) -> None:
+        for request in self._requests:
+            request.Start()
+        self._open = self._requests.copy()
+
+    def test(self) -> bool:
+        open_requests = self._open
+        try:
+            while open_requests:
+                if not open_requests[-1].Test():
+                    return False
+                open_requests.pop()
+        except MPI.Exception as error:
+            raise _explain(error, self._peers) from error
+        return True
+
+    def waiting_for(self) -> tuple[int, ...]:
+        pairs = zip(self._requests, self._peers, strict=True)
+        return tuple(sorted({peer for request, peer in pairs if not request.Get_status()}))
+
+    def received_nbytes(self) -> int:
+        raise AssertionError("only collectives are prepared, and their lengths are agreed")
+
+    def free(self) -> None:
+        for request in self._requests:
+            if request != MPI.REQUEST_NULL:
+                request.Free()
+        self._requests = []
+        _prepared.discard(self)
+
+
+_prepared: weakref.WeakSet[_Prepared] = weakref.WeakSet()
+"""MPI wants every persistent request back before it is finalized."""
 
 
 class _Control:
@@ -151,6 +185,21 @@ class MpiTransport:
                 peers.append(to)
         return _Exchange(requests, peers, count, keep_lengths=tag >= COLLECTIVE_TAGS)
 
+    def prepare(
+        self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
+    ) -> Prepared:
+        requests: list[MPI.Prequest] = []
+        peers: list[int] = []
+        for octets, source in receives:
+            for piece in self._pieces(octets):
+                requests.append(self._comm.Recv_init([piece, MPI.BYTE], source, tag))
+                peers.append(source)
+        for octets, to in sends:
+            for piece in self._pieces(octets):
+                requests.append(self._comm.Send_init([piece, MPI.BYTE], to, tag))
+                peers.append(to)
+        return _Prepared(requests, peers)
+
     def _pieces(self, octets: Octets) -> Sequence[Octets]:
         limit = self._max_message_nbytes
         if octets.size <= limit:
@@ -192,6 +241,8 @@ class MpiTransport:
         """
         if MPI.Is_finalized():
             return _Exchange([], [], 0, keep_lengths=False)
+        for prepared in list(_prepared):
+            prepared.free()
         return self._control.farewell()
 
     def abort(self, status: int) -> None:
@@ -202,6 +253,18 @@ class MpiTransport:
         if not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+def _explain(error: MPI.Exception, peers: Sequence[int]) -> Exception:
+    """What an MPI error means to the caller."""
+    ranks = ", ".join(map(str, sorted(set(peers))))
+    if error.Get_error_class() in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
+        return MismatchError(
+            f"a message between this rank and rank {ranks} is longer than the buffer it arrived for "
+            f"({error.Get_error_string()}); sender and receiver must name the same number of bytes. "
+            f"HPCPAR_CHECK=1 names the calls of both sides for collectives."
+        )
+    return PeerFailedError(f"MPI could not exchange with rank {ranks}: {error.Get_error_string()}")
 
 
 def _world_nodes() -> tuple[int, ...]:

@@ -173,3 +173,17 @@ def test_unknown_element_types_on_one_rank_are_an_error_on_all(world):
         told = str(error)
     everywhere = world.allgather_object(told)
     assert all("rank 0 asked for allreduce, and failed" in text and "<U1" in text for text in everywhere)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_direct_sums_of_16_bit_types_are_rounded_once(dtype):
+    unit = torch.finfo(dtype).eps / 2
+
+    def work(comm):
+        mine = torch.randn(500, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+        return mine.double(), comm.allreduce(mine.clone(), algorithm="direct").double()
+
+    pieces, totals = zip(*run_loopback(4, work), strict=True)
+    exact = torch.stack(pieces).sum(0)
+    for total in totals:
+        assert ((total - exact).abs() <= unit * exact.abs() + 1e-6).all()

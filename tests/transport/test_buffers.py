@@ -121,3 +121,9 @@ def test_a_cupy_array_is_staged_and_written_back():
     binding.host.elements[...] = 7
     binding.write_back()
     assert float(array.min()) == 7
+
+
+def test_no_bytes_are_no_elements_of_any_type():
+    for array in (np.empty(0), torch.empty(0, dtype=torch.bfloat16)):
+        host = bind(array, writable=False).host
+        assert host.scratch(0).count == host.copy().count == 0

@@ -1,0 +1,94 @@
+"""Floating point that travels as 16 bits: half the bytes of float32, and what is lost by it.
+
+    float16    11 significant bits, up to 65504; larger numbers arrive as infinity, those below 6·10^-5
+               with fewer digits, and those below 3·10^-8 as zero
+    bfloat16   8 significant bits, the range of float32
+
+A number x arrives within u·|x|, u = 2^-11 or 2^-8, where it is in the normal range of the wire.
+A sum of p ranks' encoded numbers is within u·Σ|x| of the sum of the numbers, before it is rounded itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcpar.comm.blocks import FLOAT_BLOCK_COUNT, cut, float_blocks, silently, spans, tensor
+from hpcpar.comm.reductions import NUMPY
+from hpcpar.errors import OperationError
+from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.interface import Octets
+
+WIRES = ("float16", "bfloat16")
+"""Element types to travel as."""
+ENCODABLE = ("float32", "float64")
+"""Element types that can travel as another."""
+
+
+def require_wire(wire: str, dtype: str) -> None:
+    """Refuse a wire type that does not exist, or elements that have nothing to gain from it."""
+    if wire not in WIRES:
+        raise OperationError(f"unknown wire type {wire!r}; known are {', '.join(WIRES)}")
+    if dtype not in ENCODABLE:
+        raise OperationError(
+            f"{dtype} cannot travel as {wire}; {' and '.join(ENCODABLE)} can. Leave it as it is"
+        )
+
+
+def wire_buffer(wire: str, octets: Octets) -> HostBuffer:
+    """Bytes as elements of a wire type, sharing memory. A whole number of them: two bytes each."""
+    if wire == "float16":
+        return HostBuffer(octets.view(np.float16), octets, wire, 2)
+    import torch
+
+    if not octets.size:  # torch sees no elements of one type as elements of another
+        return HostBuffer(torch.empty(0, dtype=torch.bfloat16), octets, wire, 2)
+    return HostBuffer(torch.from_numpy(octets).view(torch.bfloat16), octets, wire, 2)
+
+
+def encode(source: HostBuffer, wire: str, octets: Octets | None = None) -> HostBuffer:
+    """The elements rounded to the wire type, to nearest, ties to even.
+
+    octets   memory to write to, two bytes for each element; None: fresh
+    errors   OperationError for another wire type, other elements, or memory of another size
+    """
+    require_wire(wire, source.dtype)
+    if octets is None:
+        octets = np.empty(2 * source.count, dtype=np.uint8)
+    if octets.size != 2 * source.count:
+        raise OperationError(
+            f"{source.count} elements as {wire} take {2 * source.count} bytes, but {octets.size} are given"
+        )
+    encoded = wire_buffer(wire, octets)
+    tensor(encoded).copy_(tensor(source))
+    return encoded
+
+
+def decode(encoded: HostBuffer, target: HostBuffer) -> None:
+    """target = the numbers that the encoded elements stand for, exactly."""
+    _require_same_count(encoded, target)
+    tensor(target).copy_(tensor(encoded))
+
+
+def combine_encoded(op: str, target: HostBuffer, incoming: HostBuffer) -> None:
+    """target = target (op) decoded incoming, in target's type, block by block."""
+    require_wire(incoming.dtype, target.dtype)
+    _require_same_count(incoming, target)
+    function = NUMPY[op]
+    totals, arriving = cut(target.elements, FLOAT_BLOCK_COUNT), cut(tensor(incoming), FLOAT_BLOCK_COUNT)
+    for total, piece in zip(totals, arriving, strict=True):
+        decoded, _ = float_blocks(len(total))
+        decoded.tensor.copy_(piece)
+        silently(function, total, decoded.array, total)
+
+
+def round_to_wire(target: HostBuffer, wire: str) -> None:
+    """Leave in target what would arrive if it were sent: the sender then holds what the others hold."""
+    require_wire(wire, target.dtype)
+    for start, stop in spans(target.count):
+        part = target.part(start, stop)
+        decode(encode(part, wire), part)
+
+
+def _require_same_count(encoded: HostBuffer, target: HostBuffer) -> None:
+    if encoded.count != target.count:
+        raise OperationError(f"{encoded.count} encoded elements do not fit {target.count}")

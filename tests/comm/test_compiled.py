@@ -1,0 +1,187 @@
+"""Schedules that are compiled: the same results whatever happens to the buffers between calls."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from hpcpar.comm import compiled, run_loopback
+
+
+def repeatedly(comm, make, times=12):
+    """All-reduces on buffers from `make(call)`; each result's first element, and what it should be."""
+    found, expected = [], []
+    for call in range(times):
+        buffer = make(call)
+        buffer[:] = comm.rank + call
+        comm.allreduce(buffer)
+        found.append(float(buffer[0]))
+        expected.append(float(sum(rank + call for rank in range(comm.size))))
+    return found, expected
+
+
+def assert_all_right(results):
+    for found, expected in results:
+        assert found == expected
+
+
+def one_buffer(comm):
+    buffer = np.empty(10)
+    return repeatedly(comm, lambda _: buffer)
+
+
+def fresh_buffers(comm):
+    return repeatedly(comm, lambda _: torch.empty(10))
+
+
+def each_rank_in_its_own_way(comm):
+    """Rank 0 keeps one buffer, rank 1 has a new one each time, rank 2 goes through three of them."""
+    kept = [np.empty(10) for _ in range(3)]
+    ways = (lambda _: kept[0], lambda _: np.empty(10), lambda call: kept[call % 3])
+    return repeatedly(comm, ways[comm.rank % 3], times=30)
+
+
+def sizes_in_turn(comm):
+    buffers = [np.empty(count) for count in (1, 3, 100, 5000)]
+    return repeatedly(comm, lambda call: buffers[call % 4], times=40)
+
+
+WAYS = [one_buffer, fresh_buffers, each_rank_in_its_own_way, sizes_in_turn]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_call_is_right_however_buffers_are_used(way, size):
+    assert_all_right(run_loopback(size, way, check=False))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", WAYS)
+def test_every_call_over_mpi_is_right_however_buffers_are_used(way, world):
+    assert_all_right([way(world.unchecked("compiled"))])
+
+
+@pytest.mark.mpi
+def test_lanes_that_make_room_over_mpi_free_their_requests(world, monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_SIGNATURES", 2)
+    assert_all_right([sizes_in_turn(world.unchecked("compiled"))])
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MOST_SIGNATURES", 2), ("LANDING_NBYTES", 1000)])
+def test_signatures_that_make_room_for_others_come_back_right(limit, value, monkeypatch):
+    monkeypatch.setattr(compiled, limit, value)
+    assert_all_right(run_loopback(3, sizes_in_turn, check=False))
+
+
+def test_more_calls_under_way_than_lanes_wait_for_their_turn():
+    def work(comm):
+        buffers = [np.full(20, comm.rank + call, dtype=float) for call in range(5 * compiled.LANES)]
+        handles = [comm.start_allreduce(buffer) for buffer in buffers]
+        order = np.random.default_rng(comm.rank).permutation(len(handles))
+        for index in order:
+            handles[index].wait()
+        return [float(b[0]) for b in buffers], [3.0 + 3 * call for call in range(len(buffers))]
+
+    assert_all_right(run_loopback(3, work, check=False))
+
+
+def test_a_buffer_that_was_resized_or_replaced_under_its_name_is_seen():
+    def work(comm):
+        array, tensor = np.zeros(4), torch.zeros(4)
+        for _ in range(10):
+            comm.allreduce(array)
+            comm.allreduce(tensor)
+        array.resize(6, refcheck=False)
+        array[:] = comm.rank
+        tensor.set_(torch.full((6,), float(comm.rank)))
+        return comm.allreduce(array).tolist(), comm.allreduce(tensor).tolist()
+
+    assert run_loopback(2, work, check=False) == [([1.0] * 6, [1.0] * 6)] * 2
+
+
+def test_a_buffer_is_not_kept_alive_by_what_was_compiled_for_it():
+    def work(comm):
+        array, tensor = np.ones(1000), torch.ones(1000)
+        for _ in range(3 * compiled.LANES):
+            comm.allreduce(array)
+            comm.allreduce(tensor)
+        references = weakref.ref(array), weakref.ref(tensor)
+        del array, tensor
+        gc.collect()
+        return [reference() is None for reference in references]
+
+    assert run_loopback(2, work, check=False) == [[True, True]] * 2
+
+
+def test_a_buffer_and_a_handle_that_the_caller_drops_live_until_the_call_is_done():
+    def work(comm):
+        kept = np.ones(1000)
+        for _ in range(3 * compiled.LANES):
+            comm.start_allreduce(np.ones(1000), algorithm="ring")
+        comm.allreduce(kept)
+        comm.barrier()
+        return float(kept.sum())
+
+    assert run_loopback(3, work, check=False) == [3000.0] * 3
+
+
+def test_a_transposed_view_at_the_same_address_is_another_buffer():
+    def work(comm):
+        matrix = torch.arange(4.0).reshape(2, 2)
+        for _ in range(10):
+            comm.broadcast(matrix)
+        view = matrix.t()
+        comm.allreduce(view)
+        return matrix.tolist()
+
+    assert run_loopback(2, work, check=False) == [[[0.0, 2.0], [4.0, 6.0]]] * 2
+
+
+def test_remembered_calls_are_counted_as_the_first_was():
+    def work(comm):
+        buffers = [np.ones(100), np.ones(100)]
+        calls = {
+            "allreduce": lambda: comm.allreduce(buffers[0], algorithm="ring"),
+            "broadcast": lambda: comm.broadcast(buffers[0]),
+            "allgather": lambda: comm.allgather(buffers[0][:50], out=buffers[1]),
+            "reduce_scatter": lambda: comm.reduce_scatter(buffers[0]),
+            "alltoall": lambda: comm.alltoall(buffers[0], out=buffers[1]),
+            "barrier": lambda: comm.barrier(),
+        }
+        bills = {}
+        for name, call in calls.items():
+            call()
+            once = comm.traffic.nbytes_sent(name)
+            for _ in range(9):
+                call()
+            row = comm.traffic.row(name)
+            bills[name] = row.calls, row.nbytes_sent == 10 * once, row.messages % 10
+        return bills
+
+    for bills in run_loopback(2, work, check=False):
+        assert set(bills.values()) == {(10, True, 0)}
+
+
+def test_averages_and_results_of_remembered_calls_are_right():
+    def work(comm):
+        mine = np.empty(6)
+        out, gathered, swapped = np.empty(6), np.empty(6 * comm.size), np.empty(6)
+        seen = []
+        for call in range(10):
+            mine[:] = comm.rank * 10 + call
+            comm.allreduce(mine, "average", out=out)
+            comm.allgather(mine, out=gathered)
+            comm.alltoall(mine, out=swapped)
+            shard = comm.reduce_scatter(mine).copy()
+            seen.append((out[0], gathered[::6].tolist(), swapped[::3].tolist(), shard.tolist()))
+        return seen
+
+    for seen in run_loopback(2, work, check=False):
+        for call, (mean, gathered, swapped, shard) in enumerate(seen):
+            assert mean == 5 + call
+            assert gathered == swapped == [call, 10 + call]
+            assert shard == [10 + 2 * call] * 3
