@@ -18,6 +18,17 @@ def format_nbytes(nbytes: float) -> str:
     raise AssertionError("unreachable: GiB is the last unit")
 
 
+def parse_nbytes(text: str) -> int:
+    """Bytes from people: parse_nbytes("64K") == 65_536; ValueError for what is no size."""
+    units = {"K": KiB, "M": MiB, "G": GiB}
+    digits = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = units.get(digits[-1:], 1)
+    number = digits[:-1] if unit > 1 else digits
+    if not number.strip().isdigit():
+        raise ValueError(f"{text!r} is no size: write 8, 64K, 1M or 2G")
+    return int(number) * unit
+
+
 def format_duration(seconds: float) -> str:
     """Seconds for people: 12.3 µs, 4.56 ms, 7.8 s, 12 min 05 s, 3 h 02 min."""
     if seconds < 1e-3:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Before hpcpar or torch is imported: both look at these once.
 os.environ["HPCPAR_CHECK"] = "1"
+os.environ["HPCPAR_TUNING"] = "none"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.placement import Nodes
 from hpcpar.algorithms.step import Copy, Receive, Send, Space, Step
 from hpcpar.errors import OperationError
 
@@ -15,7 +16,9 @@ _LETTERS: dict[Space, str] = {"data": "", "input": "i", "output": "o", "work": "
 _Rows = list[dict[int, int]]  # by rank: step -> row
 
 
-def draw(algorithm: Algorithm, size: int, root: int = 0, segments: int = 1) -> str:
+def draw(
+    algorithm: Algorithm, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> str:
     """The steps of all ranks; a send stands in the row of its receive.
 
     3→1      chunk 3 goes to rank 1            i3, o3, w3   of the input, output or work space
@@ -24,10 +27,14 @@ def draw(algorithm: Algorithm, size: int, root: int = 0, segments: int = 1) -> s
     """
     if size < 1:
         raise OperationError(f"cannot draw {size} ranks; need at least one")
-    schedules = [algorithm.generate(rank, size, root=root, segments=segments) for rank in range(size)]
-    chunks = algorithm.chunks(size, segments)
+    schedules = [
+        algorithm.generate(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)
+    ]
+    chunks = algorithm.chunks(size, segments, nodes)
     rows = _rows(schedules)
     table = [["", *(f"rank {rank}" for rank in range(size))]]
+    if algorithm.placed and nodes is not None:
+        table.append(["", *(f"node {node}" for node in nodes)])
     table.append(["messages", *(str(sum(len(step.sends) for step in steps)) for steps in schedules)])
     table.append(["sends", *(f"{_chunks_sent(steps) / max(chunks, 1):.3g} S" for steps in schedules)])
     for row in range(1 + max((row for steps in rows for row in steps.values()), default=-1)):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.placement import Nodes
 from hpcpar.algorithms.step import Receive, Send, Step
 from hpcpar.errors import ScheduleError
 from hpcpar.partition import counts
@@ -48,6 +49,10 @@ class Topology:
     def same_node(self, rank: int, other: int) -> bool:
         return rank // self.ranks_per_node == other // self.ranks_per_node
 
+    def nodes(self, size: int) -> Nodes:
+        """The node of each of `size` ranks."""
+        return tuple(rank // self.ranks_per_node for rank in range(size))
+
     def link(self, rank: int, other: int) -> Link:
         return self.intra if self.same_node(rank, other) else self.inter
 
@@ -77,11 +82,33 @@ def price(
     nbytes         the whole vector: S in the closed forms, what one rank's buffer holds
     chunk_nbytes   its chunks, where they are uneven; None: as equal as can be
     """
+    nodes = topology.nodes(size)
     if chunk_nbytes is None:
-        chunks = algorithm.chunks(size, segments)
+        chunks = algorithm.chunks(size, segments, nodes)
         chunk_nbytes = counts(nbytes, chunks) if chunks else ()
-    schedules = [algorithm.generate(rank, size, root=root, segments=segments) for rank in range(size)]
+    schedules = [
+        algorithm.schedule(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)
+    ]
     return _Clock(schedules, chunk_nbytes, topology).run()
+
+
+def analytic(algorithm: Algorithm, size: int, nbytes: float, topology: Topology, segments: int = 1) -> float:
+    """Seconds by the closed form: what `price` finds, for any number of ranks at once.
+
+    Equal to it where the bytes divide equally, all nodes are full, the links between nodes are not faster
+    than those within, and the root is rank 0; and for algorithms that walk through powers of two, where
+    the nodes and the ranks on each are such powers. Elsewhere, for `direct` exchanges and for the double
+    binary tree, an estimate.
+    """
+    per_node = min(size, topology.ranks_per_node)
+    inside, between = algorithm.bill_on_nodes(-(-size // per_node), per_node, segments)
+    latency_s = inside.messages * topology.intra.alpha_s + between.messages * topology.inter.alpha_s
+    per_byte_s = (
+        inside.sent * topology.intra.beta_s_per_byte
+        + between.sent * topology.inter.beta_s_per_byte
+        + (inside.combined + between.combined) * topology.gamma_s_per_byte
+    )
+    return latency_s + nbytes * per_byte_s
 
 
 @dataclass(eq=False)

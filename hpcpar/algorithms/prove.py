@@ -2,7 +2,7 @@
 
 A chunk holds a `Value`: which chunk it is, the contributions of which ranks are in it, and in which
 order they were combined. Sends are not buffered, so a schedule that relies on buffering deadlocks
-here. What is shown, for one size, root and number of segments:
+here. What is shown, for one size, root, number of segments and placement on nodes:
 
 - every rank ends with what its collective promises, every contribution in it exactly once;
 - after an all-reduce all ranks have combined in the same order, so they hold the same bits (the
@@ -21,17 +21,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
+from hpcpar.algorithms.placement import Nodes
 from hpcpar.algorithms.step import Receive, Send, Space, Step
 from hpcpar.errors import OperationError, ScheduleError
 
 
-def prove(algorithm: Algorithm, size: int, root: int = 0, segments: int = 1) -> None:
+def prove(
+    algorithm: Algorithm, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> None:
     """Run the schedules of all `size` ranks; ScheduleError with the rank and the step if one is wrong."""
     prove_schedules(
         algorithm.collective,
-        [algorithm.generate(rank, size, root=root, segments=segments) for rank in range(size)],
+        [algorithm.generate(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)],
         root=root,
-        chunks=algorithm.chunks(size, segments),
+        chunks=algorithm.chunks(size, segments, nodes),
         work_chunks=algorithm.work_chunks(size),
         name=algorithm.name,
     )

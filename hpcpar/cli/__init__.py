@@ -1,4 +1,4 @@
-"""The command line: `hpcpar run`, `train`, `doctor`, `draw`.
+"""The command line: `hpcpar run`, `train`, `doctor`, `draw`, `bench`.
 
 A command's module is imported when the command is called, so that `hpcpar run` and `hpcpar draw`
 start at once, without torch or MPI. A command returns its exit status, or None for 0.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
 import hpcpar
 
-# name -> (module, name in it, what it does)
-COMMANDS = {
+Commands = Mapping[str, tuple[str, str, str]]
+"""name -> (module, name in it, what it does)"""
+
+COMMANDS: Commands = {
     "run": ("hpcpar.cli.run", "run", "Start a program on several ranks with srun or mpiexec."),
     "train": ("hpcpar.cli.train", "train", "Train a model as a TOML file says."),
     "doctor": (
@@ -24,26 +27,31 @@ COMMANDS = {
         "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
     ),
     "draw": ("hpcpar.cli.draw", "draw", "Draw the steps of a collective as text."),
+    "bench": ("hpcpar.cli.bench", "bench", "Measure collectives, choose by measurement, fit and simulate."),
 }
 
 
 class LazyGroup(click.Group):
     """A group that knows its commands' names and imports the one that is called."""
 
+    def __init__(self, *arguments: Any, lazy: Commands, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.lazy = lazy
+
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.lazy)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
+        if name not in self.lazy:
             return None
-        module, attribute, _ = COMMANDS[name]
+        module, attribute, _ = self.lazy[name]
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command), f"{module}.{attribute} is no click command"
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, _, text) in self.lazy.items()])
 
 
 def _print_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
@@ -52,7 +60,7 @@ def _print_version(context: click.Context, parameter: click.Parameter, asked: bo
         context.exit()
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version)
 def group() -> None:
     """Train PyTorch models over plain MPI."""

@@ -11,7 +11,7 @@ import socket
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import click
@@ -21,7 +21,7 @@ from hpcpar.launch import binding
 from hpcpar.launch.crosscheck import library_name
 from hpcpar.launch.cuda_awareness import CudaAwareness, cuda_awareness
 from hpcpar.launch.environment import RankInfo, detect
-from hpcpar.units import MiB, busbw_factor, format_duration, format_nbytes
+from hpcpar.units import GiB, MiB, busbw_factor, format_duration, format_nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,7 +81,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Visit:
-    """Everything that the report is made of."""
+    """Everything that the report is made of; `choices` says which all-reduce runs at what size."""
 
     info: RankInfo
     mpi: dict[str, str]
@@ -89,6 +89,7 @@ class Visit:
     ranks: tuple[RankFacts, ...]
     measurements: tuple[Measurement, ...]
     findings: tuple[Finding, ...] = field(default=())
+    choices: str = ""
 
     @property
     def size(self) -> int:
@@ -128,8 +129,17 @@ def examine(world: Communicator) -> Visit:
         awareness=cuda_awareness(mpi["library"]),
         ranks=tuple(world.allgather_object(rank_facts(world))),
         measurements=tuple(measure(world, nbytes) for nbytes in CHECK_NBYTES),
+        choices=choices(world),
     )
-    return Visit(visit.info, mpi, visit.awareness, visit.ranks, visit.measurements, tuple(judge(visit)))
+    return replace(visit, findings=tuple(judge(visit)))
+
+
+def choices(world: Communicator) -> str:
+    """Which algorithms an all-reduce would run by: "recursive_doubling up to 32.0 KiB, then ring"."""
+    from hpcpar.comm.select import describe
+
+    sizes = [4 << power for power in range((GiB // 4).bit_length())]
+    return describe((nbytes, world.algorithm_for("allreduce", nbytes)) for nbytes in sizes)
 
 
 def rank_facts(world: Communicator) -> RankFacts:
@@ -333,6 +343,8 @@ def facts_table(visit: Visit) -> Table:
     table.add_row("ranks", f"{visit.size} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
     for node, ranks in nodes.items():
         table.add_row(f"node {node}", _node_line(ranks))
+    if visit.size > 1:
+        table.add_row("all-reduce by", visit.choices)
     table.add_row(
         "torch", f"{first.torch.version or 'none'}, {first.torch.threads} threads, {first.torch.gpus} GPUs"
     )

@@ -18,7 +18,14 @@ from hpcpar.errors import HpcparError, OperationError
 @click.option(
     "--root", type=click.IntRange(min=0), default=0, show_default=True, help="For rooted collectives."
 )
-def draw(algorithm: str | None, size: int, collective: str | None, root: int) -> None:
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="For hierarchical ones.",
+)
+def draw(algorithm: str | None, size: int, collective: str | None, root: int, ranks_per_node: int) -> None:
     """Draw the steps of ALGORITHM (ring, binomial, rabenseifner, ...); without one, list them all."""
     if algorithm is None:
         click.echo(listing(collective))
@@ -27,7 +34,8 @@ def draw(algorithm: str | None, size: int, collective: str | None, root: int) ->
         if not root < size:
             raise OperationError(f"root {root} of {size} ranks does not exist: 0 to {size - 1} do")
         name = collective_with(algorithm) if collective is None else collective
-        click.echo(drawing.draw(catalogue.find(name, algorithm), size, root=root))
+        nodes = tuple(rank // ranks_per_node for rank in range(size))
+        click.echo(drawing.draw(catalogue.find(name, algorithm), size, root=root, nodes=nodes))
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
 

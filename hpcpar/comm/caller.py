@@ -19,6 +19,7 @@ from hpcpar.comm.operation import BoundStep, LooseStep, Offsets, Operation, Plan
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
 from hpcpar.comm.select import choose, segments_for
+from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, bind, fingerprint
@@ -38,6 +39,7 @@ class Family:
 
     check       agree on every collective before data moves
     overrides   algorithm by collective, from HPCPAR_ALGORITHM
+    tuning      measured tables, from which each communicator takes its own
     trace       where to note what moved when, or None
     """
 
@@ -45,6 +47,7 @@ class Family:
     watch: Watch
     check: bool = False
     overrides: Mapping[str, str] = field(default_factory=dict)
+    tuning: Tuning = field(default_factory=Tuning)
     trace: Trace | None = None
     traffics: dict[str, Traffic] = field(default_factory=dict)
     scratch: ScratchPool = field(default_factory=ScratchPool)
@@ -143,6 +146,7 @@ class Caller(ABC):
         self._label: str | None = None
         self._lanes = Lanes(LANE_TAGS, COLLECTIVE_TAGS - LANE_TAGS)
         self._recipes: dict[Hashable, Recipe] = {}
+        self._table = family.tuning.table(transport.nodes)
         self._calls = [0]  # shared with unchecked copies, so that every call has a tag of its own
         self.name, self.traffic = family.register(name)
         self.rank = transport.rank
@@ -156,7 +160,20 @@ class Caller(ABC):
         uneven   the ranks' pieces are not equally large
         named    what the caller of the collective would ask for
         """
-        return choose(collective, nbytes, uneven=uneven, named=named, overrides=self._family.overrides).name
+        return choose(
+            collective,
+            nbytes,
+            uneven=uneven,
+            named=named,
+            overrides=self._family.overrides,
+            table=self._table,
+        ).name
+
+    def choose_by(self, tuning: Tuning) -> None:
+        """Choose by these tables from now on, here and on all that will be split. The same on every rank."""
+        self._family.tuning = tuning
+        self._table = tuning.table(self._transport.nodes)
+        self._recipes.clear()
 
     @abstractmethod
     def _require_same(self, description: str) -> None:
@@ -206,15 +223,21 @@ class Caller(ABC):
         whole = next(iter(spaces.values()), NOTHING)
         nbytes = whole.octets.size
         algorithm = choose(
-            call.collective, nbytes, uneven=uneven, named=call.algorithm, overrides=self._family.overrides
+            call.collective,
+            nbytes,
+            uneven=uneven,
+            named=call.algorithm,
+            overrides=self._family.overrides,
+            table=self._table,
+            dtype=whole.dtype,
         )
         segments = segments_for(algorithm, nbytes)
-        chunks = max(1, algorithm.chunks(self.size, segments))
+        chunks = max(1, algorithm.chunks(self.size, segments, self._transport.nodes))
         cut = offsets or (("data", partition.offsets(partition.counts(whole.count, chunks))),)
         work_chunks = algorithm.work_chunks(self.size)
         if work_chunks:
             cut, spaces = _with_work(cut, spaces, work_chunks)
-        planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, cut)
+        planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, cut, self._transport.nodes)
 
         def on_done() -> None:
             if averaged is not None:

@@ -20,6 +20,9 @@ from hpcpar.transport.mpi import MpiTransport
 
 FAREWELL_POLL_S = 0.01
 
+RELAY_S = 0.2
+"""What the launcher gets to pass the traceback on, before MPI_Abort has it drop everything."""
+
 
 class FailureHooks:
     """Installed once per process by `hpcpar.init()`; a forked child is no rank, and is left alone.
@@ -65,6 +68,7 @@ class FailureHooks:
         )
         sys.stderr.flush()
         self._guard.aborting(summary)
+        time.sleep(RELAY_S)
         self._transport.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _on_exit(self) -> None:

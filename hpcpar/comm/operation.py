@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.placement import Nodes
 from hpcpar.algorithms.step import Receive, Send, Space, Step
 from hpcpar.comm.reductions import prepare_combine, prepare_fold
 from hpcpar.errors import MismatchError
@@ -58,13 +59,21 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan(algorithm: Algorithm, rank: int, size: int, root: int, segments: int, offsets: Offsets) -> Plan:
+def plan(
+    algorithm: Algorithm,
+    rank: int,
+    size: int,
+    root: int,
+    segments: int,
+    offsets: Offsets,
+    nodes: Nodes | None = None,
+) -> Plan:
     """Bind one rank's schedule to element positions; messages of no elements are left out.
 
     The messages of a barrier carry no chunks at all, and stay.
     """
     edges = dict(offsets)
-    schedule = algorithm.schedule(rank, size, root=root, segments=segments)
+    schedule = algorithm.schedule(rank, size, root=root, segments=segments, nodes=nodes)
     return bill(tuple(_plan_step(step, edges) for step in schedule))
 
 

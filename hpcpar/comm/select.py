@@ -1,14 +1,45 @@
-"""Which algorithm a collective uses when the caller names none."""
+"""Which algorithm a collective uses: the caller's, else the environment's, else a table's.
+
+A table is built in, or measured on this machine by `hpcpar bench tune` (`hpcpar/comm/tuning.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
+from hpcpar.algorithms.bills import Bill
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
+from hpcpar.algorithms.step import Step
 from hpcpar.errors import OperationError
-from hpcpar.units import KiB
+from hpcpar.units import KiB, format_nbytes
 
-UP_TO: dict[str, tuple[tuple[float, str], ...]] = {
+Rules = tuple[tuple[float, str], ...]
+"""(largest bytes of the whole array, algorithm) in rising order; the last one's limit is infinite."""
+
+ANY = "any"
+"""The element type that stands for all that have no rules of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Algorithms by collective, element type and bytes of the whole array.
+
+    source   where the table comes from, for people
+    rules    collective -> element type, or ANY -> rules
+    """
+
+    source: str
+    rules: Mapping[str, Mapping[str, Rules]]
+
+    def name(self, collective: str, nbytes: int, dtype: str = ANY) -> str | None:
+        """What to use; None where the table has nothing to say."""
+        by_dtype = self.rules.get(collective, {})
+        rules = by_dtype.get(dtype) or by_dtype.get(ANY)
+        return None if rules is None else next(name for limit, name in rules if nbytes <= limit)
+
+
+UP_TO: dict[str, Rules] = {
     "allreduce": ((32 * KiB, "recursive_doubling"), (float("inf"), "ring")),
     "reduce_scatter": ((float("inf"), "ring"),),
     "allgather": ((32 * KiB, "bruck"), (float("inf"), "ring")),
@@ -19,11 +50,13 @@ UP_TO: dict[str, tuple[tuple[float, str], ...]] = {
     "alltoall": ((4 * KiB, "bruck"), (float("inf"), "pairwise")),
     "barrier": ((float("inf"), "dissemination"),),
 }
-"""For each collective: (largest bytes of the whole array, algorithm), in rising order.
+"""The rules that hold where nothing was measured.
 
 Latency counts for small arrays, so those take the algorithms of ⌈log₂ n⌉ rounds; bytes count for
 large ones, and the ring and the pairwise exchange send the fewest.
 """
+
+BUILT_IN = Table("built in", {collective: {ANY: rules} for collective, rules in UP_TO.items()})
 
 UNEVEN = {"reduce_scatter": "ring", "allgather": "ring", "gather": "binomial", "scatter": "binomial"}
 UNEVEN |= {"alltoall": "pairwise"}
@@ -34,31 +67,86 @@ SEGMENT_NBYTES = 128 * KiB
 MOST_SEGMENTS = 64
 
 
+NATIVE = "native"
+"""The name of "leave it to the MPI library's own collective"."""
+
+
+def _no_steps(rank: int, size: int) -> Iterator[Step]:
+    raise OperationError("native is the MPI library's own collective, which has no steps of ours")
+
+
+def _native(collective: str) -> Algorithm:
+    return Algorithm(
+        collective,
+        NATIVE,
+        _no_steps,
+        lambda size, segments: 1,
+        lambda size, segments: Bill(0),
+        rooted=collective == "broadcast",
+        uneven=collective in ("allreduce", "broadcast"),  # these know no pieces
+        estimated=True,
+    )
+
+
+NATIVES = {c: _native(c) for c in ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall")}
+"""MPI's own as an answer of `choose`: not in the catalogue, since it can be neither proved nor priced."""
+
+
+def named_algorithm(collective: str, name: str) -> Algorithm:
+    """As the catalogue's `find`, and "native" too; OperationError with a list of what there is."""
+    if name == NATIVE and collective in NATIVES:
+        return NATIVES[collective]
+    return find(collective, name)
+
+
+def names(collective: str) -> tuple[str, ...]:
+    """All that a caller may name."""
+    return (*ALGORITHMS[collective], *((NATIVE,) if collective in NATIVES else ()))
+
+
 def choose(
-    collective: str, nbytes: int, *, uneven: bool, named: str | None, overrides: Mapping[str, str]
+    collective: str,
+    nbytes: int,
+    *,
+    uneven: bool,
+    named: str | None,
+    overrides: Mapping[str, str],
+    table: Table = BUILT_IN,
+    dtype: str = ANY,
+    native: bool = False,
 ) -> Algorithm:
     """The algorithm named by the caller, else by HPCPAR_ALGORITHM, else the table's.
 
     nbytes   of the whole array, the same on every rank
+    dtype    element type, for tables that distinguish
+    native   MPI's own can run this call here; where it cannot, whoever answers "native" is passed
+             over for the next (over loopback, on device buffers, for types that MPI does not know)
     errors   OperationError for a name that does not exist, or that cannot do pieces of uneven size
     """
     if named is not None:
-        algorithm = find(collective, named)
+        algorithm = named_algorithm(collective, named)
         if uneven and not algorithm.uneven:
             able = ", ".join(name for name, a in ALGORITHMS[collective].items() if a.uneven)
             raise OperationError(
                 f"{collective} by {named!r} needs pieces of equal size on all ranks, but the counts differ; "
                 f"these can do it: {able}"
             )
-        return algorithm
-    override = overrides.get(collective)
-    if override is not None:
-        algorithm = find(collective, override)
-        if algorithm.uneven or not uneven:
+        if _able(algorithm, uneven, native):
             return algorithm
+    # A table is measured with equal pieces, and says nothing of others.
+    measured = None if uneven else table.name(collective, nbytes, dtype)
+    for name in (overrides.get(collective), measured):
+        if name is not None and _able(named_algorithm(collective, name), uneven, native):
+            return named_algorithm(collective, name)
     if uneven:
         return find(collective, UNEVEN[collective])
-    return find(collective, next(name for limit, name in UP_TO[collective] if nbytes <= limit))
+    built_in = BUILT_IN.name(collective, nbytes)
+    assert built_in is not None, f"no rules for {collective}"
+    return find(collective, built_in)
+
+
+def _able(algorithm: Algorithm, uneven: bool, native: bool) -> bool:
+    return (algorithm.uneven or not uneven) and (native or algorithm.name != NATIVE)
 
 
 def segments_for(algorithm: Algorithm, nbytes: int) -> int:
@@ -68,8 +156,20 @@ def segments_for(algorithm: Algorithm, nbytes: int) -> int:
     return max(1, min(MOST_SEGMENTS, nbytes // SEGMENT_NBYTES))
 
 
+def describe(choices: Iterable[tuple[int, str]]) -> str:
+    """(bytes, algorithm) in rising order for people: "bruck up to 32.0 KiB, then ring"."""
+    spans: list[tuple[str, int]] = []
+    for nbytes, name in choices:
+        if spans and spans[-1][0] == name:
+            spans[-1] = (name, nbytes)
+        else:
+            spans.append((name, nbytes))
+    said = [f"{name} up to {format_nbytes(nbytes)}" for name, nbytes in spans[:-1]]
+    return ", then ".join([*said, *(name for name, _ in spans[-1:])])
+
+
 def parse_overrides(text: str | None) -> dict[str, str]:
-    """HPCPAR_ALGORITHM: "allreduce=ring,broadcast=binomial".
+    """HPCPAR_ALGORITHM: "allreduce=ring,broadcast=native".
 
     errors   OperationError that says what there is
     """
@@ -83,6 +183,6 @@ def parse_overrides(text: str | None) -> dict[str, str]:
                 f"HPCPAR_ALGORITHM has {item!r}; write collective=algorithm, separated by commas, with a "
                 f"collective of {', '.join(ALGORITHMS)}"
             )
-        find(collective, name)
+        named_algorithm(collective, name)
         overrides[collective] = name
     return overrides

@@ -10,11 +10,12 @@ from hpcpar.comm.caller import Family
 from hpcpar.comm.communicator import Communicator
 from hpcpar.comm.failure import FailureHooks
 from hpcpar.comm.select import parse_overrides
+from hpcpar.comm.tuning import Tuning, read_together
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import LaunchError, PeerFailedError
 from hpcpar.launch import binding, crosscheck, environment, sentinel
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.settings import Settings
+from hpcpar.launch.settings import Settings, own_tuning_file
 
 if TYPE_CHECKING:
     from hpcpar.transport.mpi import MpiTransport
@@ -46,6 +47,7 @@ def init(*, timeout_s: float | None = None, check: bool | None = None) -> Commun
     )
     world = Communicator(transport, family, "world")
     _crosscheck(world, info)
+    world.choose_by(_tuning(world, settings))
     with world.unchecked("start-up").split_by_node("node at start-up") as node:
         masks = node.unchecked("start-up").allgather_object(binding.affinity())
         transport.yield_at_once = binding.oversubscribed(node.size, masks)
@@ -95,6 +97,14 @@ def _crosscheck(world: Communicator, info: RankInfo) -> None:
         raise LaunchError(str(error)) from failure
     if info.hint and world.rank == 0:
         log.warning(info.hint)
+
+
+def _tuning(world: Communicator, settings: Settings) -> Tuning:
+    """The measured tables of this MPI library, as rank 0 finds them."""
+    from hpcpar.transport.mpi import library_facts
+
+    vendor = library_facts()["vendor"]
+    return read_together(world.unchecked("start-up"), settings.tuning, own_tuning_file(), vendor)
 
 
 def _guard(world: Communicator, node: Communicator, settings: Settings, info: RankInfo) -> sentinel.Guard:

@@ -19,6 +19,8 @@ def allreduce_nbytes(comm: Communicator, nbytes: int, *, algorithm: str | None =
     2(p-1)S                for ring, direct, both kinds of tree, anything on two ranks: no byte twice
     m·log₂m·S + 2(p-m)S    recursive doubling, m the largest power of two up to p
     2(m-1)S + 2(p-m)S      Rabenseifner
+    2(p-N)S + 2(N-1)S      hierarchical on N nodes: within them and between them, so 2(p-1)S again
+    2(p-N)S + …            leaders: what recursive doubling sends among N ranks
 
     algorithm   None = the one that the communicator chooses for this many bytes
     """
@@ -27,13 +29,22 @@ def allreduce_nbytes(comm: Communicator, nbytes: int, *, algorithm: str | None =
     members = 1 << (size.bit_length() - 1)
     folded = 2 * (size - members)
     match name:
-        case "ring" | "direct" | "binomial" | "double_binary":
+        case "ring" | "direct" | "binomial" | "double_binary" | "hierarchical" | "hierarchical_halving":
             return 2 * (size - 1) * nbytes
         case "recursive_doubling":
-            return (members * (members.bit_length() - 1) + folded) * nbytes
+            return _doubled(size) * nbytes
         case "rabenseifner":
             return (2 * (members - 1) + folded) * nbytes
+        case "leaders":
+            nodes = len(set(comm.nodes))
+            return (2 * (size - nodes) + _doubled(nodes)) * nbytes
     raise OperationError(f"no theory of the bytes of an allreduce by {name!r}")
+
+
+def _doubled(size: int) -> int:
+    """Vectors that all ranks send in a recursive doubling with its fold."""
+    members = 1 << (size.bit_length() - 1)
+    return members * (members.bit_length() - 1) + 2 * (size - members)
 
 
 def expected_nbytes(

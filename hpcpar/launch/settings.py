@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpcpar.errors import ConfigError
 
@@ -21,12 +22,14 @@ class Settings:
     timeout_s       HPCPAR_TIMEOUT_S      a wait that lasts longer is an error that says who waits
     algorithm       HPCPAR_ALGORITHM      name of the algorithm for every collective that has it
     run_directory   HPCPAR_RUN_DIRECTORY  where the sentinel leaves word of a lost rank
+    tuning          HPCPAR_TUNING         file with measured algorithms; "none": the built-in table
     """
 
     check: bool = False
     timeout_s: float = 600.0
     algorithm: str | None = None
     run_directory: str | None = None
+    tuning: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -36,7 +39,32 @@ class Settings:
             timeout_s=_seconds(environ, "HPCPAR_TIMEOUT_S", 600.0),
             algorithm=environ.get("HPCPAR_ALGORITHM") or None,
             run_directory=environ.get("HPCPAR_RUN_DIRECTORY") or None,
+            tuning=environ.get("HPCPAR_TUNING") or None,
         )
+
+
+def own_tuning_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's file with measured algorithms, which may not be there."""
+    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "hpcpar" / "tuning.toml"
+
+
+def read_tuning(tuning: str | None, own_file: Path) -> tuple[str, str]:
+    """Text of the tuning file and its name; empty where there is none.
+
+    tuning     what HPCPAR_TUNING asks for
+    own_file   what to read, if it is there, when nothing is asked for
+    errors     ConfigError when the file asked for cannot be read
+    """
+    if tuning == "none" or (tuning is None and not own_file.exists()):
+        return "", ""
+    path = Path(tuning) if tuning else own_file
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the tuning file {path} cannot be read ({error}): name another in HPCPAR_TUNING, write one "
+            f"with `hpcpar bench tune`, or set HPCPAR_TUNING=none"
+        ) from error
 
 
 def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:

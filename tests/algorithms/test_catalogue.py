@@ -79,31 +79,43 @@ def ragged(chunks: int, seed: int) -> list[int]:
     return [random.Random(seed + chunk).choice((0, 1, 2, 5)) for chunk in range(chunks)]
 
 
-def schedules_of(algorithm: Algorithm, size: int, root: int, segments: int) -> list[tuple[Step, ...]]:
-    return [algorithm.schedule(rank, size, root=root, segments=segments) for rank in range(size)]
+Nodes = tuple[int, ...] | None
 
 
-def settings(algorithm: Algorithm) -> list[tuple[int, int, int]]:
-    """(size, root, segments) worth trying."""
+def schedules_of(
+    algorithm: Algorithm, size: int, root: int = 0, segments: int = 1, nodes: Nodes = None
+) -> list[tuple[Step, ...]]:
+    return [algorithm.schedule(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)]
+
+
+def settings(algorithm: Algorithm) -> list[tuple[int, int, int, Nodes]]:
+    """(size, root, segments, nodes) worth trying."""
     return [
-        (size, root, segments)
+        (size, root, segments, nodes)
         for size in SIZES
         for root in ({0, size // 2, size - 1} if algorithm.rooted else {0})
         for segments in ((1, 2, 3) if algorithm.segmented else (1,))
+        for nodes in (placements(size) if algorithm.placed else (None,))
     ]
+
+
+def placements(size: int) -> tuple[Nodes, ...]:
+    """Every rank alone, nodes of neighbours (the last one not full), and ranks dealt out to nodes."""
+    neighbours = tuple(rank // 3 for rank in range(size))
+    return (None, neighbours, tuple(rank % 2 for rank in range(size)))
 
 
 @pytest.mark.parametrize("algorithm", EVERY, ids=name_of)
 def test_every_algorithm_does_on_numbers_what_one_process_would_do(algorithm: Algorithm) -> None:
-    for size, root, segments in settings(algorithm):
+    for size, root, segments, nodes in settings(algorithm):
         if algorithm.collective == "alltoall":
             check_alltoall(algorithm, size)
         elif algorithm.collective != "barrier":
-            check_on_data(algorithm, size, root, segments)
+            check_on_data(algorithm, size, root, segments, nodes)
 
 
-def check_on_data(algorithm: Algorithm, size: int, root: int, segments: int) -> None:
-    counts = ragged(algorithm.chunks(size, segments), seed=size)
+def check_on_data(algorithm: Algorithm, size: int, root: int, segments: int, nodes: Nodes) -> None:
+    counts = ragged(algorithm.chunks(size, segments, nodes), seed=size)
     # Small integers in floats, so that sums are exact in any order.
     inputs = [
         [[float(rank * 100 + chunk * 10 + i) for i in range(count)] for chunk, count in enumerate(counts)]
@@ -114,7 +126,7 @@ def check_on_data(algorithm: Algorithm, size: int, root: int, segments: int) -> 
     ]
     shards = [inputs[chunk][chunk] for chunk in range(len(counts))] if len(counts) == size else []
     memories: list[Memory] = [{"data": [list(chunk) for chunk in one]} for one in inputs]
-    execute(schedules_of(algorithm, size, root, segments), memories)
+    execute(schedules_of(algorithm, size, root, segments, nodes), memories)
     results = [memory["data"] for memory in memories]
     match algorithm.collective:
         case "allreduce":
@@ -150,7 +162,7 @@ def check_alltoall(algorithm: Algorithm, size: int) -> None:
         }
         for rank in range(size)
     ]
-    execute(schedules_of(algorithm, size, 0, 1), memories)
+    execute(schedules_of(algorithm, size), memories)
     for rank in range(size):
         assert memories[rank]["output"] == [values(source, rank) for source in range(size)]
         assert memories[rank]["input"] == [values(rank, to) for to in range(size)]
@@ -158,12 +170,12 @@ def check_alltoall(algorithm: Algorithm, size: int) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS["allreduce"].values(), ids=name_of)
 def test_an_allreduce_of_floats_leaves_identical_bits_on_all_ranks(algorithm: Algorithm) -> None:
-    for size, root, segments in settings(algorithm):
-        chunks = algorithm.chunks(size, segments)
+    for size, root, segments, nodes in settings(algorithm):
+        chunks = algorithm.chunks(size, segments, nodes)
         memories: list[Memory] = [
             {"data": [numbers(3, seed=rank * 77 + chunk) for chunk in range(chunks)]} for rank in range(size)
         ]
-        execute(schedules_of(algorithm, size, root, segments), memories)
+        execute(schedules_of(algorithm, size, root, segments, nodes), memories)
         assert all(memory == memories[0] for memory in memories)
 
 
@@ -181,8 +193,9 @@ def test_one_rank_alone_sends_and_receives_nothing(algorithm: Algorithm) -> None
 def test_no_step_is_empty(algorithm: Algorithm) -> None:
     for size in SIZES:
         for rank in range(size):
-            steps = algorithm.schedule(rank, size, root=size - 1, segments=3)
-            assert all(step.sends or step.receives or step.copies for step in steps)
+            for nodes in placements(size):
+                steps = algorithm.schedule(rank, size, root=size - 1, segments=3, nodes=nodes)
+                assert all(step.sends or step.receives or step.copies for step in steps)
 
 
 def test_every_collective_has_an_algorithm_and_knows_itself() -> None:
@@ -211,9 +224,19 @@ def test_every_generator_states_what_it_starts_from_ends_with_costs_and_comes_fr
 
 
 def test_a_schedule_is_made_once() -> None:
-    ring = find("allreduce", "ring")
+    ring, hierarchical = find("allreduce", "ring"), find("allreduce", "hierarchical")
     assert ring.schedule(1, 4) is ring.schedule(1, 4)
     assert ring.schedule(1, 4) == ring.generate(1, 4)
+    assert ring.schedule(1, 4, nodes=(0, 0, 1, 1)) is ring.schedule(1, 4)
+    assert hierarchical.schedule(1, 4, nodes=(0, 0, 1, 1)) is hierarchical.schedule(1, 4, nodes=(0, 0, 1, 1))
+    assert hierarchical.schedule(1, 4, nodes=(0, 0, 1, 1)) != hierarchical.schedule(1, 4)
+
+
+def test_only_hierarchical_algorithms_ask_where_the_ranks_are() -> None:
+    placed = {algorithm.name for algorithm in EVERY if algorithm.placed}
+    assert placed == {name for name in placed if name.startswith("hierarchical") or name == "leaders"}
+    assert find("allreduce", "hierarchical").chunks(5, nodes=(0, 0, 0, 1, 1)) == 6
+    assert find("allreduce", "ring").chunks(5, nodes=(0, 0, 0, 1, 1)) == 5
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
-from hpcpar.algorithms.price import Link, Topology, price
+from hpcpar.algorithms.price import Link, Topology, analytic, price
 from hpcpar.algorithms.step import Receive, Send, Step, Steps
 from hpcpar.errors import ScheduleError
 
@@ -172,6 +173,76 @@ def test_recursive_doubling_leaves_the_node_in_one_round_only() -> None:
     assert found.nbytes_between_nodes == 8 * nbytes
     near, far = 1e-6 + nbytes * 1e-10, 1e-5 + nbytes * 1e-9
     assert found.seconds == pytest.approx(2 * near + far + 3 * nbytes * GAMMA_S_PER_BYTE, rel=ROUNDING)
+
+
+# Nodes, ranks per node.
+POWERS = [(1, 4), (2, 2), (2, 4), (4, 2), (4, 4), (8, 2), (2, 8), (4, 1)]
+OTHERS = [(3, 4), (2, 3), (3, 3), (5, 2), (5, 3), (1, 5), (6, 4)]
+# The algorithms that walk through powers of two.
+BY_POWERS = {"binomial", "recursive_doubling", "recursive_halving", "rabenseifner"}
+EXCHANGED_DIRECTLY = ("allreduce", "reduce_scatter", "allgather", "alltoall")
+
+
+def on_nodes(algorithm: Algorithm, nodes: int, per_node: int) -> Iterator[tuple[float, float, str]]:
+    """What the closed form says, what the simulation finds, and where."""
+    topology = Topology(per_node, TWO_NODES.intra, TWO_NODES.inter, GAMMA_S_PER_BYTE)
+    size = nodes * per_node
+    for segments, scale in product((1, 5) if algorithm.segmented else (1,), (1, 10_000)):
+        nbytes = divisible(size, segments) * 15 * scale
+        found = price(algorithm, size, nbytes, topology, segments=segments).seconds
+        expected = analytic(algorithm, size, nbytes, topology, segments)
+        yield expected, found, f"{nodes} nodes of {per_node}, {segments} segments, {nbytes} bytes"
+
+
+def estimated_on_nodes(algorithm: Algorithm) -> bool:
+    exchanged_directly = algorithm.name == "direct" and algorithm.collective in EXCHANGED_DIRECTLY
+    return algorithm.estimated or exchanged_directly
+
+
+@pytest.mark.parametrize("algorithm", [one for one in EVERY if not estimated_on_nodes(one)], ids=name_of)
+def test_seconds_on_nodes_equal_the_closed_form_on_two_levels(algorithm: Algorithm) -> None:
+    for nodes, per_node in POWERS if algorithm.name in BY_POWERS else (*POWERS, *OTHERS):
+        for expected, found, where in on_nodes(algorithm, nodes, per_node):
+            assert found == pytest.approx(expected, rel=ROUNDING), where
+
+
+@pytest.mark.parametrize("algorithm", [one for one in EVERY if one.name in BY_POWERS], ids=name_of)
+def test_elsewhere_the_closed_form_is_off_by_less_than_two_and_a_quarter(
+    algorithm: Algorithm,
+) -> None:
+    for nodes, per_node in OTHERS:
+        for expected, found, where in on_nodes(algorithm, nodes, per_node):
+            assert 1 / 2.25 <= expected / found <= 2.25, where
+
+
+@pytest.mark.parametrize("collective", EXCHANGED_DIRECTLY)
+def test_ports_that_wait_for_each_other_cost_a_direct_exchange_less_than_a_third_more(
+    collective: str,
+) -> None:
+    for nodes, per_node in (*POWERS, *OTHERS):
+        for expected, found, where in on_nodes(find(collective, "direct"), nodes, per_node):
+            assert 0.75 <= expected / found <= 1 + ROUNDING, where
+
+
+def test_the_double_tree_on_nodes_costs_the_closed_form_within_two_thirds() -> None:
+    for nodes, per_node in (*POWERS, *OTHERS):
+        for expected, found, where in on_nodes(find("allreduce", "double_binary"), nodes, per_node):
+            assert 1 / 1.67 <= expected / found <= 1.67, where
+
+
+def test_the_closed_form_prices_16384_ranks_as_it_does_few() -> None:
+    topology = Topology(8, Link(1e-6, 1e-11), Link(5e-6, 1e-9), 1e-12)
+    nbytes, nodes, per_node = 2**30, 2048, 8
+    found = analytic(find("allreduce", "hierarchical"), 16384, nbytes, topology)
+    inside = 2 * (7 * 1e-6 + 7 / 8 * nbytes * 1e-11)
+    between = 2 * (nodes - 1) * (5e-6 + nbytes / per_node / nodes * 1e-9)
+    summed = (7 / 8 + (nodes - 1) / nodes / per_node) * nbytes * 1e-12
+    assert found == pytest.approx(inside + between + summed, rel=ROUNDING)
+
+
+def test_one_rank_alone_has_a_closed_form_of_nothing() -> None:
+    for algorithm in EVERY:
+        assert analytic(algorithm, 1, 1024, TWO_NODES, 4) == 0.0
 
 
 def test_a_double_tree_beats_a_ring_for_small_vectors_on_many_ranks_and_not_for_large_ones() -> None:

@@ -13,7 +13,7 @@ from hpcpar.errors import OperationError, ScheduleError
 
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
 # Every rank speaks to every other, or n - 1 times to its neighbour: proving n ranks takes n² messages.
-QUADRATIC = {"ring", "direct", "pairwise"}
+QUADRATIC = {"ring", "direct", "pairwise", "hierarchical"}
 
 
 def name_of(algorithm: Algorithm) -> str:
@@ -34,11 +34,34 @@ def test_every_algorithm_is_right_for_1_to_33_ranks(algorithm: Algorithm) -> Non
             prove(algorithm, size, root, segments)
 
 
+def placements(size: int) -> list[tuple[int, ...]]:
+    """Nodes full and not, large and small, of neighbouring ranks and of distant ones."""
+    return [
+        (0,) * size,
+        tuple(rank // 3 for rank in range(size)),
+        tuple(rank // 4 for rank in range(size)),
+        tuple(rank % 3 for rank in range(size)),
+        tuple(rank * rank % 7 for rank in range(size)),
+    ]
+
+
+@pytest.mark.parametrize("algorithm", [one for one in EVERY if one.placed], ids=name_of)
+def test_a_hierarchical_algorithm_is_right_wherever_the_ranks_are(algorithm: Algorithm) -> None:
+    for size in range(1, 23):
+        for root, segments in product(
+            sorted({0, size // 2, size - 1}) if algorithm.rooted else (0,),
+            (1, 3) if algorithm.segmented else (1,),
+        ):
+            for nodes in placements(size):
+                prove(algorithm, size, root, segments, nodes)
+
+
 @pytest.mark.parametrize("algorithm", EVERY, ids=name_of)
 def test_every_algorithm_is_right_for_many_ranks(algorithm: Algorithm) -> None:
     quadratic = algorithm.name in QUADRATIC and not algorithm.rooted
     for size in (64,) if quadratic else (64, 100, 128, 257):
-        prove(algorithm, size, root=size // 3, segments=4)
+        nodes = tuple(rank // 8 for rank in range(size)) if algorithm.placed else None
+        prove(algorithm, size, size // 3, 4, nodes)
 
 
 def test_the_ring_allreduce_is_right_for_128_ranks() -> None:

@@ -16,6 +16,7 @@ from hpcpar.errors import ScheduleError
 
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
 SIZES = (4, 5)  # with and without a fold
+NODES = {4: (0, 0, 1, 1), 5: (0, 1, 1, 0, 1)}
 ROOT, SEGMENTS = 1, 2
 
 Schedules = list[list[Step]]
@@ -28,7 +29,10 @@ def name_of(algorithm: Algorithm) -> str:
 
 
 def schedules_of(algorithm: Algorithm, size: int) -> Schedules:
-    return [list(algorithm.schedule(rank, size, root=ROOT, segments=SEGMENTS)) for rank in range(size)]
+    return [
+        list(algorithm.schedule(rank, size, root=ROOT, segments=SEGMENTS, nodes=NODES[size]))
+        for rank in range(size)
+    ]
 
 
 def with_steps(schedules: Schedules, rank: int, start: int, stop: int, *steps: Step) -> Schedules:
@@ -195,7 +199,7 @@ def test_a_planted_bug_is_found(algorithm: Algorithm, bug) -> None:  # type: ign
     for size in SIZES:
         if harmless(algorithm, bug, size):
             continue
-        chunks = algorithm.chunks(size, SEGMENTS)
+        chunks = algorithm.chunks(size, SEGMENTS, NODES[size])
         for where, schedules in bug(schedules_of(algorithm, size), chunks):
             with pytest.raises(ScheduleError, match="rank"):
                 prove_schedules(
@@ -211,7 +215,9 @@ def test_a_planted_bug_is_found(algorithm: Algorithm, bug) -> None:  # type: ign
 def test_most_kinds_of_bug_can_be_planted_in_most_algorithms() -> None:
     """The search above is not empty: this is how many places it has, at four ranks."""
     places = {
-        bug.__name__: sum(1 for one in EVERY for _ in bug(schedules_of(one, 4), one.chunks(4, SEGMENTS)))
+        bug.__name__: sum(
+            1 for one in EVERY for _ in bug(schedules_of(one, 4), one.chunks(4, SEGMENTS, NODES[4]))
+        )
         for bug in BUGS
     }
     assert all(

@@ -17,6 +17,7 @@ from rich.console import Console
 from hpcpar.cli import doctor
 from hpcpar.cli.doctor import Measurement, RankFacts, TorchFacts, Visit, judge, measure, print_report
 from hpcpar.comm import run_loopback
+from hpcpar.comm.select import UP_TO, describe
 from hpcpar.launch.cuda_awareness import CudaAwareness
 from hpcpar.launch.environment import RankInfo
 from hpcpar.units import GiB, MiB
@@ -39,6 +40,7 @@ def visit(*ranks: RankFacts) -> Visit:
         awareness=CudaAwareness(None, "not known"),
         ranks=ranks,
         measurements=(Measurement(8, 4e-6, 2000, True), Measurement(4 * MiB, 6e-4, 1000, True)),
+        choices="bruck up to 4.0 KiB, then ring",
     )
 
 
@@ -152,6 +154,7 @@ def test_the_report_shows_library_nodes_cores_and_times() -> None:
         "4.0 µs",
         "4.0 MiB",
         "10.49 GB/s",
+        "bruck up to 4.0 KiB, then ring",
         "nothing to mend",
     ):
         assert words in text.getvalue(), words
@@ -160,6 +163,12 @@ def test_the_report_shows_library_nodes_cores_and_times() -> None:
 def test_a_missing_shared_memory_directory_is_no_finding(tmp_path: Path) -> None:
     assert doctor.shared_memory_nbytes(str(tmp_path / "none")) is None
     assert doctor.shared_memory_nbytes(str(tmp_path)) is not None
+
+
+def test_the_report_says_which_all_reduce_runs_at_what_size() -> None:
+    said = run_loopback(2, doctor.choices)
+    assert said[0] == said[1]
+    assert said[0] == describe((int(min(limit, GiB)), name) for limit, name in UP_TO["allreduce"])
 
 
 @pytest.mark.parametrize("nbytes", [8, 4096])

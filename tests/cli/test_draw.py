@@ -27,6 +27,13 @@ def test_the_collective_and_the_root_can_be_named(capsys: pytest.CaptureFixture[
     assert drawn.rstrip("\n") == draw(catalogue.find("broadcast", "binomial"), 5, root=3).rstrip("\n")
 
 
+def test_the_ranks_of_each_node_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = output(capsys, "hierarchical", "--size", "4", "--ranks-per-node", "2")
+    expected = draw(catalogue.find("allreduce", "hierarchical"), 4, nodes=(0, 0, 1, 1))
+    assert drawn.rstrip("\n") == expected.rstrip("\n")
+    assert "node 1" in drawn
+
+
 @pytest.mark.parametrize("collective", list(catalogue.ALGORITHMS))
 def test_every_algorithm_can_be_drawn(collective: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in catalogue.ALGORITHMS[collective]:

@@ -5,12 +5,35 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm.select import UNEVEN, UP_TO, choose, parse_overrides, segments_for
+from hpcpar.comm.select import (
+    ANY,
+    BUILT_IN,
+    NATIVES,
+    UNEVEN,
+    UP_TO,
+    Table,
+    choose,
+    describe,
+    names,
+    parse_overrides,
+    segments_for,
+)
 from hpcpar.errors import OperationError
 
+MEASURED = Table(
+    "measured",
+    {
+        "allreduce": {
+            ANY: ((64.0, "native"), (float("inf"), "direct")),
+            "bfloat16": ((float("inf"), "rabenseifner"),),
+        },
+        "reduce_scatter": {ANY: ((float("inf"), "recursive_halving"),)},
+    },
+)
 
-def chosen(collective, nbytes, uneven=False, named=None, overrides=()):
-    return choose(collective, nbytes, uneven=uneven, named=named, overrides=dict(overrides)).name
+
+def chosen(collective, nbytes, uneven=False, named=None, overrides=(), **others):
+    return choose(collective, nbytes, uneven=uneven, named=named, overrides=dict(overrides), **others).name
 
 
 def test_small_arrays_take_few_rounds_and_large_ones_few_bytes():
@@ -41,6 +64,49 @@ def test_every_collective_of_the_catalogue_is_in_the_tables():
     assert all(ALGORITHMS[collective][name].uneven for collective, name in UNEVEN.items())
 
 
+def test_a_measured_table_goes_before_the_built_in_one():
+    assert chosen("allreduce", 8, table=MEASURED, native=True) == "native"
+    assert chosen("allreduce", 65, table=MEASURED, native=True) == "direct"
+    assert chosen("allreduce", 8, table=MEASURED, dtype="bfloat16") == "rabenseifner"
+    assert chosen("allreduce", 8, table=MEASURED, overrides={"allreduce": "ring"}) == "ring"
+    assert chosen("broadcast", 8, table=MEASURED) == BUILT_IN.name("broadcast", 8)
+
+
+def test_a_measured_table_says_nothing_of_uneven_pieces():
+    assert chosen("reduce_scatter", 8, table=MEASURED) == "recursive_halving"
+    assert chosen("reduce_scatter", 8, table=MEASURED, uneven=True) == UNEVEN["reduce_scatter"]
+
+
+def test_mpis_own_is_passed_over_where_it_cannot_run():
+    built_in = BUILT_IN.name("allreduce", 8)
+    for asked in ({"table": MEASURED}, {"named": "native"}, {"overrides": {"allreduce": "native"}}):
+        assert chosen("allreduce", 8, **asked) == built_in
+        assert chosen("allreduce", 8, **asked, native=True) == "native"
+
+
+def test_mpis_own_takes_equal_pieces_only():
+    with pytest.raises(OperationError, match="equal size"):
+        chosen("allgather", 8, uneven=True, named="native", native=True)
+    overrides = {"allgather": "native"}
+    assert chosen("allgather", 8, uneven=True, overrides=overrides, native=True) == "ring"
+
+
+def test_mpis_own_has_no_steps_of_ours():
+    assert "native" in names("allreduce")
+    assert "native" not in names("barrier")
+    with pytest.raises(OperationError, match="no steps"):
+        NATIVES["allreduce"].generate(0, 2)
+
+
+def test_choices_are_told_by_spans():
+    assert (
+        describe([(4, "a"), (8, "a"), (2048, "b"), (4096, "c")])
+        == "a up to 8 B, then b up to 2.0 KiB, then c"
+    )
+    assert describe([(4, "a")]) == "a"
+    assert describe([]) == ""
+
+
 def test_only_pipelined_algorithms_are_cut_into_segments():
     assert segments_for(ALGORITHMS["allreduce"]["ring"], 2**30) == 1
     assert segments_for(ALGORITHMS["broadcast"]["ring"], 8) == 1
@@ -50,6 +116,7 @@ def test_only_pipelined_algorithms_are_cut_into_segments():
 
 def test_overrides_are_read_from_text():
     assert parse_overrides(None) == parse_overrides("") == {}
+    assert parse_overrides("alltoall=native") == {"alltoall": "native"}
     assert parse_overrides("allreduce=ring, broadcast=direct") == {"allreduce": "ring", "broadcast": "direct"}
 
 

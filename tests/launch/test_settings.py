@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
 from hpcpar.errors import ConfigError
-from hpcpar.launch.settings import Settings
+from hpcpar.launch.settings import Settings, own_tuning_file, read_tuning
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -20,8 +21,11 @@ def test_every_variable_is_read() -> None:
         "HPCPAR_TIMEOUT_S": "2.5",
         "HPCPAR_ALGORITHM": "ring",
         "HPCPAR_RUN_DIRECTORY": "/scratch/run",
+        "HPCPAR_TUNING": "/home/me/tuning.toml",
     }
-    assert Settings.from_environ(environ) == Settings(True, 2.5, "ring", "/scratch/run")
+    assert Settings.from_environ(environ) == Settings(
+        True, 2.5, "ring", "/scratch/run", "/home/me/tuning.toml"
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,3 +53,23 @@ def test_a_time_limit_may_be_infinite() -> None:
 def test_a_value_that_is_not_understood_is_an_error_that_names_the_variable(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Settings.from_environ({name: value})
+
+
+def test_the_users_own_tuning_file_is_where_settings_are_kept() -> None:
+    assert own_tuning_file({"XDG_CONFIG_HOME": "/etc/me"}) == Path("/etc/me/hpcpar/tuning.toml")
+    assert own_tuning_file({}) == Path.home() / ".config/hpcpar/tuning.toml"
+
+
+def test_the_tuning_file_asked_for_goes_before_the_users_own(tmp_path: Path) -> None:
+    own, asked = tmp_path / "own.toml", tmp_path / "asked.toml"
+    own.write_text("own")
+    asked.write_text("asked")
+    assert read_tuning(str(asked), own) == ("asked", str(asked))
+    assert read_tuning(None, own) == ("own", str(own))
+    assert read_tuning("none", own) == ("", "")
+    assert read_tuning(None, tmp_path / "missing.toml") == ("", "")
+
+
+def test_a_tuning_file_asked_for_and_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml cannot be read.*HPCPAR_TUNING"):
+        read_tuning(str(tmp_path / "missing.toml"), tmp_path / "own.toml")

@@ -1,0 +1,288 @@
+"""Hierarchical: the ranks of a node work together first, so that each byte crosses between nodes once.
+
+Nothing new is exchanged here: the flat algorithms are run among the ranks of each node and along the
+lanes of `placement`, one rank of every node, on the chunks that these share.
+
+    all-reduce                     node 0           node 1
+    inside    reduce-scatter       0 ⇄ 1 ⇄ 2        3 ⇄ 4 ⇄ 5       a rank is left with its lane's part
+    between   all-reduce           0 ────────────── 3               lane 0
+                                       1 ────────────── 4           lane 1
+                                           2 ────────────── 5       lane 2
+    inside    all-gather           0 ⇄ 1 ⇄ 2        3 ⇄ 4 ⇄ 5
+
+Any ranks may share a node, and nodes may differ in size; without `nodes` every rank has a node of
+its own, which leaves only the flat algorithm between them. The costs are for N nodes of g ranks
+each (n = Ng) and S bytes of the whole vector, with α and β within a node, α' and β' between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hpcpar.algorithms import direct, doubling, ring, tree
+from hpcpar.algorithms.placement import Nodes, Placement, place
+from hpcpar.algorithms.powers import largest_power
+from hpcpar.algorithms.step import Generator, Receive, Send, Step, Steps
+
+Chunks = tuple[int, ...]
+"""What one chunk of a flat algorithm stands for here: any number of chunks, also none."""
+
+Grid = tuple[tuple[Chunks, ...], ...]
+"""By lane, then by chunk of the flat algorithm that runs along the lane."""
+
+
+def allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
+    """Combine over all ranks; give every rank the total. Between the nodes a ring for each lane.
+
+    before   every rank: lanes × N chunks of any values
+    after    every rank: all chunks are totals
+    order    within the node r, r-1, r-2 …, then node after node as in the ring
+    cost     inside 2(g-1)α + (g-1)/g·S(2β + γ); between 2(N-1)α' + (N-1)/N·S/g·(2β' + γ); each rank
+             sends 2(N-1)/N·S/g between the nodes, each node 2(N-1)/N·S, the least possible
+    source   Cho, Finkler, Serrano, Kung, Hunter 2019, "BlueConnect"; Träff, Hunold 2020,
+             "Decomposing collectives for exploiting multi-lane communication"
+    """
+    placement = place(size, nodes)
+    yield from _allreduce(rank, placement, ring.allreduce, pieces=placement.nodes)
+
+
+def halving_allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
+    """As `allreduce`, with Rabenseifner's algorithm for each lane: fewer messages between many nodes.
+
+    before   every rank: lanes × m chunks of any values, m the largest power of two of N
+    after    every rank: all chunks are totals
+    cost     inside as `allreduce`; between 2 log₂N·α' + (N-1)/N·S/g·(2β' + γ); N not a power of two:
+             with m for N, + 2α' + S/g·(2β' + γ)
+    source   Träff, Hunold 2020, with Rabenseifner 2004 along the lanes
+    """
+    placement = place(size, nodes)
+    yield from _allreduce(rank, placement, doubling.rabenseifner, pieces=largest_power(placement.nodes))
+
+
+def leaders_allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
+    """Combine over all ranks; give every rank the total. One rank of each node speaks to other nodes.
+
+    before   every rank: one chunk of any values
+    after    every rank: the total
+    order    by local rank as in (0 + 1) + (2 + 3), then by node alike
+    cost     inside 2⌈log₂g⌉(α + Sβ) + ⌈log₂g⌉Sγ; between log₂N·(α' + Sβ' + Sγ), N not a power of two:
+             log₂m, + 2α' + 2Sβ' + Sγ
+    source   MPICH src/mpi/coll/allreduce/allreduce_intra_smp.c
+    """
+    placement = place(size, nodes)
+    yield from _inside(rank, placement, tree.reduce, ((0,),))
+    if placement.local_rank(rank) == 0:
+        leaders = tuple(members[0] for members in placement.members)
+        node = placement.node_of[rank]
+        yield from _among(doubling.allreduce(node, placement.nodes), leaders, ((0,),))
+    yield from _inside(rank, placement, tree.broadcast, ((0,),))
+
+
+def reduce_scatter(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
+    """Combine over all ranks; leave rank r the total of chunk r. Between the nodes a ring for each lane.
+
+    before   every rank: n chunks of any values
+    after    rank r: chunk r is the total, the other chunks hold partial sums
+    order    as `allreduce`
+    cost     inside (g-1)α + (g-1)/g·S(β + γ); between (N-1)α' + (N-1)/N·S/g·(β' + γ)
+    source   as `allreduce`
+    """
+    yield from _reduce_scatter(rank, place(size, nodes), ring.reduce_scatter)
+
+
+def halving_reduce_scatter(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
+    """As `reduce_scatter`, with recursive halving for each lane: fewer messages between many nodes.
+
+    before   every rank: n chunks of any values
+    after    rank r: chunk r is the total, the other chunks hold partial sums
+    cost     inside as `reduce_scatter`; between log₂N·α' + (N-1)/N·S/g·(β' + γ), and the fold where N
+             is not a power of two, as in `doubling`
+    source   Träff, Hunold 2020, with Thakur, Rabenseifner, Gropp 2005 along the lanes
+    """
+    yield from _reduce_scatter(rank, place(size, nodes), doubling.reduce_scatter)
+
+
+def allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
+    """Give every rank the chunks of all. Between the nodes a ring for each lane.
+
+    before   rank r: chunk r
+    after    every rank: all n chunks
+    cost     between (N-1)(α' + S/n·β'); inside (g-1)(α + S/g·β)
+    source   as `allreduce`
+    """
+    yield from _allgather(rank, place(size, nodes), ring.allgather)
+
+
+def doubling_allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
+    """As `allgather`, with recursive doubling for each lane: fewer messages between many nodes.
+
+    before   rank r: chunk r
+    after    every rank: all n chunks
+    cost     between log₂N·α' + (N-1)/N·S/g·β', and the fold where N is not a power of two, as in
+             `doubling`; inside (g-1)(α + S/g·β)
+    source   Träff, Hunold 2020, with Thakur, Rabenseifner, Gropp 2005 along the lanes
+    """
+    yield from _allgather(rank, place(size, nodes), doubling.allgather)
+
+
+def broadcast(rank: int, size: int, *, root: int = 0, segments: int = 1, nodes: Nodes | None = None) -> Steps:
+    """Give every rank the root's chunks: a part of them down each lane, as a chain in k segments.
+
+    before   root: lanes × `segments` chunks
+    after    every rank: the root's chunks
+    cost     inside 2(g-1)(α + S/g·β); between (N-2+k)(α' + S/gk·β'); no node but the last sends more
+             than S between the nodes
+    source   Träff, Hunold 2020, with the pipelined chain of van de Geijn 1994 along the lanes
+    """
+    placement = place(size, nodes)
+    grid = _grid(placement, segments)
+    along_lanes = _between(
+        rank, placement, ring.broadcast, grid, root=placement.node_of[root], segments=segments
+    )
+    yield from _broadcast(rank, placement, root, grid, along_lanes)
+
+
+def binomial_broadcast(rank: int, size: int, *, root: int = 0, nodes: Nodes | None = None) -> Steps:
+    """As `broadcast`, with a binomial tree for each lane: fewer messages one after another.
+
+    before   root: one chunk for each lane
+    after    every rank: the root's chunks
+    cost     inside 2(g-1)(α + S/g·β); between ⌈log₂N⌉(α' + S/g·β')
+    source   Träff, Hunold 2020, with Thakur, Rabenseifner, Gropp 2005 along the lanes
+    """
+    placement = place(size, nodes)
+    grid = _grid(placement, 1)
+    along_lanes = _between(rank, placement, tree.broadcast, grid, root=placement.node_of[root])
+    yield from _broadcast(rank, placement, root, grid, along_lanes)
+
+
+def leaders_broadcast(rank: int, size: int, *, root: int = 0, nodes: Nodes | None = None) -> Steps:
+    """Give every rank the root's vector: a binomial tree of the root and one rank of each other node,
+    then one in every node.
+
+    before   root: one chunk
+    after    every rank: the root's chunk
+    cost     between ⌈log₂N⌉(α' + Sβ'); inside ⌈log₂g⌉(α + Sβ)
+    source   MPICH src/mpi/coll/bcast/bcast_intra_smp.c
+    """
+    placement = place(size, nodes)
+    home = placement.node_of[root]
+    leaders = tuple(root if node == home else members[0] for node, members in enumerate(placement.members))
+    node = placement.node_of[rank]
+    if rank == leaders[node]:
+        yield from _among(tree.broadcast(node, placement.nodes, root=home), leaders, ((0,),))
+    yield from _inside(rank, placement, tree.broadcast, ((0,),), root=placement.local_rank(leaders[node]))
+
+
+def _allreduce(rank: int, placement: Placement, flat: Generator, *, pieces: int) -> Steps:
+    grid = _grid(placement, pieces)
+    shares = _shares(rank, placement, grid)
+    yield from _inside(rank, placement, direct.reduce_scatter, shares)
+    yield from _between(rank, placement, flat, grid)
+    yield from _inside(rank, placement, direct.allgather, shares)
+
+
+def _reduce_scatter(rank: int, placement: Placement, flat: Generator) -> Steps:
+    grid = _grid_of_ranks(placement)
+    yield from _inside(rank, placement, direct.reduce_scatter, _shares(rank, placement, grid))
+    yield from _between(rank, placement, flat, grid)
+
+
+def _allgather(rank: int, placement: Placement, flat: Generator) -> Steps:
+    grid = _grid_of_ranks(placement)
+    yield from _between(rank, placement, flat, grid)
+    yield from _inside(rank, placement, direct.allgather, _shares(rank, placement, grid))
+
+
+def _broadcast(rank: int, placement: Placement, root: int, grid: Grid, along_lanes: Steps) -> Steps:
+    """The root deals the lanes' parts out in its node; in the end each node brings them together."""
+    shares = _shares(rank, placement, grid)
+    at_home = placement.node_of[rank] == placement.node_of[root]
+    if at_home:
+        yield from _inside(rank, placement, direct.scatter, shares, root=placement.local_rank(root))
+    yield from along_lanes
+    for step in _inside(rank, placement, direct.allgather, shares):
+        # The root has everything: it is sent nothing.
+        sends = tuple(send for send in step.sends if send.to != root)
+        yield Step(sends, () if rank == root else step.receives)
+
+
+def _grid(placement: Placement, pieces: int) -> Grid:
+    """The data in one run of chunks for each lane, which the flat algorithm cuts into `pieces`."""
+    return tuple(
+        tuple((lane * pieces + piece,) for piece in range(pieces)) for lane in range(placement.lanes)
+    )
+
+
+def _grid_of_ranks(placement: Placement) -> Grid:
+    """One chunk for each rank: piece m of lane l is that of node m's local rank l, if it has one."""
+    return tuple(
+        tuple(members[lane : lane + 1] for members in placement.members) for lane in range(placement.lanes)
+    )
+
+
+def _shares(rank: int, placement: Placement, grid: Grid) -> tuple[Chunks, ...]:
+    """For each local rank of this rank's node, the chunks of all lanes that it serves."""
+    return tuple(
+        tuple(chunk for lane in placement.lanes_of(neighbour) for chunks in grid[lane] for chunk in chunks)
+        for neighbour in placement.neighbours(rank)
+    )
+
+
+def _inside(
+    rank: int, placement: Placement, flat: Generator, chunks: Sequence[Chunks], **options: int
+) -> Steps:
+    """A flat algorithm among the ranks of this rank's node."""
+    neighbours = placement.neighbours(rank)
+    yield from _among(flat(placement.local_rank(rank), len(neighbours), **options), neighbours, chunks)
+
+
+def _between(rank: int, placement: Placement, flat: Generator, grid: Grid, **options: int) -> Steps:
+    """A flat algorithm among the nodes, along all lanes that this rank serves, abreast."""
+    node = placement.node_of[rank]
+    lanes = [
+        _renamed(flat(node, placement.nodes, **options), placement.lane(lane), grid[lane])
+        for lane in placement.lanes_of(rank)
+    ]
+    yield from _abreast(lanes)
+
+
+def _among(steps: Steps, ranks: Sequence[int], chunks: Sequence[Chunks]) -> Steps:
+    """Steps written for ranks 0, 1, 2 … and chunks 0, 1, 2 …, taken by these instead."""
+    yield from _abreast([_renamed(steps, ranks, chunks)])
+
+
+def _renamed(steps: Steps, ranks: Sequence[int], chunks: Sequence[Chunks]) -> Steps:
+    def named(before: Chunks) -> Chunks:
+        return tuple(chunk for one in before for chunk in chunks[one])
+
+    for step in steps:
+        yield Step(
+            tuple(Send(ranks[send.to], named(send.chunks)) for send in step.sends),
+            tuple(Receive(ranks[r.source], named(r.chunks), combine=r.combine) for r in step.receives),
+        )
+
+
+def _abreast(lanes: Iterable[Steps]) -> Steps:
+    """Step k of all lanes at once; between two ranks one message, and none that carries nothing.
+
+    Both ends do so alike: a rank is at the same place of all its lanes, so the messages that meet
+    here in one step meet in one step at the other end as well.
+    """
+    for steps in zip(*lanes, strict=True):
+        sent: dict[int, Chunks] = {}
+        received: dict[tuple[int, bool], Chunks] = {}
+        for step in steps:
+            for send in step.sends:
+                sent[send.to] = sent.get(send.to, ()) + send.chunks
+            for receive in step.receives:
+                end = (receive.source, receive.combine)
+                received[end] = received.get(end, ()) + receive.chunks
+        sends = tuple(Send(to, chunks) for to, chunks in sent.items() if chunks)
+        receives = tuple(
+            Receive(source, chunks, combine=combine)
+            for (source, combine), chunks in received.items()
+            if chunks
+        )
+        if sends or receives:
+            yield Step(sends, receives)

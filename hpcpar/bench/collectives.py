@@ -1,0 +1,339 @@
+"""`hpcpar bench collectives`: our algorithms beside what else there is, by size, as nccl-tests lays it out.
+
+algbw = bytes of the whole array / time; busbw = algbw × the collective's factor (nccl-tests,
+doc/PERFORMANCE.md). GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import hpcpar
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.bench.measure import (
+    COPY,
+    MEMORY_COPY,
+    PLACES,
+    WINDOW,
+    Buffers,
+    Candidate,
+    Case,
+    Kind,
+    Place,
+    Row,
+    Timing,
+    copy_candidate,
+    measure,
+    row,
+    usable,
+    wrong_elements,
+)
+from hpcpar.comm.select import NATIVE, NATIVES
+from hpcpar.launch.binding import affinity
+from hpcpar.units import MiB, format_nbytes
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+CHOSEN = "chosen"
+"""The candidate that names no algorithm: what a user gets."""
+
+Say = Callable[[str], None]
+
+PLACED: dict[Place, str] = {"out": "out of place", "in": "in place"}
+"""In the order of the table's columns."""
+
+
+class Peer(Protocol):
+    """Something else that can do collectives."""
+
+    def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
+        """Its ways to do this case, on this memory."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    factor       from one size to the next
+    candidates   names to keep; empty keeps all
+    shared       arrays in memory that the ranks of a node can see
+    singly       look at the clock after every call, and report the longest
+    """
+
+    collectives: tuple[str, ...] = ("allreduce",)
+    min_nbytes: int = 4
+    max_nbytes: int = 64 * MiB
+    factor: int = 4
+    dtype: str = "float32"
+    kind: Kind = "torch"
+    rounds: int = 5
+    round_s: float = 0.02
+    candidates: tuple[str, ...] = ()
+    shared: bool = False
+    singly: bool = False
+
+    def sizes(self) -> Iterator[int]:
+        nbytes = self.min_nbytes
+        while nbytes <= self.max_nbytes:
+            yield nbytes
+            nbytes *= self.factor
+
+    def keeps(self, name: str) -> bool:
+        return not self.candidates or name in self.candidates
+
+
+def ours(case: Case, comm: Communicator, b: Buffers, place: Place) -> list[Candidate]:
+    """What is chosen when nothing is named, then every algorithm, and MPI's own asked for through us."""
+    if case.collective in ("send", "send_window"):
+        return [_sending(case, comm, b)]
+    found = [_ours(case, comm, b, place, None)]
+    on_two_levels = 1 < len(set(comm.nodes)) < comm.size
+    for name, algorithm in ALGORITHMS[case.collective].items():
+        if on_two_levels or not algorithm.placed:  # on one level these are others under another name
+            found.append(_ours(case, comm, b, place, name))
+    if runs_native(case, comm):
+        found.append(_ours(case, comm, b, place, NATIVE))
+    return found
+
+
+def runs_native(case: Case, comm: Communicator) -> bool:
+    """Whether algorithm="native" is MPI's own here, and not passed over."""
+    return (
+        case.collective in NATIVES
+        and comm.algorithm_for(case.collective, case.nbytes, named=NATIVE) == NATIVE
+    )
+
+
+def _ours(case: Case, comm: Communicator, b: Buffers, place: Place, name: str | None) -> Candidate:
+    own = case.own(comm.rank)
+    inside = place == "in"
+    root = comm.rank == 0
+    out = None if inside else b.other
+    calls: dict[str, tuple[Callable[[], Any], Any]] = {
+        "allreduce": (
+            lambda: comm.allreduce(b.whole, out=out, algorithm=name),
+            b.whole if inside else b.other,
+        ),
+        "reduce_scatter": (
+            lambda: comm.reduce_scatter(b.whole, out=None if inside else b.shard, algorithm=name),
+            b.whole[own] if inside else b.shard,
+        ),
+        "allgather": (
+            lambda: comm.allgather(b.whole[own] if inside else b.shard, out=b.whole, algorithm=name),
+            b.whole,
+        ),
+        "broadcast": (lambda: comm.broadcast(b.whole, algorithm=name), b.whole),
+        "reduce": (
+            lambda: comm.reduce(b.whole, out=out if root else None, algorithm=name),
+            (b.whole if inside else b.other) if root else None,
+        ),
+        "alltoall": (lambda: comm.alltoall(b.whole, out=b.other, algorithm=name), b.other),
+    }
+    run, result = calls[case.collective]
+    return Candidate(name or CHOSEN, run, lambda: result)
+
+
+def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
+    """Between rank 0 and the last rank; the others stand by."""
+    first, peer = comm.rank == 0, comm.size - 1 if comm.rank == 0 else 0
+    if comm.size == 1 or comm.rank not in (0, comm.size - 1):
+        return Candidate(CHOSEN, lambda: None, lambda: None)
+
+    def there_and_back() -> None:
+        if first:
+            comm.send(b.whole, peer)
+        comm.recv(b.other, peer)
+        if not first:
+            comm.send(b.whole, peer)
+
+    def window() -> None:
+        if first:
+            handles = [comm.start_send(b.whole, peer) for _ in range(WINDOW)]
+        else:
+            handles = [comm.start_recv(b.other, peer) for _ in range(WINDOW)]
+        for handle in handles:
+            handle.wait()
+        if first:
+            comm.recv(b.other[:1], peer)
+        else:
+            comm.send(b.whole[:1], peer)
+
+    if case.collective == "send":
+        return Candidate(CHOSEN, there_and_back, lambda: b.other)
+    return Candidate(CHOSEN, window, lambda: None if first else b.other)
+
+
+def measure_case(
+    case: Case, options: Options, comm: Communicator, peers: Sequence[Peer]
+) -> list[tuple[Row, ...]]:
+    """All candidates of one size, in turn, each in all its places; and the memory copy. Collective."""
+    buffers = Buffers.of(case, comm, shared=options.shared)
+    found: dict[tuple[str, Place], Candidate] = {}
+    for place in PLACES[case.collective]:
+        candidates = ours(case, comm, buffers, place)
+        for peer in peers:
+            candidates += peer.candidates(case, comm, buffers, place)
+        kept = [candidate for candidate in candidates if options.keeps(candidate.name)]
+        for candidate in candidates:
+            if candidate not in kept:
+                candidate.close()
+        found |= {(candidate.name, place): candidate for candidate in usable(kept, comm)}
+    wrong = {key: wrong_elements(candidate, case, comm, buffers) for key, candidate in found.items()}
+    buffers.clear()
+    runs: dict[Any, Callable[[], object]] = {key: candidate.run for key, candidate in found.items()}
+    runs[COPY] = copy_candidate(case, buffers).run
+    timings = measure(runs, comm, rounds=options.rounds, round_s=options.round_s, singly=options.singly)
+    for candidate in found.values():
+        candidate.close()
+    lines = []
+    for name in dict.fromkeys(name for name, _ in found):
+        chose = chosen_name(case, comm) if name == CHOSEN else ""
+        places = [place for place in PLACES[case.collective] if (name, place) in found]
+        lines.append(
+            tuple(
+                row(case, name, place, _halved(case, timings[name, place]), wrong[name, place], chose)
+                for place in places
+            )
+        )
+    copied = Case(COPY, case.count, case.dtype, case.kind, case.size)
+    lines.append((row(copied, MEMORY_COPY, "out", timings[COPY], 0),))
+    return lines
+
+
+def _halved(case: Case, timing: Timing) -> Timing:
+    """A ping-pong is two messages one after the other; its line is of one."""
+    return timing.scaled(0.5) if case.collective == "send" else timing
+
+
+def chosen_name(case: Case, comm: Communicator) -> str:
+    if case.collective not in ALGORITHMS:
+        return ""
+    return comm.algorithm_for(case.collective, case.nbytes)
+
+
+def run(
+    options: Options, comm: Communicator, peers: Sequence[Peer] = (), say: Say = lambda line: None
+) -> list[Row]:
+    """Measure everything that was asked for, and say it line by line on rank 0. Collective."""
+    speak = say if comm.rank == 0 else lambda line: None
+    rows: list[Row] = []
+    for collective in options.collectives:
+        if collective.startswith("send") and comm.size == 1:
+            continue
+        for title in titles(collective, singly=options.singly):
+            speak(title)
+        done = set()
+        for nbytes in options.sizes():
+            case = Case.of(collective, nbytes, options.dtype, options.kind, comm.size)
+            if case in done:  # sizes below one element for each rank
+                continue
+            done.add(case)
+            for line in measure_case(case, options, comm, peers):
+                rows += line
+                speak(show(line))
+        for told in compare([one for one in rows if one.collective == collective]):
+            speak(f"# {told}")
+    return rows
+
+
+def header(options: Options, comm: Communicator, mpi: str, peers: dict[str, str]) -> dict[str, Any]:
+    """What the figures are of."""
+    return {
+        "benchmark": "collectives",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hpcpar": hpcpar.__version__,
+        "ranks": comm.size,
+        "nodes": len(set(comm.nodes)),
+        "ranks_per_node": max(comm.nodes.count(node) for node in set(comm.nodes)),
+        "dtype": options.dtype,
+        "arrays": f"{options.kind}, {'shared' if options.shared else 'ordinary'} memory",
+        "rounds": options.rounds,
+        "mpi": mpi,
+        **{f"peer {name}": what for name, what in peers.items()},
+        **{package: version(package) for package in ("mpi4py", "numpy", "torch")},
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {platform.system()}",
+        "cores": len(affinity()),
+    }
+
+
+def titles(collective: str, *, singly: bool = False) -> list[str]:
+    """The table's head."""
+    half = "     time    ±%   algbw   busbw  #wrong" + ("  longest" if singly else "")
+    units = "     (us)         (GB/s)  (GB/s)        " + ("     (us)" if singly else "")
+    width = len(half)
+    return [
+        "#",
+        f"# {collective}",
+        f"#{'':53}{'out of place':^{width}}{'in place':^{width}}",
+        f"#{'size':>11} {'count':>12} {'type':>8}  {'algorithm':<18}{half}{half}",
+        f"#{'(B)':>11} {'(elements)':>12} {'':>8}  {'':<18}{units}{units}",
+    ]
+
+
+def show(line: Sequence[Row]) -> str:
+    """One line of the table: a candidate out of place and in place."""
+    first = line[0]
+    by_place = {row.place: row for row in line}
+    longest = first.longest_call_s is not None
+    cells = "".join(_cells(by_place.get(place), longest) for place in PLACED)
+    text = f" {first.nbytes:>11} {first.count:>12} {first.dtype:>8}  {first.algorithm:<18}{cells}"
+    return f"{text.rstrip()}  {first.chose}".rstrip()
+
+
+def _cells(row: Row | None, longest: bool) -> str:
+    if row is None:
+        return f"{'-':>9} {'-':>5} {'-':>7} {'-':>7} {'-':>7}" + (f"{'-':>9}" if longest else "")
+    spread = (row.slowest_s - row.fastest_s) / 2 / row.median_s
+    shown = (
+        f"{row.median_s * 1e6:>9.1f} {spread * 100:>5.0f} {row.algbw_gb_per_s:>7.2f} "
+        f"{row.busbw_gb_per_s:>7.2f} {row.wrong:>7}"
+    )
+    return shown + (f"{row.longest_call_s * 1e6:>9.0f}" if row.longest_call_s is not None else "")
+
+
+def compare(rows: Sequence[Row]) -> list[str]:
+    """How much faster the chosen path is than each peer: geometric mean over sizes, and the worst size."""
+    told = []
+    peers = [name for name in dict.fromkeys(row.algorithm for row in rows) if _is_peer(name)]
+    for place in PLACED:
+        times = {(row.algorithm, row.nbytes): row.median_s for row in rows if row.place == place}
+        for peer in peers:
+            ratios = {
+                nbytes: times[peer, nbytes] / seconds
+                for (name, nbytes), seconds in times.items()
+                if name == CHOSEN and (peer, nbytes) in times
+            }
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+                worst = min(ratios, key=lambda nbytes: ratios[nbytes])
+                told.append(
+                    f"{PLACED[place]}, chosen against {peer}: {mean:.2f} times as fast (geometric mean of "
+                    f"{len(ratios)} sizes), least {ratios[worst]:.2f} at {format_nbytes(worst)}"
+                )
+    return told
+
+
+def _is_peer(name: str) -> bool:
+    return name.split("_")[0] in ("mpi", "gloo", "horovod")
+
+
+def write_json(path: Path, facts: dict[str, Any], rows: Sequence[Row]) -> None:
+    """JSON lines, the first the header."""
+    lines = [json.dumps(facts), *(json.dumps(asdict(row)) for row in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Header and lines of a file that `write_json` wrote."""
+    first, *others = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
+    return first, others

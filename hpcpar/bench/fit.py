@@ -1,0 +1,238 @@
+"""`hpcpar bench fit`: the cost model's parameters from measured lines, and how well the model does then.
+
+Every line of an algorithm whose bill is exact is one equation,
+
+    seconds = messages·α + S·sent·β + S·combined·γ,
+
+with α and β within nodes and between them told apart where ranks share nodes. The equations are
+solved by least squares of the relative errors, with no parameter below zero: with absolute errors,
+the largest arrays alone would decide.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcpar.algorithms.bills import Bill, Levels
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.bench.collectives import CHOSEN, read_json
+from hpcpar.comm.select import segments_for
+from hpcpar.errors import OperationError
+from hpcpar.units import GB, GiB, format_duration, format_nbytes
+
+NAMES = ("alpha_intra", "beta_intra", "alpha_inter", "beta_inter", "gamma")
+"""Seconds, or seconds per byte; spelled as the flags of `hpcpar bench simulate`."""
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One measured line; `coefficients` are what the five parameters are multiplied by."""
+
+    label: str
+    nbytes: int
+    coefficients: tuple[float, ...]
+    measured_s: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Parameters by name, and of every equation modelled over measured seconds.
+
+    unknown   parameters that no line depends on
+    tied      parameters set to zero because the lines cannot tell them from the others
+    """
+
+    parameters: Mapping[str, float]
+    ratios: tuple[float, ...]
+    unknown: tuple[str, ...]
+    tied: tuple[str, ...]
+
+
+def equations(
+    header: Mapping[str, Any],
+    lines: Iterable[Mapping[str, Any]],
+    *,
+    min_nbytes: int = 0,
+    max_nbytes: int = GiB,
+) -> list[Equation]:
+    """The lines of a file that the model has something to say about.
+
+    Out of place a copy comes on top, which the model leaves out; so do we, but for the all-to-all.
+    """
+    found = []
+    for line in lines:
+        in_place = line["place"] == "in" or line["collective"] in ("alltoall", "send")
+        if not in_place or line["ranks"] < 2 or not min_nbytes <= line["nbytes"] <= max_nbytes:
+            continue
+        levels = _levels(header, line)
+        if levels is not None:
+            label = f"{line['collective']} {line['algorithm']}"
+            coefficients = _coefficients(levels, line["nbytes"])
+            found.append(Equation(label, line["nbytes"], coefficients, line["median_s"]))
+    return found
+
+
+def _levels(header: Mapping[str, Any], line: Mapping[str, Any]) -> Levels | None:
+    """The line's critical path within and between nodes; None where no exact form is known."""
+    nodes, ranks, nothing = header["nodes"], line["ranks"], Bill(0)
+    if line["collective"] == "send":
+        message = Bill(1, 1)
+        known = line["algorithm"] == CHOSEN
+        found = Levels(message, nothing) if nodes == 1 else Levels(nothing, message)
+        return found if known else None
+    algorithm = ALGORITHMS.get(line["collective"], {}).get(line["algorithm"])
+    if algorithm is None or algorithm.estimated or (algorithm.placed and nodes == 1):
+        return None
+    segments = segments_for(algorithm, line["nbytes"])
+    if nodes == 1:
+        return Levels(algorithm.bill(ranks, segments), nothing)
+    if nodes == ranks or algorithm.levels is None:
+        return Levels(nothing, algorithm.bill(ranks, segments))
+    if ranks % nodes or ranks // nodes != header["ranks_per_node"]:
+        return None  # the closed forms are of equally full nodes
+    return algorithm.levels(nodes, ranks // nodes, segments)
+
+
+def _coefficients(levels: Levels, nbytes: int) -> tuple[float, ...]:
+    inside, between = levels
+    combined = inside.combined + between.combined
+    return (
+        inside.messages,
+        inside.sent * nbytes,
+        between.messages,
+        between.sent * nbytes,
+        combined * nbytes,
+    )
+
+
+def solve(found: Sequence[Equation]) -> Fit:
+    """The parameters, none below zero, with the least squares of relative errors.
+
+    errors   OperationError for fewer than two lines
+    """
+    if len(found) < 2:
+        raise OperationError(
+            f"{len(found)} lines to fit to; measure more, by hpcpar bench collectives --collective all --json"
+        )
+    measured = np.array([equation.measured_s for equation in found])
+    relative = np.array([equation.coefficients for equation in found]) / measured[:, None]
+    used = [i for i in range(len(NAMES)) if relative[:, i].any()]
+    free = _independent(relative, used)
+    values = np.zeros(len(NAMES))
+    values[free] = _non_negative(relative[:, free])
+    return Fit(
+        parameters=dict(zip(NAMES, map(float, values), strict=True)),
+        ratios=tuple(float(ratio) for ratio in relative @ values),
+        unknown=tuple(name for i, name in enumerate(NAMES) if i not in used),
+        tied=tuple(NAMES[i] for i in used if i not in free),
+    )
+
+
+def _independent(matrix: Array, columns: Sequence[int]) -> list[int]:
+    """Of the columns, in order, those that are no combination of the ones before."""
+    free: list[int] = []
+    for column in columns:
+        scaled = matrix[:, [*free, column]]
+        scaled = scaled / np.linalg.norm(scaled, axis=0)
+        if np.linalg.matrix_rank(scaled, tol=1e-6) == len(free) + 1:
+            free.append(column)
+    return free
+
+
+def _non_negative(matrix: Array) -> Array:
+    """x >= 0 with the least |matrix·x - 1|²: the best of all choices of what is zero, as there are few."""
+    width = matrix.shape[1]
+    scale = np.linalg.norm(matrix, axis=0)
+    best, least = np.zeros(width), float(len(matrix))
+    for count in range(1, width + 1):
+        for columns in combinations(range(width), count):
+            part = matrix[:, columns] / scale[list(columns)]
+            solution = np.linalg.lstsq(part, np.ones(len(matrix)), rcond=None)[0]
+            error = float(np.sum((part @ solution - 1) ** 2))
+            if (solution >= 0).all() and error < least:
+                least = error
+                best = np.zeros(width)
+                best[list(columns)] = solution / scale[list(columns)]
+    return best
+
+
+def report(files: Sequence[Path], *, min_nbytes: int = 0, max_nbytes: int = GiB) -> list[str]:
+    """Parameters and errors for people; the last line is for `hpcpar bench simulate`.
+
+    errors   OperationError for a file that `bench collectives --json` did not write
+    """
+    found: list[Equation] = []
+    said = []
+    for file in files:
+        header, lines = _read(file)
+        mine = equations(header, lines, min_nbytes=min_nbytes, max_nbytes=max_nbytes)
+        found += mine
+        said.append(
+            f"# {file.name}: {len(mine)} lines of {header['ranks']} ranks on {header['nodes']} node(s), "
+            f"{header['mpi']}, {header['dtype']}"
+        )
+    fit = solve(found)
+    return [*said, *_parameter_lines(fit), *_error_lines(found, fit), "", _simulate_line(fit)]
+
+
+def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    try:
+        header, lines = read_json(file)
+        if header["benchmark"] != "collectives" or not {"place", "algorithm"} <= lines[0].keys():
+            raise KeyError(header["benchmark"])
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise OperationError(
+            f"{file} has no lines of `hpcpar bench collectives --json` ({type(error).__name__}: {error}); "
+            f"write it anew"
+        ) from error
+    return header, lines
+
+
+def _parameter_lines(fit: Fit) -> list[str]:
+    lines = []
+    for name, value in fit.parameters.items():
+        if name in fit.unknown:
+            shown = "no line depends on it"
+        elif name in fit.tied:
+            shown = "cannot be told from the others by these lines; add other collectives"
+        elif name.startswith("alpha"):
+            shown = format_duration(value)
+        else:
+            shown = f"{value * 1e9:.4f} ns/B" + (f" = {1 / value / GB:.1f} GB/s" if value else "")
+        lines.append(f"{name:<12} {shown}")
+    return lines
+
+
+def _error_lines(found: Sequence[Equation], fit: Fit) -> list[str]:
+    """How far the model is off: over all lines, and by algorithm."""
+    by_label: dict[str, list[tuple[float, int]]] = {}
+    for equation, ratio in zip(found, fit.ratios, strict=True):
+        by_label.setdefault(equation.label, []).append((ratio, equation.nbytes))
+    errors = sorted(abs(ratio - 1) for ratio in fit.ratios)
+    lines = [
+        "",
+        f"the model is off by {statistics.median(errors):.0%} (median of {len(errors)} lines), 90 % of them "
+        f"by no more than {errors[int(0.9 * (len(errors) - 1))]:.0%}",
+        "",
+        f"{'algorithm':<36} {'lines':>5}  {'median off':>10}  modelled / measured, farthest from 1",
+    ]
+    for label, pairs in by_label.items():
+        off = statistics.median(abs(ratio - 1) for ratio, _ in pairs)
+        ratio, nbytes = max(pairs, key=lambda pair: abs(pair[0] - 1))
+        lines.append(f"{label:<36} {len(pairs):>5}  {off:>10.0%}  {ratio:.2f} at {format_nbytes(nbytes)}")
+    return lines
+
+
+def _simulate_line(fit: Fit) -> str:
+    known = {name: value for name, value in fit.parameters.items() if name not in fit.unknown}
+    flags = " ".join(f"--{name.replace('_', '-')} {value:.3g}" for name, value in known.items())
+    return f"hpcpar bench simulate {flags}"

@@ -1,0 +1,387 @@
+"""Time calls beside each other, and look whether what they leave behind is right.
+
+Candidates run in turn within each round, so that a noisy machine touches all of them. A round's time
+is that of the slowest rank over its iterations, after a barrier; what is reported is the median of
+the rounds, and their spread. Results are checked in a separate, untimed pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from hpcpar.errors import HpcparError, OperationError
+from hpcpar.units import GB, busbw_factor
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+Place = Literal["in", "out"]
+"""in place, or into other memory than the input's."""
+
+Kind = Literal["numpy", "torch"]
+
+PLACES: dict[str, tuple[Place, ...]] = {
+    "allreduce": ("in", "out"),
+    "reduce_scatter": ("out", "in"),
+    "allgather": ("in", "out"),
+    "broadcast": ("in",),
+    "reduce": ("in", "out"),
+    "alltoall": ("out",),
+    "send": ("out",),
+    "send_window": ("out",),
+}
+"""What can be measured, with the places it can be done in, the usual one first.
+
+send          half of a round trip between rank 0 and the last rank: latency
+send_window   WINDOW messages at once from rank 0 to the last rank, and a word back: bandwidth
+"""
+
+COPY = "copy"
+"""Beside the collectives: a plain copy in memory, on all ranks at once."""
+
+MEMORY_COPY = "memory_copy"
+"""The only candidate of that line."""
+
+IN_EQUAL_PIECES = ("reduce_scatter", "allgather", "alltoall")
+WINDOW = 16
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
+PIECE = 1 << 22
+"""Elements that are written or compared at a time, so that checking needs little memory."""
+FEWEST, MOST = 2, 2000
+"""Iterations of a round."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    count    elements of the whole array, a multiple of `size`
+    size     ranks
+    """
+
+    collective: str
+    count: int
+    dtype: str
+    kind: Kind
+    size: int
+
+    @classmethod
+    def of(cls, collective: str, nbytes: int, dtype: str, kind: Kind, size: int) -> Case:
+        """As near to `nbytes` as equal pieces of whole elements can be: not above, but one each at least."""
+        if dtype not in DTYPES or (kind == "numpy" and dtype == "bfloat16"):
+            raise OperationError(
+                f"no {kind} arrays of {dtype}; there are {', '.join(DTYPES)} (bfloat16: torch)"
+            )
+        pieces = size if collective in IN_EQUAL_PIECES else 1
+        count = max(1, nbytes // itemsize(dtype) // pieces) * pieces
+        return cls(collective, count, dtype, kind, size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * itemsize(self.dtype)
+
+    @property
+    def share(self) -> int:
+        """Elements of one rank's equal piece."""
+        return self.count // self.size
+
+    def own(self, rank: int) -> slice:
+        return slice(rank * self.share, (rank + 1) * self.share)
+
+
+def itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory of one case on one rank: the whole array, this rank's piece, and another whole one.
+
+    shared   in memory that the ranks of a node can see
+    """
+
+    whole: Any
+    shard: Any
+    other: Any
+    shared: bool = False
+
+    @classmethod
+    def of(cls, case: Case, comm: Communicator, *, shared: bool = False) -> Buffers:
+        """Collective where the memory is shared."""
+
+        def empty(count: int) -> Any:
+            if shared:
+                return allocate_shared(comm, count, case)
+            made = torch.zeros(count, dtype=getattr(torch, case.dtype))
+            return made if case.kind == "torch" else made.numpy()
+
+        return cls(empty(case.count), empty(max(1, case.share))[: case.share], empty(case.count), shared)
+
+    def clear(self) -> None:
+        """Zeros, so that sums of sums stay finite."""
+        for array in (self.whole, self.shard, self.other):
+            tensor(array).zero_()
+
+
+def allocate_shared(comm: Communicator, count: int, case: Case) -> Any:
+    """An array from the communicator's shared memory, where it has any. Collective."""
+    allocate = getattr(comm, "allocate_shared", None)
+    if allocate is None:
+        raise OperationError(f"communicator {comm.name!r} has no shared memory to give; use ordinary memory")
+    dtype = getattr(torch, case.dtype) if case.kind == "torch" else np.dtype(case.dtype)
+    return allocate((count,), dtype)
+
+
+def tensor(array: Any) -> torch.Tensor:
+    """The same memory as a flat tensor."""
+    seen = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+    return seen.reshape(-1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A call that can be timed again and again.
+
+    name     as it stands in the table: "ring", "mpi", "gloo"
+    result   the array that the call leaves behind on this rank; None where it leaves nothing
+    close    gives back what was prepared
+    """
+
+    name: str
+    run: Callable[[], object]
+    result: Callable[[], Any]
+    close: Callable[[], object] = lambda: None
+
+
+def contribution(rank: int, start: int, stop: int) -> torch.Tensor:
+    """What elements start to stop of this rank's whole array hold before the call: 1 to 7."""
+    return torch.arange(start, stop) % 3 + (rank % 5 + 1)
+
+
+def expected(case: Case, rank: int, start: int, stop: int) -> torch.Tensor:
+    """What elements start to stop of the result must be on this rank."""
+    at = torch.arange(start, stop)
+    share = max(1, case.share)
+    match case.collective:
+        case "allreduce" | "reduce":
+            return _summed(case.size, at)
+        case "reduce_scatter":
+            return _summed(case.size, at + rank * share)
+        case "allgather":
+            return at % 3 + (at // share % 5 + 1)
+        case "broadcast":
+            return at % 3 + 1
+        case "alltoall":
+            return (rank * share + at % share) % 3 + (at // share % 5 + 1)
+        case "send":
+            peer = case.size - 1 if rank == 0 else 0
+            return contribution(peer, start, stop)
+        case "send_window":
+            return contribution(0, start, stop)
+    raise OperationError(f"nothing is known of {case.collective!r}; there are {', '.join(PLACES)}")
+
+
+def _summed(size: int, at: torch.Tensor) -> torch.Tensor:
+    return size * (at % 3) + sum(rank % 5 + 1 for rank in range(size))
+
+
+def wrong_elements(candidate: Candidate, case: Case, comm: Communicator, buffers: Buffers) -> int:
+    """Run once on known small whole numbers; how many elements, over all ranks, are not as they should be."""
+    _fill(case, comm.rank, buffers)
+    candidate.run()
+    found = candidate.result()
+    wrong = 0
+    if found is not None:
+        flat = tensor(found)
+        length = case.share if case.collective == "reduce_scatter" else case.count
+        wrong = abs(flat.numel() - length)
+        for start in range(0, min(flat.numel(), length), PIECE):
+            stop = min(start + PIECE, flat.numel(), length)
+            wrong += _unlike(flat[start:stop], expected(case, comm.rank, start, stop), case.size)
+    return int(comm.allreduce(np.array([wrong]))[0])
+
+
+def _fill(case: Case, rank: int, buffers: Buffers) -> None:
+    whole, own = tensor(buffers.whole), case.own(rank)
+    tensor(buffers.other).fill_(99)
+    for start in range(0, case.count, PIECE):
+        stop = min(start + PIECE, case.count)
+        whole[start:stop] = contribution(rank, start, stop).to(whole.dtype)
+    tensor(buffers.shard)[:] = whole[own] if case.share else 0
+    if case.collective == "allgather":
+        whole[: own.start] = 99
+        whole[own.stop :] = 99
+
+
+def _unlike(found: torch.Tensor, wanted: torch.Tensor, size: int) -> int:
+    target = wanted.to(found.dtype)
+    if not found.is_floating_point() or torch.equal(target.to(wanted.dtype), wanted):
+        # Every partial sum is a smaller whole number, so it is exact in the type as well.
+        return int(torch.count_nonzero(found != target))
+    tolerance = size * torch.finfo(found.dtype).eps
+    return int(torch.count_nonzero(((found.double() - wanted) / wanted).abs() > tolerance))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call by round, each of the slowest rank; and of the longest single call."""
+
+    rounds_s: tuple[float, ...]
+    iterations: int
+    longest_call_s: float | None = None
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+    def scaled(self, factor: float) -> Timing:
+        """All seconds times `factor`: for calls that do a thing twice."""
+        longest_s = None if self.longest_call_s is None else self.longest_call_s * factor
+        return Timing(tuple(seconds * factor for seconds in self.rounds_s), self.iterations, longest_s)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured line; seconds are of one call.
+
+    algorithm        the candidate's name
+    chose            where the candidate chooses by size: the algorithm
+    longest_call_s   of all calls on all ranks; None where calls were not timed one by one
+    """
+
+    collective: str
+    algorithm: str
+    chose: str
+    ranks: int
+    nbytes: int
+    count: int
+    dtype: str
+    kind: str
+    place: str
+    iterations: int
+    median_s: float
+    fastest_s: float
+    slowest_s: float
+    algbw_gb_per_s: float
+    busbw_gb_per_s: float
+    wrong: int
+    longest_call_s: float | None = None
+
+
+def time_round(
+    run: Callable[[], object], iterations: int, comm: Communicator, *, singly: bool = False
+) -> tuple[float, float]:
+    """Seconds of one call, and of the longest one, on the slowest rank. Collective.
+
+    singly   look at the clock after each call; else the longest is not known, and 0
+    """
+    clock = time.perf_counter
+    comm.barrier()
+    started_s = clock()
+    if singly:
+        stamps = [started_s]
+        for _ in range(iterations):
+            run()
+            stamps.append(clock())
+        longest_s = max(later - earlier for earlier, later in pairwise(stamps))
+    else:
+        for _ in range(iterations):
+            run()
+        longest_s = 0.0
+    mine = np.array([(clock() - started_s) / iterations, longest_s])
+    slowest, longest = comm.allreduce(mine, "max")
+    return float(slowest), float(longest)
+
+
+def measure(
+    candidates: Mapping[Any, Callable[[], object]],
+    comm: Communicator,
+    *,
+    rounds: int,
+    round_s: float,
+    singly: bool = False,
+) -> dict[Any, Timing]:
+    """Time all candidates, in turn within each round. Collective.
+
+    round_s   about how long one candidate's share of a round lasts
+    """
+    iterations = {}
+    for key, run in candidates.items():
+        first_s, _ = time_round(run, FEWEST, comm)  # plans and pages are made here
+        warm_s, _ = time_round(run, max(FEWEST, min(50, int(round_s / 10 / first_s))), comm)
+        iterations[key] = max(FEWEST, min(MOST, int(round_s / warm_s)))
+    measured: dict[Any, list[tuple[float, float]]] = {key: [] for key in candidates}
+    for _ in range(rounds):
+        for key, run in candidates.items():
+            measured[key].append(time_round(run, iterations[key], comm, singly=singly))
+    return {
+        key: Timing(
+            tuple(seconds for seconds, _ in pairs),
+            iterations[key],
+            max(longest for _, longest in pairs) if singly else None,
+        )
+        for key, pairs in measured.items()
+    }
+
+
+def row(case: Case, candidate: str, place: Place, timing: Timing, wrong: int, chose: str = "") -> Row:
+    """A line of the table, with its bandwidths (GB = 1e9 bytes)."""
+    moved = case.nbytes * (WINDOW if case.collective == "send_window" else 1)
+    algbw = moved / timing.median_s / GB
+    known_as = "send" if case.collective in ("send", "send_window", COPY) else case.collective
+    return Row(
+        collective=case.collective,
+        algorithm=candidate,
+        chose=chose,
+        ranks=case.size,
+        nbytes=case.nbytes,
+        count=case.count,
+        dtype=case.dtype,
+        kind=case.kind,
+        place=place,
+        iterations=timing.iterations,
+        median_s=timing.median_s,
+        fastest_s=min(timing.rounds_s),
+        slowest_s=max(timing.rounds_s),
+        algbw_gb_per_s=algbw,
+        busbw_gb_per_s=algbw * busbw_factor(known_as, case.size),
+        wrong=wrong,
+        longest_call_s=timing.longest_call_s,
+    )
+
+
+def copy_candidate(case: Case, buffers: Buffers) -> Candidate:
+    """Copy the whole array within memory, on every rank at once: the ceiling of what can be moved.
+
+    A byte that a rank sends is at least one byte copied, by somebody: read once and written once. So
+    the bytes copied per second on each rank are a ceiling for the bus bandwidth, at equal caches.
+    """
+    source, target = tensor(buffers.whole), tensor(buffers.other)
+    return Candidate(MEMORY_COPY, lambda: target.copy_(source), lambda: None)
+
+
+def usable(candidates: Sequence[Candidate], comm: Communicator) -> list[Candidate]:
+    """Those that run at all: what a library cannot do, it refuses on every rank alike. Collective."""
+    working = []
+    for candidate in candidates:
+        failed = np.zeros(1)
+        try:
+            candidate.run()
+        except HpcparError:
+            raise  # ours: a mistake, not something that is missing
+        except (RuntimeError, ValueError, TypeError):
+            failed[0] = 1
+        if comm.allreduce(failed)[0] == 0:
+            working.append(candidate)
+        else:
+            candidate.close()
+    return working

@@ -1,0 +1,102 @@
+"""`hpcpar bench tune`: time every algorithm here, MPI's own among them, and write down whom to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.bench.collectives import CHOSEN, Options, Say, ours
+from hpcpar.bench.measure import PLACES, Buffers, Case, measure, usable, wrong_elements
+from hpcpar.comm.select import ANY, Rules, describe
+from hpcpar.comm.tuning import Entry, add_to_file, ranks_per_node, rules_from
+from hpcpar.errors import OperationError
+from hpcpar.units import format_duration, format_nbytes
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+WORTH = 1.05
+"""An algorithm takes over from that of the size before only if it is this many times as fast."""
+
+
+def tune(options: Options, dtypes: Sequence[str], comm: Communicator, mpi: str, say: Say) -> Entry:
+    """The fastest algorithm by collective, element type and size on these ranks. Collective.
+
+    dtypes   element types; the first one's rules stand for all that are not named
+    mpi      vendor and version of the MPI library: part of the key
+    errors   OperationError when no rank has anybody to talk to, or a result is wrong
+    """
+    if comm.size == 1:
+        raise OperationError("one rank has nothing to choose by; start several, as hpcpar run -n 2 -- ...")
+    rules: dict[str, dict[str, Rules]] = {}
+    for collective in options.collectives:
+        if collective not in ALGORITHMS:
+            continue  # messages between two ranks leave nothing to choose
+        rules[collective] = {}
+        for dtype in dtypes:
+            found = _rules(collective, replace(options, dtype=dtype), comm, say)
+            rules[collective][dtype if rules[collective] else ANY] = found
+    return Entry(mpi, comm.size, ranks_per_node(comm.nodes), rules)
+
+
+def _rules(collective: str, options: Options, comm: Communicator, say: Say) -> Rules:
+    winners: dict[int, str] = {}
+    before = ""
+    for nbytes in options.sizes():
+        case = Case.of(collective, nbytes, options.dtype, options.kind, comm.size)
+        if case.nbytes in winners:  # sizes below one element for each rank
+            continue
+        medians_s = time_all(case, options, comm)
+        before = winners[case.nbytes] = winner(medians_s, before)
+        if comm.rank == 0:
+            what = f"{collective:<15}{options.dtype:<9}{format_nbytes(case.nbytes):>10}"
+            say(f"{what}  {_told(medians_s, before)}")
+    if comm.rank == 0:
+        say(f"{collective}, {options.dtype}: {describe(winners.items())}")
+    return rules_from(list(winners.items()))
+
+
+def _told(medians_s: Mapping[str, float], first: str) -> str:
+    best_s = medians_s[first]
+    others = sorted((seconds / best_s, name) for name, seconds in medians_s.items() if name != first)
+    behind = ", ".join(f"{name} {ratio:.2f}" for ratio, name in others[:3])
+    return f"{first:<20}{format_duration(best_s):>10}   then, times as long: {behind}"
+
+
+def time_all(case: Case, options: Options, comm: Communicator) -> dict[str, float]:
+    """Median seconds of every algorithm, in the place where this collective is usually done. Collective."""
+    buffers = Buffers.of(case, comm, shared=options.shared)
+    candidates = ours(case, comm, buffers, PLACES[case.collective][0])
+    able = usable([candidate for candidate in candidates if candidate.name != CHOSEN], comm)
+    for candidate in able:
+        wrong = wrong_elements(candidate, case, comm, buffers)
+        if wrong:
+            raise OperationError(
+                f"{case.collective} by {candidate.name!r} on {case.count} {case.dtype} left {wrong} elements "
+                f"wrong on {comm.size} ranks; nothing was written"
+            )
+    buffers.clear()
+    runs = {candidate.name: candidate.run for candidate in able}
+    timings = measure(runs, comm, rounds=options.rounds, round_s=options.round_s)
+    return {name: timing.median_s for name, timing in timings.items()}
+
+
+def winner(medians_s: Mapping[str, float], before: str) -> str:
+    """The fastest; but that of the size before, where the gain is not worth a change."""
+    best = min(medians_s, key=medians_s.__getitem__)
+    if before in medians_s and medians_s[before] <= WORTH * medians_s[best]:
+        return before
+    return best
+
+
+def keep(entry: Entry, path: Path, comm: Communicator) -> None:
+    """Write the entry into the file, beside what is there for other jobs. Collective; rank 0 writes.
+
+    errors   ConfigError or OSError on one rank are PeerFailedError on all
+    """
+    with comm.together(f"writing {path}"):
+        if comm.rank == 0:
+            add_to_file(path, entry)

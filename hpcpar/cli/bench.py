@@ -1,0 +1,208 @@
+"""`hpcpar bench collectives · tune · fit · simulate`: measure, choose by it, model it, scale it up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpcpar.cli import Commands, LazyGroup
+from hpcpar.errors import HpcparError
+from hpcpar.units import parse_nbytes
+
+if TYPE_CHECKING:
+    from hpcpar.bench.collectives import Options
+    from hpcpar.comm import Communicator
+
+COMMANDS: Commands = {
+    "collectives": ("hpcpar.cli.bench", "collectives", "Our algorithms beside MPI's own, gloo and Horovod."),
+    "tune": ("hpcpar.cli.bench", "tune", "Time all algorithms here, and write the table to choose by."),
+    "fit": ("hpcpar.cli.bench", "fit", "Latency, bandwidth and summing speed from measured lines."),
+    "simulate": ("hpcpar.cli.bench_simulate", "simulate", "Price every algorithm at any number of ranks."),
+}
+
+CANNOT_WORK = 2
+"""Exit status when something was asked for that cannot work."""
+
+COLLECTIVES = (
+    "allreduce",
+    "reduce_scatter",
+    "allgather",
+    "broadcast",
+    "reduce",
+    "alltoall",
+    "send",
+    "send_window",
+)
+"""As `hpcpar.bench.measure.PLACES`, which would load torch for the help text."""
+
+
+@click.group(cls=LazyGroup, lazy=COMMANDS)
+def bench() -> None:
+    """Measure collectives, choose by measurement, fit the cost model, simulate large jobs."""
+
+
+def _nbytes(context: click.Context, parameter: click.Parameter, text: str) -> int:
+    """ "64K" -> 65,536"""
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _names(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
+    """ "ring, mpi" -> ("ring", "mpi")"""
+    return tuple(name for name in text.replace(" ", "").split(",") if name)
+
+
+def _measuring(command: Any) -> Any:
+    """The options that every measuring command has."""
+    for option in reversed(
+        (
+            click.option(
+                "--collective",
+                "collectives",
+                type=click.Choice([*COLLECTIVES, "all"]),
+                multiple=True,
+                default=("allreduce",),
+                show_default=True,
+                help="May be given several times.",
+            ),
+            click.option("--min-bytes", callback=_nbytes, default="4", show_default=True, help="8, 64K, 1M."),
+            click.option("--max-bytes", callback=_nbytes, default="64M", show_default=True, help="To this."),
+            click.option(
+                "--factor", type=click.IntRange(min=2), default=4, show_default=True, help="Between sizes."
+            ),
+            click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True),
+            click.option(
+                "--round-seconds", type=float, default=0.02, show_default=True, help="Of one candidate."
+            ),
+            click.option("--shared", is_flag=True, help="Arrays in memory that a node's ranks can see."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_measuring
+@click.option("--dtype", default="float32", show_default=True)
+@click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
+@click.option(
+    "--candidates", callback=_names, default="", help="Only these, as chosen,ring,native,mpi,gloo; else all."
+)
+@click.option("--each-call", is_flag=True, help="Look at the clock after every call; show the longest.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw bus bandwidth against size.")
+def collectives(
+    dtype: str,
+    kind: str,
+    candidates: tuple[str, ...],
+    each_call: bool,
+    json_file: Path | None,
+    picture: Path | None,
+    **measuring: Any,
+) -> int:
+    """Measure collectives by size, ours and everybody else's in turn.
+
+    Start it on several ranks: `hpcpar run -n 4 -- -m hpcpar bench collectives`.
+    """
+    import hpcpar
+    from hpcpar.bench import collectives as table
+    from hpcpar.bench import peers, pictures
+    from hpcpar.transport.mpi import library_facts
+
+    world = hpcpar.init()
+    try:
+        options = _options(measuring, dtype=dtype, kind=kind, candidates=candidates, singly=each_call)
+        with peers.connected(world, candidates) as (others, said):
+            facts = table.header(options, world, library_facts()["vendor"], said)
+            for name, value in facts.items():
+                _say(world, f"# {name}: {value}")
+            rows = table.run(options, world, others, click.echo)
+    except HpcparError as error:
+        return _refuse(world, "collectives", error)
+    if world.rank == 0:
+        if json_file is not None:
+            table.write_json(json_file, facts, rows)
+        if picture is not None:
+            pictures.draw(rows, facts, picture)
+    return 0
+
+
+@click.command()
+@_measuring
+@click.option(
+    "--dtype",
+    "dtypes",
+    callback=_names,
+    default="float32",
+    show_default=True,
+    help="Several by commas; the first stands for all others.",
+)
+@click.option("--file", type=click.Path(path_type=Path), help="The table [default: the user's own].")
+def tune(dtypes: tuple[str, ...], file: Path | None, **measuring: Any) -> int:
+    """Time all algorithms on these ranks, MPI's own among them, and write down the fastest by size.
+
+    From then on jobs with the same MPI, ranks and ranks per node choose by it: HPCPAR_TUNING names
+    the file, or it is the user's own, ~/.config/hpcpar/tuning.toml.
+    """
+    import hpcpar
+    from hpcpar.bench import tune as tuning
+    from hpcpar.launch.settings import own_tuning_file
+    from hpcpar.transport.mpi import library_facts
+
+    world = hpcpar.init()
+    path = file or own_tuning_file()
+    try:
+        options = _options(measuring)
+        entry = tuning.tune(options, dtypes, world, library_facts()["vendor"], click.echo)
+        tuning.keep(entry, path, world)
+    except HpcparError as error:
+        return _refuse(world, "tune", error)
+    _say(world, f"written to {path}")
+    return 0
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--min-bytes", callback=_nbytes, default="0", show_default=True, help="Lines from here on.")
+@click.option("--max-bytes", callback=_nbytes, default="1G", show_default=True, help="Lines up to this size.")
+def fit(files: tuple[Path, ...], min_bytes: int, max_bytes: int) -> None:
+    """Fit α, β and γ to the lines that `bench collectives --json` wrote, and show the model's error."""
+    from hpcpar.bench import fit as fitting
+
+    try:
+        for line in fitting.report(files, min_nbytes=min_bytes, max_nbytes=max_bytes):
+            click.echo(line)
+    except HpcparError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _options(measuring: dict[str, Any], **others: Any) -> Options:
+    from hpcpar.bench.collectives import Options
+
+    asked: tuple[str, ...] = measuring["collectives"]
+    return Options(
+        collectives=COLLECTIVES if "all" in asked else asked,
+        min_nbytes=measuring["min_bytes"],
+        max_nbytes=measuring["max_bytes"],
+        factor=measuring["factor"],
+        rounds=measuring["rounds"],
+        round_s=measuring["round_seconds"],
+        shared=measuring["shared"],
+        **others,
+    )
+
+
+def _say(world: Communicator, line: str) -> None:
+    if world.rank == 0:
+        click.echo(line)
+
+
+def _refuse(world: Communicator, command: str, error: HpcparError) -> int:
+    """Every rank has met the same error, so one of them says it and all leave."""
+    if world.rank == 0:
+        click.echo(f"hpcpar bench {command}: {error}", err=True)
+    return CANNOT_WORK

@@ -1,0 +1,161 @@
+"""`hpcpar bench simulate --ranks 16384 --ranks-per-node 8`: every algorithm of a collective, priced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.compare import Crossover, Estimate, crossovers, estimates, fastest
+from hpcpar.algorithms.price import Link, Topology
+from hpcpar.units import GB, format_duration, format_nbytes, parse_nbytes
+
+COLLECTIVES = tuple(collective for collective in ALGORITHMS if collective != "barrier")
+
+Table = dict[int, tuple[Estimate, ...]]
+"""For each size, or number of ranks, in rising order, what every algorithm takes."""
+
+
+def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """ "64K" -> 65,536"""
+    if text is None:
+        return None
+    try:
+        nbytes = parse_nbytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    if nbytes < 1:
+        raise click.BadParameter(f"{text} is too little: need at least one byte")
+    return nbytes
+
+
+SECONDS = click.FloatRange(min=0)
+
+
+@click.command()
+@click.option("--collective", type=click.Choice(COLLECTIVES), default="allreduce", show_default=True)
+@click.option("--ranks", type=click.IntRange(min=2), default=16384, show_default=True)
+@click.option("--ranks-per-node", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--min-bytes", callback=_nbytes, default="8", show_default=True, help="As 8, 64K or 1M.")
+@click.option("--max-bytes", callback=_nbytes, default="1G", show_default=True)
+@click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="Between sizes.")
+@click.option("--alpha-intra", type=SECONDS, default=1e-6, show_default=True, help="Seconds per message.")
+@click.option("--beta-intra", type=SECONDS, default=1e-11, show_default=True, help="Seconds per byte.")
+@click.option("--alpha-inter", type=SECONDS, default=5e-6, show_default=True, help="Seconds per message.")
+@click.option("--beta-inter", type=SECONDS, default=4e-11, show_default=True, help="Seconds per byte.")
+@click.option("--gamma", type=SECONDS, default=2e-12, show_default=True, help="Seconds per byte summed.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw time against bytes and ranks here.")
+@click.option(
+    "--picture-bytes", callback=_nbytes, help="The size drawn against ranks; default: midway of the sizes."
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write JSON lines here.")
+def simulate(
+    collective: str,
+    ranks: int,
+    ranks_per_node: int,
+    min_bytes: int,
+    max_bytes: int,
+    factor: int,
+    alpha_intra: float,
+    beta_intra: float,
+    alpha_inter: float,
+    beta_inter: float,
+    gamma: float,
+    picture: Path | None,
+    picture_bytes: int | None,
+    json_file: Path | None,
+) -> None:
+    """Price every algorithm of a collective at any number of ranks, without running it.
+
+    A message costs α + β·bytes, within a node or between nodes; each rank has one port, which sends and
+    receives at once. `hpcpar bench fit` finds the parameters of a machine; the defaults are of eight GPUs
+    on a node at 100 GB/s, and of one 200 Gbit/s port between nodes for each.
+    """
+    if min_bytes > max_bytes:
+        raise click.BadParameter(f"--min-bytes {min_bytes} is above --max-bytes {max_bytes}")
+    topology = Topology(ranks_per_node, Link(alpha_intra, beta_intra), Link(alpha_inter, beta_inter), gamma)
+    sizes = tuple(_rising(min_bytes, max_bytes, factor))
+    by_size: Table = {nbytes: estimates(collective, ranks, nbytes, topology) for nbytes in sizes}
+    click.echo(heading(collective, ranks, topology))
+    click.echo(table(by_size))
+    found = crossovers(collective, ranks, sizes, topology)
+    click.echo(changes(by_size, found))
+    if json_file is not None:
+        write_json(json_file, collective, topology, by_size)
+        click.echo(f"written: {json_file}")
+    if picture is not None:
+        from hpcpar.cli import simulation_picture
+
+        nbytes = picture_bytes or sizes[len(sizes) // 2]
+        by_ranks: Table = {n: estimates(collective, n, nbytes, topology) for n in _rising(2, ranks, 2)}
+        simulation_picture.draw(picture, collective, by_size, by_ranks, found)
+        click.echo(f"drawn: {picture}")
+
+
+def _rising(first: int, last: int, factor: int) -> Iterator[int]:
+    """first, first · factor … and at last `last`."""
+    while first < last:
+        yield first
+        first *= factor
+    yield last
+
+
+def heading(collective: str, ranks: int, topology: Topology) -> str:
+    """What was asked, with the parameters in units for people."""
+    per_node = min(ranks, topology.ranks_per_node)
+    nodes = -(-ranks // per_node)
+    where = f"{ranks:,} ranks on {nodes:,} nodes of {per_node}" if nodes > 1 else f"{ranks} ranks on 1 node"
+    return (
+        f"{collective}, {where}; within a node {_link(topology.intra)}, between nodes "
+        f"{_link(topology.inter)}, summing {_rate(topology.gamma_s_per_byte)}\n"
+        f"* fastest; ~ by event simulation, the others by closed form"
+    )
+
+
+def _link(link: Link) -> str:
+    return f"{format_duration(link.alpha_s)} + {_rate(link.beta_s_per_byte)}"
+
+
+def _rate(seconds_per_byte: float) -> str:
+    return f"{1 / seconds_per_byte / GB:,.3g} GB/s" if seconds_per_byte else "for nothing"
+
+
+def table(by_size: Table) -> str:
+    """One row for each size, one column for each algorithm."""
+    names = [one.algorithm for one in next(iter(by_size.values()))]
+    rows = [["", *column] for column in zip_longest(*(name.split("_") for name in names), fillvalue="")]
+    rows[0][0] = "bytes"
+    for nbytes, found in by_size.items():
+        best = fastest(found)
+        rows.append([format_nbytes(nbytes), *(_cell(one, one is best) for one in found)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _cell(one: Estimate, is_fastest: bool) -> str:
+    marks = ("*" if is_fastest else "") + ("~" if one.simulated else "")
+    return f"{marks}{format_duration(one.seconds)}"
+
+
+def changes(by_size: Table, found: Sequence[Crossover]) -> str:
+    """The fastest algorithm from the smallest size on, and where it changes."""
+    smallest, first = next((nbytes, fastest(each).algorithm) for nbytes, each in by_size.items())
+    lines = [f"fastest from {format_nbytes(smallest)}: {first}"]
+    lines += [f"        from {format_nbytes(change.nbytes)}: {change.after}" for change in found]
+    return "\n".join(lines)
+
+
+def write_json(path: Path, collective: str, topology: Topology, by_size: Table) -> None:
+    """A line with the parameters, then one for each size and algorithm."""
+    header: dict[str, Any] = {"benchmark": "simulate", "collective": collective, **asdict(topology)}
+    rows = [{"collective": collective, **asdict(one)} for found in by_size.values() for one in found]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))

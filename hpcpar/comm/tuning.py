@@ -1,0 +1,218 @@
+"""Measured tables on disk: one TOML file, one entry for each MPI, number of ranks and ranks per node.
+
+    [[tuned]]
+    mpi = "MPICH 5.0.2"
+    ranks = 2
+    ranks_per_node = 2
+
+    [tuned.allreduce]
+    any = [
+        { up_to = 4096, use = "native" },
+        { use = "ring" },
+    ]
+
+`hpcpar bench tune` writes it, `hpcpar.init()` reads it, and people may edit it: bytes are of the
+whole array, the last line of a list has no limit, and an element type beside `any` has its own list.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.comm.select import BUILT_IN, Rules, Table, named_algorithm
+from hpcpar.errors import ConfigError, OperationError
+from hpcpar.launch.settings import read_tuning
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+if TYPE_CHECKING:
+    from hpcpar.comm.communicator import Communicator
+
+KEYS = ("mpi", "ranks", "ranks_per_node")
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was measured on one kind of job.
+
+    mpi              vendor and version, as `transport.mpi.library_facts()` has them
+    ranks_per_node   of the node with the most
+    rules            collective -> element type, or "any" -> rules
+    """
+
+    mpi: str
+    ranks: int
+    ranks_per_node: int
+    rules: Mapping[str, Mapping[str, Rules]]
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.mpi, self.ranks, self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The entries of a file that are of the MPI in use; each communicator looks for its own.
+
+    source   the file
+    """
+
+    entries: tuple[Entry, ...] = ()
+    source: str = ""
+
+    def table(self, nodes: Sequence[int]) -> Table:
+        """For a communicator whose ranks are on these nodes: measured on as many, else built in."""
+        wanted = len(nodes), ranks_per_node(nodes)
+        for entry in self.entries:
+            if (entry.ranks, entry.ranks_per_node) == wanted:
+                return Table(self.source, entry.rules)
+        return BUILT_IN
+
+
+def read_together(comm: Communicator, asked: str | None, own_file: Path, mpi: str) -> Tuning:
+    """What rank 0 finds, for all ranks: they must choose alike, whatever their nodes' disks hold. Collective.
+
+    asked      HPCPAR_TUNING
+    own_file   what is read, if it is there, when nothing is asked for
+    mpi        vendor and version of the MPI library
+    errors     ConfigError, or on several ranks PeerFailedError, when the file is not to be read or understood
+    """
+    found: tuple[str, str] = ("", "")
+    with comm.together("reading the tuning file"):
+        if comm.rank == 0:
+            found = read_tuning(asked, own_file)
+    text, source = comm.broadcast_object(found)
+    return tuning_for(mpi, text, source)
+
+
+def ranks_per_node(nodes: Sequence[int]) -> int:
+    """Ranks on the fullest node; `nodes` has the node of each rank."""
+    return max(Counter(nodes).values())
+
+
+def tuning_for(mpi: str, text: str, source: str) -> Tuning:
+    """The part of a file's text that was measured with this MPI.
+
+    errors   ConfigError that names the file and the place in it
+    """
+    return Tuning(tuple(entry for entry in parse(text, source) if entry.mpi == mpi), source)
+
+
+def parse(text: str, source: str) -> list[Entry]:
+    """All entries of a file's text; ConfigError names the file and the place in it."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is no TOML: {error}; mend it, or measure anew") from error
+    items = content.get("tuned", [])
+    if not isinstance(items, list):
+        raise ConfigError(f"{source}: `tuned` must be a list of tables; write [[tuned]], not [tuned]")
+    return [_entry(item, f"{source}: [[tuned]] number {at}") for at, item in enumerate(items, 1)]
+
+
+def _entry(item: dict[str, Any], place: str) -> Entry:
+    for key, kind in zip(KEYS, (str, int, int), strict=True):
+        if not isinstance(item.get(key), kind):
+            raise ConfigError(f"{place} needs {key} = a {kind.__name__}, but has {item.get(key)!r}")
+    rules = {}
+    for collective, by_dtype in item.items():
+        if not isinstance(by_dtype, dict):
+            continue  # KEYS, and what people note beside them
+        if collective not in ALGORITHMS:
+            raise ConfigError(
+                f"{place} has rules for {collective!r}; the collectives are {', '.join(ALGORITHMS)}"
+            )
+        rules[collective] = {
+            dtype: _rules(collective, lines, f"{place}, {collective}.{dtype}")
+            for dtype, lines in by_dtype.items()
+        }
+    return Entry(item["mpi"], item["ranks"], item["ranks_per_node"], rules)
+
+
+def _rules(collective: str, lines: Any, place: str) -> Rules:
+    """[{up_to = 4096, use = "native"}, {use = "ring"}] -> ((4096, "native"), (inf, "ring"))"""
+    if not isinstance(lines, list) or not lines or not all(isinstance(line, dict) for line in lines):
+        raise ConfigError(f'{place} must be a list of {{ up_to = bytes, use = "algorithm" }}, not {lines!r}')
+    limits = [line.get("up_to", INFINITE) for line in lines]
+    if (
+        not all(isinstance(limit, (int, float)) for limit in limits)
+        or limits != sorted(set(limits))
+        or limits[-1] != INFINITE
+    ):
+        raise ConfigError(f"{place}: `up_to` must rise from line to line, and the last line have none")
+    for line in lines:
+        try:
+            named_algorithm(collective, str(line.get("use")))
+        except OperationError as error:
+            raise ConfigError(f"{place}: {error}") from error
+    return tuple((float(limit), str(line["use"])) for limit, line in zip(limits, lines, strict=True))
+
+
+def format_entries(entries: Iterable[Entry]) -> str:
+    """The text of a file; `parse` reads it back."""
+    lines = ["# Algorithms by measurement (hpcpar bench tune). Bytes are of the whole array."]
+    for entry in entries:
+        lines += ["", "[[tuned]]", f'mpi = "{entry.mpi}"', f"ranks = {entry.ranks}"]
+        lines += [f"ranks_per_node = {entry.ranks_per_node}"]
+        for collective, by_dtype in entry.rules.items():
+            lines += ["", f"[tuned.{collective}]"]
+            for dtype, rules in by_dtype.items():
+                lines += [f"{dtype} = [", *(f"    {_line(*rule)}," for rule in rules), "]"]
+    return "\n".join(lines) + "\n"
+
+
+def _line(limit: float, name: str) -> str:
+    return f'{{ use = "{name}" }}' if limit == INFINITE else f'{{ up_to = {limit:.0f}, use = "{name}" }}'
+
+
+def merge(entries: Iterable[Entry], new: Entry) -> list[Entry]:
+    """The entries with `new`, which takes the place of its own collectives in an entry of the same key."""
+    merged = {entry.key: entry for entry in entries}
+    old = merged.get(new.key)
+    rules = {**(old.rules if old else {}), **new.rules}
+    merged[new.key] = Entry(*new.key, rules)
+    return list(merged.values())
+
+
+def add_to_file(path: Path, new: Entry) -> None:
+    """Bring a measured entry into the file, which is there whole or not at all. Comments in it are lost.
+
+    errors   ConfigError when there is a file that cannot be understood: it is left as it is
+    """
+    old = parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(format_entries(merge(old, new)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def rules_from(winners: Sequence[tuple[int, str]]) -> Rules:
+    """Measured (bytes, best algorithm) in rising order, as rules.
+
+    Between two measured sizes with different winners the limit is their geometric mean.
+    """
+    rules: list[tuple[float, str]] = []
+    for (nbytes, name), (larger, following) in pairwise(winners):
+        if name != following:
+            rules.append((float(round((nbytes * larger) ** 0.5)), name))
+    return (*rules, (INFINITE, winners[-1][1]))

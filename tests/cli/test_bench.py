@@ -1,0 +1,111 @@
+"""`hpcpar bench`: its options, its exit statuses, and a run of each command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from hpcpar.bench.measure import PLACES
+from hpcpar.cli import bench
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+QUICK = ("--max-bytes", "1K", "--factor", "256", "--rounds", "1", "--round-seconds", "0.001")
+
+
+def test_the_collectives_are_those_that_can_be_measured() -> None:
+    assert list(bench.COLLECTIVES) == list(PLACES)
+
+
+@pytest.mark.parametrize("name", list(bench.COMMANDS))
+def test_every_command_has_help(name: str) -> None:
+    done = CliRunner().invoke(bench.bench, [name, "--help"])
+    assert done.exit_code == 0, done.output
+    assert f"{name} [OPTIONS]" in done.output
+
+
+def test_help_lists_the_commands() -> None:
+    done = CliRunner().invoke(bench.bench, ["--help"])
+    assert all(f"  {name} " in done.output for name in bench.COMMANDS)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--min-bytes", "many"), ("--collective", "sum")])
+def test_a_value_that_is_not_understood_is_a_usage_error(option: str, value: str) -> None:
+    done = CliRunner().invoke(bench.collectives, [option, value])
+    assert done.exit_code == 2
+    assert value in done.output
+
+
+def test_all_stands_for_every_collective() -> None:
+    measuring = {
+        "collectives": ("all",),
+        "min_bytes": 4,
+        "max_bytes": 8,
+        "factor": 2,
+        "rounds": 1,
+        "round_seconds": 0.1,
+        "shared": False,
+    }
+    options = bench._options(measuring, dtype="int32")
+    assert options.collectives == bench.COLLECTIVES
+    assert (options.min_nbytes, options.max_nbytes, options.round_s) == (4, 8, 0.1)
+    assert options.dtype == "int32"
+
+
+def test_names_are_separated_by_commas() -> None:
+    command = click.Command("c")
+    assert bench._names(click.Context(command), click.Option(["--x"]), "ring, mpi,") == ("ring", "mpi")
+
+
+def test_measuring_and_fitting_on_two_ranks(run_ranks: Run, tmp_path: Path) -> None:
+    lines, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
+    wanted = ("--collective", "allreduce", "--collective", "allgather", "--candidates", "chosen,ring,mpi")
+    files = ("--json", str(lines), "--picture", str(picture))
+    done = run_ranks(2, "-m", "hpcpar", "bench", "collectives", *QUICK, *wanted, *files)
+    assert done.returncode == 0, done.stderr
+    assert "# ranks: 2" in done.stdout
+    assert "in place, chosen against mpi" in done.stdout
+    told, *rows = (json.loads(line) for line in lines.read_text().splitlines())
+    assert told["benchmark"] == "collectives"
+    assert {row["algorithm"] for row in rows} == {"chosen", "ring", "mpi", "memory_copy"}
+    assert {row["wrong"] for row in rows} == {0}
+    assert picture.stat().st_size > 1000
+    fitted = CliRunner().invoke(bench.fit, [str(lines)])
+    assert fitted.exit_code == 0, fitted.output
+    assert "alpha_intra" in fitted.output
+
+
+def test_tuning_on_two_ranks_writes_a_table(run_ranks: Run, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.toml"
+    done = run_ranks(2, "-m", "hpcpar", "bench", "tune", *QUICK, "--file", str(path))
+    assert done.returncode == 0, done.stderr
+    assert f"written to {path}" in done.stdout
+    assert "[tuned.allreduce]" in path.read_text()
+
+
+def test_tuning_alone_is_refused(tmp_path: Path) -> None:
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcpar", "bench", "tune", "--file", str(tmp_path / "tuning.toml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == bench.CANNOT_WORK
+    assert "hpcpar bench tune: one rank has nothing to choose by" in done.stderr
+
+
+def test_fitting_to_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("{}")
+    done = CliRunner().invoke(bench.fit, [str(path)])
+    assert done.exit_code == 1
+    assert "has no lines" in done.output

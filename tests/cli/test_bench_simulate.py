@@ -1,0 +1,101 @@
+"""`hpcpar bench simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.compare import estimates
+from hpcpar.algorithms.price import Link, Topology
+from hpcpar.cli import main
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "simulate", *arguments])
+    assert caught.value.code == status
+    captured = capsys.readouterr()
+    return captured.out if status == 0 else captured.err
+
+
+def test_a_table_has_a_row_for_each_size_and_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = output(capsys, "--ranks", "16384", "--min-bytes", "8", "--max-bytes", "1M", "--factor", "64")
+    assert shown.startswith("allreduce, 16,384 ranks on 2,048 nodes of 8; within a node 1.0 µs + 100 GB/s")
+    rows = [line for line in shown.splitlines() if line.count("µs") + line.count(" ms") > 5]
+    assert [row.split()[:2] for row in rows] == [["8", "B"], ["512", "B"], ["32.0", "KiB"], ["1.0", "MiB"]]
+    assert all(row.count("*") == 1 for row in rows)
+    assert "~" not in "".join(rows)
+
+
+def test_the_crossovers_follow_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = output(capsys, "--ranks", "4096", "--max-bytes", "64M")
+    _, _, told = shown.partition("fastest from 8 B: ")
+    assert [line.split()[-1] for line in told.splitlines()] == [
+        "recursive_doubling",
+        "rabenseifner",
+        "hierarchical_halving",
+    ]
+
+
+def test_few_ranks_are_simulated_and_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = output(
+        capsys, "--ranks", "4", "--collective", "broadcast", "--min-bytes", "64", "--max-bytes", "64"
+    )
+    assert "broadcast, 4 ranks on 1 node;" in shown
+    assert shown.count("~") == 1 + len(ALGORITHMS["broadcast"])
+
+
+def test_the_lines_hold_what_was_found_with_the_parameters_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = (
+        "--alpha-intra",
+        "2e-6",
+        "--beta-intra",
+        "1e-10",
+        "--alpha-inter",
+        "3e-6",
+        "--beta-inter",
+        "1e-9",
+    )
+    written = tmp_path / "found.jsonl"
+    output(
+        capsys,
+        *("--ranks", "24", "--ranks-per-node", "4", "--gamma", "0", "--min-bytes", "1K", "--max-bytes", "4K"),
+        *flags,
+        *("--json", str(written)),
+    )
+    header, *rows = map(json.loads, written.read_text().splitlines())
+    assert header["benchmark"] == "simulate"
+    assert header["inter"] == {"alpha_s": 3e-6, "beta_s_per_byte": 1e-9}
+    topology = Topology(4, Link(2e-6, 1e-10), Link(3e-6, 1e-9))
+    expected = [one for nbytes in (1024, 4096) for one in estimates("allreduce", 24, nbytes, topology)]
+    assert [(row["algorithm"], row["nbytes"], row["seconds"]) for row in rows] == [
+        (one.algorithm, one.nbytes, one.seconds) for one in expected
+    ]
+
+
+def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "found.png"
+    shown = output(capsys, "--ranks", "64", "--picture", str(picture), "--picture-bytes", "1M")
+    assert shown.endswith(f"drawn: {picture}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--min-bytes", "2M", "--max-bytes", "1M"), "above --max-bytes"),
+        (("--min-bytes", "many"), "'many' is no size"),
+        (("--min-bytes", "0"), "need at least one byte"),
+        (("--collective", "barrier"), "'barrier' is not one of"),
+        (("--ranks", "1"), "1 is not in the range"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_is_possible(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in output(capsys, *arguments, status=2)

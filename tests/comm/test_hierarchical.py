@@ -1,0 +1,74 @@
+"""Hierarchical collectives executed by ranks that pretend to be on several nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcpar import partition
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.comm import run_loopback
+
+PLACED = {
+    collective: [name for name, algorithm in by_name.items() if algorithm.placed]
+    for collective, by_name in ALGORITHMS.items()
+}
+PLACEMENTS = [(0, 0, 1, 1), (0, 1, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 2, 1)]
+COUNTS = (0, 1, 7, 1000, 100_003)
+
+
+def piece(rank, count):
+    return np.arange(count) * 5 + rank
+
+
+def total(size, count):
+    return sum(piece(rank, count) for rank in range(size))
+
+
+@pytest.mark.parametrize("nodes", PLACEMENTS)
+def test_reductions_on_nodes_equal_the_serial_computation(nodes):
+    def work(comm):
+        found = []
+        for count in COUNTS:
+            start, stop = partition.bounds(count, comm.size)[comm.rank]
+            expected = total(comm.size, count)
+            for name in PLACED["allreduce"]:
+                found.append((comm.allreduce(piece(comm.rank, count), algorithm=name), expected))
+            for name in PLACED["reduce_scatter"]:
+                own = comm.reduce_scatter(piece(comm.rank, count), algorithm=name)
+                found.append((own, expected[start:stop]))
+        return found
+
+    for pairs in run_loopback(len(nodes), work, nodes=nodes):
+        for found, expected in pairs:
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("nodes", PLACEMENTS)
+def test_gathers_and_broadcasts_on_nodes_equal_the_serial_computation(nodes):
+    def work(comm):
+        found = []
+        for count in COUNTS:
+            counts = [(3 * rank) % 4 * count // 3 for rank in range(comm.size)]
+            gathered = np.concatenate([piece(rank, n) for rank, n in enumerate(counts)])
+            for name in PLACED["allgather"]:
+                shard = piece(comm.rank, counts[comm.rank])
+                found.append((comm.allgather(shard, counts=counts, algorithm=name), gathered))
+            for root in range(comm.size):
+                for name in PLACED["broadcast"]:
+                    buffer = piece(comm.rank, count)
+                    found.append((comm.broadcast(buffer, root, algorithm=name), piece(root, count)))
+        return found
+
+    for pairs in run_loopback(len(nodes), work, nodes=nodes):
+        for found, expected in pairs:
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_floats_are_summed_to_the_same_bits_on_all_ranks_of_all_nodes():
+    def work(comm):
+        values = np.random.default_rng(comm.rank).standard_normal(999)
+        return [comm.allreduce(values.copy(), algorithm=name).tobytes() for name in PLACED["allreduce"]]
+
+    by_rank = run_loopback(5, work, nodes=(0, 0, 0, 1, 1))
+    assert all(bits == by_rank[0] for bits in by_rank)
