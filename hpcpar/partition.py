@@ -29,3 +29,9 @@ def bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) of p consecutive pieces of n elements; bounds(5, 2) == ((0, 3), (3, 5))."""
     edges = offsets(counts(n, p))
     return tuple(pairwise(edges))
+
+
+def refined(edges: Sequence[int], parts: int) -> tuple[int, ...]:
+    """The edges of pieces, each cut once more into `parts`: refined((0, 4, 10), 2) == (0, 2, 4, 7, 10)."""
+    sizes = [size for start, stop in pairwise(edges) for size in counts(stop - start, parts)]
+    return tuple(edges[0] + edge for edge in offsets(sizes))

@@ -166,6 +166,22 @@ def long_inside(inside: Form, between: Form) -> LevelsForm:
     return lambda nodes, per_node, k: Levels(inside(per_node, k), between(nodes, k).of_part(1 / per_node))
 
 
+def in_segments(bill: Form) -> Form:
+    """Pipelined in k segments: k times the messages for the same bytes."""
+    return lambda n, k: bill(n, k)._replace(messages=k * bill(n, k).messages)
+
+
+def overlapped(inside: Form, between: Form) -> LevelsForm:
+    """Hierarchical in k segments: one is inside while another is between the nodes, but for the first."""
+
+    def levels(nodes: int, per_node: int, k: int) -> Levels:
+        return Levels(
+            inside(per_node, k).of_part(1 / k), in_segments(between)(nodes, k).of_part(1 / per_node)
+        )
+
+    return levels
+
+
 def tree_of_nodes(bill: Form) -> LevelsForm:
     """Large distances first: a tree among the nodes, and one in each node."""
     return _by_powers(bill, inside_and_between(bill, bill))

@@ -165,6 +165,14 @@ def _per_owner(size: int, segments: int, nodes: Nodes | None) -> int:
     return size
 
 
+def _per_owner_and_segment(size: int, segments: int, nodes: Nodes | None) -> int:
+    return size * segments
+
+
+def _per_segment_lane_and_node(size: int, segments: int, nodes: Nodes | None) -> int:
+    return segments * _per_lane_and_node(size, segments, nodes)
+
+
 def _per_lane_and_node(size: int, segments: int, nodes: Nodes | None) -> int:
     placement = place(size, nodes)
     return placement.lanes * placement.nodes
@@ -396,6 +404,17 @@ _HIERARCHICAL = (
     ),
     Algorithm(
         "allreduce",
+        "hierarchical_pipelined",
+        hierarchical.pipelined_allreduce,
+        _per_segment_lane_and_node,
+        bills.in_segments(bills.every_chunk_twice),
+        bills.overlapped(bills.every_chunk_twice, bills.every_chunk_twice),
+        segmented=True,
+        estimated=True,
+        placed=True,
+    ),
+    Algorithm(
+        "allreduce",
         "leaders",
         hierarchical.leaders_allreduce,
         _vector,
@@ -422,6 +441,17 @@ _HIERARCHICAL = (
         placed=True,
     ),
     Algorithm(
+        "reduce_scatter",
+        "hierarchical_pipelined",
+        hierarchical.pipelined_reduce_scatter,
+        _per_owner_and_segment,
+        bills.in_segments(bills.every_chunk_combined),
+        bills.overlapped(bills.every_chunk_combined, bills.every_chunk_combined),
+        segmented=True,
+        estimated=True,
+        placed=True,
+    ),
+    Algorithm(
         "allgather",
         "hierarchical",
         hierarchical.allgather,
@@ -437,6 +467,17 @@ _HIERARCHICAL = (
         _per_owner,
         bills.recursive_doubling_allgather,
         bills.long_inside(bills.every_chunk, bills.recursive_doubling_allgather),
+        placed=True,
+    ),
+    Algorithm(
+        "allgather",
+        "hierarchical_pipelined",
+        hierarchical.pipelined_allgather,
+        _per_owner_and_segment,
+        bills.in_segments(bills.every_chunk),
+        bills.overlapped(bills.every_chunk, bills.every_chunk),
+        segmented=True,
+        estimated=True,
         placed=True,
     ),
     Algorithm(

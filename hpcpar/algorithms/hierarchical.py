@@ -10,6 +10,14 @@ lanes of `placement`, one rank of every node, on the chunks that these share.
                                            2 ────────────── 5       lane 2
     inside    all-gather           0 ⇄ 1 ⇄ 2        3 ⇄ 4 ⇄ 5
 
+The `pipelined` ones cut the vector into segments, each a step behind the one before, so that the links
+within the nodes and those between them are busy at the same time:
+
+    step                0         1         2         3         4         5         6         two nodes
+    segment 0           inside    between   between   inside
+    segment 1                     inside    between   between   inside
+    segment 2                               inside    between   between   inside
+
 Any ranks may share a node, and nodes may differ in size; without `nodes` every rank has a node of
 its own, which leaves only the flat algorithm between them. The costs are for N nodes of g ranks
 each (n = Ng) and S bytes of the whole vector, with α and β within a node, α' and β' between nodes.
@@ -18,6 +26,7 @@ each (n = Ng) and S bytes of the whole vector, with α and β within a node, α'
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from hpcpar.algorithms import direct, doubling, ring, tree
 from hpcpar.algorithms.placement import Nodes, Placement, place
@@ -123,6 +132,60 @@ def doubling_allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> S
     source   Träff, Hunold 2020, with Thakur, Rabenseifner, Gropp 2005 along the lanes
     """
     yield from _allgather(rank, place(size, nodes), doubling.allgather)
+
+
+def pipelined_allreduce(rank: int, size: int, *, segments: int = 1, nodes: Nodes | None = None) -> Steps:
+    """As `allreduce`, in k segments, of which each is one step behind the one before.
+
+    before   every rank: k × lanes × N chunks of any values
+    after    every rank: all chunks are totals
+    order    as `allreduce`
+    cost     for long vectors about that of the slower level alone, and 1/k of the other's: between the
+             nodes 2k(N-1)α' + (N-1)/N·S/g·(2β' + γ); inside 2(g-1)α + (g-1)/g·S/k·(2β + γ)
+    source   as `allreduce`; the pipeline as in Träff, Hunold 2020, section 2
+    """
+    placement = place(size, nodes)
+    grid = _grid(placement, placement.nodes)
+    shares = _shares(rank, placement, grid)
+    inside = _inside(rank, placement, direct.reduce_scatter, shares)
+    between = _side_by_side(_along_lanes(rank, placement, ring.allreduce, grid))
+    inside_again = _inside(rank, placement, direct.allgather, shares)
+    walk = (*_at_least_one(inside), *between, *_at_least_one(inside_again))
+    chunks = placement.lanes * placement.nodes
+    numbers = [[(segment * chunks + chunk,) for chunk in range(chunks)] for segment in range(segments)]
+    yield from _staggered(walk, size, numbers)
+
+
+def pipelined_reduce_scatter(rank: int, size: int, *, segments: int = 1, nodes: Nodes | None = None) -> Steps:
+    """As `reduce_scatter`, in k segments, of which each is one step behind the one before.
+
+    before   every rank: n × k chunks of any values
+    after    rank r: chunks rk to rk + k - 1 are totals, the other chunks hold partial sums
+    order    as `allreduce`
+    cost     for long vectors about: between the nodes k(N-1)α' + (N-1)/N·S/g·(β' + γ); inside
+             (g-1)α + (g-1)/g·S/k·(β + γ)
+    source   as `pipelined_allreduce`
+    """
+    placement = place(size, nodes)
+    grid = _grid_of_ranks(placement)
+    inside = _inside(rank, placement, direct.reduce_scatter, _shares(rank, placement, grid))
+    between = _side_by_side(_along_lanes(rank, placement, ring.reduce_scatter, grid))
+    yield from _staggered((*_at_least_one(inside), *between), size, _parts_of_chunks(size, segments))
+
+
+def pipelined_allgather(rank: int, size: int, *, segments: int = 1, nodes: Nodes | None = None) -> Steps:
+    """As `allgather`, in k segments, of which each is one step behind the one before.
+
+    before   rank r: chunks rk to rk + k - 1
+    after    every rank: all n × k chunks
+    cost     for long vectors about: between the nodes k(N-1)α' + (N-1)/N·S/g·β'; inside (g-1)(α + S/gk·β)
+    source   as `pipelined_allreduce`
+    """
+    placement = place(size, nodes)
+    grid = _grid_of_ranks(placement)
+    between = _side_by_side(_along_lanes(rank, placement, ring.allgather, grid))
+    inside = _inside(rank, placement, direct.allgather, _shares(rank, placement, grid))
+    yield from _staggered((*between, *_at_least_one(inside)), size, _parts_of_chunks(size, segments))
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, segments: int = 1, nodes: Nodes | None = None) -> Steps:
@@ -239,12 +302,16 @@ def _inside(
 
 def _between(rank: int, placement: Placement, flat: Generator, grid: Grid, **options: int) -> Steps:
     """A flat algorithm among the nodes, along all lanes that this rank serves, abreast."""
+    yield from _abreast(_along_lanes(rank, placement, flat, grid, **options))
+
+
+def _along_lanes(rank: int, placement: Placement, flat: Generator, grid: Grid, **options: int) -> list[Steps]:
+    """A flat algorithm among the nodes, for each lane that this rank serves."""
     node = placement.node_of[rank]
-    lanes = [
+    return [
         _renamed(flat(node, placement.nodes, **options), placement.lane(lane), grid[lane])
         for lane in placement.lanes_of(rank)
     ]
-    yield from _abreast(lanes)
 
 
 def _among(steps: Steps, ranks: Sequence[int], chunks: Sequence[Chunks]) -> Steps:
@@ -264,6 +331,13 @@ def _renamed(steps: Steps, ranks: Sequence[int], chunks: Sequence[Chunks]) -> St
 
 
 def _abreast(lanes: Iterable[Steps]) -> Steps:
+    """As `_side_by_side`, without the steps that do nothing."""
+    for step in _side_by_side(lanes):
+        if step.sends or step.receives:
+            yield step
+
+
+def _side_by_side(lanes: Iterable[Steps]) -> Steps:
     """Step k of all lanes at once; between two ranks one message, and none that carries nothing.
 
     Both ends do so alike: a rank is at the same place of all its lanes, so the messages that meet
@@ -284,5 +358,36 @@ def _abreast(lanes: Iterable[Steps]) -> Steps:
             for (source, combine), chunks in received.items()
             if chunks
         )
+        yield Step(sends, receives)
+
+
+def _at_least_one(steps: Steps) -> tuple[Step, ...]:
+    """A rank alone on its node has nothing to do inside it, but must not run ahead of the others."""
+    return tuple(steps) or (Step(),)
+
+
+def _parts_of_chunks(size: int, segments: int) -> list[list[Chunks]]:
+    """Segment s is the s-th part of every rank's chunk."""
+    return [[(chunk * segments + segment,) for chunk in range(size)] for segment in range(segments)]
+
+
+def _staggered(walk: Sequence[Step], size: int, numbers: Sequence[Sequence[Chunks]]) -> Steps:
+    """The same walk for all segments, each one step behind the one before.
+
+    All ranks walk in equally many steps, so both ends of a step have the same segments under way, and
+    list their messages in the same order.
+
+    numbers   by segment, then by chunk of the walk: the chunk that it is
+    """
+    for slot in range(len(walk) + len(numbers) - 1):
+        # The segment that is furthest goes first.
+        under_way = range(max(0, slot - len(walk) + 1), min(slot + 1, len(numbers)))
+        steps = [
+            step
+            for segment in under_way
+            for step in _renamed(iter((walk[slot - segment],)), range(size), numbers[segment])
+        ]
+        sends = tuple(chain.from_iterable(step.sends for step in steps))
+        receives = tuple(chain.from_iterable(step.receives for step in steps))
         if sends or receives:
             yield Step(sends, receives)

@@ -88,6 +88,11 @@ class _Promise:
     chunks: int
     work_chunks: int
 
+    @property
+    def share(self) -> int:
+        """Chunks that belong to each rank, where chunks belong to ranks: more than one if pipelined."""
+        return max(1, self.chunks // self.size)
+
     def before(self, rank: int) -> Memory:
         """Memory of `rank` at the start."""
         work: list[Value | None] = [None] * self.work_chunks
@@ -99,7 +104,7 @@ class _Promise:
     def _start(self, rank: int, chunk: int) -> Value | None:
         match self.collective:
             case "allgather" | "gather":
-                has = chunk == rank
+                has = chunk // self.share == rank
             case "broadcast" | "scatter":
                 has = rank == self.root
             case _:
@@ -114,11 +119,12 @@ class _Promise:
             case "allreduce":
                 yield from (("data", chunk, chunk, everyone) for chunk in everything)
             case "reduce_scatter":
-                yield ("data", rank, rank, everyone)
+                own = range(rank * self.share, (rank + 1) * self.share)
+                yield from (("data", chunk, chunk, everyone) for chunk in own)
             case "reduce" if rank == self.root:
                 yield from (("data", chunk, chunk, everyone) for chunk in everything)
             case "allgather":
-                yield from (("data", chunk, chunk, 1 << chunk) for chunk in everything)
+                yield from (("data", chunk, chunk, 1 << chunk // self.share) for chunk in everything)
             case "gather" if rank == self.root:
                 yield from (("data", chunk, chunk, 1 << chunk) for chunk in everything)
             case "broadcast":

@@ -232,6 +232,8 @@ class Caller(ABC):
             dtype=whole.dtype,
         )
         segments = segments_for(algorithm, nbytes)
+        if offsets is not None and segments > 1:
+            offsets = tuple((space, partition.refined(edges, segments)) for space, edges in offsets)
         chunks = max(1, algorithm.chunks(self.size, segments, self._transport.nodes))
         cut = offsets or (("data", partition.offsets(partition.counts(whole.count, chunks))),)
         work_chunks = algorithm.work_chunks(self.size)

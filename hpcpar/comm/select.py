@@ -5,14 +5,14 @@ A table is built in, or measured on this machine by `hpcpar bench tune` (`hpcpar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcpar.algorithms.bills import Bill
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.step import Step
 from hpcpar.errors import OperationError
-from hpcpar.units import KiB, format_nbytes
+from hpcpar.units import KiB, MiB, format_nbytes
 
 Rules = tuple[tuple[float, str], ...]
 """(largest bytes of the whole array, algorithm) in rising order; the last one's limit is infinite."""
@@ -58,6 +58,24 @@ large ones, and the ring and the pairwise exchange send the fewest.
 
 BUILT_IN = Table("built in", {collective: {ANY: rules} for collective, rules in UP_TO.items()})
 
+ON_NODES: dict[str, Rules] = {
+    "allreduce": ((32 * KiB, "recursive_doubling"), (float("inf"), "hierarchical_pipelined")),
+    "reduce_scatter": ((float("inf"), "hierarchical_pipelined"),),
+    "allgather": ((32 * KiB, "bruck"), (float("inf"), "hierarchical_pipelined")),
+}
+"""What holds instead on several nodes of several ranks: each byte crosses once for each node, not rank."""
+
+BUILT_IN_ON_NODES = Table(
+    "built in, for several nodes",
+    {collective: {ANY: rules} for collective, rules in (UP_TO | ON_NODES).items()},
+)
+
+
+def built_in(nodes: Sequence[int]) -> Table:
+    """The rules that hold where nothing was measured, for ranks on these nodes."""
+    return BUILT_IN_ON_NODES if 1 < len(set(nodes)) < len(nodes) else BUILT_IN
+
+
 UNEVEN = {"reduce_scatter": "ring", "allgather": "ring", "gather": "binomial", "scatter": "binomial"}
 UNEVEN |= {"alltoall": "pairwise"}
 """What to use when ranks hold pieces of different sizes."""
@@ -65,6 +83,11 @@ UNEVEN |= {"alltoall": "pairwise"}
 
 SEGMENT_NBYTES = 128 * KiB
 MOST_SEGMENTS = 64
+"""Of a chain or a tree, where every rank passes whole segments on."""
+
+NODES_SEGMENT_NBYTES = 2 * MiB
+MOST_NODES_SEGMENTS = 8
+"""Of a hierarchical pipeline, where a rank's messages are only a part of its segment."""
 
 
 NATIVE = "native"
@@ -153,6 +176,8 @@ def segments_for(algorithm: Algorithm, nbytes: int) -> int:
     """Into how many segments a pipelined algorithm cuts an array of `nbytes`; 1 for the others."""
     if not algorithm.segmented:
         return 1
+    if algorithm.name == "hierarchical_pipelined":
+        return max(1, min(MOST_NODES_SEGMENTS, nbytes // NODES_SEGMENT_NBYTES))
     return max(1, min(MOST_SEGMENTS, nbytes // SEGMENT_NBYTES))
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm.select import BUILT_IN, Rules, Table, named_algorithm
+from hpcpar.comm.select import Rules, Table, built_in, named_algorithm
 from hpcpar.errors import ConfigError, OperationError
 from hpcpar.launch.settings import read_tuning
 
@@ -79,7 +79,7 @@ class Tuning:
         for entry in self.entries:
             if (entry.ranks, entry.ranks_per_node) == wanted:
                 return Table(self.source, entry.rules)
-        return BUILT_IN
+        return built_in(nodes)
 
 
 def read_together(comm: Communicator, asked: str | None, own_file: Path, mpi: str) -> Tuning:

@@ -124,7 +124,10 @@ def check_on_data(algorithm: Algorithm, size: int, root: int, segments: int, nod
     totals = [
         [sum(values) for values in zip(*(one[c] for one in inputs), strict=True)] for c in range(len(counts))
     ]
-    shards = [inputs[chunk][chunk] for chunk in range(len(counts))] if len(counts) == size else []
+    share = len(counts) // size  # chunks of each rank, where chunks belong to ranks
+    shards = (
+        [inputs[chunk // share][chunk] for chunk in range(len(counts))] if len(counts) == share * size else []
+    )
     memories: list[Memory] = [{"data": [list(chunk) for chunk in one]} for one in inputs]
     execute(schedules_of(algorithm, size, root, segments, nodes), memories)
     results = [memory["data"] for memory in memories]
@@ -132,7 +135,7 @@ def check_on_data(algorithm: Algorithm, size: int, root: int, segments: int, nod
         case "allreduce":
             assert results == [totals] * size
         case "reduce_scatter":
-            assert [results[rank][rank] for rank in range(size)] == totals
+            assert [results[chunk // share][chunk] for chunk in range(len(counts))] == totals
         case "reduce":
             assert results[root] == totals
         case "allgather":
