@@ -39,7 +39,7 @@ import hosts as network
 import hpcpar
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.bench import collectives, peers
-from hpcpar.bench.measure import PLACES, Buffers, Candidate, Case, Row, measure, row, usable, wrong_elements
+from hpcpar.bench.measure import Buffers, Candidate, Case, Place, Row, measure, row, usable, wrong_elements
 from hpcpar.bench.wire_bytes import least_nbytes, scheduled_nbytes
 from hpcpar.transport.mpi import library_facts
 from hpcpar.units import MiB, format_nbytes, parse_nbytes
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")
 CANDIDATES = (collectives.CHOSEN, "ring", "hierarchical", "hierarchical_pipelined", "mpi")
+
+PLACE: Place = "in"
+"""In place, as training does it: no copy of the input is in the time."""
 
 TRANSPORT = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
 """What makes the MPICH wheel speak TCP between hosts; within a host it uses shared memory."""
@@ -217,10 +220,9 @@ def measure_case(
 ) -> Iterator[Line]:
     """All candidates of one size, in turn; then each alone, to see what the hosts send. Collective."""
     buffers = Buffers.of(case, comm)
-    place = PLACES[case.collective][0]
-    found = collectives.ours(case, comm, buffers, place)
+    found = collectives.ours(case, comm, buffers, PLACE)
     for peer in others:
-        found += peer.candidates(case, comm, buffers, place)
+        found += peer.candidates(case, comm, buffers, PLACE)
     for candidate in found:
         if candidate.name not in job.candidates:
             candidate.close()
@@ -236,7 +238,7 @@ def measure_case(
         yield Line(
             job.hosts,
             job.ranks_per_host,
-            row(case, candidate.name, place, timings[candidate.name], wrong[candidate.name], chose),
+            row(case, candidate.name, PLACE, timings[candidate.name], wrong[candidate.name], chose),
             stream_mb_per_s,
             wire_nbytes(candidate, comm),
             algorithm and scheduled_nbytes(algorithm, job.hosts, job.ranks_per_host, case.nbytes),

@@ -7,7 +7,7 @@ import pytest
 
 from hpcpar import partition
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm import run_loopback
+from hpcpar.comm import run_loopback, select
 
 PLACED = {
     collective: [name for name, algorithm in by_name.items() if algorithm.placed]
@@ -72,3 +72,26 @@ def test_floats_are_summed_to_the_same_bits_on_all_ranks_of_all_nodes():
 
     by_rank = run_loopback(5, work, nodes=(0, 0, 0, 1, 1))
     assert all(bits == by_rank[0] for bits in by_rank)
+
+
+@pytest.mark.parametrize("nodes", PLACEMENTS)
+def test_pipelines_of_several_segments_equal_the_serial_computation(nodes, monkeypatch):
+    monkeypatch.setattr(select, "NODES_SEGMENT_NBYTES", 64)
+
+    def work(comm):
+        name, found = "hierarchical_pipelined", []
+        for count in COUNTS:
+            expected = total(comm.size, count)
+            counts = [(3 * rank) % 4 * count // 3 for rank in range(comm.size)]
+            edges = partition.offsets(counts)
+            own = slice(edges[comm.rank], edges[comm.rank + 1])
+            found.append((comm.allreduce(piece(comm.rank, count), algorithm=name), expected))
+            whole = total(comm.size, edges[-1])
+            shard = comm.reduce_scatter(piece(comm.rank, edges[-1]), counts=counts, algorithm=name)
+            found.append((shard, whole[own]))
+            found.append((comm.allgather(whole[own].copy(), counts=counts, algorithm=name), whole))
+        return found
+
+    for pairs in run_loopback(len(nodes), work, nodes=nodes):
+        for found, expected in pairs:
+            np.testing.assert_array_equal(found, expected)

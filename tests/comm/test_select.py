@@ -12,6 +12,7 @@ from hpcpar.comm.select import (
     UNEVEN,
     UP_TO,
     Table,
+    built_in,
     choose,
     describe,
     names,
@@ -112,6 +113,22 @@ def test_only_pipelined_algorithms_are_cut_into_segments():
     assert segments_for(ALGORITHMS["broadcast"]["ring"], 8) == 1
     assert segments_for(ALGORITHMS["broadcast"]["ring"], 2**20) == 8
     assert segments_for(ALGORITHMS["broadcast"]["ring"], 2**30) == 64
+
+
+def test_a_hierarchical_pipeline_has_few_and_long_segments():
+    pipeline = ALGORITHMS["allreduce"]["hierarchical_pipelined"]
+    assert [segments_for(pipeline, mib * 2**20) for mib in (0, 1, 4, 16, 1024)] == [1, 1, 2, 8, 8]
+
+
+def test_ranks_on_several_nodes_go_through_their_nodes():
+    assert built_in((0, 0, 1, 1)).name("allreduce", 2**24) == "hierarchical_pipelined"
+    assert built_in((0, 1, 1)).name("allgather", 2**24) == "hierarchical_pipelined"
+    assert built_in((0, 0, 1, 1)).name("broadcast", 8) == BUILT_IN.name("broadcast", 8)
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 0, 0), (0, 1, 2)])
+def test_ranks_all_on_one_node_or_each_on_its_own_have_the_flat_rules(nodes):
+    assert built_in(nodes) is BUILT_IN
 
 
 def test_overrides_are_read_from_text():
