@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMANDS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
+NETWORK = "10.77.0.0/24"
 SWITCH = "switch"
 PORT = "eth0"
 """The network interface of a host."""
@@ -55,12 +56,14 @@ class Link:
     burst        bytes that may pass at once
     latency      how long a packet may wait for its turn, before it is dropped
     mtu_nbytes   largest packet
+    congestion   TCP's congestion control; BBR, for one, halts for 200 ms every 10 s to look at the latency
     """
 
     rate: str = "1gbit"
     burst: str = "128kb"
     latency: str = "20ms"
     mtu_nbytes: int = 1500
+    congestion: str = "cubic"
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,7 @@ def _connect(holders: dict[str, int], link: Link) -> None:
         _run(holders[SWITCH], f"tc qdisc add dev {name} {bucket}")
         _run(holder, f"ip addr add {address(number)}/24 dev {PORT}")
         _run(holder, f"ip link set {PORT} mtu {link.mtu_nbytes} up")
+        _run(holder, f"ip route replace {NETWORK} dev {PORT} congctl {link.congestion}")
         _run(holder, f"tc qdisc add dev {PORT} {bucket}")
 
 

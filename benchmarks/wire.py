@@ -142,7 +142,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", type=parse_nbytes, nargs="+", default=[16 * MiB, 64 * MiB])
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", default="1gbit", help="of each link, as tc has it")
     parser.add_argument(
         "--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="of the ranks' environment"
@@ -223,17 +223,21 @@ def measure_case(
     found = collectives.ours(case, comm, buffers, PLACE)
     for peer in others:
         found += peer.candidates(case, comm, buffers, PLACE)
+    chosen = collectives.chosen_name(case, comm)
+    wanted = set(job.candidates)
+    if collectives.CHOSEN in wanted:
+        wanted.discard(chosen)  # or it would run twice
     for candidate in found:
-        if candidate.name not in job.candidates:
+        if candidate.name not in wanted:
             candidate.close()
-    able = usable([candidate for candidate in found if candidate.name in job.candidates], comm)
+    able = usable([candidate for candidate in found if candidate.name in wanted], comm)
     wrong = {candidate.name: wrong_elements(candidate, case, comm, buffers) for candidate in able}
     buffers.clear()
     timings = measure(
         {candidate.name: candidate.run for candidate in able}, comm, rounds=job.rounds, round_s=0.0
     )
     for candidate in able:
-        chose = collectives.chosen_name(case, comm) if candidate.name == collectives.CHOSEN else ""
+        chose = chosen if candidate.name == collectives.CHOSEN else ""
         algorithm = ALGORITHMS[case.collective].get(chose or candidate.name)
         yield Line(
             job.hosts,
@@ -305,11 +309,11 @@ def drain(connection: socket.socket) -> None:
 
 def link_facts() -> dict[str, str]:
     """What shapes this host's link, and what TCP does on it."""
-    shaped = subprocess.run(
-        ["tc", "qdisc", "show", "dev", network.PORT], capture_output=True, text=True, check=True
-    )
-    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii")
-    return {"shaper": shaped.stdout.strip(), "tcp": congestion.strip()}
+    commands = {"shaper": f"tc qdisc show dev {network.PORT}", "route": f"ip route show {network.NETWORK}"}
+    return {
+        what: subprocess.run(command.split(), capture_output=True, text=True, check=True).stdout.strip()
+        for what, command in commands.items()
+    }
 
 
 def titles(collective: str, job: Job, stream_mb_per_s: float) -> list[str]:
