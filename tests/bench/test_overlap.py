@@ -236,8 +236,9 @@ def test_mpis_own_and_gloo_are_right_beside_a_computation(world: Communicator) -
     wanted = (OURS, THREAD, "mpi", "gloo")
     found, wrong = {}, []
     with peers.connected(world, wanted) as (others, said):
-        for collective in overlap.COLLECTIVES:
-            options = replace(QUICK, collective=collective, candidates=wanted)
+        # Two will do: more ranks than cores make MPI's own waits long, and all are tried above without MPI.
+        for collective in ("allreduce", "reduce_scatter"):
+            options = replace(QUICK, collective=collective, candidates=wanted, pokes=(1,), rounds=1)
             rows = run(options, world, overlap.starting(others))
             found[collective] = {row.algorithm for row in rows}
             wrong += [row for row in rows if row.wrong]
