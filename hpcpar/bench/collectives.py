@@ -247,16 +247,31 @@ def run(
 
 def header(options: Options, comm: Communicator, mpi: str, peers: dict[str, str]) -> dict[str, Any]:
     """What the figures are of."""
+    return about(
+        "collectives",
+        comm,
+        mpi,
+        {
+            "dtype": options.dtype,
+            "arrays": f"{options.kind}, {'shared' if options.shared else 'ordinary'} memory",
+            "rounds": options.rounds,
+        },
+        peers,
+    )
+
+
+def about(
+    benchmark: str, comm: Communicator, mpi: str, what: dict[str, Any], peers: dict[str, str]
+) -> dict[str, Any]:
+    """What the figures of any benchmark are of: the job, `what` was asked for, and the versions."""
     return {
-        "benchmark": "collectives",
+        "benchmark": benchmark,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hpcpar": hpcpar.__version__,
         "ranks": comm.size,
         "nodes": len(set(comm.nodes)),
         "ranks_per_node": max(comm.nodes.count(node) for node in set(comm.nodes)),
-        "dtype": options.dtype,
-        "arrays": f"{options.kind}, {'shared' if options.shared else 'ordinary'} memory",
-        "rounds": options.rounds,
+        **what,
         "mpi": mpi,
         **{f"peer {name}": what for name, what in peers.items()},
         **{package: version(package) for package in ("mpi4py", "numpy", "torch")},
@@ -327,8 +342,8 @@ def _is_peer(name: str) -> bool:
     return name.split("_")[0] in ("mpi", "gloo", "horovod")
 
 
-def write_json(path: Path, facts: dict[str, Any], rows: Sequence[Row]) -> None:
-    """JSON lines, the first the header."""
+def write_json(path: Path, facts: dict[str, Any], rows: Sequence[Any]) -> None:
+    """JSON lines, the first the header; rows are dataclasses."""
     lines = [json.dumps(facts), *(json.dumps(asdict(row)) for row in rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -54,6 +54,39 @@ def sends(comm: Communicator) -> bool:
     return comm.size > 1 and comm.rank in (0, comm.size - 1)
 
 
+Starter = tuple[str, Callable[[], Any], Any, bool]
+"""A call that does not block: name, start, result, and whether a thread of its own makes progress.
+
+What start returns has `test()` and `wait()`.
+"""
+
+
+class _Request:
+    """An MPI request in the house's spelling."""
+
+    __slots__ = ("test", "wait")
+
+    def __init__(self, request: MPI.Request) -> None:
+        self.test = request.Test
+        self.wait = request.Wait
+
+
+class _Work:
+    """What gloo has under way, in the house's spelling.
+
+    Its wait sleeps, so a test may as well wait; and its reduce-scatter never says that it is complete.
+    """
+
+    __slots__ = ("wait",)
+
+    def __init__(self, work: Any) -> None:
+        self.wait = work.wait
+
+    def test(self) -> bool:
+        self.wait()
+        return True
+
+
 class MpiPeer:
     """The MPI library's own collectives, on all ranks of the job. Making and freeing it are collective."""
 
@@ -117,6 +150,14 @@ class MpiPeer:
                 into, target = (whole, buffers.whole) if inside else (other, buffers.other)
                 return (sent, into, MPI.SUM, 0), target
         return (whole, other), buffers.other
+
+    def starters(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Starter]:
+        """The nonblocking form, which moves on while it is tested."""
+        if case.collective in SUMS and case.dtype not in TYPES:
+            return []
+        arguments, result = self._arguments(case, comm, buffers, place)
+        start = getattr(self._mpi, f"I{METHODS[case.collective].lower()}")
+        return [("mpi", lambda: _Request(start(*arguments)), result, False)]
 
     def _sending(self, case: Case, comm: Communicator, buffers: Buffers) -> list[Candidate]:
         sent, received = prepared(buffers.whole), prepared(buffers.other)
@@ -233,26 +274,47 @@ class GlooPeer:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
-        dist = self._dist
-        whole, shard, other = (tensor(array) for array in (buffers.whole, buffers.shard, buffers.other))
-        own = whole[case.own(comm.rank)]
-        # gloo has allreduce, reduce and broadcast in place only; their results are checked there.
-        calls: dict[tuple[str, Place], tuple[Callable[[], object], Any]] = {
-            ("allreduce", "in"): (lambda: dist.all_reduce(whole), whole),
-            ("reduce_scatter", "out"): (lambda: dist.reduce_scatter_tensor(shard, whole), shard),
-            ("reduce_scatter", "in"): (lambda: dist.reduce_scatter_tensor(own, whole), own),
-            ("allgather", "out"): (lambda: dist.all_gather_into_tensor(whole, shard), whole),
-            ("allgather", "in"): (lambda: dist.all_gather_into_tensor(whole, own), whole),
-            ("broadcast", "in"): (lambda: dist.broadcast(whole, 0), whole),
-            ("reduce", "in"): (lambda: dist.reduce(whole, 0), whole if comm.rank == 0 else None),
-            ("alltoall", "out"): (lambda: dist.all_to_all_single(other, whole), other),
-        }
+        whole, other = tensor(buffers.whole), tensor(buffers.other)
+        calls = self._calls(case, comm, buffers, wait=True)
         if case.collective == "send":
             return [Candidate("gloo", self._ping_pong(comm, whole, other), lambda: _received(comm, other))]
         if (case.collective, place) not in calls:
             return []
         run, result = calls[case.collective, place]
         return [Candidate("gloo", run, lambda: result)]
+
+    def starters(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Starter]:
+        """Gloo's own threads make progress."""
+        call = self._calls(case, comm, buffers, wait=False).get((case.collective, place))
+        return [] if call is None else [("gloo", lambda: _Work(call[0]()), call[1], True)]
+
+    def _calls(
+        self, case: Case, comm: Communicator, buffers: Buffers, *, wait: bool
+    ) -> dict[tuple[str, Place], tuple[Callable[[], object], Any]]:
+        """What gloo can do with these buffers, and where the result will be."""
+        dist, later = self._dist, not wait
+        whole, shard, other = (tensor(array) for array in (buffers.whole, buffers.shard, buffers.other))
+        own = whole[case.own(comm.rank)]
+        # gloo has allreduce, reduce and broadcast in place only; their results are checked there.
+        return {
+            ("allreduce", "in"): (lambda: dist.all_reduce(whole, async_op=later), whole),
+            ("reduce_scatter", "out"): (
+                lambda: dist.reduce_scatter_tensor(shard, whole, async_op=later),
+                shard,
+            ),
+            ("reduce_scatter", "in"): (lambda: dist.reduce_scatter_tensor(own, whole, async_op=later), own),
+            ("allgather", "out"): (
+                lambda: dist.all_gather_into_tensor(whole, shard, async_op=later),
+                whole,
+            ),
+            ("allgather", "in"): (lambda: dist.all_gather_into_tensor(whole, own, async_op=later), whole),
+            ("broadcast", "in"): (lambda: dist.broadcast(whole, 0, async_op=later), whole),
+            ("reduce", "in"): (
+                lambda: dist.reduce(whole, 0, async_op=later),
+                whole if comm.rank == 0 else None,
+            ),
+            ("alltoall", "out"): (lambda: dist.all_to_all_single(other, whole, async_op=later), other),
+        }
 
     def _ping_pong(self, comm: Communicator, sent: Any, received: Any) -> Callable[[], None]:
         dist, peer = self._dist, farthest(comm)

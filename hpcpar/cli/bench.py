@@ -1,4 +1,4 @@
-"""`hpcpar bench collectives · tune · fit · simulate`: measure, choose by it, model it, scale it up."""
+"""`hpcpar bench collectives · overlap · soak · tune · fit · simulate`: measure, choose, model, scale up."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 COMMANDS: Commands = {
     "collectives": ("hpcpar.cli.bench", "collectives", "Our algorithms beside MPI's own, gloo and Horovod."),
+    "overlap": ("hpcpar.cli.bench", "overlap", "What is hidden behind computation, and what can be."),
+    "soak": ("hpcpar.cli.bench", "soak", "Many mixed collectives: results checked, memory watched."),
     "tune": ("hpcpar.cli.bench", "tune", "Time all algorithms here, and write the table to choose by."),
     "fit": ("hpcpar.cli.bench", "fit", "Latency, bandwidth and summing speed from measured lines."),
     "simulate": ("hpcpar.cli.bench_simulate", "simulate", "Price every algorithm at any number of ranks."),
@@ -24,6 +26,9 @@ COMMANDS: Commands = {
 
 CANNOT_WORK = 2
 """Exit status when something was asked for that cannot work."""
+
+WRONG = 1
+"""Exit status when results were wrong, or memory grew by more than was allowed."""
 
 COLLECTIVES = (
     "allreduce",
@@ -40,7 +45,7 @@ COLLECTIVES = (
 
 @click.group(cls=LazyGroup, lazy=COMMANDS)
 def bench() -> None:
-    """Measure collectives, choose by measurement, fit the cost model, simulate large jobs."""
+    """Measure collectives and overlap, soak them, choose by measurement, fit the cost model, simulate."""
 
 
 def _nbytes(context: click.Context, parameter: click.Parameter, text: str) -> int:
@@ -54,6 +59,25 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str) -> in
 def _names(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
     """ "ring, mpi" -> ("ring", "mpi")"""
     return tuple(name for name in text.replace(" ", "").split(",") if name)
+
+
+def _floats(context: click.Context, parameter: click.Parameter, text: str) -> tuple[float, ...]:
+    """ "1, 2.5" -> (1.0, 2.5); positive ones"""
+    try:
+        numbers = tuple(float(name) for name in _names(context, parameter, text))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise click.BadParameter(f"{text!r} are not positive numbers, separated by commas")
+    return numbers
+
+
+def _integers(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    """ "0, 16" -> (0, 16)"""
+    names = _names(context, parameter, text)
+    if not names or not all(name.isdigit() for name in names):
+        raise click.BadParameter(f"{text!r} are not whole numbers >= 0, separated by commas")
+    return tuple(map(int, names))
 
 
 def _measuring(command: Any) -> Any:
@@ -129,6 +153,104 @@ def collectives(
         if picture is not None:
             pictures.draw(rows, facts, picture)
     return 0
+
+
+@click.command()
+@click.option(
+    "--collective",
+    type=click.Choice(["allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall"]),
+    default="allreduce",
+    show_default=True,
+)
+@click.option("--bytes", "nbytes", callback=_nbytes, default="8M", show_default=True, help="64K, 8M.")
+@click.option("--dtype", default="float32", show_default=True)
+@click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
+@click.option(
+    "--compute",
+    "computes",
+    callback=_floats,
+    default="1,2,4",
+    show_default=True,
+    help="How long the computation lasts, in times the communication.",
+)
+@click.option(
+    "--pokes", callback=_integers, default="0,1,4,16,64", show_default=True, help="During the computation."
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
+@click.option("--round-seconds", type=float, default=0.02, show_default=True, help="Of one candidate.")
+@click.option("--threads", type=click.IntRange(min=1), help="torch's, per rank [default: cores / ranks].")
+@click.option("--candidates", callback=_names, default="", help="Only these, as hpcpar,mpi,gloo; else all.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
+def overlap(threads: int | None, json_file: Path | None, round_seconds: float, **asked: Any) -> int:
+    """Measure how much of a communication is hidden behind torch matrix products, and how much can be.
+
+    Start it on several ranks: `hpcpar run -n 2 -- -m hpcpar bench overlap`.
+    """
+    import torch
+
+    import hpcpar
+    from hpcpar.bench import collectives as table
+    from hpcpar.bench import overlap as overlapping
+    from hpcpar.bench import peers
+    from hpcpar.transport.mpi import library_facts
+
+    world = hpcpar.init()
+    mpi = library_facts()
+    try:
+        node = overlapping.Node.of(world, 1)
+        torch.set_num_threads(threads or max(1, node.cores // node.ranks))
+        options = overlapping.Options(
+            **asked,
+            round_s=round_seconds,
+            threads=torch.get_num_threads(),
+            may_thread=mpi["thread_level"] in ("serialized", "multiple"),
+        )
+        with peers.connected(world, options.candidates) as (others, said):
+            facts = overlapping.header(options, world, mpi["vendor"], said)
+            for name, value in facts.items():
+                _say(world, f"# {name}: {value}")
+            rows = overlapping.run(options, world, overlapping.starting(others), click.echo)
+    except HpcparError as error:
+        return _refuse(world, "overlap", error)
+    if world.rank == 0 and json_file is not None:
+        table.write_json(json_file, facts, rows)
+    return 0
+
+
+@click.command()
+@click.option("--calls", type=click.IntRange(min=1), default=100_000, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the calls, on all ranks.")
+@click.option(
+    "--max-drift", type=float, help="MB by which a rank's memory may grow after the warm-up; else only shown."
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
+def soak(calls: int, seed: int, max_drift: float | None, json_file: Path | None) -> int:
+    """Make many mixed collectives; check every result, and whether memory stays as it is.
+
+    Ends with status 1 if any result is wrong. Start it on several ranks:
+    `hpcpar run -n 3 -- -m hpcpar bench soak --max-drift 5`.
+    """
+    import hpcpar
+    from hpcpar.bench import collectives as table
+    from hpcpar.bench import soak as soaking
+    from hpcpar.transport.mpi import library_facts
+
+    world = hpcpar.init()
+    try:
+        facts = table.about("soak", world, library_facts()["vendor"], {"calls": calls, "seed": seed}, {})
+        for name, value in facts.items():
+            _say(world, f"# {name}: {value}")
+        report = soaking.run(soaking.Options(calls, seed), world, click.echo)
+    except HpcparError as error:
+        return _refuse(world, "soak", error)
+    for line in soaking.table(report):
+        _say(world, line)
+    if world.rank == 0 and json_file is not None:
+        table.write_json(json_file, facts, [report])
+    grown = max_drift is not None and max(report.drift_mb) > max_drift
+    if grown:
+        _say(world, f"# memory grew by more than {max_drift:g} MB")
+    return WRONG if report.wrong or grown else 0
 
 
 @click.command()
