@@ -47,6 +47,10 @@ class ScheduleError(HpcparError, ValueError):
     """A schedule of steps that is wrong: it deadlocks, loses or doubles a contribution, or races."""
 
 
+class SharedMemoryError(HpcparError, RuntimeError):
+    """Memory that the ranks of a node would share is not to be had."""
+
+
 class ConfigError(HpcparError, ValueError):
     """A configuration with a key or a value that is not understood; the message names the key."""
 

@@ -1,0 +1,111 @@
+"""Memory that the processes of one node share: a file of the memory file system, mapped by each of them.
+
+The file loses its name as soon as all have mapped it, so nothing is left behind by a job that is killed;
+and its pages are reserved when it is made, so that a file system that is too small says so at once. A
+shared window of MPI offers neither: it is a file with a name while the job runs, and what does not fit is
+a bus error at the first touch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from hpcpar.errors import SharedMemoryError
+from hpcpar.transport.interface import Octets
+from hpcpar.units import format_nbytes
+
+DIRECTORY = Path("/dev/shm")
+PREFIX = "hpcpar-"
+
+ORDERED = ("x86_64", "AMD64", "i686")
+"""Processors on which other cores see stores in the order in which they were made.
+
+Python has no memory barrier to offer, so where a processor may reorder stores, a word that says "the data
+is there" could be seen before the data.
+"""
+
+
+class Segment:
+    """One mapping.
+
+    octets   its bytes
+    words    the same as whole 64-bit numbers, each of which is stored and seen at once
+    address  where it begins in this process
+    """
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.octets: Octets = np.frombuffer(mapping, dtype=np.uint8)
+        self.words = memoryview(mapping).cast("Q")
+        self.address: int = self.octets.__array_interface__["data"][0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.octets.size
+
+
+def hindrance(machine: str = "", directory: Path | None = None) -> str | None:
+    """Why the processes of this node cannot share memory this way; None: they can."""
+    machine = machine or platform.machine()
+    directory = directory or DIRECTORY
+    if machine not in ORDERED:
+        return f"{machine} processors may reorder stores, and Python cannot forbid it"
+    if not os.access(directory, os.W_OK):
+        return f"{directory} cannot be written to"
+    return None
+
+
+def create(nbytes: int, directory: Path | None = None) -> tuple[str, Segment]:
+    """A new file of zeros, all its pages reserved, and its mapping.
+
+    errors   SharedMemoryError where there is no room for it
+    """
+    directory = directory or DIRECTORY
+    rounded = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    path = ""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+        try:
+            os.posix_fallocate(descriptor, 0, rounded)
+            return path, _mapped(descriptor, rounded)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if path:
+            remove(path)
+        raise SharedMemoryError(
+            f"{format_nbytes(nbytes)} of shared memory in {directory} are not to be had: {error.strerror}"
+        ) from error
+
+
+def attach(path: str) -> Segment:
+    """Map a file that another process of this node has made.
+
+    errors   SharedMemoryError where there is no such file
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return _mapped(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise SharedMemoryError(
+            f"{path}, which another rank of this node has made, cannot be opened: {error.strerror}; "
+            f"do the ranks run in containers that have each a {DIRECTORY} of their own?"
+        ) from error
+
+
+def remove(path: str) -> None:
+    """Take the name away; the memory lives until the last mapping is gone."""
+    Path(path).unlink(missing_ok=True)
+
+
+def _mapped(descriptor: int, nbytes: int) -> Segment:
+    populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux: no page faults later
+    return Segment(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | populate))
