@@ -146,6 +146,7 @@ class Caller(ABC):
         self._label: str | None = None
         self._lanes = Lanes(LANE_TAGS, COLLECTIVE_TAGS - LANE_TAGS)
         self._recipes: dict[Hashable, Recipe] = {}
+        self._evictions = 0
         self._table = family.tuning.table(transport.nodes)
         self._calls = [0]  # shared with unchecked copies, so that every call has a tag of its own
         self.name, self.traffic = family.register(name)
@@ -268,6 +269,11 @@ class Caller(ABC):
         averaged: HostBuffer | None,
     ) -> None:
         """Keep what was worked out for this call, so that its like need not work it out again."""
+        if self._lanes.evictions != self._evictions:
+            # Recipes of lanes that made room are of no more use, and keep memory to land in.
+            self._evictions = self._lanes.evictions
+            for key in [key for key, recipe in self._recipes.items() if not recipe.group.alive]:
+                del self._recipes[key]
         if len(self._recipes) >= MOST_RECIPES:
             self._recipes.clear()
         self._recipes[call.key] = Recipe(

@@ -81,13 +81,21 @@ class CompiledStep:
 
 
 class Lane:
-    """One tag and the landing memory that goes with it; its operations run one after the other."""
+    """One tag and the landing memory that goes with it; its operations run one after the other.
+
+    holder   the operation whose turn it is
+    due      all that were started in this lane and have not ended, the holder among them
+    """
 
     def __init__(self, tag: int, landing_nbytes: int) -> None:
         self.tag = tag
         self.holder: Operation | None = None
+        self.due: list[Operation] = []
         self.landing = np.empty(landing_nbytes, dtype=np.uint8)
         self._programs: OrderedDict[Address, tuple[CompiledStep, ...] | None] = OrderedDict()
+
+    def join(self, operation: Operation) -> None:
+        self.due.append(operation)
 
     def enter(self, operation: Operation) -> bool:
         if self.holder is None:
@@ -95,6 +103,8 @@ class Lane:
         return self.holder is operation
 
     def leave(self) -> None:
+        if self.holder in self.due:
+            self.due.remove(self.holder)
         self.holder = None
 
     def program(
@@ -126,6 +136,7 @@ class Lane:
         for program in self._programs.values():
             _free(program)
         self._programs.clear()
+        self.landing = np.empty(0, dtype=np.uint8)
 
 
 class LaneGroup:
@@ -160,6 +171,7 @@ class Lanes:
         self._groups: dict[Hashable, LaneGroup] = {}
         self._budgeted_nbytes = 0
         self._clock = 0
+        self.evictions = 0
 
     def group(self, signature: Hashable, planned: Plan, nbytes: int, itemsize: int, wait: Wait) -> LaneGroup:
         """The lanes of a signature, made when first asked for.
@@ -202,9 +214,11 @@ class Lanes:
         group = self._groups.pop(signature)
         group.alive = False
         self._budgeted_nbytes -= group.nbytes
+        self.evictions += 1
         for lane in group.lanes:
-            if lane.holder is not None:
-                wait(lane.holder)
+            # Not the holder alone: those behind it are bound to this lane's requests as well.
+            while lane.due:
+                wait(lane.due[0])
             self._free_tags.append(lane.tag)
             lane.free()
 

@@ -255,6 +255,9 @@ def packing(
 class Lane(Protocol):
     """What operations that share a tag pass through one after the other, in the order of their calls."""
 
+    def join(self, operation: Operation) -> None:
+        """This operation will want its turn."""
+
     def enter(self, operation: Operation) -> bool:
         """True if it is this operation's turn."""
 
@@ -298,6 +301,8 @@ class Operation:
         self._expected_nbytes = expected_nbytes
         self._index = 0
         self._exchange: Exchange | None = None
+        if lane is not None:
+            lane.join(self)
 
     def restart(self, number: int) -> None:
         """Make a completed operation ready to be done once more, as call `number`."""

@@ -29,7 +29,9 @@ def allreduce_nbytes(comm: Communicator, nbytes: int, *, algorithm: str | None =
     members = 1 << (size.bit_length() - 1)
     folded = 2 * (size - members)
     match name:
-        case "ring" | "direct" | "binomial" | "double_binary" | "hierarchical" | "hierarchical_halving":
+        case "ring" | "direct" | "binomial" | "double_binary":
+            return 2 * (size - 1) * nbytes
+        case "hierarchical" | "hierarchical_halving" | "hierarchical_pipelined":
             return 2 * (size - 1) * nbytes
         case "recursive_doubling":
             return _doubled(size) * nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import numpy as np
@@ -185,3 +186,40 @@ def test_averages_and_results_of_remembered_calls_are_right():
             assert mean == 5 + call
             assert gathered == swapped == [call, 10 + call]
             assert shard == [10 + 2 * call] * 3
+
+
+@pytest.mark.mpi
+def test_a_call_that_queues_in_a_lane_is_done_before_the_lane_makes_room(world, monkeypatch):
+    """Five calls of one signature on four lanes, then signatures that push them out."""
+    monkeypatch.setattr(compiled, "LANDING_NBYTES", compiled.LANES * compiled.LARGEST_NBYTES)
+    comm = world.unchecked("compiled")
+    count = compiled.LARGEST_NBYTES // 4
+    buffers = [np.zeros(count, dtype=np.float32) for _ in range(compiled.LANES + 1)]
+    for _ in range(3 * compiled.LANES):  # every buffer is compiled on every lane, and lane 0 is next
+        for buffer in buffers:
+            comm.allreduce(buffer)
+    others = [np.ones(count - 8 * (number + 1), dtype=np.float32) for number in range(4)]
+    for buffer in buffers:
+        buffer[:] = comm.rank + 1
+    if comm.rank:
+        time.sleep(0.2)  # so that rank 0 has all five under way when room is to be made
+    handles = [comm.start_allreduce(array) for array in (*buffers, *others)]
+    for handle in handles:
+        handle.wait()
+    total = sum(range(1, comm.size + 1))
+    found = [(float(array.min()), float(array.max())) for array in (*buffers, *others)]
+    assert found == [(total, total)] * len(buffers) + [(comm.size, comm.size)] * len(others)
+
+
+def test_signatures_that_made_room_leave_no_memory_behind(monkeypatch):
+    monkeypatch.setattr(compiled, "LANDING_NBYTES", 100_000)
+
+    def work(comm):
+        buffers = [np.zeros(1000 + number) for number in range(20)]
+        for _ in range(2 * compiled.LANES + 1):
+            for buffer in buffers:
+                comm.allreduce(buffer)
+        lanes = [lane for recipe in comm._recipes.values() for lane in recipe.group.lanes]
+        return sum({id(lane): lane.landing.nbytes for lane in lanes}.values())
+
+    assert all(nbytes <= 100_000 for nbytes in run_loopback(2, work, check=False))
