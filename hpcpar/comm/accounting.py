@@ -6,19 +6,66 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class Tally:
+    """How often one call was made, each time with the same messages and bytes."""
+
+    messages: int
+    nbytes_sent: int
+    nbytes_received: int
+    calls: int = 0
+
+
 class TrafficRow:
     """What one rank did in one kind of collective.
 
     seconds_waited   time its program stood still in it: blocking calls, and waits for handles
     """
 
-    collective: str
-    calls: int = 0
-    messages: int = 0
-    nbytes_sent: int = 0
-    nbytes_received: int = 0
-    seconds_waited: float = 0.0
+    def __init__(self, collective: str) -> None:
+        self.collective = collective
+        self._tallies: set[Tally] = set()
+        self.reset()
+
+    def count(self, messages: int, nbytes_sent: int, nbytes_received: int, calls: int = 1) -> None:
+        """Note calls, each with so many messages and bytes."""
+        self._calls += calls
+        self._messages += calls * messages
+        self._nbytes_sent += calls * nbytes_sent
+        self._nbytes_received += calls * nbytes_received
+
+    def open(self, messages: int, nbytes_sent: int, nbytes_received: int) -> Tally:
+        """For calls that come often: whoever makes them counts only how many, until `close`."""
+        tally = Tally(messages, nbytes_sent, nbytes_received)
+        self._tallies.add(tally)
+        return tally
+
+    def close(self, tally: Tally) -> None:
+        """Take over what was counted there."""
+        self._tallies.discard(tally)
+        self.count(tally.messages, tally.nbytes_sent, tally.nbytes_received, tally.calls)
+
+    def reset(self) -> None:
+        self.seconds_waited = 0.0
+        self._calls = self._messages = self._nbytes_sent = self._nbytes_received = 0
+        for tally in self._tallies:
+            tally.calls = 0
+
+    @property
+    def calls(self) -> int:
+        return self._calls + sum(tally.calls for tally in self._tallies)
+
+    @property
+    def messages(self) -> int:
+        return self._messages + sum(tally.calls * tally.messages for tally in self._tallies)
+
+    @property
+    def nbytes_sent(self) -> int:
+        return self._nbytes_sent + sum(tally.calls * tally.nbytes_sent for tally in self._tallies)
+
+    @property
+    def nbytes_received(self) -> int:
+        return self._nbytes_received + sum(tally.calls * tally.nbytes_received for tally in self._tallies)
 
 
 class Traffic:
@@ -39,7 +86,8 @@ class Traffic:
         return row
 
     def rows(self) -> list[TrafficRow]:
-        return list(self._rows.values())
+        """Of all collectives that were completed at least once, or waited for."""
+        return [row for row in self._rows.values() if row.calls or row.seconds_waited]
 
     def nbytes_sent(self, collective: str | None = None) -> int:
         """Bytes sent in one collective, or in all but the agreements of checked mode."""
@@ -50,7 +98,8 @@ class Traffic:
         )
 
     def reset(self) -> None:
-        self._rows.clear()
+        for row in self._rows.values():
+            row.reset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ those that are expected, and need no tags.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from hpcpar.comm.operation import Operation
 from hpcpar.transport.interface import Octets
@@ -39,6 +38,8 @@ SLOTS = 4
 LARGEST_STAGE_NBYTES = 512 * KiB
 """Of one rank in one lane. What is written there is to be still in the cache when it is read."""
 
+SMALLEST_STAGE_NBYTES = 4 * KiB
+
 ARENA_NBYTES = 32 * MiB
 """All stages of a communicator on one node, at most; many ranks have smaller ones."""
 
@@ -55,8 +56,8 @@ Hazard = tuple[int, int]
 
 def stage_nbytes(local_size: int) -> int:
     """Bytes of one rank's stage in one lane, when `local_size` ranks share a node."""
-    share = ARENA_NBYTES // (LANES * local_size)
-    return max(4 * KiB, min(LARGEST_STAGE_NBYTES, share // (4 * KiB) * 4 * KiB))
+    share = ARENA_NBYTES // (LANES * local_size) // SMALLEST_STAGE_NBYTES * SMALLEST_STAGE_NBYTES
+    return max(SMALLEST_STAGE_NBYTES, min(LARGEST_STAGE_NBYTES, share))
 
 
 def arena_nbytes(local_size: int, stage: int) -> int:
@@ -64,60 +65,31 @@ def arena_nbytes(local_size: int, stage: int) -> int:
     return LANES * local_size * (local_size * PAIR_WORDS * WORD_NBYTES + stage)
 
 
-@dataclass
-class Allocated:
-    """An array that one rank made for others to read: its number, where it begins here, who can see it."""
-
-    serial: int
-    segment: Segment
-    readers: frozenset[int]
-
-
-@dataclass
-class SharedArrays:
-    """What ranks of this node have allocated, by all communicators of a family.
-
-    own      this rank's arrays, by number
-    others   those of other ranks, by world rank and number
-    """
-
-    own: dict[int, Allocated] = field(default_factory=dict)
-    others: dict[tuple[int, int], Segment] = field(default_factory=dict)
-    made: int = 0
-
-    def place(self, octets: Octets, readers: Sequence[int]) -> int | None:
-        """Where memory lies for these world ranks, all of which must see it; None: not in a shared array."""
-        if not self.own:
-            return None
-        address = octets.__array_interface__["data"][0]
-        for array in self.own.values():
-            offset = address - array.segment.address
-            if 0 <= offset and offset + octets.size <= array.segment.nbytes:
-                return array.serial << SERIAL_SHIFT | offset if array.readers.issuperset(readers) else None
-        return None
-
-
 class Lane:
     """What operations pass through one after the other: counters, stages, and who is in it.
 
+    holder        the operation whose turn it is
     sent, taken   pieces to and from each local rank so far
     hazards       for each slot of the own stage, who must have read it before it is written again
-    fanout        into how many regions the own stage is divided
+    regions       into how many parts the own stage is divided, each with slots of its own
     """
 
     def __init__(self, arena: Arena, number: int) -> None:
         size = arena.size
         first_word = number * size * size * PAIR_WORDS
         self.arena = arena
-        self.number = number
+        self.tag = number
         self.holder: Operation | None = None
         self.heads_out = [first_word + (arena.rank * size + to) * PAIR_WORDS for to in range(size)]
         self.heads_in = [first_word + (source * size + arena.rank) * PAIR_WORDS for source in range(size)]
         self.sent = [0] * size
         self.taken = [0] * size
-        self.fanout = 1
+        self.regions = 1
         self.hazards: list[tuple[Hazard, ...]] = [()] * SLOTS
         self._stage = arena.control_nbytes + (number * size + arena.rank) * arena.stage
+
+    def join(self, operation: Operation) -> None:
+        """Nothing to note: who comes later stands later in the list of operations under way."""
 
     def enter(self, operation: Operation) -> bool:
         if self.holder is None:
@@ -131,15 +103,14 @@ class Lane:
         """Where a slot of the own stage begins in the arena."""
         return self._stage + slot * slot_nbytes
 
-    def laid_out(self, fanout: int) -> bool:
-        """Divide the own stage into that many regions, once all that lies there has been read."""
-        if fanout == self.fanout:
-            return True
-        words = self.arena.words
-        if any(words[tail] < count for slot in self.hazards for tail, count in slot):
-            return False
-        self.fanout = fanout
-        self.hazards = [()] * (fanout * SLOTS)
+    def divide(self, regions: int) -> bool:
+        """Divide the own stage into that many regions; False while something laid out is still unread."""
+        if regions != self.regions:
+            words = self.arena.words
+            if any(words[tail] < count for hazards in self.hazards for tail, count in hazards):
+                return False
+            self.regions = regions
+            self.hazards = [()] * (regions * SLOTS)
         return True
 
 
@@ -147,42 +118,56 @@ class Arena:
     """One rank's view of it.
 
     rank, size    among the ranks of the communicator that share the node
-    world_ranks   of those ranks
-    local         of each rank of the communicator on this node: its number among them
+    ranks         which ranks of the communicator these are
+    local         of each of them, its number here
     stage         bytes of a rank's stage in a lane
+    arrays        arrays that were allocated for these ranks to read, by number; the same on all of them
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        rank: int,
-        ranks: Sequence[int],
-        world_ranks: Sequence[int],
-        stage: int,
-        arrays: SharedArrays,
-    ) -> None:
+    def __init__(self, segment: Segment, rank: int, ranks: Sequence[int], stage: int) -> None:
         self.rank = rank
         self.size = len(ranks)
-        self.local = {r: number for number, r in enumerate(ranks)}
         self.ranks = tuple(ranks)
-        self.world_ranks = tuple(world_ranks)
+        self.local = {r: number for number, r in enumerate(ranks)}
         self.stage = stage
         self.words = segment.words
         self.control_nbytes = LANES * self.size * self.size * PAIR_WORDS * WORD_NBYTES
-        self.arrays = arrays
+        self.arrays: dict[int, Segment] = {}
+        self._made = 0
         self._octets = segment.octets
         self.lanes = tuple(Lane(self, number) for number in range(LANES))
 
-    def slot_nbytes(self, fanout: int) -> int:
-        """Bytes of a piece, when the stage is divided into `fanout` regions. The same on all ranks."""
-        return max(ALIGNED, self.stage // (fanout * SLOTS) // ALIGNED * ALIGNED)
+    def slot_nbytes(self, regions: int) -> int:
+        """Bytes of a piece, when the stage is divided into so many regions. The same on all ranks."""
+        return max(ALIGNED, self.stage // (regions * SLOTS) // ALIGNED * ALIGNED)
 
-    def memory(self, source: int, place: int, nbytes: int) -> Octets:
-        """The bytes at a place that local rank `source` has named."""
-        serial, offset = (place & ~DIRECT) >> SERIAL_SHIFT, place & (1 << SERIAL_SHIFT) - 1
-        octets = self._octets if serial == 0 else self.arrays.others[self.world_ranks[source], serial].octets
+    def add(self, segment: Segment) -> None:
+        """Memory of arrays that all ranks here have mapped. In the same order on all of them."""
+        self._made += 1
+        self.arrays[self._made] = segment
+
+    def drop(self, number: int) -> None:
+        """Forget such memory. The same on all ranks."""
+        del self.arrays[number]
+
+    def array_number(self, octets: Octets) -> int | None:
+        """Which memory of `arrays` these bytes lie in; None: in none."""
+        address = octets.__array_interface__["data"][0]
+        for number, segment in self.arrays.items():
+            if segment.address <= address and address + octets.size <= segment.address + segment.nbytes:
+                return number
+        return None
+
+    def place_of(self, octets: Octets) -> int | None:
+        """Where the other ranks can read these bytes as they are; None: nowhere."""
+        number = self.array_number(octets) if self.arrays else None
+        if number is None:
+            return None
+        offset: int = octets.__array_interface__["data"][0] - self.arrays[number].address
+        return DIRECT | number << SERIAL_SHIFT | offset
+
+    def memory(self, place: int, nbytes: int) -> Octets:
+        """The bytes at a place that a rank has named."""
+        number, offset = (place & ~DIRECT) >> SERIAL_SHIFT, place & (1 << SERIAL_SHIFT) - 1
+        octets = self.arrays[number].octets if number else self._octets
         return octets[offset : offset + nbytes]
-
-    def place_of(self, octets: Octets, receivers: Sequence[int]) -> int | None:
-        """Where these local ranks can read the caller's own memory; None: they cannot."""
-        return self.arrays.place(octets, [self.world_ranks[receiver] for receiver in receivers])

@@ -7,27 +7,45 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpcpar import partition
-from hpcpar.algorithms.step import Space
+from hpcpar.comm import arena
 from hpcpar.comm.accounting import Trace, Traffic, TrafficRow
+from hpcpar.comm.arena import Arena
 from hpcpar.comm.compiled import LANE_TAGS, LARGEST_NBYTES, Lane, LaneGroup, Lanes
-from hpcpar.comm.operation import BoundStep, LooseStep, Offsets, Operation, Plan, ScratchPool, plan
+from hpcpar.comm.operation import (
+    BoundStep,
+    LooseStep,
+    Offsets,
+    Operation,
+    Plan,
+    ScratchPool,
+    Spaces,
+    copying,
+    itemsize_of,
+    plan,
+    redirected,
+)
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
 from hpcpar.comm.select import choose, segments_for
+from hpcpar.comm.shared import SharedStep, regions_for, shared_steps
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
-from hpcpar.transport.buffers import Binding, HostBuffer, bind, fingerprint
+from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Transport
 
-Spaces = dict[Space, HostBuffer]
-
 MOST_RECIPES = 1024
+MOST_PIECES = 16 * 1024
+"""In shared memory, that are remembered for all calls of a communicator: some 30 MB of views."""
+
+ATTEMPTS_AT_ONCE = 100
+"""How often a short operation looks for what is to come before the wait gets patient."""
 
 NOTHING = HostBuffer(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8), "uint8", 1)
 """What a barrier communicates."""
@@ -41,6 +59,7 @@ class Family:
     overrides   algorithm by collective, from HPCPAR_ALGORITHM
     tuning      measured tables, from which each communicator takes its own
     trace       where to note what moved when, or None
+    shares_memory, stage_nbytes   as `Communicator.share_memory` was asked for
     """
 
     transport: Transport
@@ -49,6 +68,8 @@ class Family:
     overrides: Mapping[str, str] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
     trace: Trace | None = None
+    shares_memory: bool = False
+    stage_nbytes: int | None = None
     traffics: dict[str, Traffic] = field(default_factory=dict)
     scratch: ScratchPool = field(default_factory=ScratchPool)
 
@@ -73,6 +94,7 @@ class Call:
     """One collective as it is being asked for.
 
     described   what all ranks must agree on, beside the collective's name, root and algorithm
+    own         elements of the data that are this rank's share of a reduce-scatter
     key         what a blocking call with the same meaning on the same memory would have, too; None if
                 nothing can be remembered of it
     """
@@ -82,6 +104,7 @@ class Call:
     root: int | None = None
     algorithm: str | None = None
     described: str = ""
+    own: tuple[int, int] = (0, 0)
     key: Hashable = None
 
     def __str__(self) -> str:
@@ -90,45 +113,77 @@ class Call:
         return f"{self.collective}({self.described}{root}{algorithm})"
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The caller's data are to stay as they are; what is received goes elsewhere.
+
+    target   what gets the result, this rank's own share of the data; None: none is wanted
+    """
+
+    target: HostBuffer | None = None
+
+
 class Recipe:
-    """All that was worked out for a call, without a reference to the arrays that it was worked out for."""
+    """All that was worked out for a call, without a reference to the arrays that it was worked out for.
+
+    group     its lanes; None where it goes through shared memory
+    regions   there: into how many the stage is divided
+    own       elements of the data that are this rank's share, in a reduce-scatter
+    """
 
     def __init__(
         self,
         collective: str,
         op: str,
-        group: LaneGroup,
+        group: LaneGroup | None,
         planned: Plan,
         spaces: Spaces,
         first: tuple[HostBuffer, HostBuffer] | None,
         averaged: HostBuffer | None,
         size: int,
         account: TrafficRow,
+        regions: int,
+        own: tuple[int, int],
     ) -> None:
         self.collective = collective
         self.op = op
         self.group = group
         self.planned = planned
         self.spaces = spaces
+        self.regions = regions
+        self.own = own
         self.address = tuple(buffer.address for buffer in spaces.values())
         self.account = account
-        self.first = first
+        self.first = None if first is None else copying(first[0].octets, first[1].octets)
+        self.finish = None if averaged is None else partial(finish, op, averaged, size)
         self.operations: dict[int, Operation] = {}
-        self._averaged = averaged
-        self._size = size
-        itemsize = next((buffer.itemsize for buffer in spaces.values()), 0)
-        self._sent = planned.sent * itemsize
-        self._received = planned.received * itemsize
+        self.programs: list[Program | None] = [None] * arena.LANES
+        self.is_closed = False
+        itemsize = itemsize_of(spaces)
+        self.tally = account.open(planned.messages, planned.sent * itemsize, planned.received * itemsize)
 
-    def ended(self, operation: Operation) -> None:
+    @property
+    def is_alive(self) -> bool:
+        return not self.is_closed and (self.group is None or self.group.alive)
+
+    def ended(self, operation: Operation | None = None) -> None:
         """What is to be done when the operation is over."""
-        if self._averaged is not None:
-            finish(self.op, self._averaged, self._size)
-        account = self.account
-        account.calls += 1
-        account.messages += self.planned.messages
-        account.nbytes_sent += self._sent
-        account.nbytes_received += self._received
+        if self.finish is not None:
+            self.finish()
+        self.tally.calls += 1
+
+    def close(self) -> None:
+        """It will not be used again."""
+        self.is_closed = True
+        self.account.close(self.tally)
+
+
+@dataclass(slots=True)
+class Program:
+    """What a recipe comes to in one lane of shared memory."""
+
+    steps: Sequence[SharedStep]
+    operation: Operation
 
 
 class Caller(ABC):
@@ -146,7 +201,11 @@ class Caller(ABC):
         self._label: str | None = None
         self._lanes = Lanes(LANE_TAGS, COLLECTIVE_TAGS - LANE_TAGS)
         self._recipes: dict[Hashable, Recipe] = {}
+        self._seen: dict[Hashable, tuple[Recipe, Mark, Mark | None]] = {}
+        self._pieces_kept = [0]
         self._evictions = 0
+        self._arena: Arena | None = None
+        self._under_way = family.progress.under_way
         self._table = family.tuning.table(transport.nodes)
         self._calls = [0]  # shared with unchecked copies, so that every call has a tag of its own
         self.name, self.traffic = family.register(name)
@@ -173,8 +232,18 @@ class Caller(ABC):
     def choose_by(self, tuning: Tuning) -> None:
         """Choose by these tables from now on, here and on all that will be split. The same on every rank."""
         self._family.tuning = tuning
-        self._table = tuning.table(self._transport.nodes)
-        self._recipes.clear()
+        self._table = tuning.table(self._transport.nodes, shared_memory=self._is_all_shared)
+        self._forget(list(self._recipes))
+
+    def _share(self, found: Arena) -> None:
+        """Exchange through this memory from now on. Collective: all ranks have opened theirs."""
+        self._arena = found
+        self.choose_by(self._family.tuning)
+
+    @property
+    def _is_all_shared(self) -> bool:
+        """Whether all ranks of the communicator exchange through memory that they share."""
+        return self._arena is not None and self._arena.size == self.size
 
     @abstractmethod
     def _require_same(self, description: str) -> None:
@@ -208,6 +277,7 @@ class Caller(ABC):
         same_everywhere: bool = True,
         first: tuple[HostBuffer, HostBuffer] | None = None,
         averaged: HostBuffer | None = None,
+        kept: Kept | None = None,
         write_back: Callable[[], None] | None = None,
     ) -> Handle:
         """Choose the algorithm, bind its schedule to the spaces, and set it going.
@@ -217,6 +287,7 @@ class Caller(ABC):
         same_everywhere  every rank passes the same offsets, so that calls can be told apart by them
         first        (target, source) of a copy to begin with
         averaged     what an average divides at the end
+        kept         the data are only read; else they are worked on in place
         write_back   brings a result from host memory to where the caller has it
         """
         if first is not None:
@@ -241,41 +312,60 @@ class Caller(ABC):
         if work_chunks:
             cut, spaces = _with_work(cut, spaces, work_chunks)
         planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, cut, self._transport.nodes)
+        delivered = None
+        if kept is not None:
+            planned, spaces, delivered = _keeping(kept, call.own, planned, spaces)
 
         def on_done() -> None:
+            if delivered is not None:
+                fill(*delivered)
             if averaged is not None:
                 finish(call.op, averaged, self.size)
             if write_back is not None:
                 write_back()
 
-        lane = None
-        if self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:
+        regions = 0
+        lane: Lane | arena.Lane | None = None
+        group = None
+        if self._arena is not None and self._is_all_shared:
+            regions = regions_for(algorithm, self.size, call.root or 0, segments, self._transport.nodes)
+            lane = self._arena.lanes[self._calls[0] % arena.LANES]
+        elif self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:
             signature = (call.collective, algorithm.name, call.root, call.op, whole.dtype, cut)
             group = self._lanes.group(signature, planned, nbytes, whole.itemsize, self._family.progress.wait)
             lane = self._lanes.next(group)
-            if call.key is not None:
-                self._remember(call, group, planned, spaces, first, averaged)
+        if lane is not None and same_everywhere and call.key is not None and delivered is None:
+            self._remember(call, group, planned, spaces, first, averaged, regions)
         return self._go(
-            call.collective, planned, spaces, result, on_done, op=call.op, by=algorithm.name, lane=lane
+            call.collective,
+            planned,
+            spaces,
+            result,
+            on_done,
+            op=call.op,
+            by=algorithm.name,
+            lane=lane,
+            regions=regions,
         )
 
     def _remember(
         self,
         call: Call,
-        group: LaneGroup,
+        group: LaneGroup | None,
         planned: Plan,
         spaces: Spaces,
         first: tuple[HostBuffer, HostBuffer] | None,
         averaged: HostBuffer | None,
+        regions: int,
     ) -> None:
         """Keep what was worked out for this call, so that its like need not work it out again."""
         if self._lanes.evictions != self._evictions:
             # Recipes of lanes that made room are of no more use, and keep memory to land in.
             self._evictions = self._lanes.evictions
-            for key in [key for key, recipe in self._recipes.items() if not recipe.group.alive]:
-                del self._recipes[key]
-        if len(self._recipes) >= MOST_RECIPES:
-            self._recipes.clear()
+            self._forget([key for key, recipe in self._recipes.items() if not recipe.is_alive])
+        if len(self._recipes) >= MOST_RECIPES or self._pieces_kept[0] >= MOST_PIECES:
+            self._forget(list(self._recipes))
+        self._forget([call.key] if call.key in self._recipes else [])
         self._recipes[call.key] = Recipe(
             call.collective,
             call.op,
@@ -287,48 +377,119 @@ class Caller(ABC):
             None if averaged is None or call.op != "average" else averaged.unowned(),
             self.size,
             self.traffic.row(self._label or call.collective),
+            regions,
+            call.own,
         )
 
-    def _key(self, collective: str, meaning: Hashable, array: Any, other: Any = None) -> Hashable:
+    def _forget(self, keys: Sequence[Hashable]) -> None:
+        """Drop what is remembered of these calls."""
+        for key in keys:
+            self._recipes.pop(key).close()
+        if not self._recipes:
+            self._pieces_kept[0] = 0
+
+    def _key(self, collective: str, meaning: Hashable, array: Any = None, other: Any = None) -> Hashable:
         """What calls with the same meaning on the same memory have in common; None: nothing."""
-        mine = fingerprint(array)
+        mine = () if array is None else fingerprint(array)
         its = None if other is None else fingerprint(other)
         if mine is None or (other is not None and its is None):
             return None
         return self._label, collective, meaning, mine, its
 
-    def _recipe(self, key: Hashable) -> Recipe | None:
-        """What is remembered of a call like this one, where it may be used."""
-        recipe = self._recipes.get(key)
-        if recipe is None or not recipe.group.alive or self._checked or self._family.trace is not None:
+    def _remembered(
+        self, collective: str, meaning: Hashable, array: Any = None, other: Any = None
+    ) -> Recipe | None:
+        """What is remembered of a call with this meaning on the same memory, where it may be used."""
+        if self._family.trace is not None:
             return None
-        return recipe
+        # The same tensor objects as last time are the quickest to tell.
+        name = (collective, meaning, id(array), id(other))
+        seen = self._seen.get(name)
+        if seen is not None:
+            recipe, of_array, of_other = seen
+            if recipe.is_closed:
+                del self._seen[name]
+            elif is_still(of_array, array) and (of_other is None or is_still(of_other, other)):
+                return recipe
+        found = None if self._checked else self._recipes.get(self._key(collective, meaning, array, other))
+        if found is not None and found.is_alive:
+            self._see(name, found, array, other)
+            return found
+        return None
+
+    def _see(self, name: Hashable, recipe: Recipe, array: Any, other: Any) -> None:
+        """Know the call by its arrays next time, if they are tensors and it goes through shared memory."""
+        of_array, of_other = mark(array), None if other is None else mark(other)
+        if recipe.group is None and of_array is not None and (other is None or of_other is not None):
+            if len(self._seen) >= MOST_RECIPES:
+                self._seen.clear()
+            self._seen[name] = (recipe, of_array, of_other)
 
     def _run(self, recipe: Recipe) -> None:
         """Do a remembered call, and return when it is done. The caller holds the arrays meanwhile."""
-        number = self._calls[0]
-        self._calls[0] = number + 1
-        lane = self._lanes.next(recipe.group)
+        calls = self._calls
+        number = calls[0]
+        calls[0] = number + 1
+        if recipe.first is not None:
+            recipe.first()
+        if recipe.group is not None:
+            self._wait(recipe, self._compiled(recipe, recipe.group, number))
+            return
+        program = recipe.programs[number % arena.LANES]
+        if program is None:
+            self._wait(recipe, self._programmed(recipe, number).operation)
+            return
+        if self._under_way:
+            program.operation.restart(number)
+            self._wait(recipe, program.operation)
+            return
+        # Nothing is under way, so the lane is free.
+        pause = self._transport.pause
+        for index, step in enumerate(program.steps):
+            if not step.at_once(ATTEMPTS_AT_ONCE, pause):
+                program.operation.resume(number, index, step)
+                self._wait(recipe, program.operation)
+                return
+        recipe.ended()
+
+    def _wait(self, recipe: Recipe, operation: Operation) -> None:
+        self._family.progress.run(operation)
+        recipe.account.seconds_waited += time.perf_counter() - operation.started_s
+
+    def _programmed(self, recipe: Recipe, number: int) -> Program:
+        """Bind a recipe to the lane of call `number`."""
+        assert self._arena is not None, "what is remembered for shared memory goes with it"
+        lane = self._arena.lanes[number % arena.LANES]
+        steps = shared_steps(lane, recipe.planned, recipe.spaces, recipe.op, recipe.regions)
+        self._pieces_kept[0] += sum(step.pieces for step in steps)
+        program = Program(steps, self._operation(recipe, steps, lane, number))
+        recipe.programs[lane.tag] = program
+        return program
+
+    def _compiled(self, recipe: Recipe, group: LaneGroup, number: int) -> Operation:
+        """Bind a recipe to the lane of messages whose turn it is."""
+        lane = self._lanes.next(group)
         operation = recipe.operations.get(lane.tag)
         if operation is None or operation.steps is not lane.compiled(recipe.address):
             steps = self._bound(recipe.planned, recipe.spaces, recipe.op, lane.tag, lane)
-            operation = recipe.operations[lane.tag] = Operation(
-                self._transport,
-                steps,
-                recipe.ended,
-                what=recipe.collective,
-                number=number,
-                comm=self.name,
-                memory=None,
-                lane=lane,
-            )
+            operation = recipe.operations[lane.tag] = self._operation(recipe, steps, lane, number)
         else:
             operation.restart(number)
-        started_s = operation.started_s
-        if recipe.first is not None:
-            fill(*recipe.first)
-        self._family.progress.run(operation)
-        recipe.account.seconds_waited += time.perf_counter() - started_s
+        return operation
+
+    def _operation(
+        self, recipe: Recipe, steps: Sequence[BoundStep], lane: Lane | arena.Lane, number: int
+    ) -> Operation:
+        return Operation(
+            self._transport,
+            steps,
+            recipe.ended,
+            what=recipe.collective,
+            number=number,
+            comm=self.name,
+            memory=None,
+            lane=lane,
+        )
 
     def _go(
         self,
@@ -342,7 +503,8 @@ class Caller(ABC):
         by: str = "",
         row: str | None = None,
         tag: int | None = None,
-        lane: Lane | None = None,
+        lane: Lane | arena.Lane | None = None,
+        regions: int = 0,
         expected_nbytes: int | None = None,
     ) -> Handle:
         """Make the operation, count it, trace it, and bring it as far as it goes without waiting."""
@@ -351,14 +513,11 @@ class Caller(ABC):
             tag = number % LANE_TAGS if lane is None else lane.tag
             self._calls[0] += 1
         account = self.traffic.row(self._label or row or what)
-        itemsize = next((buffer.itemsize for buffer in spaces.values()), 0)
+        itemsize = itemsize_of(spaces)
 
         def ended(operation: Operation) -> None:
             on_done()
-            account.calls += 1
-            account.messages += planned.messages
-            account.nbytes_sent += planned.sent * itemsize
-            account.nbytes_received += planned.received * itemsize
+            account.count(planned.messages, planned.sent * itemsize, planned.received * itemsize)
             trace = self._family.trace
             if trace is not None:
                 trace.add(
@@ -372,7 +531,7 @@ class Caller(ABC):
 
         operation = Operation(
             self._transport,
-            self._bound(planned, spaces, op, tag, lane),
+            self._bound(planned, spaces, op, tag, lane, regions),
             ended,
             what=what,
             number=number,
@@ -385,9 +544,17 @@ class Caller(ABC):
         return Handle(self._family.progress, operation, result, account)
 
     def _bound(
-        self, planned: Plan, spaces: Spaces, op: str, tag: int, lane: Lane | None
+        self,
+        planned: Plan,
+        spaces: Spaces,
+        op: str,
+        tag: int,
+        lane: Lane | arena.Lane | None,
+        regions: int = 0,
     ) -> Sequence[BoundStep]:
-        """The plan's steps on this memory: compiled where it has been seen before, else for this call."""
+        """The plan's steps on this memory: shared, compiled where it was seen before, or for this call."""
+        if isinstance(lane, arena.Lane):
+            return shared_steps(lane, planned, spaces, op, regions)
         steps = None if lane is None else lane.program(self._transport, planned, spaces, op)
         if steps is not None:
             return steps
@@ -426,6 +593,26 @@ def fill(target: HostBuffer, source: HostBuffer) -> None:
 def is_same(target: HostBuffer, source: HostBuffer) -> bool:
     """Whether both are the same memory; they are of one length."""
     return target is source or not target.octets.size or target.address == source.address
+
+
+def _keeping(
+    kept: Kept, own: tuple[int, int], planned: Plan, spaces: Spaces
+) -> tuple[Plan, Spaces, tuple[HostBuffer, HostBuffer] | None]:
+    """A plan and memory with which the data stay as they are, and a copy for the end, if it takes one."""
+    if not planned.received:
+        return planned, spaces, None
+    data, target = spaces["data"], kept.target
+    if target is None:
+        return planned, {"data": data.copy()}, None
+    elsewhere = redirected(planned, ("data", *own), "output")
+    if elsewhere is not None and (_are_apart(target, data) or is_same(target, data.part(*own))):
+        return elsewhere, {"data": data, "output": target}, None
+    copied = data.copy()
+    return planned, {"data": copied}, (target, copied.part(*own))
+
+
+def _are_apart(a: HostBuffer, b: HostBuffer) -> bool:
+    return a.address + a.octets.size <= b.address or b.address + b.octets.size <= a.address
 
 
 def _with_work(offsets: Offsets, spaces: Spaces, chunks: int) -> tuple[Offsets, Spaces]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcpar import partition
-from hpcpar.comm.caller import Call, Caller, bind_out, fill, typed
+from hpcpar.comm.caller import Call, Caller, Kept, bind_out, fill, typed
 from hpcpar.comm.progress import Handle
 from hpcpar.comm.reductions import require_op
 from hpcpar.errors import OperationError
@@ -58,7 +58,7 @@ class Collectives(Caller):
         self, buffer: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None
     ) -> Any:
         """`start_allreduce` and wait."""
-        recipe = self._recipe(self._key("allreduce", (op, algorithm), buffer, out))
+        recipe = self._remembered("allreduce", (op, algorithm), buffer, out)
         if recipe is not None:
             self._run(recipe)
             return buffer if out is None else out
@@ -79,34 +79,27 @@ class Collectives(Caller):
         result   out; or, when out is None, this rank's piece as a flat view of buffer, whose other
                  pieces then hold partial sums
         """
-        key = None
-        if out is None:
-            key = self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer)
+        key = self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer, out)
         with self._asking(Call("reduce_scatter", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
             pieces = self._pieces(counts, source.host.count)
-            own = partition.offsets(pieces)[self.rank : self.rank + 2]
+            edges = partition.offsets(pieces)
+            own = edges[self.rank], edges[self.rank + 1]
             target = None if out is None else bind_out(out, pieces[self.rank], source.host.dtype)
             require_op(op, source.host.dtype)
+            call.own = own
             call.described = f"{typed(buffer, source.host)}, op={op}, counts={list(pieces)}"
-        data = source.host if target is None else source.host.copy()
-        total = data.part(own[0], own[1])
-
-        def deliver() -> None:
-            if target is not None:
-                fill(target.host, total)
-            write_back = source.write_back if target is None else target.write_back
-            if write_back is not None:
-                write_back()
-
+        total = source.host.part(own[0], own[1])
         return self._start(
             call,
-            {"data": data},
-            (("data", partition.offsets(pieces)),),
+            {"data": source.host},
+            (("data", edges),),
             lambda: flat(buffer)[own[0] : own[1]] if out is None else out,
             uneven=_uneven(pieces),
-            averaged=total,
-            write_back=deliver,
+            first=None if target is None else (target.host, total),
+            averaged=total if target is None else target.host,
+            kept=None if target is None else Kept(target.host),
+            write_back=source.write_back if target is None else target.write_back,
         )
 
     def reduce_scatter(
@@ -119,13 +112,13 @@ class Collectives(Caller):
         algorithm: str | None = None,
     ) -> Any:
         """`start_reduce_scatter` and wait."""
-        if out is None:
-            recipe = self._recipe(self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer))
-            if recipe is not None:
-                self._run(recipe)
-                whole = flat(buffer)
-                start, stop = partition.offsets(self._pieces(counts, len(whole)))[self.rank : self.rank + 2]
-                return whole[start:stop]
+        recipe = self._remembered("reduce_scatter", (op, _tuple(counts), algorithm), buffer, out)
+        if recipe is not None:
+            self._run(recipe)
+            if out is not None:
+                return out
+            start, stop = recipe.own
+            return flat(buffer)[start:stop]
         return self.start_reduce_scatter(buffer, op, counts=counts, out=out, algorithm=algorithm).wait()
 
     def start_allgather(
@@ -172,7 +165,7 @@ class Collectives(Caller):
     ) -> Any:
         """`start_allgather` and wait."""
         if out is not None:
-            recipe = self._recipe(self._key("allgather", (_tuple(counts), algorithm), shard, out))
+            recipe = self._remembered("allgather", (_tuple(counts), algorithm), shard, out)
             if recipe is not None:
                 self._run(recipe)
                 return out
@@ -192,7 +185,7 @@ class Collectives(Caller):
 
     def broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
         """`start_broadcast` and wait."""
-        recipe = self._recipe(self._key("broadcast", (root, algorithm), buffer))
+        recipe = self._remembered("broadcast", (root, algorithm), buffer)
         if recipe is not None:
             self._run(recipe)
             return buffer
@@ -220,14 +213,14 @@ class Collectives(Caller):
             )
             require_op(op, source.host.dtype)
             call.described = f"{typed(buffer, source.host)}, op={op}"
-        data = target.host if is_root else source.host.copy()
-        fill(data, source.host)
         return self._start(
             call,
-            {"data": data},
+            {"data": target.host},
             None,
             lambda: (buffer if out is None else out) if is_root else None,
-            averaged=data if is_root else None,
+            first=(target.host, source.host) if is_root else None,
+            averaged=target.host if is_root else None,
+            kept=None if is_root else Kept(),
             write_back=target.write_back if is_root else None,
         )
 
@@ -395,7 +388,7 @@ class Collectives(Caller):
     ) -> Any:
         """`start_alltoall` and wait."""
         if out is not None and send_counts is None:
-            recipe = self._recipe(self._key("alltoall", algorithm, buffer, out))
+            recipe = self._remembered("alltoall", algorithm, buffer, out)
             if recipe is not None:
                 self._run(recipe)
                 return out
@@ -405,14 +398,14 @@ class Collectives(Caller):
 
     def start_barrier(self, *, algorithm: str | None = None) -> Handle:
         """Complete once every rank has started it."""
-        key = (self._label, "barrier", algorithm)
+        key = self._key("barrier", algorithm)
         with self._asking(Call("barrier", algorithm=algorithm, key=key)) as call:
             pass
         return self._start(call, {}, None, lambda: None)
 
     def barrier(self, *, algorithm: str | None = None) -> None:
         """`start_barrier` and wait."""
-        recipe = self._recipe((self._label, "barrier", algorithm))
+        recipe = self._remembered("barrier", algorithm)
         if recipe is not None:
             self._run(recipe)
             return

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from hpcpar.comm import agree
+from hpcpar.comm import agree, sharing
 from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.caller import Family
 from hpcpar.comm.objects import Objects
@@ -41,9 +41,48 @@ class Communicator(Objects):
         return cls.over(loopback.connect(1)[0])
 
     @classmethod
-    def over(cls, transport: Transport, *, timeout_s: float = 600.0, check: bool = False) -> Communicator:
+    def over(
+        cls,
+        transport: Transport,
+        *,
+        timeout_s: float = 600.0,
+        check: bool = False,
+    ) -> Communicator:
         """A world of its own over a transport; see `hpcpar.init` for timeout_s and check."""
         return cls(transport, Family(transport, Watch(transport, timeout_s), check=check), "world")
+
+    def share_memory(self, stage_nbytes: int | None = None) -> bool:
+        """From now on exchange through shared memory, here and on all that will be split. Collective.
+
+        stage_nbytes   what each rank has in a lane, for trying out; None: what fits the number of ranks
+        returns        whether it is to be had on this communicator: all ranks are on one node, which has
+                       room for it; else a warning has said why not, once
+        source         Graham and Shipman 2008, "MPI support for multi-core architectures"
+        """
+        self._family.shares_memory, self._family.stage_nbytes = True, stage_nbytes
+        arena = sharing.open_arena(self, stage_nbytes)
+        if arena is not None:
+            self._share(arena)
+        return arena is not None
+
+    def allocate_shared(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """An array of zeros that the other ranks read where it lies, in collectives of this communicator.
+
+        shape    of this rank's array; ranks may ask for different ones
+        dtype    of NumPy, or its name, for a NumPy array; of torch for a tensor
+        returns  ordinary memory where the ranks cannot share any. Collective.
+        """
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        return sharing.allocate(self, self._arena, shape, dtype)
+
+    def free_shared(self, array: Any) -> None:
+        """Take the array of an `allocate_shared` out of use; its memory goes with the last reference to it.
+
+        Collective: every rank passes its own. `free` does it for all that are left.
+        errors   OperationError on every rank when they are not of the same allocation
+        """
+        self._forget(list(self._recipes))  # some may point into it
+        sharing.release(self, self._arena, array)
 
     @property
     def trace(self) -> Trace | None:
@@ -95,7 +134,10 @@ class Communicator(Objects):
         transport = self._transport.split(color, key)
         if transport is None:
             return None
-        return Communicator(transport, self._family, name or f"{self.name}.{color}")
+        part = Communicator(transport, self._family, name or f"{self.name}.{color}")
+        if self._family.shares_memory:
+            part.share_memory(self._family.stage_nbytes)
+        return part
 
     def split_by_node(self, name: str = "node") -> Communicator:
         """The ranks that share this rank's node. Collective."""
@@ -105,6 +147,8 @@ class Communicator(Objects):
 
     def free(self) -> None:
         """Give the communicator back to MPI, which has room for about two thousand. Collective."""
+        self._forget(list(self._recipes))
+        self._arena = None
         self._lanes.free()
         self._transport.free()
 
@@ -132,17 +176,23 @@ def run_loopback(
     nodes: Sequence[int] | None = None,
     check: bool | None = None,
     timeout_s: float = 60.0,
+    shared_memory: bool = False,
+    stage_nbytes: int | None = None,
 ) -> list[T]:
     """Call `function(comm)` on `size` ranks that are threads of this process; its results, by rank.
 
     nodes    of each rank, the node that it pretends to be on
     check    agree on every collective before data moves (default: HPCPAR_CHECK, or off)
+    shared_memory, stage_nbytes   as `Communicator.share_memory`
     errors   the exception of the rank that failed first
     """
 
     checked = Settings.from_environ().check if check is None else check
 
     def call(transport: loopback.LoopbackTransport) -> T:
-        return function(Communicator.over(transport, timeout_s=timeout_s, check=checked))
+        comm = Communicator.over(transport, timeout_s=timeout_s, check=checked)
+        if shared_memory:
+            comm.share_memory(stage_nbytes)
+        return function(comm)
 
     return loopback.run(size, call, nodes=nodes, timeout_s=timeout_s)

@@ -18,19 +18,19 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from hpcpar.algorithms.step import Space
 from hpcpar.comm.operation import (
     BoundStep,
     Message,
     Operation,
     Plan,
     PlannedStep,
+    Spaces,
     folds,
+    itemsize_of,
     lands_in_place,
     octets_of,
     packing,
 )
-from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Prepared, Transport
 from hpcpar.units import MiB
 
@@ -108,7 +108,7 @@ class Lane:
         self.holder = None
 
     def program(
-        self, transport: Transport, planned: Plan, spaces: dict[Space, HostBuffer], op: str
+        self, transport: Transport, planned: Plan, spaces: Spaces, op: str
     ) -> tuple[BoundStep, ...] | None:
         """The compiled steps for memory that was seen before; None at first sight."""
         address = tuple(buffer.address for buffer in spaces.values())
@@ -236,13 +236,13 @@ def _elsewhere(step: PlannedStep) -> list[Message]:
 def _compile(
     transport: Transport,
     step: PlannedStep,
-    spaces: dict[Space, HostBuffer],
+    spaces: Spaces,
     op: str,
     tag: int,
     landing: Octets,
 ) -> CompiledStep:
     """Bind a step to memory: messages in place where they can be, else one after the other in `landing`."""
-    itemsize = next((buffer.itemsize for buffer in spaces.values()), 1)
+    itemsize = itemsize_of(spaces)
     copies = [(octets_of(spaces, target), octets_of(spaces, source)) for source, target in step.copies]
     at = 0
 

@@ -33,6 +33,7 @@ class Objects(Collectives, PointToPoint):
         view = copy.copy(self)
         view._checked = False
         view._label = label
+        view._seen = {}
         return view
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:

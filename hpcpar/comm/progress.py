@@ -20,6 +20,7 @@ ATTEMPTS_ALONE = 100
 class Progress:
     """All operations of one rank, on every communicator of a family.
 
+    under_way   those that have not ended; always the same list
     Nothing happens in the background: data moves while the main thread is in `poke`, `test` or
     `wait`. That costs no thread and never fights for the interpreter lock.
     """
@@ -27,16 +28,16 @@ class Progress:
     def __init__(self, transport: Transport, watch: Watch) -> None:
         self._transport = transport
         self._watch = watch
-        self._active: list[Operation] = []
+        self.under_way: list[Operation] = []
 
     def add(self, operation: Operation) -> None:
         """Take an operation under way, and bring it as far as it goes without waiting."""
         if not self._advance(operation):
-            self._active.append(operation)
+            self.under_way.append(operation)
 
     def run(self, operation: Operation) -> None:
         """Bring an operation to its end at once; `add` and `wait`, short of all that need not be done."""
-        if not self._active:
+        if not self.under_way:
             for attempt in range(ATTEMPTS_ALONE):
                 if operation.advance():
                     return
@@ -46,8 +47,8 @@ class Progress:
 
     def poke(self) -> None:
         """Advance everything that is under way; never blocks."""
-        if self._active:
-            self._active = [operation for operation in self._active if not self._advance(operation)]
+        if self.under_way:
+            self.under_way[:] = [operation for operation in self.under_way if not self._advance(operation)]
 
     def wait(self, operation: Operation) -> None:
         """Return when the operation is complete; its error, or a StallError, is raised here."""

@@ -56,6 +56,21 @@ Latency counts for small arrays, so those take the algorithms of ⌈log₂ n⌉ 
 large ones, and the ring and the pairwise exchange send the fewest.
 """
 
+IN_SHARED_MEMORY: dict[str, Rules] = {
+    "allreduce": ((64 * KiB, "recursive_doubling"), (float("inf"), "direct")),
+    "reduce_scatter": ((float("inf"), "direct"),),
+    "allgather": ((float("inf"), "direct"),),
+    "broadcast": ((float("inf"), "direct"),),
+    "reduce": ((float("inf"), "direct"),),
+    "gather": ((float("inf"), "direct"),),
+    "scatter": ((float("inf"), "direct"),),
+    "alltoall": ((float("inf"), "direct"),),
+}
+"""What holds instead where all ranks exchange through memory of theirs: nobody is far away.
+
+A piece for several ranks is laid out once, and the pieces of several ranks are summed in one pass.
+"""
+
 BUILT_IN = Table("built in", {collective: {ANY: rules} for collective, rules in UP_TO.items()})
 
 ON_NODES: dict[str, Rules] = {
@@ -71,8 +86,19 @@ BUILT_IN_ON_NODES = Table(
 )
 
 
-def built_in(nodes: Sequence[int]) -> Table:
-    """The rules that hold where nothing was measured, for ranks on these nodes."""
+BUILT_IN_SHARED_MEMORY = Table(
+    "built in, for shared memory",
+    {collective: {ANY: rules} for collective, rules in (UP_TO | IN_SHARED_MEMORY).items()},
+)
+
+
+def built_in(nodes: Sequence[int], *, shared_memory: bool = False) -> Table:
+    """The rules that hold where nothing was measured, for ranks on these nodes.
+
+    shared_memory   all of them are on one, and exchange through memory that they share
+    """
+    if shared_memory:
+        return BUILT_IN_SHARED_MEMORY
     return BUILT_IN_ON_NODES if 1 < len(set(nodes)) < len(nodes) else BUILT_IN
 
 

@@ -1,4 +1,4 @@
-"""Execute steps in shared memory: what is sent is laid out or pointed at, what is received is summed where it lies.
+"""Steps in shared memory: what is sent is laid out or pointed at, what is received is summed where it lies.
 
 Nothing is received into a buffer and then added: the peer's piece is added, or copied, straight from
 where the peer has it, and pieces of several peers for the same place in one pass.
@@ -13,32 +13,43 @@ A step is proved safe when messages that are combined land elsewhere first. Here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 
 from hpcpar.algorithms.catalogue import Algorithm
 from hpcpar.algorithms.placement import Nodes
-from hpcpar.algorithms.step import Space
-from hpcpar.comm.arena import DIRECT, PLACES, SLOTS, TAIL, Arena, Lane
-from hpcpar.comm.operation import Message, Plan, PlannedStep, Run, folds, octets_of
-from hpcpar.transport.buffers import HostBuffer
+from hpcpar.comm.arena import DIRECT, PLACES, SLOTS, TAIL, Arena, Hazard, Lane
+from hpcpar.comm.operation import (
+    BoundStep,
+    Message,
+    Plan,
+    PlannedStep,
+    Run,
+    Spaces,
+    copying,
+    folds,
+    itemsize_of,
+    octets_of,
+    packing,
+)
 from hpcpar.transport.interface import Exchange, Octets
 from hpcpar.units import KiB
-
-Spaces = dict[Space, HostBuffer]
 
 DIRECT_FROM_NBYTES = 8 * KiB
 """Below, a piece is sooner copied than the sender has waited until it is read."""
 
-MOST_PLACES = 64
-"""Places of a piece for which the folding is remembered."""
-
 RANKS_LOOKED_AT = 32
+
+PLACES_REMEMBERED = 8
+"""Places of one piece for which the folding is remembered; a sender has few for the same message."""
+
+Cut = Sequence[tuple[Run, ...]]
+"""A message's runs as pieces."""
 
 
 @lru_cache(maxsize=256)
-def fanout(algorithm: Algorithm, size: int, root: int, segments: int, nodes: Nodes) -> int:
+def regions_for(algorithm: Algorithm, size: int, root: int, segments: int, nodes: Nodes) -> int:
     """Different things that a rank sends in one step, at most: so many regions its stage needs.
 
     All ranks must come to the same answer, so it is that of the first ranks, of which one is the busiest
@@ -57,94 +68,105 @@ class _Sending:
     def __init__(
         self,
         lane: Lane,
-        runs: Sequence[Run],
+        message: Message,
         to: Sequence[int],
-        pieces: Sequence[Sequence[Octets]],
-        region: int,
+        cut: Cut,
+        spaces: Spaces,
+        first_slot: int,
         slot_nbytes: int,
         place: int | None,
-        first_slot: int,
         earlier: Sequence[_Sending],
     ) -> None:
-        self.runs = tuple(runs)
+        self.runs = message.runs
         self.to = tuple(to)
         self.next = 0
-        self.pieces = len(pieces)
+        self.pieces = len(cut)
         self._lane = lane
         self._words = lane.arena.words
         self._place = place
         self._earlier = [sending for sending in earlier if set(sending.to) & set(to)]
-        self._awaited: list[tuple[int, int]] = []
-        self._pieces: list[tuple[list[tuple[Octets, Octets]], int, int]] = []
-        if place is not None:
-            return
-        for number, parts in enumerate(pieces):
-            slot = region * SLOTS + (first_slot + number) % SLOTS
-            begin = lane.slot_place(slot, slot_nbytes)
-            memory = lane.arena.memory(lane.arena.rank, begin, slot_nbytes)
-            self._pieces.append((_laid_out(parts, memory), slot, begin))
+        self._awaited: list[Hazard] = []
+        self._cut = cut
+        self._spaces = spaces
+        self._first_slot = first_slot
+        self._slot_nbytes = slot_nbytes
+        self._prepared: list[tuple[Callable[[], None], int, int]] = []
+        self.heads = tuple((rank, lane.heads_out[rank], lane.heads_out[rank] + TAIL) for rank in to)
+        self.is_quick = self.pieces == 1 and place is None and not self._earlier
 
     def begin(self) -> None:
         self.next = 0
-        self._awaited = []
 
     def advance(self) -> bool:
         """Lay out what there is room for; True when there is nothing left to do or to wait for."""
         if self.next < self.pieces and all(sent.next == sent.pieces for sent in self._earlier):
-            if self._place is not None:
-                self._point(self._place)
-            else:
-                self._lay_out()
+            if self._place is None:
+                while self.next < self.pieces and self._lay_out():
+                    self.next += 1
+            elif self._has_room():
+                # The array is the caller's again only when all have read it.
+                self._awaited = list(self._publish(self._place))
+                self.next = self.pieces
         if self.next < self.pieces:
             return False
-        words = self._words
         while self._awaited:
             tail, count = self._awaited[-1]
-            if words[tail] < count:
+            if self._words[tail] < count:
                 return False
             self._awaited.pop()
         return True
 
     def waiting_for(self) -> set[int]:
-        lane, words = self._lane, self._words
-        behind = {to for to in self.to if words[lane.heads_out[to] + TAIL] < lane.sent[to]}
-        return behind if self.next < self.pieces or self._awaited else set()
+        words, sent = self._words, self._lane.sent
+        if self.next == self.pieces and not self._awaited:
+            return set()
+        return {rank for rank, _, tail in self.heads if words[tail] < sent[rank]}
 
-    def _lay_out(self) -> None:
+    def _lay_out(self) -> bool:
         lane, words = self._lane, self._words
-        while self.next < self.pieces:
-            copies, slot, place = self._pieces[self.next]
-            for tail, count in lane.hazards[slot]:
-                if words[tail] < count:
-                    return
-            if not self._has_room():
-                return
-            for target, source in copies:
-                target[...] = source
-            lane.hazards[slot] = tuple(self._publish(place))
-            self.next += 1
+        lay_out, slot, place = self.piece(self.next)
+        for tail, count in lane.hazards[slot]:
+            if words[tail] < count:
+                return False
+        if not self._has_room():
+            return False
+        lay_out()
+        lane.hazards[slot] = self._publish(place)
+        return True
 
-    def _point(self, place: int) -> None:
-        if self._has_room():
-            # The array is the caller's again only when all have read it.
-            self._awaited = self._publish(DIRECT | place)
-            self.next = self.pieces
+    def piece(self, number: int) -> tuple[Callable[[], None], int, int]:
+        """What lays a piece out, in which slot, and where that is. They are asked for in order at first."""
+        if number == len(self._prepared):
+            self._prepared.append(self._prepare(number))
+        return self._prepared[number]
+
+    def _prepare(self, number: int) -> tuple[Callable[[], None], int, int]:
+        region = self._first_slot // SLOTS * SLOTS
+        slot = region + (self._first_slot + number) % SLOTS
+        place = self._lane.slot_place(slot, self._slot_nbytes)
+        runs = self._cut[number]
+        message = Message(-1, runs, sum(stop - start for _, start, stop in runs))
+        memory = self._lane.arena.memory(place, self._slot_nbytes)
+        return (
+            _all([copying(into, part) for part, into in packing(self._spaces, message, memory)]),
+            slot,
+            place,
+        )
 
     def _has_room(self) -> bool:
-        lane, words = self._lane, self._words
-        return all(words[lane.heads_out[to] + TAIL] > lane.sent[to] - PLACES for to in self.to)
+        words, sent = self._words, self._lane.sent
+        return all(words[tail] > sent[rank] - PLACES for rank, _, tail in self.heads)
 
-    def _publish(self, place: int) -> list[tuple[int, int]]:
-        lane, words = self._lane, self._words
+    def _publish(self, place: int) -> tuple[Hazard, ...]:
+        words, sent = self._words, self._lane.sent
         published = []
-        for to in self.to:
-            head = lane.heads_out[to]
-            count = lane.sent[to] + 1
-            lane.sent[to] = count
+        for rank, head, tail in self.heads:
+            count = sent[rank] + 1
+            sent[rank] = count
             words[head + 1 + count % PLACES] = place
             words[head] = count  # after the place: whoever sees the count sees the place
-            published.append((head + TAIL, count))
-        return published
+            published.append((tail, count))
+        return tuple(published)
 
 
 class _Receiving:
@@ -155,171 +177,265 @@ class _Receiving:
         lane: Lane,
         spaces: Spaces,
         messages: Sequence[Message],
-        pieces: Sequence[tuple[Run, ...]],
+        cut: Cut,
         op: str,
         slot_nbytes: int,
         gates: Sequence[_Sending],
         earlier: Sequence[_Receiving],
     ) -> None:
-        arena = lane.arena
         self.next = 0
-        self.pieces = len(pieces)
-        self.sources = tuple(arena.local[message.peer] for message in messages)
-        self._combine = messages[0].combine
-        self._lane = lane
-        self._words = arena.words
+        self.pieces = len(cut)
+        self.sources = tuple(lane.arena.local[message.peer] for message in messages)
+        self._message = messages[0]
+        self._arena = lane.arena
+        self._taken = lane.taken
+        self._words = lane.arena.words
         self._spaces = spaces
-        self._runs = pieces
-        self._whole = messages[0].runs
-        self._itemsize = next((buffer.itemsize for buffer in spaces.values()), 1)
+        self._cut = cut
         self._op = op
         self._slot_nbytes = slot_nbytes
         self._gates = gates
         self._earlier = [receiving for receiving in earlier if set(receiving.sources) & set(self.sources)]
-        self._places = [0] * len(messages)
-        self._folds: dict[tuple[int, ...], Callable[[], None]] = {}
+        self.heads = tuple((source, lane.heads_in[source]) for source in self.sources)
+        self._places = (0,) * len(messages)
+        self._folds: dict[int, dict[tuple[int, ...], Callable[[], None]]] = {}
+        self.is_quick = self.pieces == 1 and not self._earlier
 
     def begin(self) -> None:
         self.next = 0
-        self._places = [0] * len(self.sources)
+        self._places = (0,) * len(self.sources)
 
     def advance(self) -> bool:
         """Take in all that is there; True when everything has come."""
-        lane, words, places, sources = self._lane, self._words, self._places, self.sources
         if any(received.next < received.pieces for received in self._earlier):
             return False
         while self.next < self.pieces:
             if any(gate.next <= self.next for gate in self._gates):
                 return False
-            for at, source in enumerate(sources):
-                if places[at] & DIRECT:
-                    continue
-                head, count = lane.heads_in[source], lane.taken[source] + 1
-                if words[head] < count:
-                    return False
-                places[at] = words[head + 1 + count % PLACES]
+            if not self._see():
+                return False
+            places = self._places
             # All point at whole messages: no reason to go piece by piece.
             whole = self.next == 0 and not self._gates and all(place & DIRECT for place in places)
-            key = (-1 if whole else self.next, *places)
-            fold = self._folds.get(key)
-            if fold is None:
-                fold = self._prepare(key, whole)
-            fold()
+            self.fold(-1 if whole else self.next, places)()
             self.next = self.pieces if whole else self.next + 1
-            for at, source in enumerate(sources):
-                if self.next == self.pieces or not places[at] & DIRECT:
-                    count = lane.taken[source] + 1
-                    lane.taken[source] = count
-                    words[lane.heads_in[source] + TAIL] = count
+            for (source, head), place in zip(self.heads, places, strict=True):
+                if self.next == self.pieces or not place & DIRECT:
+                    self._taken[source] += 1
+                    self._words[head + TAIL] = self._taken[source]
         return True
 
     def waiting_for(self) -> set[int]:
-        lane, words = self._lane, self._words
         if self.next == self.pieces:
             return set()
         return {
             source
-            for at, source in enumerate(self.sources)
-            if not self._places[at] & DIRECT and words[lane.heads_in[source]] <= lane.taken[source]
+            for (source, head), place in zip(self.heads, self._places, strict=True)
+            if not place & DIRECT and self._words[head] <= self._taken[source]
         }
 
-    def _prepare(self, key: tuple[int, ...], whole: bool) -> Callable[[], None]:
-        runs = self._whole if whole else self._runs[self.next]
-        nbytes = sum(stop - start for _, start, stop in runs) * self._itemsize
-        landed = []
-        for source, place in zip(self.sources, self._places, strict=True):
-            begin = place
-            if place & DIRECT and not whole:
-                begin += self.next * self._slot_nbytes
-            octets = self._lane.arena.memory(source, begin, nbytes)
-            landed.append((Message(source, runs, nbytes // self._itemsize, self._combine), octets))
-        prepared = list(folds(self._spaces, landed, self._op))
-        fold = prepared[0] if len(prepared) == 1 else partial(_each, prepared)
-        if len(self._folds) >= MOST_PLACES:
-            self._folds.clear()
-        self._folds[key] = fold
+    def _see(self) -> bool:
+        """Note where the next piece of each source lies; False while one of them is not there."""
+        words, taken = self._words, self._taken
+        places = []
+        for (source, head), place in zip(self.heads, self._places, strict=True):
+            if not place & DIRECT:
+                count = taken[source] + 1
+                if words[head] < count:
+                    return False
+                place = words[head + 1 + count % PLACES]
+            places.append(place)
+        self._places = tuple(places)
+        return True
+
+    def fold(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
+        """What brings the pieces of that number in from these places; -1: the whole messages."""
+        by_places = self._folds.setdefault(number, {})
+        fold = by_places.get(places)
+        if fold is None:
+            if len(by_places) >= PLACES_REMEMBERED:
+                by_places.clear()
+            fold = by_places[places] = self._prepare(number, places)
         return fold
+
+    def _prepare(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
+        runs = self._message.runs if number < 0 else self._cut[number]
+        count = sum(stop - start for _, start, stop in runs)
+        nbytes = count * itemsize_of(self._spaces)
+        offset = max(0, number) * self._slot_nbytes
+        landed = []
+        for source, place in zip(self.sources, places, strict=True):
+            begin = place + offset if place & DIRECT else place
+            message = Message(source, runs, count, self._message.combine)
+            landed.append((message, self._arena.memory(begin, nbytes)))
+        return _all(list(folds(self._spaces, landed, self._op)))
 
 
 class SharedStep:
-    """A step of a plan, all of whose messages go between ranks of this node, bound to memory.
+    """A step of a plan whose messages between ranks of this node go through shared memory.
+
+    elsewhere   the same step's messages to and from other nodes; None: there are none
 
     It is its own exchange: messages are taken in while it is tested.
     """
 
     def __init__(
-        self, lane: Lane, planned: PlannedStep, spaces: Spaces, op: str, regions: int, number: int
+        self,
+        lane: Lane,
+        planned: PlannedStep,
+        spaces: Spaces,
+        op: str,
+        regions: int,
+        number: int,
+        elsewhere: BoundStep | None = None,
     ) -> None:
+        local = lane.arena.local
         self._lane = lane
         self._regions = regions
-        self._copies = [(octets_of(spaces, t), octets_of(spaces, s)) for s, t in planned.copies]
+        self._elsewhere = elsewhere
+        self._exchange: Exchange | None = None
+        self._copies = [copying(octets_of(spaces, t), octets_of(spaces, s)) for s, t in planned.copies]
+        landing = _Landing(planned, local, spaces)
         slot_nbytes = lane.arena.slot_nbytes(regions)
-        landing = _Landing(planned, spaces)
-        self._spaces = spaces
-        self._op = op
-        self._landing = landing
         self._sendings = _sendings(lane, planned, spaces, regions, slot_nbytes, number)
         self._receivings = _receivings(lane, landing, op, slot_nbytes, self._sendings)
+        self._folds = list(folds(spaces, landing.landed, op))
         self._open: list[_Sending | _Receiving] = []
+        self.pieces = sum(part.pieces for part in self._parts())
+        self._is_quick = elsewhere is None and all(part.is_quick for part in self._parts())
 
     def post(self) -> Exchange:
-        for target, source in self._copies:
-            target[...] = source
-        for sending in self._sendings:
-            sending.begin()
-        for receiving in self._receivings:
-            receiving.begin()
-        self._open = [*self._sendings, *self._receivings]
+        for copy in self._copies:
+            copy()
+        self._open = self._parts()
+        for part in self._open:
+            part.begin()
+        if self._elsewhere is not None:
+            self._exchange = self._elsewhere.post()
         return self
+
+    def at_once(self, attempts: int, pause: Callable[[int], None]) -> bool:
+        """A step from `post` to `settle`; False when it takes longer: go on with `test`, then `settle`.
+
+        Of single pieces all is done right here: nothing that calls for it would be cheap beside it.
+        """
+        lane = self._lane
+        if not self._is_quick or self._regions != lane.regions:
+            self.post()
+            return self._ends_now()
+        words, sent, taken = lane.arena.words, lane.sent, lane.taken
+        for copy in self._copies:
+            copy()
+        for done, sending in enumerate(self._sendings):
+            lay_out, slot, place = sending.piece(0)
+            for tail, count in lane.hazards[slot]:
+                if words[tail] < count:
+                    return self._goes_on(done, 0)
+            for rank, _, tail in sending.heads:
+                if words[tail] <= sent[rank] - PLACES:
+                    return self._goes_on(done, 0)
+            lay_out()
+            published = []
+            for rank, head, tail in sending.heads:
+                count = sent[rank] = sent[rank] + 1
+                words[head + 1 + count % PLACES] = place
+                words[head] = count
+                published.append((tail, count))
+            lane.hazards[slot] = tuple(published)
+        for done, receiving in enumerate(self._receivings):
+            places: tuple[int, ...] = ()
+            for source, head in receiving.heads:
+                count = taken[source] + 1
+                attempt = 0
+                while words[head] < count:
+                    attempt += 1
+                    if attempt > attempts:
+                        return self._goes_on(len(self._sendings), done)
+                    pause(attempt)
+                places += (words[head + 1 + count % PLACES],)
+            receiving.fold(0, places)()
+            for source, head in receiving.heads:
+                count = taken[source] = taken[source] + 1
+                words[head + TAIL] = count
+        for fold in self._folds:
+            fold()
+        return True
 
     def test(self) -> bool:
         if self._open:
-            if self._sendings and not self._lane.laid_out(self._regions):
-                # The stage is still being read as it was divided before; what comes in can be taken.
-                for part in self._open:
-                    if isinstance(part, _Receiving):
-                        part.advance()
-                return False
-            self._open = [part for part in self._open if not part.advance()]
-            if len(self._open) > 1:  # what was laid out since may have opened a gate
-                self._open = [part for part in self._open if not part.advance()]
-        return not self._open
+            # While the stage is still being read as it was divided before, only what comes in can be had.
+            closed = self._sendings and not self._lane.divide(self._regions)
+            still = [part for part in self._open if (closed and part in self._sendings) or not part.advance()]
+            if len(still) > 1:  # what was laid out since may have opened a gate
+                still = [part for part in still if (closed and part in self._sendings) or not part.advance()]
+            self._open = still
+        if self._exchange is not None and self._exchange.test():
+            self._exchange = None
+        return not self._open and self._exchange is None
 
     def settle(self) -> None:
-        for fold in folds(self._spaces, self._landing.landed, self._op):
+        for fold in self._folds:
             fold()
+        if self._elsewhere is not None:
+            self._elsewhere.settle()
 
     def waiting_for(self) -> tuple[int, ...]:
         missing: set[int] = set()
         for part in self._open:
-            missing |= part.waiting_for()
-        return tuple(sorted(self._lane.arena.ranks[number] for number in missing))
+            missing |= {self._lane.arena.ranks[number] for number in part.waiting_for()}
+        if self._exchange is not None:
+            missing |= set(self._exchange.waiting_for())
+        return tuple(sorted(missing))
 
     def received_nbytes(self) -> int:
         raise AssertionError("only point-to-point counts what came, and it does not go this way")
 
+    def _ends_now(self) -> bool:
+        if not self.test():
+            return False
+        self.settle()
+        return True
+
+    def _goes_on(self, sent: int, received: int) -> bool:
+        """Some parts have ended at once; the others are for `test`."""
+        ended: list[_Sending | _Receiving] = [*self._sendings[:sent], *self._receivings[:received]]
+        for part in ended:
+            part.next = part.pieces
+        self._open = [*self._sendings[sent:], *self._receivings[received:]]
+        for part in self._open:
+            part.begin()
+        return False
+
+    def _parts(self) -> list[_Sending | _Receiving]:
+        return [*self._sendings, *self._receivings]
+
 
 class _Landing:
-    """The receives of a step, those that would disturb its sends turned to scratch."""
+    """The local receives of a step, those that would disturb its sends turned to scratch."""
 
-    def __init__(self, planned: PlannedStep, spaces: Spaces) -> None:
+    def __init__(self, planned: PlannedStep, local: dict[int, int], spaces: Spaces) -> None:
         self.spaces = dict(spaces)
         self.messages: list[Message] = []
         self.landed: list[tuple[Message, Octets]] = []
         for message in planned.receives:
-            if not any(_disturbs(message, send) for send in planned.sends):
+            if message.peer not in local:
+                continue
+            if not any(_disturbs(message, send, local) for send in planned.sends):
                 self.messages.append(message)
                 continue
             name = f"landing {len(self.landed)}"
             scratch = next(iter(spaces.values())).scratch(message.count)
             self.spaces[name] = scratch  # type: ignore[index]  # a space of this step's own
             self.landed.append((message, scratch.octets))
-            self.messages.append(Message(message.peer, ((name, 0, message.count),), message.count))  # type: ignore[arg-type]
+            run = (name, 0, message.count)
+            self.messages.append(Message(message.peer, (run,), message.count))  # type: ignore[arg-type]
 
 
-def _disturbs(receive: Message, send: Message) -> bool:
+def _disturbs(receive: Message, send: Message, local: dict[int, int]) -> bool:
     """Whether taking the receive in piece by piece would change what is still to be sent."""
-    return receive.runs != send.runs and any(_overlap(a, b) for a in receive.runs for b in send.runs)
+    if receive.runs == send.runs and send.peer in local:
+        return False
+    return any(_overlap(a, b) for a in receive.runs for b in send.runs)
 
 
 def _overlap(a: Run, b: Run) -> bool:
@@ -329,28 +445,31 @@ def _overlap(a: Run, b: Run) -> bool:
 def _sendings(
     lane: Lane, planned: PlannedStep, spaces: Spaces, regions: int, slot_nbytes: int, number: int
 ) -> list[_Sending]:
-    """The step's sends; the same range for several peers is laid out once."""
+    """The step's sends on this node; the same range for several peers is laid out once."""
     arena = lane.arena
-    to_by_runs: dict[tuple[Run, ...], list[int]] = {}
+    most = max(1, slot_nbytes // itemsize_of(spaces))
+    by_runs: dict[tuple[Run, ...], list[Message]] = {}
     for send in planned.sends:
-        to_by_runs.setdefault(send.runs, []).append(arena.local[send.peer])
-    sendings = []
-    for region, (runs, to) in enumerate(to_by_runs.items()):
-        itemsize = next((buffer.itemsize for buffer in spaces.values()), 1)
-        pieces = [
-            [octets_of(spaces, run) for run in piece] for piece in _cut(runs, max(1, slot_nbytes // itemsize))
-        ]
-        place = None
-        kept = not any(_overlap(r, s) for message in planned.receives for r in message.runs for s in runs)
-        if kept and len(runs) == 1:
-            octets = octets_of(spaces, runs[0])
-            if octets.size >= DIRECT_FROM_NBYTES:
-                place = arena.place_of(octets, to)
-        first_slot = number if len(pieces) == 1 else 0
+        if send.peer in arena.local:
+            by_runs.setdefault(send.runs, []).append(send)
+    sendings: list[_Sending] = []
+    for region, (runs, messages) in enumerate(by_runs.items()):
+        cut = list(_cut(runs, most))
+        first_slot = region % regions * SLOTS + (number % SLOTS if len(cut) == 1 else 0)
+        to = [arena.local[message.peer] for message in messages]
+        place = _place(arena, planned, spaces, runs)
         sendings.append(
-            _Sending(lane, runs, to, pieces, region % regions, slot_nbytes, place, first_slot, sendings)
+            _Sending(lane, messages[0], to, cut, spaces, first_slot, slot_nbytes, place, sendings)
         )
     return sendings
+
+
+def _place(arena: Arena, planned: PlannedStep, spaces: Spaces, runs: tuple[Run, ...]) -> int | None:
+    """Where the peers can read what is sent without its being laid out, if that is worth while."""
+    if len(runs) != 1 or any(_overlap(r, runs[0]) for message in planned.receives for r in message.runs):
+        return None
+    octets = octets_of(spaces, runs[0])
+    return arena.place_of(octets) if octets.size >= DIRECT_FROM_NBYTES else None
 
 
 def _receivings(
@@ -358,48 +477,52 @@ def _receivings(
 ) -> list[_Receiving]:
     """The step's receives; those of several peers that are combined into the same range are one."""
     spaces = landing.spaces
-    itemsize = next((buffer.itemsize for buffer in spaces.values()), 1)
-    receivings = []
-    for (runs, combine), alike in groupby(landing.messages, key=lambda message: (message.runs, message.combine)):
+    most = max(1, slot_nbytes // itemsize_of(spaces))
+    receivings: list[_Receiving] = []
+    for (runs, combine), alike in groupby(
+        landing.messages, key=lambda message: (message.runs, message.combine)
+    ):
         messages = list(alike)
-        groups = [messages] if combine else [[message] for message in messages]
-        pieces = list(_cut(runs, max(1, slot_nbytes // itemsize)))
+        cut = list(_cut(runs, most))
         gates = [sending for sending in sendings if sending.runs == runs and runs]
-        for group in groups:
-            receivings.append(
-                _Receiving(lane, spaces, group, pieces, op, slot_nbytes, gates, receivings)
-            )
+        for group in [messages] if combine else [[message] for message in messages]:
+            receivings.append(_Receiving(lane, spaces, group, cut, op, slot_nbytes, gates, receivings))
     return receivings
 
 
-def _cut(runs: Sequence[Run], count: int) -> list[tuple[Run, ...]]:
-    """Runs as pieces of `count` elements, the last one shorter; a message of nothing is one empty piece."""
-    pieces: list[tuple[Run, ...]] = []
+def _cut(runs: Sequence[Run], most: int) -> Iterator[tuple[Run, ...]]:
+    """Runs as pieces of `most` elements, the last one shorter; a message of nothing is one empty piece."""
     piece: list[Run] = []
-    room = count
+    room = most
     for space, start, stop in runs:
-        at = start
-        while at < stop:
-            end = min(stop, at + room)
-            piece.append((space, at, end))
-            room -= end - at
-            at = end
+        if start == stop:
+            continue
+        for begin in _begins(start, stop, room, most):
+            end = min(stop, begin + room)
+            piece.append((space, begin, end))
+            room -= end - begin
             if not room:
-                pieces.append(tuple(piece))
-                piece, room = [], count
-    if piece or not pieces:
-        pieces.append(tuple(piece))
-    return pieces
+                yield tuple(piece)
+                piece, room = [], most
+    if piece or not runs:
+        yield tuple(piece)
 
 
-def _laid_out(parts: Sequence[Octets], memory: Octets) -> list[tuple[Octets, Octets]]:
-    copies, at = [], 0
-    for part in parts:
-        copies.append((memory[at : at + part.size], part))
-        at += part.size
-    return copies
+def _begins(start: int, stop: int, first: int, most: int) -> Iterator[int]:
+    """Where parts of a run begin, of which the first may have `first` elements, the others `most`."""
+    yield start
+    yield from range(start + first, stop, most)
+
+
+def _all(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    return calls[0] if len(calls) == 1 else partial(_each, calls)
 
 
 def _each(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
+
+
+def shared_steps(lane: Lane, planned: Plan, spaces: Spaces, op: str, regions: int) -> list[SharedStep]:
+    """The plan's steps on this memory, in this lane."""
+    return [SharedStep(lane, step, spaces, op, regions, number) for number, step in enumerate(planned.steps)]

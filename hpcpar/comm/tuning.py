@@ -73,13 +73,13 @@ class Tuning:
     entries: tuple[Entry, ...] = ()
     source: str = ""
 
-    def table(self, nodes: Sequence[int]) -> Table:
+    def table(self, nodes: Sequence[int], *, shared_memory: bool = False) -> Table:
         """For a communicator whose ranks are on these nodes: measured on as many, else built in."""
         wanted = len(nodes), ranks_per_node(nodes)
         for entry in self.entries:
             if (entry.ranks, entry.ranks_per_node) == wanted:
                 return Table(self.source, entry.rules)
-        return built_in(nodes)
+        return built_in(nodes, shared_memory=shared_memory)
 
 
 def read_together(comm: Communicator, asked: str | None, own_file: Path, mpi: str) -> Tuning:

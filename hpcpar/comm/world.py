@@ -52,6 +52,8 @@ def init(*, timeout_s: float | None = None, check: bool | None = None) -> Commun
         masks = node.unchecked("start-up").allgather_object(binding.affinity())
         transport.yield_at_once = binding.oversubscribed(node.size, masks)
         guard = _guard(world, node, settings, info)
+    if settings.shared_memory:
+        world.share_memory()
     _hook_failures(transport, watch, guard)
     world.traffic.reset()
     family.forget("node at start-up")

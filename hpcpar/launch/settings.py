@@ -23,6 +23,7 @@ class Settings:
     algorithm       HPCPAR_ALGORITHM      name of the algorithm for every collective that has it
     run_directory   HPCPAR_RUN_DIRECTORY  where the sentinel leaves word of a lost rank
     tuning          HPCPAR_TUNING         file with measured algorithms; "none": the built-in table
+    shared_memory   HPCPAR_SHARED_MEMORY  ranks of a node exchange through memory that they share
     """
 
     check: bool = False
@@ -30,6 +31,7 @@ class Settings:
     algorithm: str | None = None
     run_directory: str | None = None
     tuning: str | None = None
+    shared_memory: bool = True
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -40,6 +42,7 @@ class Settings:
             algorithm=environ.get("HPCPAR_ALGORITHM") or None,
             run_directory=environ.get("HPCPAR_RUN_DIRECTORY") or None,
             tuning=environ.get("HPCPAR_TUNING") or None,
+            shared_memory=_flag(environ, "HPCPAR_SHARED_MEMORY", True),
         )
 
 

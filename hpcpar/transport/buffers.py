@@ -8,8 +8,10 @@ torch CUDA tensors, CuPy arrays          staged through host memory; the result 
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +128,35 @@ def empty_like(array: Any, count: int) -> Any:
     return np.empty(count, dtype=array.dtype)
 
 
+def itemsize_of_dtype(dtype: Any) -> int:
+    """Bytes of an element of a NumPy or torch type; BufferTypeError for what cannot be communicated."""
+    if is_torch_dtype(dtype):
+        name, itemsize = str(dtype).removeprefix("torch."), dtype.itemsize
+    else:
+        name, itemsize = str(np.dtype(dtype)), np.dtype(dtype).itemsize
+    if name not in DTYPES:
+        raise _unknown_dtype("the array", name)
+    return int(itemsize)
+
+
+def from_octets(octets: Octets | None, shape: Sequence[int], dtype: Any) -> Any:
+    """Bytes as an array of a NumPy or torch type, sharing memory; None: an array of zeros of its own."""
+    if octets is None or not octets.size:
+        octets = np.zeros(math.prod(shape) * itemsize_of_dtype(dtype), dtype=np.uint8)
+    if not is_torch_dtype(dtype):
+        return octets.view(dtype).reshape(shape)
+    import torch
+
+    if not octets.size:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(octets).view(dtype).view(tuple(shape))
+
+
+def is_torch_dtype(dtype: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(dtype, torch.dtype)
+
+
 def flat(array: Any) -> Any:
     """The array as one dimension, without its autograd history; shares memory where contiguous."""
     return array.detach().reshape(-1) if is_torch(array) else array.reshape(-1)
@@ -149,6 +180,29 @@ def fingerprint(array: Any) -> tuple[Any, ...] | None:
             return None
         return array.data_ptr(), array.numel(), array.dtype
     return None
+
+
+Mark = tuple[Callable[[], Any], int, int, Any]
+"""A torch tensor as it was: a weak reference, address, length, element type."""
+
+
+def mark(tensor: Any) -> Mark | None:
+    """What `is_still` compares with; None for what is no torch tensor."""
+    if not is_torch(tensor):
+        return None
+    return weakref.ref(tensor), tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
+def is_still(mark: Mark, tensor: Any) -> bool:
+    """Whether this is the tensor that was marked, with its memory where it was; half a fingerprint's cost."""
+    tensor_then, address, count, dtype = mark
+    return (
+        tensor_then() is tensor
+        and tensor.data_ptr() == address
+        and tensor.numel() == count
+        and tensor.dtype is dtype
+        and tensor.is_contiguous()
+    )
 
 
 def is_torch(array: Any) -> bool:
