@@ -6,8 +6,9 @@
     stages    for each lane and each rank: memory in which it lays out what it sends, for one peer or
               for several at once
 
-A *piece* is what is sent at a time. It lies in its sender's stage, or, when the sender's own array is
-shared memory (`Communicator.allocate_shared`), is the array itself, which the receiver then reads there.
+A *piece* is what is sent at a time, and lies in its sender's stage. Or the sender says where the whole
+message lies, and waits until it has been read there: in an array of `Communicator.allocate_shared`, or,
+from some size on, in the sender's private memory, from which the kernel copies it (`peer_memory`).
 
 Operations take lanes in turn, by the number of their call, and within a lane run one after the other;
 all ranks make the same calls in the same order. So the pieces between two ranks in a lane are always
@@ -17,6 +18,8 @@ those that are expected, and need no tags.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from hpcpar.comm.operation import Operation
 from hpcpar.transport.interface import Octets
@@ -47,8 +50,13 @@ ALIGNED = 64
 
 DIRECT = 1 << 63
 """In a place: not a piece, but the whole message where the sender has it."""
+PRIVATE = 1 << 62
+"""In a direct place: what remains is an address in the sender's private memory."""
 SERIAL_SHIFT = 40
-"""In a place: below, where in the memory; above, the number of the memory. 0 is the arena."""
+"""In other places: below, where in the memory; above, the number of the memory. 0 is the arena."""
+
+SHARED_FROM_NBYTES = 8 * KiB
+"""Below, an array that the others can see is sooner laid out than the sender has waited for its readers."""
 
 Hazard = tuple[int, int]
 """Word of a tail, and what it must have come to before a slot is written again."""
@@ -85,7 +93,7 @@ class Lane:
         self.sent = [0] * size
         self.taken = [0] * size
         self.regions = 1
-        self.hazards: list[tuple[Hazard, ...]] = [()] * SLOTS
+        self.hazards: list[Sequence[Hazard]] = [()] * SLOTS
         self._stage = arena.control_nbytes + (number * size + arena.rank) * arena.stage
 
     def join(self, operation: Operation) -> None:
@@ -122,19 +130,24 @@ class Arena:
     local         of each of them, its number here
     stage         bytes of a rank's stage in a lane
     arrays        arrays that were allocated for these ranks to read, by number; the same on all of them
+    pids          of these ranks, where each may read the others' private memory; else empty
     """
 
-    def __init__(self, segment: Segment, rank: int, ranks: Sequence[int], stage: int) -> None:
+    def __init__(
+        self, segment: Segment, rank: int, ranks: Sequence[int], stage: int, pids: Sequence[int] = ()
+    ) -> None:
         self.rank = rank
         self.size = len(ranks)
         self.ranks = tuple(ranks)
         self.local = {r: number for number, r in enumerate(ranks)}
         self.stage = stage
+        self.pids = tuple(pids)
         self.words = segment.words
         self.control_nbytes = LANES * self.size * self.size * PAIR_WORDS * WORD_NBYTES
         self.arrays: dict[int, Segment] = {}
         self._made = 0
         self._octets = segment.octets
+        self._landing = np.empty(0, dtype=np.uint8)
         self.lanes = tuple(Lane(self, number) for number in range(LANES))
 
     def slot_nbytes(self, regions: int) -> int:
@@ -158,13 +171,21 @@ class Arena:
                 return number
         return None
 
-    def place_of(self, octets: Octets) -> int | None:
-        """Where the other ranks can read these bytes as they are; None: nowhere."""
+    def place_of(self, octets: Octets, private_from_nbytes: int) -> int | None:
+        """Where the other ranks can read these bytes as they are, if that is worth while; None: nowhere."""
         number = self.array_number(octets) if self.arrays else None
-        if number is None:
-            return None
-        offset: int = octets.__array_interface__["data"][0] - self.arrays[number].address
-        return DIRECT | number << SERIAL_SHIFT | offset
+        address: int = octets.__array_interface__["data"][0]
+        if number is not None and octets.size >= SHARED_FROM_NBYTES:
+            return DIRECT | number << SERIAL_SHIFT | address - self.arrays[number].address
+        if self.pids and octets.size >= private_from_nbytes:
+            return DIRECT | PRIVATE | address
+        return None
+
+    def landing(self, nbytes: int) -> Octets:
+        """Memory for what comes from private memory and goes at once into a sum; always the same."""
+        if self._landing.size < nbytes:
+            self._landing = np.empty(nbytes, dtype=np.uint8)
+        return self._landing[:nbytes]
 
     def memory(self, place: int, nbytes: int) -> Octets:
         """The bytes at a place that a rank has named."""

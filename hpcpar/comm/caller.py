@@ -407,10 +407,10 @@ class Caller(ABC):
         seen = self._seen.get(name)
         if seen is not None:
             recipe, of_array, of_other = seen
-            if recipe.is_closed:
+            if is_still(of_array, array) and (of_other is None or is_still(of_other, other)):
+                if not recipe.is_closed:
+                    return recipe
                 del self._seen[name]
-            elif is_still(of_array, array) and (of_other is None or is_still(of_other, other)):
-                return recipe
         found = None if self._checked else self._recipes.get(self._key(collective, meaning, array, other))
         if found is not None and found.is_alive:
             self._see(name, found, array, other)

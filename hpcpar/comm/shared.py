@@ -13,13 +13,14 @@ A step is proved safe when messages that are combined land elsewhere first. Here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import lru_cache, partial
 from itertools import groupby
 
 from hpcpar.algorithms.catalogue import Algorithm
 from hpcpar.algorithms.placement import Nodes
-from hpcpar.comm.arena import DIRECT, PLACES, SLOTS, TAIL, Arena, Hazard, Lane
+from hpcpar.algorithms.step import Space
+from hpcpar.comm.arena import DIRECT, PLACES, PRIVATE, SLOTS, TAIL, Arena, Hazard, Lane
 from hpcpar.comm.operation import (
     BoundStep,
     Message,
@@ -34,12 +35,18 @@ from hpcpar.comm.operation import (
     packing,
 )
 from hpcpar.transport.interface import Exchange, Octets
-from hpcpar.units import KiB
-
-DIRECT_FROM_NBYTES = 8 * KiB
-"""Below, a piece is sooner copied than the sender has waited until it is read."""
+from hpcpar.transport.peer_memory import reading
+from hpcpar.units import KiB, MiB
 
 RANKS_LOOKED_AT = 32
+
+PRIVATE_FROM_NBYTES = 16 * KiB
+"""Below, a message is sooner laid out and taken from there than the kernel has copied it."""
+FRESH_FROM_NBYTES = 1 * MiB
+"""The same for what has just been written: that is in this core's cache, and has to leave it either way."""
+
+LOOKS = 8
+"""At a word between two pauses: a look costs 40 ns."""
 
 PLACES_REMEMBERED = 8
 """Places of one piece for which the folding is remembered; a sender has few for the same message."""
@@ -83,16 +90,16 @@ class _Sending:
         self.pieces = len(cut)
         self._lane = lane
         self._words = lane.arena.words
-        self._place = place
+        self.place = place
         self._earlier = [sending for sending in earlier if set(sending.to) & set(to)]
-        self._awaited: list[Hazard] = []
+        self.awaited: list[Hazard] = []
         self._cut = cut
         self._spaces = spaces
         self._first_slot = first_slot
         self._slot_nbytes = slot_nbytes
         self._prepared: list[tuple[Callable[[], None], int, int]] = []
         self.heads = tuple((rank, lane.heads_out[rank], lane.heads_out[rank] + TAIL) for rank in to)
-        self.is_quick = self.pieces == 1 and place is None and not self._earlier
+        self.is_quick = (self.pieces == 1 or place is not None) and not self._earlier
 
     def begin(self) -> None:
         self.next = 0
@@ -100,25 +107,25 @@ class _Sending:
     def advance(self) -> bool:
         """Lay out what there is room for; True when there is nothing left to do or to wait for."""
         if self.next < self.pieces and all(sent.next == sent.pieces for sent in self._earlier):
-            if self._place is None:
+            if self.place is None:
                 while self.next < self.pieces and self._lay_out():
                     self.next += 1
             elif self._has_room():
                 # The array is the caller's again only when all have read it.
-                self._awaited = list(self._publish(self._place))
+                self.awaited = self._publish(self.place)
                 self.next = self.pieces
         if self.next < self.pieces:
             return False
-        while self._awaited:
-            tail, count = self._awaited[-1]
+        while self.awaited:
+            tail, count = self.awaited[-1]
             if self._words[tail] < count:
                 return False
-            self._awaited.pop()
+            self.awaited.pop()
         return True
 
     def waiting_for(self) -> set[int]:
         words, sent = self._words, self._lane.sent
-        if self.next == self.pieces and not self._awaited:
+        if self.next == self.pieces and not self.awaited:
             return set()
         return {rank for rank, _, tail in self.heads if words[tail] < sent[rank]}
 
@@ -141,6 +148,8 @@ class _Sending:
         return self._prepared[number]
 
     def _prepare(self, number: int) -> tuple[Callable[[], None], int, int]:
+        if self.place is not None:
+            return _nothing, self._first_slot, self.place
         region = self._first_slot // SLOTS * SLOTS
         slot = region + (self._first_slot + number) % SLOTS
         place = self._lane.slot_place(slot, self._slot_nbytes)
@@ -157,7 +166,7 @@ class _Sending:
         words, sent = self._words, self._lane.sent
         return all(words[tail] > sent[rank] - PLACES for rank, _, tail in self.heads)
 
-    def _publish(self, place: int) -> tuple[Hazard, ...]:
+    def _publish(self, place: int) -> list[Hazard]:
         words, sent = self._words, self._lane.sent
         published = []
         for rank, head, tail in self.heads:
@@ -166,7 +175,7 @@ class _Sending:
             words[head + 1 + count % PLACES] = place
             words[head] = count  # after the place: whoever sees the count sees the place
             published.append((tail, count))
-        return tuple(published)
+        return published
 
 
 class _Receiving:
@@ -199,7 +208,8 @@ class _Receiving:
         self.heads = tuple((source, lane.heads_in[source]) for source in self.sources)
         self._places = (0,) * len(messages)
         self._folds: dict[int, dict[tuple[int, ...], Callable[[], None]]] = {}
-        self.is_quick = self.pieces == 1 and not self._earlier
+        self.wholes: dict[tuple[int, ...], Callable[[], None]] = {}
+        self.is_quick = not self._earlier
 
     def begin(self) -> None:
         self.next = 0
@@ -248,6 +258,15 @@ class _Receiving:
         self._places = tuple(places)
         return True
 
+    def whole(self, places: tuple[int, ...]) -> Callable[[], None] | None:
+        """What brings everything in, if it lies in these places; None where there are pieces to come."""
+        fold = self.wholes.get(places)
+        if fold is None and (self.pieces == 1 or all(place & DIRECT for place in places)):
+            if len(self.wholes) >= PLACES_REMEMBERED:
+                self.wholes.clear()
+            fold = self.wholes[places] = self.fold(-1 if places[0] & DIRECT else 0, places)
+        return fold
+
     def fold(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
         """What brings the pieces of that number in from these places; -1: the whole messages."""
         by_places = self._folds.setdefault(number, {})
@@ -259,21 +278,44 @@ class _Receiving:
         return fold
 
     def _prepare(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
-        runs = self._message.runs if number < 0 else self._cut[number]
+        if number >= 0:
+            return _all(self._taking_in(self._cut[number], number, places))
+        if any(place & PRIVATE for place in places) and self._message.combine:
+            # In pieces, so that what was copied is still in the cache when it is summed.
+            by_piece = (self._taking_in(runs, at, places) for at, runs in enumerate(self._cut))
+            return _all([call for calls in by_piece for call in calls])
+        return _all(self._taking_in(self._message.runs, 0, places))
+
+    def _taking_in(
+        self, runs: tuple[Run, ...], number: int, places: tuple[int, ...]
+    ) -> list[Callable[[], None]]:
+        """What brings in piece `number`, which are these runs, or a whole message; called in this order."""
+        arena, combine = self._arena, self._message.combine
         count = sum(stop - start for _, start, stop in runs)
         nbytes = count * itemsize_of(self._spaces)
-        offset = max(0, number) * self._slot_nbytes
-        landed = []
-        for source, place in zip(self.sources, places, strict=True):
-            begin = place + offset if place & DIRECT else place
-            message = Message(source, runs, count, self._message.combine)
-            landed.append((message, self._arena.memory(begin, nbytes)))
-        return _all(list(folds(self._spaces, landed, self._op)))
+        offset = number * self._slot_nbytes
+        calls: list[Callable[[], None]] = []
+        landed: list[tuple[Message, Octets]] = []
+        for at, (source, place) in enumerate(zip(self.sources, places, strict=True)):
+            message = Message(source, runs, count, combine)
+            if not place & PRIVATE:
+                landed.append((message, arena.memory(place + offset if place & DIRECT else place, nbytes)))
+                continue
+            address = (place & ~(DIRECT | PRIVATE)) + offset
+            if combine:
+                memory = arena.landing(len(places) * self._slot_nbytes)[at * self._slot_nbytes :][:nbytes]
+                calls += reading(arena.pids[source], address, [memory])
+                landed.append((message, memory))
+            else:
+                calls += reading(arena.pids[source], address, [octets_of(self._spaces, run) for run in runs])
+        return [*calls, *folds(self._spaces, landed, self._op)]
 
 
 class SharedStep:
     """A step of a plan whose messages between ranks of this node go through shared memory.
 
+    number      of the step in its plan
+    fresh       spaces that the plan receives into: what is sent from them has just been written
     elsewhere   the same step's messages to and from other nodes; None: there are none
 
     It is its own exchange: messages are taken in while it is tested.
@@ -287,6 +329,7 @@ class SharedStep:
         op: str,
         regions: int,
         number: int,
+        fresh: Set[Space],
         elsewhere: BoundStep | None = None,
     ) -> None:
         local = lane.arena.local
@@ -297,10 +340,15 @@ class SharedStep:
         self._copies = [copying(octets_of(spaces, t), octets_of(spaces, s)) for s, t in planned.copies]
         landing = _Landing(planned, local, spaces)
         slot_nbytes = lane.arena.slot_nbytes(regions)
-        self._sendings = _sendings(lane, planned, spaces, regions, slot_nbytes, number)
+        self._sendings = _sendings(lane, planned, spaces, regions, slot_nbytes, number, fresh)
         self._receivings = _receivings(lane, landing, op, slot_nbytes, self._sendings)
         self._folds = list(folds(spaces, landing.landed, op))
         self._open: list[_Sending | _Receiving] = []
+        self._words = lane.arena.words
+        # What `at_once` looks at, without a detour.
+        self._outgoing: list[tuple[Callable[[], None], int, int, tuple[tuple[int, int, int], ...]]] = []
+        self._incoming = [(part, part.heads, part.wholes) for part in self._receivings]
+        self._lends = any(sending.place is not None for sending in self._sendings)
         self.pieces = sum(part.pieces for part in self._parts())
         self._is_quick = elsewhere is None and all(part.is_quick for part in self._parts())
 
@@ -323,40 +371,45 @@ class SharedStep:
         if not self._is_quick or self._regions != lane.regions:
             self.post()
             return self._ends_now()
-        words, sent, taken = lane.arena.words, lane.sent, lane.taken
+        if not self._outgoing and self._sendings:
+            self._outgoing = [(*sending.piece(0), sending.heads) for sending in self._sendings]
+        words, sent, taken, hazards = self._words, lane.sent, lane.taken, lane.hazards
         for copy in self._copies:
             copy()
-        for done, sending in enumerate(self._sendings):
-            lay_out, slot, place = sending.piece(0)
-            for tail, count in lane.hazards[slot]:
+        for done, (lay_out, slot, place, heads) in enumerate(self._outgoing):
+            for tail, count in hazards[slot]:
                 if words[tail] < count:
                     return self._goes_on(done, 0)
-            for rank, _, tail in sending.heads:
+            published = []
+            for rank, _, tail in heads:
                 if words[tail] <= sent[rank] - PLACES:
                     return self._goes_on(done, 0)
             lay_out()
-            published = []
-            for rank, head, tail in sending.heads:
+            for rank, head, tail in heads:
                 count = sent[rank] = sent[rank] + 1
                 words[head + 1 + count % PLACES] = place
                 words[head] = count
                 published.append((tail, count))
-            lane.hazards[slot] = tuple(published)
-        for done, receiving in enumerate(self._receivings):
+            hazards[slot] = published
+        for done, (receiving, sources, wholes) in enumerate(self._incoming):
             places: tuple[int, ...] = ()
-            for source, head in receiving.heads:
+            for source, head in sources:
                 count = taken[source] + 1
-                attempt = 0
-                while words[head] < count:
-                    attempt += 1
-                    if attempt > attempts:
-                        return self._goes_on(len(self._sendings), done)
-                    pause(attempt)
+                if words[head] < count and not _comes_to(words, head, count, attempts, pause):
+                    return self._goes_on(len(self._sendings), done)
                 places += (words[head + 1 + count % PLACES],)
-            receiving.fold(0, places)()
-            for source, head in receiving.heads:
+            fold = wholes.get(places) or receiving.whole(places)
+            if fold is None:
+                return self._goes_on(len(self._sendings), done)
+            fold()
+            for source, head in sources:
                 count = taken[source] = taken[source] + 1
                 words[head + TAIL] = count
+        if self._lends:
+            for sending in self._sendings:
+                for tail, count in lane.hazards[sending.piece(0)[1]] if sending.place is not None else ():
+                    if words[tail] < count and not _comes_to(words, tail, count, attempts, pause):
+                        return self._goes_on(len(self._sendings), len(self._receivings))
         for fold in self._folds:
             fold()
         return True
@@ -401,9 +454,13 @@ class SharedStep:
         ended: list[_Sending | _Receiving] = [*self._sendings[:sent], *self._receivings[:received]]
         for part in ended:
             part.next = part.pieces
-        self._open = [*self._sendings[sent:], *self._receivings[received:]]
-        for part in self._open:
+        lent = [sending for sending in self._sendings[:sent] if sending.place is not None]
+        for sending in lent:
+            sending.awaited = list(self._lane.hazards[sending.piece(0)[1]])
+        rest: list[_Sending | _Receiving] = [*self._sendings[sent:], *self._receivings[received:]]
+        for part in rest:
             part.begin()
+        self._open = [*lent, *rest]
         return False
 
     def _parts(self) -> list[_Sending | _Receiving]:
@@ -443,7 +500,13 @@ def _overlap(a: Run, b: Run) -> bool:
 
 
 def _sendings(
-    lane: Lane, planned: PlannedStep, spaces: Spaces, regions: int, slot_nbytes: int, number: int
+    lane: Lane,
+    planned: PlannedStep,
+    spaces: Spaces,
+    regions: int,
+    slot_nbytes: int,
+    number: int,
+    fresh: Set[Space],
 ) -> list[_Sending]:
     """The step's sends on this node; the same range for several peers is laid out once."""
     arena = lane.arena
@@ -457,19 +520,21 @@ def _sendings(
         cut = list(_cut(runs, most))
         first_slot = region % regions * SLOTS + (number % SLOTS if len(cut) == 1 else 0)
         to = [arena.local[message.peer] for message in messages]
-        place = _place(arena, planned, spaces, runs)
+        place = _place(arena, planned, spaces, runs, fresh)
         sendings.append(
             _Sending(lane, messages[0], to, cut, spaces, first_slot, slot_nbytes, place, sendings)
         )
     return sendings
 
 
-def _place(arena: Arena, planned: PlannedStep, spaces: Spaces, runs: tuple[Run, ...]) -> int | None:
+def _place(
+    arena: Arena, planned: PlannedStep, spaces: Spaces, runs: tuple[Run, ...], fresh: Set[Space]
+) -> int | None:
     """Where the peers can read what is sent without its being laid out, if that is worth while."""
     if len(runs) != 1 or any(_overlap(r, runs[0]) for message in planned.receives for r in message.runs):
         return None
-    octets = octets_of(spaces, runs[0])
-    return arena.place_of(octets) if octets.size >= DIRECT_FROM_NBYTES else None
+    limit = FRESH_FROM_NBYTES if runs[0][0] in fresh else PRIVATE_FROM_NBYTES
+    return arena.place_of(octets_of(spaces, runs[0]), limit)
 
 
 def _receivings(
@@ -514,6 +579,20 @@ def _begins(start: int, stop: int, first: int, most: int) -> Iterator[int]:
     yield from range(start + first, stop, most)
 
 
+def _comes_to(words: memoryview, word: int, count: int, attempts: int, pause: Callable[[int], None]) -> bool:
+    """Wait for a word of shared memory; False when it takes longer than some attempts."""
+    for attempt in range(attempts):
+        for _ in range(LOOKS):
+            if words[word] >= count:
+                return True
+        pause(attempt)
+    return words[word] >= count
+
+
+def _nothing() -> None:
+    """What there is to lay out of a message that is read where it is."""
+
+
 def _all(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
     return calls[0] if len(calls) == 1 else partial(_each, calls)
 
@@ -525,4 +604,9 @@ def _each(calls: Sequence[Callable[[], None]]) -> None:
 
 def shared_steps(lane: Lane, planned: Plan, spaces: Spaces, op: str, regions: int) -> list[SharedStep]:
     """The plan's steps on this memory, in this lane."""
-    return [SharedStep(lane, step, spaces, op, regions, number) for number, step in enumerate(planned.steps)]
+    receives = [message for step in planned.steps for message in step.receives]
+    fresh = {space for message in receives for space, _, _ in message.runs}
+    return [
+        SharedStep(lane, step, spaces, op, regions, number, fresh)
+        for number, step in enumerate(planned.steps)
+    ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpcpar.comm.arena import ALIGNED, Arena, arena_nbytes, stage_nbytes
 from hpcpar.errors import OperationError, SharedMemoryError
-from hpcpar.transport import shared_memory
+from hpcpar.transport import peer_memory, shared_memory
 from hpcpar.transport.buffers import bind, from_octets, itemsize_of_dtype
 from hpcpar.transport.shared_memory import Segment
 
@@ -30,7 +33,18 @@ def open_arena(comm: Communicator, stage: int | None = None) -> Arena | None:
     ranks = range(comm.size)
     stage = stage or stage_nbytes(comm.size)
     segment = _map_together(comm, arena_nbytes(comm.size, stage))
-    return None if segment is None else Arena(segment, comm.rank, ranks, stage)
+    return None if segment is None else Arena(segment, comm.rank, ranks, stage, _pids_to_read(comm))
+
+
+def _pids_to_read(comm: Communicator) -> list[int]:
+    """The processes of the ranks, if each can read every other's memory; else none. Collective."""
+    quiet = comm.unchecked("shared memory")
+    peer_memory.allow()
+    sample = np.frombuffer(os.urandom(16), dtype=np.uint8)
+    mine = os.getpid(), sample.ctypes.data, sample.tobytes()
+    all_samples = quiet.allgather_object(mine)
+    readable = all(quiet.allgather_object(all(peer_memory.can_read(*of_peer) for of_peer in all_samples)))
+    return [pid for pid, _, _ in all_samples] if readable else []
 
 
 def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtype: Any) -> Any:

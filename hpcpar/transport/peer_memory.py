@@ -1,0 +1,76 @@
+"""Read another process's memory without its help: one copy by the kernel, where a stage would take two.
+
+Linux calls it cross-memory attach (process_vm_readv(2), since 3.2). It is allowed between processes of one
+user; where Yama restricts that to descendants, a process may let others in, which `allow` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hpcpar.errors import PeerFailedError
+from hpcpar.transport.interface import Octets
+
+MOST_AT_ONCE_NBYTES = 2**30
+"""Of one call; the kernel moves at most 2 GiB."""
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class _Range(ctypes.Structure):
+    """`struct iovec`: where memory begins, and its bytes."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_read: Any = getattr(_libc, "process_vm_readv", None)
+"""None where there is no Linux."""
+if _read is not None:
+    _ranges = (ctypes.POINTER(_Range), ctypes.c_ulong)
+    _read.restype = ctypes.c_ssize_t
+    _read.argtypes = [ctypes.c_int, *_ranges, *_ranges, ctypes.c_ulong]
+
+
+def allow() -> None:
+    """Let other processes of this user read this one's memory, where that needs to be said."""
+    if _read is not None:
+        _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def can_read(pid: int, address: int, expected: bytes) -> bool:
+    """Whether these bytes are what is read there."""
+    if _read is None:
+        return False
+    found = ctypes.create_string_buffer(len(expected))
+    here = _Range(ctypes.addressof(found), len(expected))
+    there = _Range(address, len(expected))
+    return _read(pid, here, 1, there, 1, 0) == len(expected) and found.raw == expected
+
+
+def reading(pid: int, address: int, targets: Sequence[Octets]) -> list[Callable[[], None]]:
+    """What fills the targets, one after the other, from memory that begins at `address` there.
+
+    errors   PeerFailedError, when called, if the memory or the process is not there
+    """
+    calls: list[Callable[[], None]] = []
+    for target in targets:
+        begin = target.__array_interface__["data"][0]
+        for at in range(0, target.size, MOST_AT_ONCE_NBYTES):
+            nbytes = min(MOST_AT_ONCE_NBYTES, target.size - at)
+            here, there = _Range(begin + at, nbytes), _Range(address + at, nbytes)
+            calls.append(partial(_fill, pid, here, there, nbytes))
+        address += target.size
+    return calls
+
+
+def _fill(pid: int, here: _Range, there: _Range, nbytes: int) -> None:
+    found = _read(pid, here, 1, there, 1, 0)
+    if found != nbytes:
+        reason = os.strerror(ctypes.get_errno()) if found < 0 else f"only {found} were there"
+        raise PeerFailedError(f"{nbytes} bytes could not be read from process {pid} of this node: {reason}")
