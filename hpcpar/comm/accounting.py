@@ -11,6 +11,7 @@ class TrafficRow:
     """What one rank did in one kind of collective.
 
     seconds_waited   time its program stood still in it: blocking calls, and waits for handles
+    calls_by_mpi     of the calls, those that were left to MPI, whose messages and bytes nobody can count
     """
 
     collective: str
@@ -19,6 +20,7 @@ class TrafficRow:
     nbytes_sent: int = 0
     nbytes_received: int = 0
     seconds_waited: float = 0.0
+    calls_by_mpi: int = 0
 
 
 class Traffic:
@@ -26,6 +28,8 @@ class Traffic:
 
     Messages within the rank itself and messages of no bytes are not messages, except the empty
     ones that a barrier is made of. The agreements of checked mode are counted as 'agreement'.
+    Collectives that are left to MPI ("native") count as calls, without messages or bytes: MPI does
+    not tell what it sends.
     """
 
     def __init__(self) -> None:

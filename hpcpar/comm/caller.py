@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 
 from hpcpar import partition
+from hpcpar.algorithms.catalogue import Algorithm
 from hpcpar.algorithms.step import Space
+from hpcpar.comm import native
 from hpcpar.comm.accounting import Trace, Traffic, TrafficRow
 from hpcpar.comm.compiled import LANE_TAGS, LARGEST_NBYTES, Lane, LaneGroup, Lanes
 from hpcpar.comm.operation import BoundStep, LooseStep, Offsets, Operation, Plan, ScratchPool, plan
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
-from hpcpar.comm.select import choose, segments_for
+from hpcpar.comm.select import ANY, NATIVE, choose, segments_for
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, bind, fingerprint
-from hpcpar.transport.interface import COLLECTIVE_TAGS, Transport
+from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
 
 Spaces = dict[Space, HostBuffer]
 
@@ -154,13 +156,44 @@ class Caller(ABC):
         self.size = transport.size
 
     def algorithm_for(
-        self, collective: str, nbytes: int, *, uneven: bool = False, named: str | None = None
+        self,
+        collective: str,
+        nbytes: int,
+        *,
+        uneven: bool = False,
+        named: str | None = None,
+        dtype: str = ANY,
+        op: str = "sum",
     ) -> str:
         """Name of the algorithm that a collective of `nbytes`, of the whole array, would run by.
 
         uneven   the ranks' pieces are not equally large
         named    what the caller of the collective would ask for
+        dtype    element type; ANY: one that every algorithm can do
+        errors   OperationError where the collective would raise it
         """
+        return self._choose(collective, nbytes, uneven=uneven, named=named, dtype=dtype, op=op).name
+
+    def native_obstacle(
+        self, collective: str, nbytes: int, *, dtype: str = ANY, op: str = "sum"
+    ) -> str | None:
+        """Why algorithm="native", MPI's own, cannot do such a collective here; None: it can."""
+        dtype = "float64" if dtype == ANY else dtype
+        return native.obstacle(self._transport, collective, op, dtype, nbytes, named=True)
+
+    def _choose(
+        self,
+        collective: str,
+        nbytes: int,
+        *,
+        uneven: bool,
+        named: str | None,
+        dtype: str,
+        op: str,
+        same_everywhere: bool = True,
+    ) -> Algorithm:
+        known = "float64" if dtype == ANY else dtype
+        whole = nbytes if same_everywhere else None
         return choose(
             collective,
             nbytes,
@@ -168,7 +201,9 @@ class Caller(ABC):
             named=named,
             overrides=self._family.overrides,
             table=self._table,
-        ).name
+            dtype=dtype,
+            obstacle=native.obstacle(self._transport, collective, op, known, whole, named=named is not None),
+        )
 
     def choose_by(self, tuning: Tuning) -> None:
         """Choose by these tables from now on, here and on all that will be split. The same on every rank."""
@@ -223,15 +258,24 @@ class Caller(ABC):
             fill(*first)
         whole = next(iter(spaces.values()), NOTHING)
         nbytes = whole.octets.size
-        algorithm = choose(
+        algorithm = self._choose(
             call.collective,
             nbytes,
             uneven=uneven,
             named=call.algorithm,
-            overrides=self._family.overrides,
-            table=self._table,
             dtype=whole.dtype,
+            op=call.op,
+            same_everywhere=same_everywhere,
         )
+
+        def on_done() -> None:
+            if averaged is not None:
+                finish(call.op, averaged, self.size)
+            if write_back is not None:
+                write_back()
+
+        if algorithm.name == NATIVE:
+            return self._start_native(call, spaces, offsets, result, on_done, even=not uneven)
         segments = segments_for(algorithm, nbytes)
         if offsets is not None and segments > 1:
             offsets = tuple((space, partition.refined(edges, segments)) for space, edges in offsets)
@@ -241,13 +285,6 @@ class Caller(ABC):
         if work_chunks:
             cut, spaces = _with_work(cut, spaces, work_chunks)
         planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, cut, self._transport.nodes)
-
-        def on_done() -> None:
-            if averaged is not None:
-                finish(call.op, averaged, self.size)
-            if write_back is not None:
-                write_back()
-
         lane = None
         if self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:
             signature = (call.collective, algorithm.name, call.root, call.op, whole.dtype, cut)
@@ -257,6 +294,26 @@ class Caller(ABC):
                 self._remember(call, group, planned, spaces, first, averaged)
         return self._go(
             call.collective, planned, spaces, result, on_done, op=call.op, by=algorithm.name, lane=lane
+        )
+
+    def _start_native(
+        self,
+        call: Call,
+        spaces: Spaces,
+        offsets: Offsets | None,
+        result: Callable[[], Any],
+        on_done: Callable[[], None],
+        *,
+        even: bool,
+    ) -> Handle:
+        """Leave the call to MPI, as an operation of one step."""
+        data = next(iter(spaces.values()))
+        asked = NativeCall(call.collective, None, data, op=call.op, root=call.root or 0, even=even)
+        roll = native.Roll(self._family.watch, self._transport.world_ranks, self.name, self._calls[0])
+        step = native.native_step(self._transport, roll, asked, spaces, offsets)
+        self.traffic.row(self._label or call.collective).calls_by_mpi += 1
+        return self._go(
+            call.collective, native.NOT_COUNTED, spaces, result, on_done, op=call.op, by=NATIVE, steps=(step,)
         )
 
     def _remember(
@@ -343,9 +400,13 @@ class Caller(ABC):
         row: str | None = None,
         tag: int | None = None,
         lane: Lane | None = None,
+        steps: Sequence[BoundStep] | None = None,
         expected_nbytes: int | None = None,
     ) -> Handle:
-        """Make the operation, count it, trace it, and bring it as far as it goes without waiting."""
+        """Make the operation, count it, trace it, and bring it as far as it goes without waiting.
+
+        steps   what is done; None: the plan's, on this memory
+        """
         number = self._calls[0]
         if tag is None:
             tag = number % LANE_TAGS if lane is None else lane.tag
@@ -372,7 +433,7 @@ class Caller(ABC):
 
         operation = Operation(
             self._transport,
-            self._bound(planned, spaces, op, tag, lane),
+            self._bound(planned, spaces, op, tag, lane) if steps is None else steps,
             ended,
             what=what,
             number=number,
