@@ -75,6 +75,7 @@ class Call:
     """One collective as it is being asked for.
 
     described   what all ranks must agree on, beside the collective's name, root and algorithm
+    factor      what a reduction is multiplied by at its end, where it says what is `averaged`
     key         what a blocking call with the same meaning on the same memory would have, too; None if
                 nothing can be remembered of it
     """
@@ -85,6 +86,7 @@ class Call:
     algorithm: str | None = None
     described: str = ""
     key: Hashable = None
+    factor: float = 1.0
 
     def __str__(self) -> str:
         root = "" if self.root is None else f", root={self.root}"
@@ -242,6 +244,7 @@ class Caller(ABC):
         uneven: bool = False,
         same_everywhere: bool = True,
         first: tuple[HostBuffer, HostBuffer] | None = None,
+        prepare: Callable[[], None] | None = None,
         averaged: HostBuffer | None = None,
         write_back: Callable[[], None] | None = None,
     ) -> Handle:
@@ -251,7 +254,8 @@ class Caller(ABC):
         uneven       the pieces of the ranks are not equally large
         same_everywhere  every rank passes the same offsets, so that calls can be told apart by them
         first        (target, source) of a copy to begin with
-        averaged     what an average divides at the end
+        prepare      what else is to be done before; such a call must have no key
+        averaged     what is divided or multiplied at the end
         write_back   brings a result from host memory to where the caller has it
         """
         if first is not None:
@@ -267,10 +271,12 @@ class Caller(ABC):
             op=call.op,
             same_everywhere=same_everywhere,
         )
+        if prepare is not None:
+            prepare()
 
         def on_done() -> None:
             if averaged is not None:
-                finish(call.op, averaged, self.size)
+                finish(call.op, averaged, self.size, call.factor)
             if write_back is not None:
                 write_back()
 

@@ -18,13 +18,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hpcpar import partition
 from hpcpar.comm.caller import Call, Caller, bind_out, fill, typed
+from hpcpar.comm.compressed import Compressed
 from hpcpar.comm.progress import Handle
-from hpcpar.comm.reductions import require_op
+from hpcpar.comm.reductions import require_op, scale
+from hpcpar.comm.scaling import Factors, Rescaling, is_plain
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, bind, empty_like, flat
 
@@ -33,40 +36,88 @@ class Collectives(Caller):
     """Reductions, gathers, scatters, exchanges and the barrier."""
 
     def start_allreduce(
-        self, buffer: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None
+        self,
+        buffer: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: str | None = None,
     ) -> Handle:
         """Every rank gets the reduction of all ranks' buffers.
 
-        buffer   same shape and element type on every rank
-        op       sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
-        result   out, or buffer when out is None
-        errors   OperationError, BufferTypeError; in checked mode MismatchError on every rank
+        buffer            same shape and element type on every rank
+        op                sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
+        prescale_factor   what every rank's buffer is multiplied by first, and
+        postscale_factor  what the result is multiplied by; how it rounds: `hpcpar/comm/scaling.py`
+        compression       float16 or bfloat16: what float32 and float64 travel and are summed as, within the
+                          error that `hpcpar/comm/compressed.py` states; a rank alone sends and loses nothing
+        result            out, or buffer when out is None
+        errors            OperationError, BufferTypeError; in checked mode MismatchError on every rank
         """
-        key = self._key("allreduce", (op, algorithm), buffer, out)
+        plain = is_plain(prescale_factor, postscale_factor, compression)
+        key = self._key("allreduce", (op, algorithm), buffer, out) if plain else None
         with self._asking(Call("allreduce", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
             target = source if out is None else bind_out(out, source.host.count, source.host.dtype)
             require_op(op, source.host.dtype)
-            call.described = f"{typed(buffer, source.host)}, op={op}"
+            rescaling = Rescaling.of(prescale_factor, postscale_factor, compression)
+            factors = rescaling.factors(op, source.host.dtype)
+            call.described = f"{typed(buffer, source.host)}, op={op}{rescaling}"
+        result = buffer if out is None else out
+        if compression is not None and self.size > 1:
+            packed = Compressed(source.host, target, compression, factors, self._family.scratch)
+            return self._start_compressed(call, packed, result)
+        call.factor = factors.after
         return self._start(
             call,
             {"data": target.host},
             None,
-            lambda: buffer if out is None else out,
+            lambda: result,
             first=(target.host, source.host),
+            prepare=_prescaling(target.host, factors),
             averaged=target.host,
             write_back=target.write_back,
         )
 
+    def _start_compressed(self, call: Call, packed: Compressed, result: Any) -> Handle:
+        return self._start(
+            call,
+            {"data": packed.encoded},
+            None,
+            lambda: result,
+            prepare=packed.encode,
+            write_back=lambda: packed.decode(call.op, self.size),
+        )
+
     def allreduce(
-        self, buffer: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None
+        self,
+        buffer: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: str | None = None,
     ) -> Any:
         """`start_allreduce` and wait."""
-        recipe = self._recipe(self._key("allreduce", (op, algorithm), buffer, out))
-        if recipe is not None:
-            self._run(recipe)
-            return buffer if out is None else out
-        return self.start_allreduce(buffer, op, out=out, algorithm=algorithm).wait()
+        if is_plain(prescale_factor, postscale_factor, compression):
+            recipe = self._recipe(self._key("allreduce", (op, algorithm), buffer, out))
+            if recipe is not None:
+                self._run(recipe)
+                return buffer if out is None else out
+        return self.start_allreduce(
+            buffer,
+            op,
+            out=out,
+            algorithm=algorithm,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            compression=compression,
+        ).wait()
 
     def start_reduce_scatter(
         self,
@@ -76,15 +127,18 @@ class Collectives(Caller):
         counts: Sequence[int] | None = None,
         out: Any = None,
         algorithm: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
     ) -> Handle:
         """Rank r gets the r-th piece of the reduction of all ranks' buffers.
 
-        counts   elements of each rank's piece; None: as equal as can be, larger ones first
-        result   out; or, when out is None, this rank's piece as a flat view of buffer, whose other
-                 pieces then hold partial sums
+        counts            elements of each rank's piece; None: as equal as can be, larger ones first
+        prescale_factor, postscale_factor   as of an all-reduce
+        result            out; or, when out is None, this rank's piece as a flat view of buffer, whose
+                          other pieces then hold partial sums
         """
         key = None
-        if out is None:
+        if out is None and is_plain(prescale_factor, postscale_factor, None):
             key = self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer)
         with self._asking(Call("reduce_scatter", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
@@ -92,7 +146,10 @@ class Collectives(Caller):
             own = partition.offsets(pieces)[self.rank : self.rank + 2]
             target = None if out is None else bind_out(out, pieces[self.rank], source.host.dtype)
             require_op(op, source.host.dtype)
-            call.described = f"{typed(buffer, source.host)}, op={op}, counts={list(pieces)}"
+            rescaling = Rescaling.of(prescale_factor, postscale_factor, None)
+            factors = rescaling.factors(op, source.host.dtype)
+            call.described = f"{typed(buffer, source.host)}, op={op}{rescaling}, counts={list(pieces)}"
+        call.factor = factors.after
         data = source.host if target is None else source.host.copy()
         total = data.part(own[0], own[1])
 
@@ -109,6 +166,7 @@ class Collectives(Caller):
             (("data", partition.offsets(pieces)),),
             lambda: flat(buffer)[own[0] : own[1]] if out is None else out,
             uneven=_uneven(pieces),
+            prepare=_prescaling(data, factors),
             averaged=total,
             write_back=deliver,
         )
@@ -121,16 +179,26 @@ class Collectives(Caller):
         counts: Sequence[int] | None = None,
         out: Any = None,
         algorithm: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
     ) -> Any:
         """`start_reduce_scatter` and wait."""
-        if out is None:
+        if out is None and is_plain(prescale_factor, postscale_factor, None):
             recipe = self._recipe(self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer))
             if recipe is not None:
                 self._run(recipe)
                 whole = flat(buffer)
                 start, stop = partition.offsets(self._pieces(counts, len(whole)))[self.rank : self.rank + 2]
                 return whole[start:stop]
-        return self.start_reduce_scatter(buffer, op, counts=counts, out=out, algorithm=algorithm).wait()
+        return self.start_reduce_scatter(
+            buffer,
+            op,
+            counts=counts,
+            out=out,
+            algorithm=algorithm,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+        ).wait()
 
     def start_allgather(
         self,
@@ -471,3 +539,7 @@ def _tuple(counts: Sequence[int] | None) -> tuple[int, ...] | None:
 
 def _uneven(pieces: tuple[int, ...]) -> bool:
     return min(pieces) != max(pieces)
+
+
+def _prescaling(data: HostBuffer, factors: Factors) -> Callable[[], None] | None:
+    return None if factors.before == 1.0 else partial(scale, data, factors.before)
