@@ -106,10 +106,10 @@ def ours(case: Case, comm: Communicator, b: Buffers, place: Place) -> list[Candi
 
 
 def runs_native(case: Case, comm: Communicator) -> bool:
-    """Whether algorithm="native" is MPI's own here, and not passed over."""
+    """Whether algorithm="native", MPI's own, can do this case here."""
     return (
         case.collective in NATIVES
-        and comm.algorithm_for(case.collective, case.nbytes, named=NATIVE) == NATIVE
+        and comm.native_obstacle(case.collective, case.nbytes, dtype=case.dtype) is None
     )
 
 
@@ -217,7 +217,7 @@ def _halved(case: Case, timing: Timing) -> Timing:
 def chosen_name(case: Case, comm: Communicator) -> str:
     if case.collective not in ALGORITHMS:
         return ""
-    return comm.algorithm_for(case.collective, case.nbytes)
+    return comm.algorithm_for(case.collective, case.nbytes, dtype=case.dtype)
 
 
 def run(

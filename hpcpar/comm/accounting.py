@@ -20,6 +20,7 @@ class TrafficRow:
     """What one rank did in one kind of collective.
 
     seconds_waited   time its program stood still in it: blocking calls, and waits for handles
+    calls_by_mpi     of the calls, those that were left to MPI, whose messages and bytes nobody can count
     """
 
     def __init__(self, collective: str) -> None:
@@ -47,6 +48,7 @@ class TrafficRow:
 
     def reset(self) -> None:
         self.seconds_waited = 0.0
+        self.calls_by_mpi = 0
         self._calls = self._messages = self._nbytes_sent = self._nbytes_received = 0
         for tally in self._tallies:
             tally.calls = 0
@@ -73,6 +75,8 @@ class Traffic:
 
     Messages within the rank itself and messages of no bytes are not messages, except the empty
     ones that a barrier is made of. The agreements of checked mode are counted as 'agreement'.
+    Collectives that are left to MPI ("native") count as calls, without messages or bytes: MPI does
+    not tell what it sends.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from hpcpar import partition
-from hpcpar.comm import arena
+from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.comm import arena, native
 from hpcpar.comm.accounting import Trace, Traffic, TrafficRow
 from hpcpar.comm.arena import Arena
 from hpcpar.comm.compiled import LANE_TAGS, LARGEST_NBYTES, Lane, LaneGroup, Lanes
@@ -32,13 +33,13 @@ from hpcpar.comm.operation import (
 )
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
-from hpcpar.comm.select import choose, segments_for
+from hpcpar.comm.select import ANY, NATIVE, choose, segments_for
 from hpcpar.comm.shared import SharedStep, regions_for, shared_steps
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
-from hpcpar.transport.interface import COLLECTIVE_TAGS, Transport
+from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
 
 MOST_RECIPES = 1024
 MOST_PIECES = 16 * 1024
@@ -95,6 +96,7 @@ class Call:
 
     described   what all ranks must agree on, beside the collective's name, root and algorithm
     own         elements of the data that are this rank's share of a reduce-scatter
+    factor      what a reduction is multiplied by at its end, where it says what is `averaged`
     key         what a blocking call with the same meaning on the same memory would have, too; None if
                 nothing can be remembered of it
     """
@@ -106,6 +108,7 @@ class Call:
     described: str = ""
     own: tuple[int, int] = (0, 0)
     key: Hashable = None
+    factor: float = 1.0
 
     def __str__(self) -> str:
         root = "" if self.root is None else f", root={self.root}"
@@ -213,13 +216,44 @@ class Caller(ABC):
         self.size = transport.size
 
     def algorithm_for(
-        self, collective: str, nbytes: int, *, uneven: bool = False, named: str | None = None
+        self,
+        collective: str,
+        nbytes: int,
+        *,
+        uneven: bool = False,
+        named: str | None = None,
+        dtype: str = ANY,
+        op: str = "sum",
     ) -> str:
         """Name of the algorithm that a collective of `nbytes`, of the whole array, would run by.
 
         uneven   the ranks' pieces are not equally large
         named    what the caller of the collective would ask for
+        dtype    element type; ANY: one that every algorithm can do
+        errors   OperationError where the collective would raise it
         """
+        return self._choose(collective, nbytes, uneven=uneven, named=named, dtype=dtype, op=op).name
+
+    def native_obstacle(
+        self, collective: str, nbytes: int, *, dtype: str = ANY, op: str = "sum"
+    ) -> str | None:
+        """Why algorithm="native", MPI's own, cannot do such a collective here; None: it can."""
+        dtype = "float64" if dtype == ANY else dtype
+        return native.obstacle(self._transport, collective, op, dtype, nbytes, named=True)
+
+    def _choose(
+        self,
+        collective: str,
+        nbytes: int,
+        *,
+        uneven: bool,
+        named: str | None,
+        dtype: str,
+        op: str,
+        same_everywhere: bool = True,
+    ) -> Algorithm:
+        known = "float64" if dtype == ANY else dtype
+        whole = nbytes if same_everywhere else None
         return choose(
             collective,
             nbytes,
@@ -227,7 +261,9 @@ class Caller(ABC):
             named=named,
             overrides=self._family.overrides,
             table=self._table,
-        ).name
+            dtype=dtype,
+            obstacle=native.obstacle(self._transport, collective, op, known, whole, named=named is not None),
+        )
 
     def choose_by(self, tuning: Tuning) -> None:
         """Choose by these tables from now on, here and on all that will be split. The same on every rank."""
@@ -276,6 +312,7 @@ class Caller(ABC):
         uneven: bool = False,
         same_everywhere: bool = True,
         first: tuple[HostBuffer, HostBuffer] | None = None,
+        prepare: Callable[[], None] | None = None,
         averaged: HostBuffer | None = None,
         kept: Kept | None = None,
         write_back: Callable[[], None] | None = None,
@@ -286,23 +323,40 @@ class Caller(ABC):
         uneven       the pieces of the ranks are not equally large
         same_everywhere  every rank passes the same offsets, so that calls can be told apart by them
         first        (target, source) of a copy to begin with
-        averaged     what an average divides at the end
+        prepare      what else is to be done before; such a call must have no key
+        averaged     what is divided or multiplied at the end
         kept         the data are only read; else they are worked on in place
         write_back   brings a result from host memory to where the caller has it
         """
-        if first is not None:
-            fill(*first)
         whole = next(iter(spaces.values()), NOTHING)
         nbytes = whole.octets.size
-        algorithm = choose(
+        algorithm = self._choose(
             call.collective,
             nbytes,
             uneven=uneven,
             named=call.algorithm,
-            overrides=self._family.overrides,
-            table=self._table,
             dtype=whole.dtype,
+            op=call.op,
+            same_everywhere=same_everywhere,
         )
+        if first is not None:
+            fill(*first)
+        if prepare is not None:
+            prepare()
+        delivered: tuple[HostBuffer, HostBuffer] | None = None
+
+        def on_done() -> None:
+            if delivered is not None:
+                fill(*delivered)
+            if averaged is not None:
+                finish(call.op, averaged, self.size, call.factor)
+            if write_back is not None:
+                write_back()
+
+        if algorithm.name == NATIVE:
+            if kept is not None:
+                spaces, delivered = _apart(kept, call.own, spaces)
+            return self._start_native(call, spaces, offsets, result, on_done, even=not uneven)
         segments = segments_for(algorithm, nbytes)
         if offsets is not None and segments > 1:
             offsets = tuple((space, partition.refined(edges, segments)) for space, edges in offsets)
@@ -312,18 +366,8 @@ class Caller(ABC):
         if work_chunks:
             cut, spaces = _with_work(cut, spaces, work_chunks)
         planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, cut, self._transport.nodes)
-        delivered = None
         if kept is not None:
             planned, spaces, delivered = _keeping(kept, call.own, planned, spaces)
-
-        def on_done() -> None:
-            if delivered is not None:
-                fill(*delivered)
-            if averaged is not None:
-                finish(call.op, averaged, self.size)
-            if write_back is not None:
-                write_back()
-
         regions = 0
         lane: Lane | arena.Lane | None = None
         group = None
@@ -346,6 +390,26 @@ class Caller(ABC):
             by=algorithm.name,
             lane=lane,
             regions=regions,
+        )
+
+    def _start_native(
+        self,
+        call: Call,
+        spaces: Spaces,
+        offsets: Offsets | None,
+        result: Callable[[], Any],
+        on_done: Callable[[], None],
+        *,
+        even: bool,
+    ) -> Handle:
+        """Leave the call to MPI, as an operation of one step."""
+        data = next(iter(spaces.values()))
+        asked = NativeCall(call.collective, None, data, op=call.op, root=call.root or 0, even=even)
+        roll = native.Roll(self._family.watch, self._transport.world_ranks, self.name, self._calls[0])
+        step = native.native_step(self._transport, roll, asked, spaces, offsets)
+        self.traffic.row(self._label or call.collective).calls_by_mpi += 1
+        return self._go(
+            call.collective, native.NOT_COUNTED, spaces, result, on_done, op=call.op, by=NATIVE, steps=(step,)
         )
 
     def _remember(
@@ -505,9 +569,13 @@ class Caller(ABC):
         tag: int | None = None,
         lane: Lane | arena.Lane | None = None,
         regions: int = 0,
+        steps: Sequence[BoundStep] | None = None,
         expected_nbytes: int | None = None,
     ) -> Handle:
-        """Make the operation, count it, trace it, and bring it as far as it goes without waiting."""
+        """Make the operation, count it, trace it, and bring it as far as it goes without waiting.
+
+        steps   what is done; None: the plan's, on this memory
+        """
         number = self._calls[0]
         if tag is None:
             tag = number % LANE_TAGS if lane is None else lane.tag
@@ -531,7 +599,7 @@ class Caller(ABC):
 
         operation = Operation(
             self._transport,
-            self._bound(planned, spaces, op, tag, lane, regions),
+            self._bound(planned, spaces, op, tag, lane, regions) if steps is None else steps,
             ended,
             what=what,
             number=number,
@@ -602,13 +670,22 @@ def _keeping(
     if not planned.received:
         return planned, spaces, None
     data, target = spaces["data"], kept.target
-    if target is None:
-        return planned, {"data": data.copy()}, None
-    elsewhere = redirected(planned, ("data", *own), "output")
-    if elsewhere is not None and (_are_apart(target, data) or is_same(target, data.part(*own))):
+    elsewhere = None if target is None else redirected(planned, ("data", *own), "output")
+    if (
+        target is not None
+        and elsewhere is not None
+        and (_are_apart(target, data) or is_same(target, data.part(*own)))
+    ):
         return elsewhere, {"data": data, "output": target}, None
-    copied = data.copy()
-    return planned, {"data": copied}, (target, copied.part(*own))
+    return planned, *_apart(kept, own, spaces)
+
+
+def _apart(
+    kept: Kept, own: tuple[int, int], spaces: Spaces
+) -> tuple[Spaces, tuple[HostBuffer, HostBuffer] | None]:
+    """A copy of the data to work in, and what is to be copied out of it at the end."""
+    copied = spaces["data"].copy()
+    return {"data": copied}, None if kept.target is None else (kept.target, copied.part(*own))
 
 
 def _are_apart(a: HostBuffer, b: HostBuffer) -> bool:

@@ -9,18 +9,25 @@
 *   `start_x(...)` returns a `Handle` at once; `x(...)` is `start_x(...).wait()`. All ranks must start
     the collectives of one communicator in the same order.
 *   `algorithm` names one of `hpcpar.algorithms.catalogue`; None chooses by size.
+*   `algorithm="native"` is the MPI library's own, where it has one (allreduce, reduce_scatter, allgather,
+    broadcast, alltoall), and OperationError where it cannot: over loopback, or in sums of 16-bit floating
+    point. It works on host memory like all others. The order of summation, identical bits on all ranks, and
+    what becomes of a NaN in min and max are then as the library has them; its messages are not counted.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hpcpar import partition
 from hpcpar.comm.caller import Call, Caller, Kept, bind_out, fill, typed
+from hpcpar.comm.compressed import Compressed
 from hpcpar.comm.progress import Handle
-from hpcpar.comm.reductions import require_op
+from hpcpar.comm.reductions import require_op, scale
+from hpcpar.comm.scaling import Factors, Rescaling, is_plain
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, bind, empty_like, flat
 
@@ -29,40 +36,88 @@ class Collectives(Caller):
     """Reductions, gathers, scatters, exchanges and the barrier."""
 
     def start_allreduce(
-        self, buffer: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None
+        self,
+        buffer: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: str | None = None,
     ) -> Handle:
         """Every rank gets the reduction of all ranks' buffers.
 
-        buffer   same shape and element type on every rank
-        op       sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
-        result   out, or buffer when out is None
-        errors   OperationError, BufferTypeError; in checked mode MismatchError on every rank
+        buffer            same shape and element type on every rank
+        op                sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
+        prescale_factor   what every rank's buffer is multiplied by first, and
+        postscale_factor  what the result is multiplied by; how it rounds: `hpcpar/comm/scaling.py`
+        compression       float16 or bfloat16: what float32 and float64 travel and are summed as, within the
+                          error that `hpcpar/comm/compressed.py` states; a rank alone sends and loses nothing
+        result            out, or buffer when out is None
+        errors            OperationError, BufferTypeError; in checked mode MismatchError on every rank
         """
-        key = self._key("allreduce", (op, algorithm), buffer, out)
+        plain = is_plain(prescale_factor, postscale_factor, compression)
+        key = self._key("allreduce", (op, algorithm), buffer, out) if plain else None
         with self._asking(Call("allreduce", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
             target = source if out is None else bind_out(out, source.host.count, source.host.dtype)
             require_op(op, source.host.dtype)
-            call.described = f"{typed(buffer, source.host)}, op={op}"
+            rescaling = Rescaling.of(prescale_factor, postscale_factor, compression)
+            factors = rescaling.factors(op, source.host.dtype)
+            call.described = f"{typed(buffer, source.host)}, op={op}{rescaling}"
+        result = buffer if out is None else out
+        if compression is not None and self.size > 1:
+            packed = Compressed(source.host, target, compression, factors, self._family.scratch)
+            return self._start_compressed(call, packed, result)
+        call.factor = factors.after
         return self._start(
             call,
             {"data": target.host},
             None,
-            lambda: buffer if out is None else out,
+            lambda: result,
             first=(target.host, source.host),
+            prepare=_prescaling(target.host, factors),
             averaged=target.host,
             write_back=target.write_back,
         )
 
+    def _start_compressed(self, call: Call, packed: Compressed, result: Any) -> Handle:
+        return self._start(
+            call,
+            {"data": packed.encoded},
+            None,
+            lambda: result,
+            prepare=packed.encode,
+            write_back=lambda: packed.decode(call.op, self.size),
+        )
+
     def allreduce(
-        self, buffer: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None
+        self,
+        buffer: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: str | None = None,
     ) -> Any:
         """`start_allreduce` and wait."""
-        recipe = self._remembered("allreduce", (op, algorithm), buffer, out)
-        if recipe is not None:
-            self._run(recipe)
-            return buffer if out is None else out
-        return self.start_allreduce(buffer, op, out=out, algorithm=algorithm).wait()
+        if is_plain(prescale_factor, postscale_factor, compression):
+            recipe = self._remembered("allreduce", (op, algorithm), buffer, out)
+            if recipe is not None:
+                self._run(recipe)
+                return buffer if out is None else out
+        return self.start_allreduce(
+            buffer,
+            op,
+            out=out,
+            algorithm=algorithm,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            compression=compression,
+        ).wait()
 
     def start_reduce_scatter(
         self,
@@ -72,14 +127,19 @@ class Collectives(Caller):
         counts: Sequence[int] | None = None,
         out: Any = None,
         algorithm: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
     ) -> Handle:
         """Rank r gets the r-th piece of the reduction of all ranks' buffers.
 
-        counts   elements of each rank's piece; None: as equal as can be, larger ones first
-        result   out; or, when out is None, this rank's piece as a flat view of buffer, whose other
-                 pieces then hold partial sums
+        counts            elements of each rank's piece; None: as equal as can be, larger ones first
+        prescale_factor, postscale_factor   as of an all-reduce
+        result            out; or, when out is None, this rank's piece as a flat view of buffer, whose
+                          other pieces then hold partial sums
         """
-        key = self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer, out)
+        key = None
+        if is_plain(prescale_factor, postscale_factor, None):
+            key = self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer, out)
         with self._asking(Call("reduce_scatter", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
             pieces = self._pieces(counts, source.host.count)
@@ -87,16 +147,23 @@ class Collectives(Caller):
             own = edges[self.rank], edges[self.rank + 1]
             target = None if out is None else bind_out(out, pieces[self.rank], source.host.dtype)
             require_op(op, source.host.dtype)
-            call.own = own
-            call.described = f"{typed(buffer, source.host)}, op={op}, counts={list(pieces)}"
-        total = source.host.part(own[0], own[1])
+            rescaling = Rescaling.of(prescale_factor, postscale_factor, None)
+            factors = rescaling.factors(op, source.host.dtype)
+            call.described = f"{typed(buffer, source.host)}, op={op}{rescaling}, counts={list(pieces)}"
+        call.own, call.factor = own, factors.after
+        data, prepare = source.host, _prescaling(source.host, factors)
+        if prepare is not None and target is not None:  # the caller's input is to stay as it was
+            data, prepare = data.copy(), None
+            scale(data, factors.before)
+        total = data.part(*own)
         return self._start(
             call,
-            {"data": source.host},
+            {"data": data},
             (("data", edges),),
             lambda: flat(buffer)[own[0] : own[1]] if out is None else out,
             uneven=_uneven(pieces),
             first=None if target is None else (target.host, total),
+            prepare=prepare,
             averaged=total if target is None else target.host,
             kept=None if target is None else Kept(target.host),
             write_back=source.write_back if target is None else target.write_back,
@@ -110,16 +177,27 @@ class Collectives(Caller):
         counts: Sequence[int] | None = None,
         out: Any = None,
         algorithm: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
     ) -> Any:
         """`start_reduce_scatter` and wait."""
-        recipe = self._remembered("reduce_scatter", (op, _tuple(counts), algorithm), buffer, out)
-        if recipe is not None:
-            self._run(recipe)
-            if out is not None:
-                return out
-            start, stop = recipe.own
-            return flat(buffer)[start:stop]
-        return self.start_reduce_scatter(buffer, op, counts=counts, out=out, algorithm=algorithm).wait()
+        if is_plain(prescale_factor, postscale_factor, None):
+            recipe = self._remembered("reduce_scatter", (op, _tuple(counts), algorithm), buffer, out)
+            if recipe is not None:
+                self._run(recipe)
+                if out is not None:
+                    return out
+                start, stop = recipe.own
+                return flat(buffer)[start:stop]
+        return self.start_reduce_scatter(
+            buffer,
+            op,
+            counts=counts,
+            out=out,
+            algorithm=algorithm,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+        ).wait()
 
     def start_allgather(
         self,
@@ -460,3 +538,7 @@ def _tuple(counts: Sequence[int] | None) -> tuple[int, ...] | None:
 
 def _uneven(pieces: tuple[int, ...]) -> bool:
     return min(pieces) != max(pieces)
+
+
+def _prescaling(data: HostBuffer, factors: Factors) -> Callable[[], None] | None:
+    return None if factors.before == 1.0 else partial(scale, data, factors.before)

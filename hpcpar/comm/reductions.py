@@ -192,10 +192,18 @@ def scale(target: HostBuffer, factor: float) -> None:
         _rescale(_arithmetic(target), factor=factor)
 
 
-def finish(op: str, total: HostBuffer, size: int) -> None:
-    """Turn the total into the result: an average is the sum divided by the number of ranks."""
-    if op == "average" and size > 1 and total.count:
-        _rescale(_arithmetic(total), divisor=size)
+def finish(op: str, total: HostBuffer, size: int, factor: float = 1.0) -> None:
+    """Turn the total into the result: × factor, and an average ÷ the number of ranks, as in `fold`.
+
+    16-bit types are rounded once for both.
+    """
+    divisor = size if op == "average" else 1
+    if not total.count or (factor == 1.0 and divisor == 1):
+        return
+    if total.dtype in _HALVES and factor != 1.0:
+        fold(op, total, (total,), factor=factor, divisor=divisor)
+    else:
+        _rescale(_arithmetic(total), factor=factor, divisor=divisor)
 
 
 def _is_numpy(buffer: HostBuffer) -> bool:

@@ -119,6 +119,8 @@ MOST_NODES_SEGMENTS = 8
 NATIVE = "native"
 """The name of "leave it to the MPI library's own collective"."""
 
+NO_LIBRARY = "nothing is known of a library below"
+
 
 def _no_steps(rank: int, size: int) -> Iterator[Step]:
     raise OperationError("native is the MPI library's own collective, which has no steps of ours")
@@ -132,7 +134,7 @@ def _native(collective: str) -> Algorithm:
         lambda size, segments: 1,
         lambda size, segments: Bill(0),
         rooted=collective == "broadcast",
-        uneven=collective in ("allreduce", "broadcast"),  # these know no pieces
+        uneven=True,
         estimated=True,
     )
 
@@ -162,30 +164,24 @@ def choose(
     overrides: Mapping[str, str],
     table: Table = BUILT_IN,
     dtype: str = ANY,
-    native: bool = False,
+    obstacle: str | None = NO_LIBRARY,
 ) -> Algorithm:
     """The algorithm named by the caller, else by HPCPAR_ALGORITHM, else the table's.
 
     nbytes   of the whole array, the same on every rank
     dtype    element type, for tables that distinguish
-    native   MPI's own can run this call here; where it cannot, whoever answers "native" is passed
-             over for the next (over loopback, on device buffers, for types that MPI does not know)
-    errors   OperationError for a name that does not exist, or that cannot do pieces of uneven size
+    obstacle why MPI's own cannot run this call here (over loopback, for types that MPI does not know);
+             None: it can. With an obstacle, HPCPAR_ALGORITHM or a table that says "native" is passed
+             over for the next: they speak of all calls. A caller who names it means this one
+    errors   OperationError for a name that does not exist, that cannot do pieces of uneven size, or
+             that is MPI's own where that cannot run
     """
     if named is not None:
-        algorithm = named_algorithm(collective, named)
-        if uneven and not algorithm.uneven:
-            able = ", ".join(name for name, a in ALGORITHMS[collective].items() if a.uneven)
-            raise OperationError(
-                f"{collective} by {named!r} needs pieces of equal size on all ranks, but the counts differ; "
-                f"these can do it: {able}"
-            )
-        if _able(algorithm, uneven, native):
-            return algorithm
+        return _require_able(named_algorithm(collective, named), uneven, obstacle)
     # A table is measured with equal pieces, and says nothing of others.
     measured = None if uneven else table.name(collective, nbytes, dtype)
     for name in (overrides.get(collective), measured):
-        if name is not None and _able(named_algorithm(collective, name), uneven, native):
+        if name is not None and _able(named_algorithm(collective, name), uneven, obstacle):
             return named_algorithm(collective, name)
     if uneven:
         return find(collective, UNEVEN[collective])
@@ -194,8 +190,25 @@ def choose(
     return find(collective, built_in)
 
 
-def _able(algorithm: Algorithm, uneven: bool, native: bool) -> bool:
-    return (algorithm.uneven or not uneven) and (native or algorithm.name != NATIVE)
+def _able(algorithm: Algorithm, uneven: bool, obstacle: str | None) -> bool:
+    return (algorithm.uneven or not uneven) and (obstacle is None or algorithm.name != NATIVE)
+
+
+def _require_able(algorithm: Algorithm, uneven: bool, obstacle: str | None) -> Algorithm:
+    """The algorithm that a caller named; OperationError that says which others can do it."""
+    if _able(algorithm, uneven, obstacle):
+        return algorithm
+    collective = algorithm.collective
+    able = ", ".join(name for name, a in ALGORITHMS[collective].items() if _able(a, uneven, obstacle))
+    if algorithm.name == NATIVE:
+        raise OperationError(
+            f"{collective} by 'native', MPI's own, cannot be done here: {obstacle}. Name none, to have one "
+            f"chosen, or one of these: {able}"
+        )
+    raise OperationError(
+        f"{collective} by {algorithm.name!r} needs pieces of equal size on all ranks, but the counts differ; "
+        f"these can do it: {able}"
+    )
 
 
 def segments_for(algorithm: Algorithm, nbytes: int) -> int:

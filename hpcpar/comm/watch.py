@@ -41,6 +41,7 @@ class Watch:
         self._rank = transport.world_ranks[transport.rank]
         self._state: dict[str, Any] = {"text": "is not in a collective", "for": (), "left": False}
         self._answers: dict[int, dict[str, Any]] = {}
+        self._begun: dict[str, int] = {}
         self._looked_s = 0.0
         self._asked_s = 0.0
 
@@ -60,7 +61,7 @@ class Watch:
             "left": False,
         }
         # Answers of an earlier look: what such a rank still had under way has arrived since.
-        gone = [rank for rank in missing if self._answers.get(rank, {}).get("left")]
+        gone = [rank for rank in missing if self.has_left(rank)]
         self._read_mail()
         if gone:
             raise PeerLeftError(
@@ -75,6 +76,19 @@ class Watch:
             for rank in missing[:4]:
                 self._transport.control_send(rank, {"kind": "ask"})
 
+    def begin(self, comm: str, number: int) -> None:
+        """Note a call that MPI carries out as a whole, for those who ask: which, of which communicator."""
+        self._begun[comm] = number
+
+    def has_begun(self, rank: int, comm: str, number: int) -> bool:
+        """Whether a rank has told that it has begun such a call, or a later one of that communicator."""
+        told: int = self._answers.get(rank, {}).get("begun", {}).get(comm, -1)
+        return told >= number
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has told that it has come to its end."""
+        return bool(self._answers.get(rank, {}).get("left"))
+
     def leave(self) -> None:
         """Answer what has come in: this rank has come to its end."""
         self._state = {"text": "has come to the end of its program", "for": (), "left": True}
@@ -83,7 +97,7 @@ class Watch:
     def _read_mail(self) -> None:
         for rank, message in self._transport.control_receive():
             if message["kind"] == "ask":
-                self._transport.control_send(rank, {"kind": "answer", **self._state})
+                self._transport.control_send(rank, {"kind": "answer", "begun": self._begun, **self._state})
             else:
                 self._answers[rank] = message
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcpar.data_parallel.broadcast import broadcast_parameters
+from hpcpar.data_parallel.broadcast import broadcast_parameters, expected_broadcast_nbytes
 from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.optimizer import DistributedOptimizer
 from hpcpar.data_parallel.traffic import allreduce_nbytes, expected_nbytes
@@ -12,5 +12,6 @@ __all__ = [
     "GradientSynchronizer",
     "allreduce_nbytes",
     "broadcast_parameters",
+    "expected_broadcast_nbytes",
     "expected_nbytes",
 ]

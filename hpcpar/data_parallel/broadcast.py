@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from hpcpar.data_parallel.buckets import BUCKET_BYTES, assign
-from hpcpar.data_parallel.parameters import agree_on_parameters, distinct, extent
+from hpcpar.data_parallel.buckets import BUCKET_BYTES, Bucket, assign
+from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
+from hpcpar.data_parallel.traffic import broadcast_nbytes
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -27,14 +29,29 @@ def broadcast_parameters(
     travel in flat buckets, so that a thousand small tensors are a few messages.
     Raises MismatchError on every rank when the ranks' modules differ in names, shapes or types.
     """
-    named = distinct([*module.named_parameters(), *module.named_buffers()])
+    named = _everything(module)
     agree_on_parameters(named, comm, "parameters and buffers")
     tensors = [tensor.detach() for _, tensor in named]
-    extents = [extent(tensor) for tensor in tensors]
-    for bucket in assign(extents, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes):
+    for bucket in _assigned(named, bucket_bytes):
         members = [tensors[index] for index in bucket.members]
         flat = torch.cat([member.reshape(-1) for member in members])
         comm.broadcast(flat, root=root)
         if comm.rank != root:
             for member, start, stop in zip(members, bucket.edges[:-1], bucket.edges[1:], strict=True):
                 member.copy_(flat[start:stop].view(member.shape))
+
+
+def expected_broadcast_nbytes(
+    module: nn.Module, comm: Communicator, *, bucket_bytes: int = BUCKET_BYTES
+) -> int:
+    """Bytes that all ranks together send in `broadcast_parameters`, by theory."""
+    return broadcast_nbytes(comm, _assigned(_everything(module), bucket_bytes))
+
+
+def _everything(module: nn.Module) -> list[Named]:
+    return distinct([*module.named_parameters(), *module.named_buffers()])
+
+
+def _assigned(named: Sequence[Named], bucket_bytes: int) -> Sequence[Bucket]:
+    extents = [extent(tensor) for _, tensor in named]
+    return assign(extents, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)

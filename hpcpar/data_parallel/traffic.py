@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from hpcpar.comm.select import ANY, NATIVE
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.errors import OperationError
 
@@ -13,7 +14,14 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
-def allreduce_nbytes(comm: Communicator, nbytes: int, *, algorithm: str | None = None) -> int:
+def allreduce_nbytes(
+    comm: Communicator,
+    nbytes: int,
+    *,
+    algorithm: str | None = None,
+    dtype: str = ANY,
+    op: str = "sum",
+) -> int:
     """Bytes that all ranks of `comm` send in one all-reduce of S = `nbytes`, whatever the remainders.
 
     2(p-1)S                for ring, direct, both kinds of tree, anything on two ranks: no byte twice
@@ -21,11 +29,14 @@ def allreduce_nbytes(comm: Communicator, nbytes: int, *, algorithm: str | None =
     2(m-1)S + 2(p-m)S      Rabenseifner
     2(p-N)S + 2(N-1)S      hierarchical on N nodes: within them and between them, so 2(p-1)S again
     2(p-N)S + …            leaders: what recursive doubling sends among N ranks
+    0                      native: what MPI sends by itself is not counted
 
+    nbytes      as they travel: half of a float32 array's where it is compressed
     algorithm   None = the one that the communicator chooses for this many bytes
+    dtype       element type that travels, where tables or MPI make a difference
     """
     size = comm.size
-    name = comm.algorithm_for("allreduce", nbytes, named=algorithm)
+    name = comm.algorithm_for("allreduce", nbytes, named=algorithm, dtype=dtype, op=op)
     members = 1 << (size.bit_length() - 1)
     folded = 2 * (size - members)
     match name:
@@ -40,6 +51,8 @@ def allreduce_nbytes(comm: Communicator, nbytes: int, *, algorithm: str | None =
         case "leaders":
             nodes = len(set(comm.nodes))
             return (2 * (size - nodes) + _doubled(nodes)) * nbytes
+        case "native":
+            return 0
     raise OperationError(f"no theory of the bytes of an allreduce by {name!r}")
 
 
@@ -65,8 +78,30 @@ def expected_nbytes(
     parameters = sum(len(bucket.members) for bucket in held)
     if not parameters:
         return 0
-    messages = [*(bucket.nbytes for bucket in held), usage_map_nbytes(parameters)]
-    return synchronizations * sum(allreduce_nbytes(comm, nbytes, algorithm=algorithm) for nbytes in messages)
+    travelling = [(bucket.nbytes, dtype_of(bucket), "average") for bucket in held]
+    travelling.append((usage_map_nbytes(parameters), "uint8", "or"))
+    return synchronizations * sum(
+        allreduce_nbytes(comm, nbytes, algorithm=algorithm, dtype=dtype, op=op)
+        for nbytes, dtype, op in travelling
+    )
+
+
+def broadcast_nbytes(comm: Communicator, buckets: Iterable[Bucket]) -> int:
+    """Bytes that all ranks of `comm` together send to give everyone one rank's values in these buckets.
+
+    Every value goes to every other rank once, by whatever algorithm of ours; by MPI's own none is counted.
+    """
+    return sum(
+        (comm.size - 1) * bucket.nbytes
+        for bucket in buckets
+        if comm.algorithm_for("broadcast", bucket.nbytes, dtype=dtype_of(bucket)) != NATIVE
+    )
+
+
+def dtype_of(bucket: Bucket) -> str:
+    """Name of the element type in a bucket, whose kind is that type, or begins with it."""
+    dtype = bucket.kind[0] if isinstance(bucket.kind, tuple) else bucket.kind
+    return str(dtype).removeprefix("torch.")
 
 
 def usage_map_nbytes(parameters: int) -> int:

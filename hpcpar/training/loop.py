@@ -24,7 +24,7 @@ from torch import Tensor
 from hpcpar.checkpoint import latest, load, save
 from hpcpar.comm import Communicator
 from hpcpar.data import Dataset, Sampler
-from hpcpar.data_parallel import allreduce_nbytes
+from hpcpar.data_parallel import allreduce_nbytes, expected_broadcast_nbytes
 from hpcpar.errors import ConfigError, DataError, DivergenceError
 from hpcpar.mesh import Mesh
 from hpcpar.partition import bounds
@@ -326,8 +326,10 @@ class Run:
         losses_nbytes = [8 * (stop - start) for start, stop in cuts] + [16] * evaluations
         return {
             (dp.name, "allreduce"): self.optimizer.expected_nbytes(self._steps_left),
-            (dp.name, "broadcast"): (dp.size - 1) * sum(p.nbytes for p in self.model.parameters()),
-            (losses.name, "allreduce"): sum(allreduce_nbytes(losses, n) for n in losses_nbytes),
+            (dp.name, "broadcast"): expected_broadcast_nbytes(self.model, dp),
+            (losses.name, "allreduce"): sum(
+                allreduce_nbytes(losses, n, dtype="float64") for n in losses_nbytes
+            ),
         }
 
     def _announce(self) -> None:

@@ -28,6 +28,7 @@ class TrafficLine:
     nbytes_sent      by all ranks
     nbytes_theory    that theory says all ranks send; None where none is given
     seconds_waited   of the rank that stood still longest
+    calls_by_mpi     of the calls, those that MPI carried out as a whole, in messages that nobody counted
     """
 
     communicator: str
@@ -37,6 +38,7 @@ class TrafficLine:
     nbytes_sent: int
     nbytes_theory: int | None
     seconds_waited: float
+    calls_by_mpi: int = 0
 
     @property
     def deviation(self) -> int | None:
@@ -48,7 +50,7 @@ def gather_traffic(comm: Communicator, theory: Theory) -> list[TrafficLine]:
     """The counts of all ranks on all communicators of the run, the same on every rank; collective."""
     # Noted down before the gathering itself is counted.
     mine = [
-        (name, row.collective, row.calls, row.messages, row.nbytes_sent, row.seconds_waited)
+        (name, row.collective, row.calls, row.messages, row.nbytes_sent, row.seconds_waited, row.calls_by_mpi)
         for name, traffic in comm.traffics().items()
         for row in traffic.rows()
     ]
@@ -56,21 +58,25 @@ def gather_traffic(comm: Communicator, theory: Theory) -> list[TrafficLine]:
 
 
 def merge(
-    of_ranks: Sequence[Sequence[tuple[str, str, int, int, int, float]]], theory: Theory
+    of_ranks: Sequence[Sequence[tuple[str, str, int, int, int, float, int]]], theory: Theory
 ) -> list[TrafficLine]:
-    """Sum messages and bytes over ranks, and take the largest of calls and of time waited."""
+    """Sum messages and bytes over ranks, and take the largest of calls and of time waited.
+
+    A collective for which nothing was sent, not even by MPI, has no line.
+    """
     totals: dict[tuple[str, str], list[Any]] = {}
     for rows in of_ranks:
-        for name, collective, calls, messages, nbytes, waited_s in rows:
-            total = totals.setdefault((name, collective), [0, 0, 0, 0.0])
+        for name, collective, calls, messages, nbytes, waited_s, by_mpi in rows:
+            total = totals.setdefault((name, collective), [0, 0, 0, 0.0, 0])
             total[0] = max(total[0], calls)
             total[1] += messages
             total[2] += nbytes
             total[3] = max(total[3], waited_s)
+            total[4] = max(total[4], by_mpi)
     return [
-        TrafficLine(*key, calls, messages, nbytes, theory.get(key), waited_s)
-        for key, (calls, messages, nbytes, waited_s) in totals.items()
-        if messages
+        TrafficLine(*key, calls, messages, nbytes, theory.get(key), waited_s, by_mpi)
+        for key, (calls, messages, nbytes, waited_s, by_mpi) in totals.items()
+        if messages or by_mpi
     ]
 
 
@@ -87,7 +93,7 @@ def table(lines: Sequence[TrafficLine], *, size: int) -> Table:
             line.communicator,
             line.collective,
             f"{line.calls:,}",
-            f"{line.messages:,}",
+            f"{line.messages:,}" if line.messages or not line.calls_by_mpi else "MPI's",
             format_nbytes(line.nbytes_sent),
             "" if line.nbytes_theory is None else format_nbytes(line.nbytes_theory),
             "" if line.deviation is None else f"{line.deviation:,} B",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from hpcpar.transport.buffers import HostBuffer
 
 Octets = NDArray[np.uint8]
 
@@ -41,14 +45,56 @@ class Prepared(Exchange, Protocol):
         """Release what the transport holds for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """A collective that a library below does as a whole, on memory of ours.
+
+    source          what this rank brings; None: it is already where it belongs in target
+    target          where the result goes; it overlaps the source nowhere
+    op              of a reduction; an average is a sum here
+    source_counts   elements of each rank's piece of the source (reduce_scatter, alltoall)
+    target_counts   elements of each rank's piece of the target (allgather, alltoall)
+    even            every piece on every rank has as many elements, and all ranks know it
+    """
+
+    collective: str
+    source: HostBuffer | None
+    target: HostBuffer
+    op: str = "sum"
+    root: int = 0
+    source_counts: tuple[int, ...] = ()
+    target_counts: tuple[int, ...] = ()
+    even: bool = True
+
+
+class Natives(Protocol):
+    """Collectives that the library below has of its own, between the ranks of one communicator."""
+
+    def obstacle(self, collective: str, op: str, dtype: str, nbytes: int | None) -> str | None:
+        """Why it cannot do such a call, in words; None: it can. The same on every rank.
+
+        nbytes   of the whole array; None where the ranks do not know it of each other
+        """
+
+    def start(self, call: NativeCall) -> Exchange:
+        """Begin it, without waiting; all ranks begin theirs in the same order.
+
+        What the exchange waits for is all other ranks: the library does not say whose part is missing.
+        """
+
+
 class Transport(Protocol):
-    """Point-to-point between the ranks of one communicator."""
+    """Point-to-point between the ranks of one communicator.
+
+    natives   the collectives of the library below; None where there is none
+    """
 
     rank: int
     size: int
     world_ranks: tuple[int, ...]
     nodes: tuple[int, ...]
     max_tag: int
+    natives: Natives | None
 
     def start(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hpcpar.errors import MismatchError, StallError
-from hpcpar.transport.interface import Exchange, Octets, Prepared, Transport
+from hpcpar.transport.interface import Exchange, Natives, Octets, Prepared, Transport
 
 T = TypeVar("T")
 
@@ -104,6 +104,7 @@ class LoopbackTransport:
     """One thread's place among the ranks of a process."""
 
     max_tag = 2**31 - 1
+    natives: Natives | None = None
 
     def __init__(
         self, exchanger: _Exchanger, context: tuple[Any, ...], ranks: Sequence[int], rank: int

@@ -1,4 +1,7 @@
-"""MPI point-to-point on host memory. The only file that imports mpi4py; importing it starts MPI."""
+"""MPI on host memory: point-to-point, and its own collectives.
+
+The only file that imports mpi4py; importing it starts MPI.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,16 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcpar.errors import MismatchError, PeerFailedError
-from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Prepared, Transport
+from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.interface import (
+    COLLECTIVE_TAGS,
+    Exchange,
+    NativeCall,
+    Natives,
+    Octets,
+    Prepared,
+    Transport,
+)
 
 MAX_MESSAGE_NBYTES = 2**30
 """Longer messages travel in pieces: MPI counts are 32-bit in most libraries' data paths."""
@@ -24,6 +36,39 @@ SPIN_ATTEMPTS = 64
 
 NAP_ATTEMPTS = 2000
 NAP_S = 50e-6
+
+
+MPI_TYPES = {
+    "bool": MPI.UINT8_T,  # one byte, 0 or 1: bit by bit is logical
+    "int8": MPI.INT8_T,
+    "int16": MPI.INT16_T,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+    "uint16": MPI.UINT16_T,
+    "uint32": MPI.UINT32_T,
+    "uint64": MPI.UINT64_T,
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "complex64": MPI.C_FLOAT_COMPLEX,
+    "complex128": MPI.C_DOUBLE_COMPLEX,
+}
+"""What MPI can calculate with. It has no 16-bit floating point."""
+
+MPI_OPS = {
+    "sum": MPI.SUM,
+    "average": MPI.SUM,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "product": MPI.PROD,
+    "and": MPI.BAND,
+    "or": MPI.BOR,
+}
+
+REDUCTIONS = ("allreduce", "reduce_scatter")
+
+MOST_OF_MPI_3 = 2**31 - 1
+"""Elements, or bytes of what is only moved, that a call of MPI 3 can name; MPI 4 has larger counts."""
 
 
 class _Exchange:
@@ -102,6 +147,100 @@ _prepared: weakref.WeakSet[_Prepared] = weakref.WeakSet()
 """MPI wants every persistent request back before it is finalized."""
 
 
+class _NativeExchange:
+    """One of MPI's own collectives under way."""
+
+    def __init__(self, request: MPI.Request, others: tuple[int, ...]) -> None:
+        self._request = request
+        self._others = others
+        self._done = False
+
+    def test(self) -> bool:
+        if not self._done:
+            try:
+                self._done = self._request.Test()
+            except MPI.Exception as error:
+                self._done = True
+                raise _explain(error, self._others) from error
+        return self._done
+
+    def waiting_for(self) -> tuple[int, ...]:
+        return () if self._done else self._others
+
+    def received_nbytes(self) -> int:
+        raise AssertionError("the lengths of collectives are agreed, and MPI tells none of its own")
+
+
+class _Natives:
+    """MPI's own collectives on one communicator."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._others = tuple(r for r in range(comm.Get_size()) if r != comm.Get_rank())
+        self._has_large_counts = MPI.Get_version() >= (4, 0)
+
+    def obstacle(self, collective: str, op: str, dtype: str, nbytes: int | None) -> str | None:
+        itemsize = 1
+        if collective in REDUCTIONS:
+            known = MPI_TYPES.get(dtype, MPI.DATATYPE_NULL)
+            if known == MPI.DATATYPE_NULL:
+                return f"MPI knows no {op} of {dtype}"
+            itemsize = known.Get_size()
+        if self._has_large_counts:
+            return None
+        if nbytes is None:
+            return "before version 4 MPI has a limit to pieces, and no rank knows all of them"
+        if nbytes // itemsize > MOST_OF_MPI_3:
+            what = "elements" if collective in REDUCTIONS else "bytes"
+            return f"before version 4 MPI takes at most {MOST_OF_MPI_3:,} {what}"
+        return None
+
+    def start(self, call: NativeCall) -> Exchange:
+        try:
+            return _NativeExchange(self._begin(call), self._others)
+        except MPI.Exception as error:
+            raise _explain(error, self._others) from error
+
+    def _begin(self, call: NativeCall) -> MPI.Request:
+        comm, op = self._comm, MPI_OPS[call.op]
+        match call.collective:
+            case "allreduce":
+                return comm.Iallreduce(_typed(call.source), _typed(call.target), op)
+            case "reduce_scatter":
+                source, target = _typed(call.source), _typed(call.target)
+                if not call.even:
+                    return comm.Ireduce_scatter(source, target, list(call.source_counts), op)
+                source[1] = call.target.count  # mpi4py counts the elements of one piece, as MPI does
+                return comm.Ireduce_scatter_block(source, target, op)
+            case "allgather":
+                begin = comm.Iallgather if call.even else comm.Iallgatherv
+                return begin(_bytes(call.source), _pieces(call.target, call.target_counts, call.even))
+            case "broadcast":
+                return comm.Ibcast(_bytes(call.target), call.root)
+            case "alltoall":
+                assert call.source is not None
+                outgoing = _pieces(call.source, call.source_counts, call.even)
+                incoming = _pieces(call.target, call.target_counts, call.even)
+                return (comm.Ialltoall if call.even else comm.Ialltoallv)(outgoing, incoming)
+        raise AssertionError(f"{call.collective} is none of those that are left to MPI")
+
+
+def _typed(buffer: HostBuffer | None) -> Any:
+    """As mpi4py has memory to calculate with."""
+    return MPI.IN_PLACE if buffer is None else [buffer.octets, buffer.count, MPI_TYPES[buffer.dtype]]
+
+
+def _bytes(buffer: HostBuffer | None) -> Any:
+    """As mpi4py has memory that is moved."""
+    return MPI.IN_PLACE if buffer is None else [buffer.octets, buffer.octets.size, MPI.BYTE]
+
+
+def _pieces(buffer: HostBuffer, counts: Sequence[int], even: bool) -> Any:
+    """The same, one piece after the other for each rank."""
+    nbytes = [count * buffer.itemsize for count in counts]
+    return [buffer.octets, nbytes[0] if even else nbytes, MPI.BYTE]
+
+
 class _Control:
     """Small messages beside the data, on a communicator of their own: who are you waiting for?"""
 
@@ -148,6 +287,7 @@ class MpiTransport:
         self._world_nodes = world_nodes
         self.yield_at_once = yield_at_once
         self._max_message_nbytes = max_message_nbytes
+        self.natives: Natives | None = _Natives(comm)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.max_tag = min(comm.Get_attr(MPI.TAG_UB) or 32767, 2**31 - 1)

@@ -22,8 +22,8 @@ from hpcpar.bench.collectives import (
 )
 from hpcpar.bench.measure import COPY, PLACES, Row, Timing, row
 from hpcpar.bench.measure import Case as MeasuredCase
-from hpcpar.comm import run_loopback
-from hpcpar.comm.select import BUILT_IN
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm.select import BUILT_IN, NATIVES
 
 QUICK = Options(collectives=tuple(PLACES), min_nbytes=4, max_nbytes=1024, factor=256, rounds=1, round_s=0.0)
 
@@ -46,6 +46,17 @@ def test_every_algorithm_is_measured_in_every_place_and_right(size: int, kind: c
             {4 * size, 1024 // (4 * size) * 4 * size},
         )
     assert (COPY, "memory_copy", "out") in found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mpis_own_is_measured_where_mpi_can(world: Communicator, dtype: str) -> None:
+    quick = replace(QUICK, collectives=tuple(NATIVES), dtype=dtype, candidates=("ring", "native"))
+    rows = run(quick, world)
+    assert all(row.wrong == 0 for row in rows)
+    moved = {"allgather", "broadcast", "alltoall"}
+    able = moved if dtype == "bfloat16" else set(NATIVES)
+    assert {row.collective for row in rows if row.algorithm == "native"} == able
 
 
 def test_algorithms_for_nodes_are_measured_where_ranks_share_some() -> None:

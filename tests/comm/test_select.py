@@ -66,8 +66,8 @@ def test_every_collective_of_the_catalogue_is_in_the_tables():
 
 
 def test_a_measured_table_goes_before_the_built_in_one():
-    assert chosen("allreduce", 8, table=MEASURED, native=True) == "native"
-    assert chosen("allreduce", 65, table=MEASURED, native=True) == "direct"
+    assert chosen("allreduce", 8, table=MEASURED, obstacle=None) == "native"
+    assert chosen("allreduce", 65, table=MEASURED, obstacle=None) == "direct"
     assert chosen("allreduce", 8, table=MEASURED, dtype="bfloat16") == "rabenseifner"
     assert chosen("allreduce", 8, table=MEASURED, overrides={"allreduce": "ring"}) == "ring"
     assert chosen("broadcast", 8, table=MEASURED) == BUILT_IN.name("broadcast", 8)
@@ -78,18 +78,28 @@ def test_a_measured_table_says_nothing_of_uneven_pieces():
     assert chosen("reduce_scatter", 8, table=MEASURED, uneven=True) == UNEVEN["reduce_scatter"]
 
 
-def test_mpis_own_is_passed_over_where_it_cannot_run():
+def test_a_table_or_override_that_says_native_is_passed_over_where_that_cannot_run():
     built_in = BUILT_IN.name("allreduce", 8)
-    for asked in ({"table": MEASURED}, {"named": "native"}, {"overrides": {"allreduce": "native"}}):
+    for asked in ({"table": MEASURED}, {"overrides": {"allreduce": "native"}}):
         assert chosen("allreduce", 8, **asked) == built_in
-        assert chosen("allreduce", 8, **asked, native=True) == "native"
+        assert chosen("allreduce", 8, **asked, obstacle=None) == "native"
+    both = {"table": MEASURED, "overrides": {"allreduce": "native"}}
+    assert chosen("allreduce", 65, **both) == "direct"
 
 
-def test_mpis_own_takes_equal_pieces_only():
-    with pytest.raises(OperationError, match="equal size"):
-        chosen("allgather", 8, uneven=True, named="native", native=True)
+def test_a_caller_who_names_native_is_told_why_it_cannot_run_and_what_can():
+    assert chosen("allreduce", 8, named="native", obstacle=None) == "native"
+    with pytest.raises(OperationError, match=r"'native', MPI's own.*: no library\. Name none.*ring"):
+        chosen("allreduce", 8, named="native", obstacle="no library")
+
+
+def test_mpis_own_takes_uneven_pieces_but_only_where_it_is_asked_for():
+    assert chosen("allgather", 8, uneven=True, named="native", obstacle=None) == "native"
     overrides = {"allgather": "native"}
-    assert chosen("allgather", 8, uneven=True, overrides=overrides, native=True) == "ring"
+    assert chosen("allgather", 8, uneven=True, overrides=overrides, obstacle=None) == "native"
+    assert chosen("allgather", 8, uneven=True, overrides=overrides) == "ring"
+    table = Table("measured", {"allgather": {ANY: ((float("inf"), "native"),)}})
+    assert chosen("allgather", 8, uneven=True, table=table, obstacle=None) == "ring"
 
 
 def test_mpis_own_has_no_steps_of_ours():

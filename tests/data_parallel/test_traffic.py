@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.traffic import allreduce_nbytes, expected_nbytes, usage_map_nbytes
+from hpcpar.data_parallel.traffic import (
+    allreduce_nbytes,
+    broadcast_nbytes,
+    expected_nbytes,
+    usage_map_nbytes,
+)
 from hpcpar.errors import OperationError
 
 
@@ -36,6 +42,32 @@ def test_a_synchronization_sends_every_bucket_and_one_bit_per_parameter() -> Non
     assert run_loopback(3, expected) == [(5 * 4 * (32 + 8 + 1), 0)] * 3
     assert run_loopback(1, expected) == [(0, 0)]
     assert [usage_map_nbytes(n) for n in (0, 1, 8, 9)] == [0, 1, 1, 2]
+
+
+@pytest.mark.mpi
+def test_what_is_left_to_mpi_has_a_theory_of_no_bytes(world: Communicator) -> None:
+    comm = Communicator.over(type(world._transport).world())
+    comm._family.overrides = {"allreduce": "native", "broadcast": "native"}
+    counted, theory = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        buckets = [Bucket((0,), (0, 10), dtype.itemsize, (dtype, torch.device("cpu")))]
+        comm.traffic.reset()
+        comm.allreduce(torch.ones(10, dtype=dtype), "average")
+        comm.allreduce(torch.ones(1, dtype=torch.uint8), "or")
+        counted.append(comm.traffic.nbytes_sent())
+        theory.append(expected_nbytes(comm, buckets))
+        comm.broadcast(torch.ones(10, dtype=dtype))
+        assert broadcast_nbytes(comm, buckets) == comm.traffic.nbytes_sent("broadcast") == 0
+    totals = comm.allreduce(np.array(counted), algorithm="ring").tolist()
+    comm.free()
+    assert totals == theory
+    assert theory[0] == 0
+    assert theory[1] > 0 or world.size == 1
+
+
+def test_a_broadcast_sends_every_value_to_every_other_rank_once() -> None:
+    buckets = [Bucket((0,), (0, 10), 4, "float32"), Bucket((1,), (0, 3), 8, "float64")]
+    assert run_loopback(3, lambda comm: broadcast_nbytes(comm, buckets)) == [2 * 64] * 3
 
 
 def test_an_unknown_algorithm_has_no_theory() -> None:

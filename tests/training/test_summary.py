@@ -12,8 +12,8 @@ from hpcpar.training.summary import TrafficLine, as_records, gather_traffic, mer
 def test_messages_and_bytes_are_summed_and_calls_and_waits_are_the_largest() -> None:
     lines = merge(
         [
-            [("dp", "allreduce", 2, 4, 100, 0.5), ("dp", "barrier", 1, 1, 0, 0.1)],
-            [("dp", "allreduce", 3, 4, 120, 0.2)],
+            [("dp", "allreduce", 2, 4, 100, 0.5, 0), ("dp", "barrier", 1, 1, 0, 0.1, 0)],
+            [("dp", "allreduce", 3, 4, 120, 0.2, 0)],
         ],
         {("dp", "allreduce"): 210},
     )
@@ -25,7 +25,15 @@ def test_messages_and_bytes_are_summed_and_calls_and_waits_are_the_largest() -> 
 
 
 def test_a_collective_without_messages_has_no_line() -> None:
-    assert merge([[("tp", "allreduce", 5, 0, 0, 0.0)]], {}) == []
+    assert merge([[("tp", "allreduce", 5, 0, 0, 0.0, 0)]], {}) == []
+
+
+def test_a_collective_that_was_left_to_mpi_has_a_line_without_a_number_of_messages() -> None:
+    lines = merge([[("dp", "allreduce", 5, 0, 0, 0.0, 5)]], {("dp", "allreduce"): 0})
+    assert lines == [TrafficLine("dp", "allreduce", 5, 0, 0, 0, 0.0, 5)]
+    output = io.StringIO()
+    Console(file=output, width=80).print(table(lines, size=2))
+    assert "dp   allreduce      5    MPI's  0 B    0 B       0 B" in output.getvalue()
 
 
 def test_every_rank_gathers_the_same_lines_without_the_gathering_itself() -> None:
@@ -65,5 +73,6 @@ def test_lines_become_plain_values() -> None:
             "nbytes_sent": 3,
             "nbytes_theory": None,
             "seconds_waited": 0.5,
+            "calls_by_mpi": 0,
         }
     ]

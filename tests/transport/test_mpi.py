@@ -26,3 +26,30 @@ def test_ranks_of_one_machine_are_on_one_node(world):
 def test_waits_yield_when_there_are_more_ranks_than_cores(world):
     crowded = world.size > len(os.sched_getaffinity(0))
     assert world._transport.yield_at_once == crowded
+
+
+@pytest.mark.mpi
+def test_before_version_4_mpi_has_a_limit(world):
+    transport = type(world._transport).world()
+    natives = transport.natives
+    natives._has_large_counts = False
+    told = [
+        natives.obstacle("allreduce", "sum", "float32", 4 * (2**31 - 1)),
+        natives.obstacle("allreduce", "sum", "float32", 4 * 2**31),
+        natives.obstacle("broadcast", "sum", "float32", 4 * (2**31 - 1)),
+        natives.obstacle("alltoall", "sum", "float32", None),
+    ]
+    natives._has_large_counts = True
+    told_by_mpi_4 = [
+        natives.obstacle("allreduce", "sum", "float32", 4 * 2**31),
+        natives.obstacle("broadcast", "sum", "bfloat16", 2),
+        natives.obstacle("reduce_scatter", "max", "float16", 2),
+    ]
+    transport.free()
+    assert told[0] is None
+    assert told[1:] == [
+        "before version 4 MPI takes at most 2,147,483,647 elements",
+        "before version 4 MPI takes at most 2,147,483,647 bytes",
+        "before version 4 MPI has a limit to pieces, and no rank knows all of them",
+    ]
+    assert told_by_mpi_4 == [None, None, "MPI knows no max of float16"]

@@ -1,0 +1,127 @@
+"""MPI's own collectives as operations of the house: one step, which MPI does.
+
+A call begins MPI's collective at once, in no lane, so all ranks begin those of one communicator in the
+order of their calls, as MPI demands. From then on it is an operation like any other: tested, waited for,
+timed out and told about. MPI does not say whose part is missing, so the ranks ask each other
+(`comm/watch.py`): those that have begun the same call are not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hpcpar.algorithms.step import Space
+from hpcpar.comm.operation import Offsets, Plan
+from hpcpar.comm.watch import Watch
+from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.interface import Exchange, NativeCall, Natives, Transport
+
+NOT_COUNTED = Plan((), messages=0, sent=0, received=0)
+"""The bill of a call: what MPI sends for it, and by how many messages, it tells nobody."""
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def obstacle(
+    transport: Transport, collective: str, op: str, dtype: str, nbytes: int | None, *, named: bool
+) -> str | None:
+    """Why MPI's own cannot do a call, in words; None: it can. The same on every rank.
+
+    nbytes   of the whole array; None where the ranks do not know it of each other
+    named    the caller asks for it, and so takes its min and max as they are
+    """
+    if transport.natives is None:
+        return "there is no MPI below this communicator, whose ranks are threads of one process"
+    if not named and op in ("min", "max") and dtype in FLOATS:
+        return f"MPI leaves open what becomes of a NaN in the {op} of {dtype}"
+    return transport.natives.obstacle(collective, op, dtype, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """Who takes part in a call: this rank's own word to the watch, and what others have told it.
+
+    comm, number   the communicator's name, and which call of it
+    """
+
+    watch: Watch
+    world_ranks: tuple[int, ...]
+    comm: str
+    number: int
+
+    def answer(self) -> None:
+        """This rank takes part."""
+        self.watch.begin(self.comm, self.number)
+
+    def missing(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of `ranks` that are not known to take part; when all do, those that are still there."""
+        absent = [r for r in ranks if not self.watch.has_begun(self.world_ranks[r], self.comm, self.number)]
+        return tuple(absent) or tuple(r for r in ranks if not self.watch.has_left(self.world_ranks[r]))
+
+
+class _Exchange:
+    """A collective of MPI's under way, which waits for those that are missing on the roll."""
+
+    def __init__(self, begun: Exchange, roll: Roll) -> None:
+        self.test = begun.test
+        self.received_nbytes = begun.received_nbytes
+        self._begun = begun
+        self._roll = roll
+
+    def waiting_for(self) -> tuple[int, ...]:
+        return self._roll.missing(self._begun.waiting_for())
+
+
+class NativeStep:
+    """The only step of such an operation.
+
+    place   where the result belongs; MPI may have to leave it elsewhere first
+    """
+
+    def __init__(self, natives: Natives, call: NativeCall, place: HostBuffer, roll: Roll) -> None:
+        self._natives = natives
+        self._call = call
+        self._place = place
+        self._roll = roll
+
+    def post(self) -> Exchange:
+        self._roll.answer()
+        return _Exchange(self._natives.start(self._call), self._roll)
+
+    def settle(self) -> None:
+        if self._place is not self._call.target:
+            self._place.octets[...] = self._call.target.octets
+
+
+def native_step(
+    transport: Transport,
+    roll: Roll,
+    call: NativeCall,
+    spaces: Mapping[Space, HostBuffer],
+    offsets: Offsets | None,
+) -> NativeStep:
+    """A call bound to memory as MPI wants it: input and result are either the same or apart.
+
+    call      without pieces, its target the first of `spaces`
+    spaces    what the steps of ours would work in
+    offsets   where the ranks' pieces start in these
+    """
+    assert transport.natives is not None, "never chosen without them"
+    counts = {space: tuple(stop - start for start, stop in pairwise(edges)) for space, edges in offsets or ()}
+    place = call.target
+    match call.collective:
+        case "allgather":
+            call = replace(call, target_counts=counts["data"])
+        case "reduce_scatter":
+            start = sum(counts["data"][: transport.rank])
+            place = call.target.part(start, start + counts["data"][transport.rank])
+            # In place MPI would leave every rank's piece at the beginning.
+            apart = place.scratch(place.count)
+            call = replace(call, source=call.target, target=apart, source_counts=counts["data"])
+        case "alltoall":
+            place = spaces["output"]
+            call = replace(call, source=spaces["input"], target=place)
+            call = replace(call, source_counts=counts["input"], target_counts=counts["output"])
+    return NativeStep(transport.natives, call, place, roll)
