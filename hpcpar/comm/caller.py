@@ -24,6 +24,7 @@ from hpcpar.comm.operation import (
     Offsets,
     Operation,
     Plan,
+    PlannedStep,
     ScratchPool,
     Spaces,
     copying,
@@ -40,10 +41,14 @@ from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
+from hpcpar.units import KiB
 
 MOST_RECIPES = 1024
 MOST_PIECES = 16 * 1024
 """In shared memory, that are remembered for all calls of a communicator: some 30 MB of views."""
+
+IN_PART_FROM_NBYTES = 64 * KiB
+"""Of a whole array on several nodes: what is smaller is all persistent messages, which start quicker."""
 
 ATTEMPTS_AT_ONCE = 100
 """How often a short operation looks for what is to come before the wait gets patient."""
@@ -208,6 +213,7 @@ class Caller(ABC):
         self._pieces_kept = [0]
         self._evictions = 0
         self._arena: Arena | None = None
+        self._shares_in_part = False
         self._under_way = family.progress.under_way
         self._table = family.tuning.table(transport.nodes)
         self._calls = [0]  # shared with unchecked copies, so that every call has a tag of its own
@@ -271,9 +277,10 @@ class Caller(ABC):
         self._table = tuning.table(self._transport.nodes, shared_memory=self._is_all_shared)
         self._forget(list(self._recipes))
 
-    def _share(self, found: Arena) -> None:
-        """Exchange through this memory from now on. Collective: all ranks have opened theirs."""
+    def _share(self, found: Arena | None) -> None:
+        """Exchange through this memory from now on. Collective: all ranks have opened their node's."""
         self._arena = found
+        self._shares_in_part = found is None or found.size < self.size
         self.choose_by(self._family.tuning)
 
     @property
@@ -374,11 +381,15 @@ class Caller(ABC):
         if self._arena is not None and self._is_all_shared:
             regions = regions_for(algorithm, self.size, call.root or 0, segments, self._transport.nodes)
             lane = self._arena.lanes[self._calls[0] % arena.LANES]
+        elif self._shares_in_part and nbytes >= IN_PART_FROM_NBYTES:
+            regions = regions_for(algorithm, self.size, call.root or 0, segments, self._transport.nodes)
+            lane = self._arena.lanes[self._calls[0] % arena.LANES] if self._arena is not None else None
         elif self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:
             signature = (call.collective, algorithm.name, call.root, call.op, whole.dtype, cut)
             group = self._lanes.group(signature, planned, nbytes, whole.itemsize, self._family.progress.wait)
             lane = self._lanes.next(group)
-        if lane is not None and same_everywhere and call.key is not None and delivered is None:
+        is_lasting = lane is not None and not (regions and self._shares_in_part)
+        if is_lasting and same_everywhere and call.key is not None and delivered is None:
             self._remember(call, group, planned, spaces, first, averaged, regions)
         return self._go(
             call.collective,
@@ -578,7 +589,7 @@ class Caller(ABC):
         """
         number = self._calls[0]
         if tag is None:
-            tag = number % LANE_TAGS if lane is None else lane.tag
+            tag = lane.tag if isinstance(lane, Lane) else number % LANE_TAGS
             self._calls[0] += 1
         account = self.traffic.row(self._label or row or what)
         itemsize = itemsize_of(spaces)
@@ -621,13 +632,14 @@ class Caller(ABC):
         regions: int = 0,
     ) -> Sequence[BoundStep]:
         """The plan's steps on this memory: shared, compiled where it was seen before, or for this call."""
+
+        def loosely(step: PlannedStep) -> LooseStep:
+            return LooseStep(self._transport, step, spaces, op, tag, self._family.scratch)
+
         if isinstance(lane, arena.Lane):
-            return shared_steps(lane, planned, spaces, op, regions)
+            return shared_steps(lane, planned, spaces, op, regions, loosely)
         steps = None if lane is None else lane.program(self._transport, planned, spaces, op)
-        if steps is not None:
-            return steps
-        scratch = self._family.scratch
-        return [LooseStep(self._transport, step, spaces, op, tag, scratch) for step in planned.steps]
+        return steps or [loosely(step) for step in planned.steps]
 
     def _require_peer(self, peer: int, what: str) -> None:
         if not 0 <= peer < self.size:

@@ -55,15 +55,14 @@ class Communicator(Objects):
         """From now on exchange through shared memory, here and on all that will be split. Collective.
 
         stage_nbytes   what each rank has in a lane, for trying out; None: what fits the number of ranks
-        returns        whether it is to be had on this communicator: all ranks are on one node, which has
-                       room for it; else a warning has said why not, once
-        source         Graham and Shipman 2008, "MPI support for multi-core architectures"
+        returns        whether any ranks of this communicator do: some are on one node, which has room for
+                       it; where it has not, a warning has said why, once
         """
         self._family.shares_memory, self._family.stage_nbytes = True, stage_nbytes
-        arena = sharing.open_arena(self, stage_nbytes)
-        if arena is not None:
+        arena, shares = sharing.open_arena(self, stage_nbytes)
+        if shares:
             self._share(arena)
-        return arena is not None
+        return shares
 
     def allocate_shared(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """An array of zeros that the other ranks read where it lies, in collectives of this communicator.

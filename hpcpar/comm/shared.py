@@ -602,11 +602,30 @@ def _each(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
-def shared_steps(lane: Lane, planned: Plan, spaces: Spaces, op: str, regions: int) -> list[SharedStep]:
-    """The plan's steps on this memory, in this lane."""
+def shared_steps(
+    lane: Lane,
+    planned: Plan,
+    spaces: Spaces,
+    op: str,
+    regions: int,
+    loosely: Callable[[PlannedStep], BoundStep] | None = None,
+) -> list[SharedStep]:
+    """The plan's steps on this memory, in this lane.
+
+    loosely   binds what a step exchanges with other nodes; None: there are none
+    """
     receives = [message for step in planned.steps for message in step.receives]
     fresh = {space for message in receives for space, _, _ in message.runs}
-    return [
-        SharedStep(lane, step, spaces, op, regions, number, fresh)
-        for number, step in enumerate(planned.steps)
-    ]
+    steps = []
+    for number, step in enumerate(planned.steps):
+        beyond = None if loosely is None else _beyond(step, lane.arena)
+        elsewhere = None if beyond is None or loosely is None else loosely(beyond)
+        steps.append(SharedStep(lane, step, spaces, op, regions, number, fresh, elsewhere))
+    return steps
+
+
+def _beyond(step: PlannedStep, arena: Arena) -> PlannedStep | None:
+    """The messages of a step that leave this node or come from others; None: there are none."""
+    sends = tuple(message for message in step.sends if message.peer not in arena.local)
+    receives = tuple(message for message in step.receives if message.peer not in arena.local)
+    return PlannedStep((), sends, receives) if sends or receives else None

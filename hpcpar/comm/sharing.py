@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,48 +23,46 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpcpar")
 
 
-def open_arena(comm: Communicator, stage: int | None = None) -> Arena | None:
-    """Memory through which the ranks of this communicator exchange; None where it is not to be had.
+def open_arena(comm: Communicator, stage: int | None = None) -> tuple[Arena | None, bool]:
+    """Memory through which the ranks of each node exchange. Collective.
 
     stage     bytes of a rank's stage in a lane; None: as fits the number of ranks
-    returns   None as well where a node has one rank only, or ranks are on several nodes. Collective.
+    returns   this node's, None where the rank is alone on it; and whether any node has one
     """
-    if comm.size == 1 or len(set(comm.nodes)) > 1:
-        return None
-    ranks = range(comm.size)
-    stage = stage or stage_nbytes(comm.size)
-    segment = _map_together(comm, arena_nbytes(comm.size, stage))
-    return None if segment is None else Arena(segment, comm.rank, ranks, stage, _pids_to_read(comm))
-
-
-def _pids_to_read(comm: Communicator) -> list[int]:
-    """The processes of the ranks, if each can read every other's memory; else none. Collective."""
-    quiet = comm.unchecked("shared memory")
-    peer_memory.allow()
-    sample = np.frombuffer(os.urandom(16), dtype=np.uint8)
-    mine = os.getpid(), sample.ctypes.data, sample.tobytes()
-    all_samples = quiet.allgather_object(mine)
-    readable = all(quiet.allgather_object(all(peer_memory.can_read(*of_peer) for of_peer in all_samples)))
-    return [pid for pid, _, _ in all_samples] if readable else []
+    here = ranks_here(comm)
+    stage = stage or stage_nbytes(max(Counter(comm.nodes).values()))
+    if len(set(comm.nodes)) == comm.size:
+        return None, False
+    segment, mapped = _map_together(comm, arena_nbytes(len(here), stage))
+    if not mapped:
+        return None, False
+    pids = _pids_to_read(comm, here)
+    arena = None if segment is None else Arena(segment, here.index(comm.rank), here, stage, pids)
+    return arena, True
 
 
 def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtype: Any) -> Any:
-    """An array of zeros of this rank's own, that the others can read where it lies. Collective."""
+    """An array of zeros of this rank's own, which the others of its node read where it lies. Collective."""
     nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
-    rounded = -(-nbytes // ALIGNED) * ALIGNED
-    sizes = comm.unchecked("shared memory").allgather_object(rounded)
-    segment = None if arena is None else _map_together(comm, max(ALIGNED, sum(sizes)))
+    sizes = comm.unchecked("shared memory").allgather_object(
+        (-(-nbytes // ALIGNED) * ALIGNED, arena is not None)
+    )
+    if not any(has_arena for _, has_arena in sizes):
+        return from_octets(None, shape, dtype)
+    here = [sizes[rank][0] for rank in ranks_here(comm)]
+    segment, _ = _map_together(comm, max(ALIGNED, sum(here)))
     if arena is None or segment is None:
         return from_octets(None, shape, dtype)
     arena.add(segment)
-    begin = sum(sizes[: comm.rank])
+    begin = sum(here[: arena.rank])
     return from_octets(segment.octets[begin : begin + nbytes], shape, dtype)
 
 
 def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
     """Give the memory of `allocate` back, once nobody holds an array in it. Collective."""
     number = None if arena is None else arena.array_number(bind(array, writable=False).host.octets)
-    numbers = comm.unchecked("shared memory").allgather_object(number)
+    told = comm.unchecked("shared memory").allgather_object((arena is not None, number))
+    numbers = [number for has_arena, number in told if has_arena]
     if len(set(numbers)) > 1:
         raise OperationError(
             f"free_shared got arrays of different allocations: number {numbers} by rank; every rank must "
@@ -73,29 +72,49 @@ def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
         arena.drop(number)
 
 
-def _map_together(comm: Communicator, nbytes: int) -> Segment | None:
-    """Rank 0 makes the memory, all map it, and its name goes; if one fails, None on all, and a warning."""
+def ranks_here(comm: Communicator) -> list[int]:
+    """The ranks of this rank's node."""
+    return [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
+
+
+def _map_together(comm: Communicator, nbytes: int) -> tuple[Segment | None, bool]:
+    """The first rank of each node makes the memory, its others map it, and the name goes. Collective.
+
+    returns   None for a rank that is alone on its node; and whether all went well. If it did not on one
+              node, it did on none, and there has been a warning
+    """
     quiet = comm.unchecked("shared memory")
-    path, segment, problem = "", None, shared_memory.hindrance()
-    if comm.rank == 0 and problem is None:
+    here = ranks_here(comm)
+    path, segment, problem = "", None, shared_memory.hindrance() if len(here) > 1 else None
+    if comm.rank == here[0] and len(here) > 1 and problem is None:
         try:
             path, segment = shared_memory.create(nbytes)
         except SharedMemoryError as error:
             problem = str(error)
-    path = quiet.broadcast_object(path)
+    made = quiet.allgather_object(path)[here[0]]
     try:
-        if comm.rank > 0 and problem is None and path:
+        if comm.rank > here[0] and problem is None and made:
             try:
-                segment = shared_memory.attach(path)
+                segment = shared_memory.attach(made)
             except SharedMemoryError as error:
                 problem = str(error)
         problems = [found for found in quiet.allgather_object(problem) if found]
     finally:
-        if comm.rank == 0 and path:
+        if path:
             shared_memory.remove(path)
     if problems and comm.world_ranks[comm.rank] == min(comm.world_ranks):
         _warn(problems[0])
-    return None if problems else segment
+    return None if problems else segment, not problems
+
+
+def _pids_to_read(comm: Communicator, here: Sequence[int]) -> list[int]:
+    """The processes of these ranks, if all of the job can read those of their node; else none. Collective."""
+    quiet = comm.unchecked("shared memory")
+    peer_memory.allow()
+    sample = np.frombuffer(os.urandom(16), dtype=np.uint8)
+    samples = quiet.allgather_object((os.getpid(), sample.ctypes.data, sample.tobytes()))
+    readable = all(peer_memory.can_read(*samples[rank]) for rank in here)
+    return [samples[rank][0] for rank in here] if all(quiet.allgather_object(readable)) else []
 
 
 _warned = False

@@ -7,7 +7,7 @@ import pytest
 
 from hpcpar import partition
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm import run_loopback, select
+from hpcpar.comm import caller, run_loopback, select
 
 PLACED = {
     collective: [name for name, algorithm in by_name.items() if algorithm.placed]
@@ -25,8 +25,9 @@ def total(size, count):
     return sum(piece(rank, count) for rank in range(size))
 
 
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared memory"])
 @pytest.mark.parametrize("nodes", PLACEMENTS)
-def test_reductions_on_nodes_equal_the_serial_computation(nodes):
+def test_reductions_on_nodes_equal_the_serial_computation(nodes, shared_memory):
     def work(comm):
         found = []
         for count in COUNTS:
@@ -39,13 +40,14 @@ def test_reductions_on_nodes_equal_the_serial_computation(nodes):
                 found.append((own, expected[start:stop]))
         return found
 
-    for pairs in run_loopback(len(nodes), work, nodes=nodes):
+    for pairs in run_loopback(len(nodes), work, nodes=nodes, shared_memory=shared_memory):
         for found, expected in pairs:
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared memory"])
 @pytest.mark.parametrize("nodes", PLACEMENTS)
-def test_gathers_and_broadcasts_on_nodes_equal_the_serial_computation(nodes):
+def test_gathers_and_broadcasts_on_nodes_equal_the_serial_computation(nodes, shared_memory):
     def work(comm):
         found = []
         for count in COUNTS:
@@ -60,7 +62,7 @@ def test_gathers_and_broadcasts_on_nodes_equal_the_serial_computation(nodes):
                     found.append((comm.broadcast(buffer, root, algorithm=name), piece(root, count)))
         return found
 
-    for pairs in run_loopback(len(nodes), work, nodes=nodes):
+    for pairs in run_loopback(len(nodes), work, nodes=nodes, shared_memory=shared_memory):
         for found, expected in pairs:
             np.testing.assert_array_equal(found, expected)
 
@@ -92,6 +94,21 @@ def test_pipelines_of_several_segments_equal_the_serial_computation(nodes, monke
             found.append((comm.allgather(whole[own].copy(), counts=counts, algorithm=name), whole))
         return found
 
-    for pairs in run_loopback(len(nodes), work, nodes=nodes):
+    for pairs in run_loopback(len(nodes), work, nodes=nodes, shared_memory=shared_memory):
         for found, expected in pairs:
             np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 1), (0, 1, 0, 1, 1)])
+@pytest.mark.parametrize("group", ["reductions", "gathers", "exchanges", "element_types"])
+def test_what_is_near_goes_through_memory_and_what_is_far_by_messages(
+    group, nodes, truths, assert_true, monkeypatch
+):
+    monkeypatch.setattr(caller, "IN_PART_FROM_NBYTES", 0)
+
+    def work(comm):
+        assert comm.share_memory(stage_nbytes=1024)
+        return list(truths[group](comm))
+
+    for checks in run_loopback(len(nodes), work, nodes=nodes, check=False):
+        assert_true(checks)
