@@ -76,8 +76,9 @@ def test_floats_are_summed_to_the_same_bits_on_all_ranks_of_all_nodes():
     assert all(bits == by_rank[0] for bits in by_rank)
 
 
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared memory"])
 @pytest.mark.parametrize("nodes", PLACEMENTS)
-def test_pipelines_of_several_segments_equal_the_serial_computation(nodes, monkeypatch):
+def test_pipelines_of_several_segments_equal_the_serial_computation(nodes, monkeypatch, shared_memory):
     monkeypatch.setattr(select, "NODES_SEGMENT_NBYTES", 64)
 
     def work(comm):
