@@ -50,6 +50,8 @@ A single signature may have more, for the lanes of the largest arrays that are c
 MOST_SIGNATURES = 256
 PROGRAMS_PER_LANE = 8
 
+NOWHERE = np.empty(0, dtype=np.uint8)
+
 Address = tuple[int, ...]
 """Where each space's memory begins."""
 
@@ -85,13 +87,15 @@ class Lane:
 
     holder   the operation whose turn it is
     due      all that were started in this lane and have not ended, the holder among them
+    landing  empty until the first program needs it: most lanes never see the same memory twice
     """
 
     def __init__(self, tag: int, landing_nbytes: int) -> None:
         self.tag = tag
         self.holder: Operation | None = None
         self.due: list[Operation] = []
-        self.landing = np.empty(landing_nbytes, dtype=np.uint8)
+        self.landing = NOWHERE
+        self._landing_nbytes = landing_nbytes
         self._programs: OrderedDict[Address, tuple[CompiledStep, ...] | None] = OrderedDict()
 
     def join(self, operation: Operation) -> None:
@@ -123,6 +127,8 @@ class Lane:
             # The views hold no reference to the memory: a buffer must be free to go. They are used
             # only with a buffer that has just been seen at the same address, of the same length.
             held = {space: buffer.unowned() for space, buffer in spaces.items()}
+            if self.landing is NOWHERE:
+                self.landing = np.empty(self._landing_nbytes, dtype=np.uint8)
             program = self._programs[address] = tuple(
                 _compile(transport, step, held, op, self.tag, self.landing) for step in planned.steps
             )
@@ -136,7 +142,7 @@ class Lane:
         for program in self._programs.values():
             _free(program)
         self._programs.clear()
-        self.landing = np.empty(0, dtype=np.uint8)
+        self.landing = NOWHERE
 
 
 class LaneGroup:

@@ -34,6 +34,8 @@ from hpcpar.bench.soak import (
     table,
 )
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm.compiled import LANES
+from hpcpar.comm.operation import ScratchPool
 from hpcpar.errors import OperationError
 
 CALL = Call("allreduce", 0, "torch", "float32", "sum", 29, 0, 3, True, None, False)
@@ -201,6 +203,26 @@ def test_memory_is_the_median_of_the_looks_on_either_end() -> None:
     assert between_calls(course, 5000, 0.1, 0.2) == 1014
     assert between_calls(course, 5000, 0.9, 1) == 1094
     assert between_calls([], 5000, 0.9, 1) == 0
+
+
+def test_the_fill_needs_as_much_scratch_on_every_rank_as_the_pool_keeps() -> None:
+    groups = list(soak.filling(3))
+    assert [{call.root for call in group} for group in groups] == [{0}, {1}, {2}]
+    for group in groups:
+        assert len(group) == ScratchPool.KEPT
+        assert max(Counter(call.op for call in group).values()) <= LANES  # else some would wait for others
+        assert {call.count * 4 for call in group} == {LARGEST_NBYTES}
+
+
+def test_calls_that_fill_the_pool_do_not_count() -> None:
+    report = run_loopback(2, lambda comm: run(Options(200), comm))[0]
+    assert [done for done, _ in report.course[-1]] == [200, 200]
+
+
+def test_looks_are_few_however_many_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "CALLS_BETWEEN_LOOKS", 1)
+    report = run_loopback(1, lambda comm: run(Options(800), comm))[0]
+    assert soak.LOOKS - 1 <= len(report.course) <= soak.LOOKS
 
 
 def test_memory_that_is_held_is_seen() -> None:

@@ -223,3 +223,21 @@ def test_signatures_that_made_room_leave_no_memory_behind(monkeypatch):
         return sum({id(lane): lane.landing.nbytes for lane in lanes}.values())
 
     assert all(nbytes <= 100_000 for nbytes in run_loopback(2, work, check=False))
+
+
+def test_memory_to_land_in_is_had_for_buffers_that_come_again_and_for_no_others():
+    def landing_nbytes(comm):
+        return sum(lane.landing.nbytes for group in comm._lanes._groups.values() for lane in group.lanes)
+
+    def work(comm):
+        seen_once = [np.zeros(1000 + number) for number in range(20)]
+        for buffer in seen_once:
+            comm.allreduce(buffer)
+        before = landing_nbytes(comm)
+        for _ in range(2 * compiled.LANES):
+            comm.allreduce(seen_once[0])
+        return before, landing_nbytes(comm)
+
+    for before, after in run_loopback(2, work, check=False):
+        assert before == 0
+        assert 0 < after <= compiled.LANES * 1000 * 8
