@@ -17,6 +17,7 @@ those that are expected, and need no tags.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -129,7 +130,7 @@ class Arena:
     ranks         which ranks of the communicator these are
     local         of each of them, its number here
     stage         bytes of a rank's stage in a lane
-    arrays        arrays that were allocated for these ranks to read, by number; the same on all of them
+    arrays        memory of arrays that were allocated for these ranks to read, by number; all have the same
     pids          of these ranks, where each may read the others' private memory; else empty
     """
 
@@ -145,6 +146,7 @@ class Arena:
         self.words = segment.words
         self.control_nbytes = LANES * self.size * self.size * PAIR_WORDS * WORD_NBYTES
         self.arrays: dict[int, Segment] = {}
+        self._own: dict[int, weakref.ref[Octets]] = {}
         self._made = 0
         self._octets = segment.octets
         self._landing = np.empty(0, dtype=np.uint8)
@@ -154,14 +156,19 @@ class Arena:
         """Bytes of a piece, when the stage is divided into so many regions. The same on all ranks."""
         return max(ALIGNED, self.stage // (regions * SLOTS) // ALIGNED * ALIGNED)
 
-    def add(self, segment: Segment) -> None:
-        """Memory of arrays that all ranks here have mapped. In the same order on all of them."""
+    def add(self, segment: Segment, own: Octets) -> None:
+        """Memory that all ranks here have mapped, and this rank's part of it. In the same order on all."""
         self._made += 1
         self.arrays[self._made] = segment
+        self._own[self._made] = weakref.ref(own)
 
     def drop(self, number: int) -> None:
         """Forget such memory. The same on all ranks."""
-        del self.arrays[number]
+        del self.arrays[number], self._own[number]
+
+    def unused(self) -> set[int]:
+        """Memory of which nothing is left that was made of this rank's part."""
+        return {number for number, own in self._own.items() if own() is None}
 
     def array_number(self, octets: Octets) -> int | None:
         """Which memory of `arrays` these bytes lie in; None: in none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from hpcpar.comm.operation import (
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
 from hpcpar.comm.select import ANY, NATIVE, choose, segments_for
-from hpcpar.comm.shared import SharedStep, regions_for, shared_steps
+from hpcpar.comm.shared import AtOnce, SharedStep, regions_for, shared_steps
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
@@ -186,11 +187,16 @@ class Recipe:
         self.account.close(self.tally)
 
 
+Seen = dict[int, tuple[Recipe, Hashable, Mark, Mark | None]]
+"""By the identity of a tensor: the last call on it, its meaning, and how to tell that it is the same."""
+
+
 @dataclass(slots=True)
 class Program:
     """What a recipe comes to in one lane of shared memory."""
 
     steps: Sequence[SharedStep]
+    at_once: Sequence[AtOnce]
     operation: Operation
 
 
@@ -209,7 +215,7 @@ class Caller(ABC):
         self._label: str | None = None
         self._lanes = Lanes(LANE_TAGS, COLLECTIVE_TAGS - LANE_TAGS)
         self._recipes: dict[Hashable, Recipe] = {}
-        self._seen: dict[Hashable, tuple[Recipe, Mark, Mark | None]] = {}
+        self._seen: dict[str, Seen] = defaultdict(dict)
         self._pieces_kept = [0]
         self._evictions = 0
         self._arena: Arena | None = None
@@ -478,27 +484,25 @@ class Caller(ABC):
         if self._family.trace is not None:
             return None
         # The same tensor objects as last time are the quickest to tell.
-        name = (collective, meaning, id(array), id(other))
-        seen = self._seen.get(name)
+        seen = self._seen[collective].get(id(array))
         if seen is not None:
-            recipe, of_array, of_other = seen
-            if is_still(of_array, array) and (of_other is None or is_still(of_other, other)):
-                if not recipe.is_closed:
-                    return recipe
-                del self._seen[name]
+            recipe, known, of_array, of_other = seen
+            if (
+                known == meaning
+                and is_still(of_array, array)
+                and (other is None if of_other is None else is_still(of_other, other))
+                and not recipe.is_closed
+            ):
+                return recipe
         found = None if self._checked else self._recipes.get(self._key(collective, meaning, array, other))
-        if found is not None and found.is_alive:
-            self._see(name, found, array, other)
-            return found
-        return None
-
-    def _see(self, name: Hashable, recipe: Recipe, array: Any, other: Any) -> None:
-        """Know the call by its arrays next time, if they are tensors and it goes through shared memory."""
-        of_array, of_other = mark(array), None if other is None else mark(other)
-        if recipe.group is None and of_array is not None and (other is None or of_other is not None):
-            if len(self._seen) >= MOST_RECIPES:
-                self._seen.clear()
-            self._seen[name] = (recipe, of_array, of_other)
+        if found is None or not found.is_alive:
+            return None
+        marks = mark(array), None if other is None else mark(other)
+        if found.group is None and marks[0] is not None and (other is None or marks[1] is not None):
+            if len(self._seen[collective]) >= MOST_RECIPES:
+                self._seen[collective].clear()
+            self._seen[collective][id(array)] = (found, meaning, marks[0], marks[1])
+        return found
 
     def _run(self, recipe: Recipe) -> None:
         """Do a remembered call, and return when it is done. The caller holds the arrays meanwhile."""
@@ -520,9 +524,9 @@ class Caller(ABC):
             return
         # Nothing is under way, so the lane is free.
         pause = self._transport.pause
-        for index, step in enumerate(program.steps):
-            if not step.at_once(ATTEMPTS_AT_ONCE, pause):
-                program.operation.resume(number, index, step)
+        for index, at_once in enumerate(program.at_once):
+            if not at_once(ATTEMPTS_AT_ONCE, pause):
+                program.operation.resume(number, index, program.steps[index])
                 self._wait(recipe, program.operation)
                 return
         recipe.ended()
@@ -537,7 +541,8 @@ class Caller(ABC):
         lane = self._arena.lanes[number % arena.LANES]
         steps = shared_steps(lane, recipe.planned, recipe.spaces, recipe.op, recipe.regions)
         self._pieces_kept[0] += sum(step.pieces for step in steps)
-        program = Program(steps, self._operation(recipe, steps, lane, number))
+        operation = self._operation(recipe, steps, lane, number)
+        program = Program(steps, [step.quickest() for step in steps], operation)
         recipe.programs[lane.tag] = program
         return program
 

@@ -70,14 +70,17 @@ class Communicator(Objects):
         shape    of this rank's array; ranks may ask for different ones
         dtype    of NumPy, or its name, for a NumPy array; of torch for a tensor
         returns  ordinary memory where the ranks cannot share any. Collective.
+
+        The memory goes with the last reference to it on any rank, at the next `allocate_shared` or `free`.
         """
+        self._forget(list(self._recipes))  # some may point into memory that goes now
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         return sharing.allocate(self, self._arena, shape, dtype)
 
     def free_shared(self, array: Any) -> None:
-        """Take the array of an `allocate_shared` out of use; its memory goes with the last reference to it.
+        """Give the memory of an `allocate_shared` back as soon as the last reference to it is gone.
 
-        Collective: every rank passes its own. `free` does it for all that are left.
+        From now on the array is like any other. Collective: every rank passes its own.
         errors   OperationError on every rank when they are not of the same allocation
         """
         self._forget(list(self._recipes))  # some may point into it

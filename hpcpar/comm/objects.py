@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ class Objects(Collectives, PointToPoint):
         view = copy.copy(self)
         view._checked = False
         view._label = label
-        view._seen = {}
+        view._seen = defaultdict(dict)
         return view
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:

@@ -111,6 +111,8 @@ def prepare_combine(op: str, target: HostBuffer, incoming: HostBuffer) -> Callab
         return _do_nothing
     if target.dtype not in _HALVES or (_is_numpy(target) and target.count <= _FEW):
         run, function = silence(), NUMPY[op]
+        if target.count == 1 and function is np.add and target.dtype in ("float32", "float64"):
+            return partial(_add_number, memoryview(target.elements), memoryview(incoming.elements))
         if target.count == 1:
             # NumPy takes one element that is source and result for an overlap, and copies: 0.5 µs.
             aside = np.empty_like(target.elements)
@@ -118,6 +120,14 @@ def prepare_combine(op: str, target: HostBuffer, incoming: HostBuffer) -> Callab
         return partial(run, function, target.elements, incoming.elements, out=target.elements)
     total = tensor(target)
     return partial(_torch_function(op), total, tensor(incoming), total)
+
+
+def _add_number(total: memoryview, incoming: memoryview) -> None:
+    """One number, such as a loss, by Python itself: 0.1 µs.
+
+    The sum is formed in float64 and rounded again, which for float32 changes nothing (53 >= 2·24 + 2).
+    """
+    total[0] += incoming[0]
 
 
 def _combine_one(run: Callable[..., Any], function: Function, total: Any, incoming: Any, aside: Any) -> None:

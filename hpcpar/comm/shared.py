@@ -311,6 +311,13 @@ class _Receiving:
         return [*calls, *folds(self._spaces, landed, self._op)]
 
 
+AtOnce = Callable[[int, Callable[[int], None]], bool]
+"""A step from `post` to `settle`, given how often to look for what is to come, and what to do in between."""
+
+Swap = tuple[Lane, int, int, int, Callable[[], None] | None, _Receiving | None, int, int]
+"""Lane, peer, slot, place, what lays the piece out, what takes one in, and the words of both heads."""
+
+
 class SharedStep:
     """A step of a plan whose messages between ranks of this node go through shared memory.
 
@@ -348,6 +355,7 @@ class SharedStep:
         # What `at_once` looks at, without a detour.
         self._outgoing: list[tuple[Callable[[], None], int, int, tuple[tuple[int, int, int], ...]]] = []
         self._incoming = [(part, part.heads, part.wholes) for part in self._receivings]
+        self._swap: Swap
         self._lends = any(sending.place is not None for sending in self._sendings)
         self.pieces = sum(part.pieces for part in self._parts())
         self._is_quick = elsewhere is None and all(part.is_quick for part in self._parts())
@@ -413,6 +421,49 @@ class SharedStep:
         for fold in self._folds:
             fold()
         return True
+
+    def swap_at_once(self, attempts: int, pause: Callable[[int], None]) -> bool:
+        """`at_once` of two ranks that have a node to themselves and exchange one piece, or send it one way.
+
+        The most common case, and the one whose latency shows; so it is written out, and looks up nothing.
+        """
+        lane, peer, slot, place, lay_out, receiving, head_out, head_in = self._swap
+        words, sent, taken = self._words, lane.sent, lane.taken
+        count = sent[peer]
+        if words[head_out + TAIL] != count or self._regions != lane.regions:
+            return self.at_once(attempts, pause)
+        for copy in self._copies:
+            copy()
+        if lay_out is not None:
+            lay_out()
+            count += 1
+            words[head_out + 1 + count % PLACES] = place
+            words[head_out] = sent[peer] = count
+            lane.hazards[slot] = ((head_out + TAIL, count),)
+        if receiving is not None:
+            count = taken[peer] + 1
+            if words[head_in] < count and not _comes_to(words, head_in, count, attempts, pause):
+                return self._goes_on(len(self._sendings), 0)
+            places = (words[head_in + 1 + count % PLACES],)
+            fold = receiving.wholes.get(places) or receiving.whole(places)
+            if fold is None:
+                return self._goes_on(len(self._sendings), 0)
+            fold()
+            words[head_in + TAIL] = taken[peer] = count
+        return True
+
+    def quickest(self) -> AtOnce:
+        """What does this step at once."""
+        arena = self._lane.arena
+        is_swap = len(self._sendings) < 2 and len(self._receivings) < 2 and not self._folds
+        if arena.size != 2 or not is_swap or not self._is_quick or self._lends:
+            return self.at_once
+        peer = 1 - arena.rank
+        lay_out, slot, place = self._sendings[0].piece(0) if self._sendings else (None, 0, 0)
+        receiving = self._receivings[0] if self._receivings else None
+        heads = self._lane.heads_out[peer], self._lane.heads_in[peer]
+        self._swap = (self._lane, peer, slot, place, lay_out, receiving, *heads)
+        return self.swap_at_once
 
     def test(self) -> bool:
         if self._open:

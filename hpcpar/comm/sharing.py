@@ -42,20 +42,27 @@ def open_arena(comm: Communicator, stage: int | None = None) -> tuple[Arena | No
 
 
 def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtype: Any) -> Any:
-    """An array of zeros of this rank's own, which the others of its node read where it lies. Collective."""
+    """An array of zeros of this rank's own, which the others of its node read where it lies. Collective.
+
+    What was allocated before, and is in use on no rank any more, is given back.
+    """
     nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
-    sizes = comm.unchecked("shared memory").allgather_object(
-        (-(-nbytes // ALIGNED) * ALIGNED, arena is not None)
-    )
-    if not any(has_arena for _, has_arena in sizes):
+    mine = -(-nbytes // ALIGNED) * ALIGNED, None if arena is None else arena.unused()
+    told = comm.unchecked("shared memory").allgather_object(mine)
+    if all(unused is None for _, unused in told):
         return from_octets(None, shape, dtype)
-    here = [sizes[rank][0] for rank in ranks_here(comm)]
-    segment, _ = _map_together(comm, max(ALIGNED, sum(here)))
-    if arena is None or segment is None:
+    here = [told[rank] for rank in ranks_here(comm)]
+    segment, _ = _map_together(comm, max(ALIGNED, sum(size for size, _ in here)))
+    if arena is None:
         return from_octets(None, shape, dtype)
-    arena.add(segment)
-    begin = sum(here[: arena.rank])
-    return from_octets(segment.octets[begin : begin + nbytes], shape, dtype)
+    for number in set.intersection(*(unused or set() for _, unused in here)):
+        arena.drop(number)
+    if segment is None:
+        return from_octets(None, shape, dtype)
+    begin = sum(size for size, _ in here[: arena.rank])
+    own = segment.part(begin, begin + nbytes)
+    arena.add(segment, own)
+    return from_octets(own, shape, dtype)
 
 
 def release(comm: Communicator, arena: Arena | None, array: Any) -> None:

@@ -168,7 +168,11 @@ class GradientSynchronizer:
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         first = self.parameters[bucket.members[0]]
-        return torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        if first.device.type != "cpu":
+            return torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        # The other ranks of this node read it where it lies.
+        flat: Tensor = self.dp_comm.allocate_shared(bucket.numel, first.dtype)
+        return flat
 
     def _cut_views(self) -> list[Tensor]:
         views: dict[int, Tensor] = {}

@@ -195,9 +195,9 @@ def mark(tensor: Any) -> Mark | None:
 
 def is_still(mark: Mark, tensor: Any) -> bool:
     """Whether this is the tensor that was marked, with its memory where it was; half a fingerprint's cost."""
-    tensor_then, address, count, dtype = mark
+    reference, address, count, dtype = mark
     return (
-        tensor_then() is tensor
+        reference() is tensor
         and tensor.data_ptr() == address
         and tensor.numel() == count
         and tensor.dtype is dtype

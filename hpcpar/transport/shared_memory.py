@@ -40,13 +40,18 @@ class Segment:
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        self.octets: Octets = np.frombuffer(mapping, dtype=np.uint8)
+        self._bytes = memoryview(mapping)
+        self.octets: Octets = self.part(0, len(self._bytes))
         self.words = memoryview(mapping).cast("Q")
         self.address: int = self.octets.__array_interface__["data"][0]
 
     @property
     def nbytes(self) -> int:
         return self.octets.size
+
+    def part(self, start: int, stop: int) -> Octets:
+        """Bytes of it as an array of their own, which lives as long as anything that is made of it."""
+        return np.frombuffer(self._bytes[start:stop], dtype=np.uint8)
 
 
 def hindrance(machine: str = "", directory: Path | None = None) -> str | None:
