@@ -221,6 +221,7 @@ class Caller(ABC):
         self._arena: Arena | None = None
         self._shares_in_part = False
         self._under_way = family.progress.under_way
+        self._pause = transport.pause
         self._table = family.tuning.table(transport.nodes)
         self._calls = [0]  # shared with unchecked copies, so that every call has a tag of its own
         self.name, self.traffic = family.register(name)
@@ -487,12 +488,8 @@ class Caller(ABC):
         seen = self._seen[collective].get(id(array))
         if seen is not None:
             recipe, known, of_array, of_other = seen
-            if (
-                known == meaning
-                and is_still(of_array, array)
-                and (other is None if of_other is None else is_still(of_other, other))
-                and not recipe.is_closed
-            ):
+            is_other = other is None if of_other is None else is_still(of_other, other)
+            if known == meaning and is_other and is_still(of_array, array) and not recipe.is_closed:
                 return recipe
         found = None if self._checked else self._recipes.get(self._key(collective, meaning, array, other))
         if found is None or not found.is_alive:
@@ -523,9 +520,8 @@ class Caller(ABC):
             self._wait(recipe, program.operation)
             return
         # Nothing is under way, so the lane is free.
-        pause = self._transport.pause
         for index, at_once in enumerate(program.at_once):
-            if not at_once(ATTEMPTS_AT_ONCE, pause):
+            if not at_once(ATTEMPTS_AT_ONCE, self._pause):
                 program.operation.resume(number, index, program.steps[index])
                 self._wait(recipe, program.operation)
                 return

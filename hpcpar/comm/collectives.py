@@ -57,8 +57,9 @@ class Collectives(Caller):
         result            out, or buffer when out is None
         errors            OperationError, BufferTypeError; in checked mode MismatchError on every rank
         """
+        meaning = (op, algorithm, prescale_factor, postscale_factor, compression)
         plain = is_plain(prescale_factor, postscale_factor, compression)
-        key = self._key("allreduce", (op, algorithm), buffer, out) if plain else None
+        key = self._key("allreduce", meaning, buffer, out) if plain else None
         with self._asking(Call("allreduce", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
             target = source if out is None else bind_out(out, source.host.count, source.host.dtype)
@@ -104,11 +105,11 @@ class Collectives(Caller):
         compression: str | None = None,
     ) -> Any:
         """`start_allreduce` and wait."""
-        if is_plain(prescale_factor, postscale_factor, compression):
-            recipe = self._remembered("allreduce", (op, algorithm), buffer, out)
-            if recipe is not None:
-                self._run(recipe)
-                return buffer if out is None else out
+        meaning = (op, algorithm, prescale_factor, postscale_factor, compression)
+        recipe = self._remembered("allreduce", meaning, buffer, out)
+        if recipe is not None:
+            self._run(recipe)
+            return buffer if out is None else out
         return self.start_allreduce(
             buffer,
             op,
@@ -137,9 +138,9 @@ class Collectives(Caller):
         result            out; or, when out is None, this rank's piece as a flat view of buffer, whose
                           other pieces then hold partial sums
         """
-        key = None
-        if is_plain(prescale_factor, postscale_factor, None):
-            key = self._key("reduce_scatter", (op, _tuple(counts), algorithm), buffer, out)
+        meaning = (op, _tuple(counts), algorithm, prescale_factor, postscale_factor)
+        plain = is_plain(prescale_factor, postscale_factor, None)
+        key = self._key("reduce_scatter", meaning, buffer, out) if plain else None
         with self._asking(Call("reduce_scatter", op, algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=out is None)
             pieces = self._pieces(counts, source.host.count)
@@ -181,14 +182,14 @@ class Collectives(Caller):
         postscale_factor: float = 1.0,
     ) -> Any:
         """`start_reduce_scatter` and wait."""
-        if is_plain(prescale_factor, postscale_factor, None):
-            recipe = self._remembered("reduce_scatter", (op, _tuple(counts), algorithm), buffer, out)
-            if recipe is not None:
-                self._run(recipe)
-                if out is not None:
-                    return out
-                start, stop = recipe.own
-                return flat(buffer)[start:stop]
+        meaning = (op, _tuple(counts), algorithm, prescale_factor, postscale_factor)
+        recipe = self._remembered("reduce_scatter", meaning, buffer, out)
+        if recipe is not None:
+            self._run(recipe)
+            if out is not None:
+                return out
+            start, stop = recipe.own
+            return flat(buffer)[start:stop]
         return self.start_reduce_scatter(
             buffer,
             op,
