@@ -505,67 +505,73 @@ class Caller(ABC):
         """Do a remembered call, and return when it is done. The caller holds the arrays meanwhile."""
         calls = self._calls
         number = calls[0]
+        program = recipe.programs[number % arena.LANES]
+        if program is None or self._under_way:
+            operation = self._restarted(recipe)
+            self._family.progress.run(operation)
+            recipe.account.seconds_waited += time.perf_counter() - operation.started_s
+            return
+        # Nothing is under way, so the lane is free.
         calls[0] = number + 1
         if recipe.first is not None:
             recipe.first()
-        if recipe.group is not None:
-            self._wait(recipe, self._compiled(recipe, recipe.group, number))
-            return
-        program = recipe.programs[number % arena.LANES]
-        if program is None:
-            self._wait(recipe, self._programmed(recipe, number).operation)
-            return
-        if self._under_way:
-            program.operation.restart(number)
-            self._wait(recipe, program.operation)
-            return
-        # Nothing is under way, so the lane is free.
         for index, at_once in enumerate(program.at_once):
             if not at_once(ATTEMPTS_AT_ONCE, self._pause):
-                program.operation.resume(number, index, program.steps[index])
-                self._wait(recipe, program.operation)
+                operation = program.operation
+                operation.resume(number, index, program.steps[index])
+                self._family.progress.run(operation)
+                recipe.account.seconds_waited += time.perf_counter() - operation.started_s
                 return
         recipe.ended()
 
-    def _wait(self, recipe: Recipe, operation: Operation) -> None:
-        self._family.progress.run(operation)
-        recipe.account.seconds_waited += time.perf_counter() - operation.started_s
+    def _start_known(self, recipe: Recipe, result: Any, memory: object) -> Handle:
+        """Set a remembered call going. What is in `memory` is kept alive until it is done."""
+        operation = self._restarted(recipe, memory)
+        outcome = Handle(self._family.progress, operation, lambda: result, recipe.account)
+        self._family.progress.add(operation)
+        return outcome
 
-    def _programmed(self, recipe: Recipe, number: int) -> Program:
-        """Bind a recipe to the lane of call `number`."""
-        assert self._arena is not None, "what is remembered for shared memory goes with it"
-        lane = self._arena.lanes[number % arena.LANES]
-        steps = shared_steps(lane, recipe.planned, recipe.spaces, recipe.op, recipe.regions)
-        self._pieces_kept[0] += sum(step.pieces for step in steps)
-        operation = self._operation(recipe, steps, lane, number)
-        program = Program(steps, [step.quickest() for step in steps], operation)
-        recipe.programs[lane.tag] = program
-        return program
-
-    def _compiled(self, recipe: Recipe, group: LaneGroup, number: int) -> Operation:
-        """Bind a recipe to the lane of messages whose turn it is."""
-        lane = self._lanes.next(group)
-        operation = recipe.operations.get(lane.tag)
-        if operation is None or operation.steps is not lane.compiled(recipe.address):
-            steps = self._bound(recipe.planned, recipe.spaces, recipe.op, lane.tag, lane)
-            operation = recipe.operations[lane.tag] = self._operation(recipe, steps, lane, number)
+    def _restarted(self, recipe: Recipe, memory: object = None) -> Operation:
+        """An operation for a remembered call that is to be made now: that of its lane, if it is free."""
+        number = self._calls[0]
+        self._calls[0] = number + 1
+        if recipe.first is not None:
+            recipe.first()
+        lane: Lane | arena.Lane
+        if recipe.group is not None:
+            lane = self._lanes.next(recipe.group)
         else:
-            operation.restart(number)
+            assert self._arena is not None, "what is remembered for shared memory goes with it"
+            lane = self._arena.lanes[number % arena.LANES]
+        operation = recipe.operations.get(lane.tag)
+        if operation is None:
+            operation = recipe.operations[lane.tag] = self._bind(recipe, lane, number, memory)
+        elif not operation.done:
+            return self._bind(recipe, lane, number, memory)
+        elif isinstance(lane, Lane) and operation.steps is not lane.compiled(recipe.address):
+            operation = recipe.operations[lane.tag] = self._bind(recipe, lane, number, memory)
+        else:
+            operation.restart(number, memory)
         return operation
 
-    def _operation(
-        self, recipe: Recipe, steps: Sequence[BoundStep], lane: Lane | arena.Lane, number: int
-    ) -> Operation:
-        return Operation(
+    def _bind(self, recipe: Recipe, lane: Lane | arena.Lane, number: int, memory: object) -> Operation:
+        """A recipe bound to a lane; in shared memory what the lane's first call is bound to is a program."""
+        steps = self._bound(recipe.planned, recipe.spaces, recipe.op, lane.tag, lane, recipe.regions)
+        operation = Operation(
             self._transport,
             steps,
             recipe.ended,
             what=recipe.collective,
             number=number,
             comm=self.name,
-            memory=None,
+            memory=memory,
             lane=lane,
         )
+        if isinstance(lane, arena.Lane) and recipe.programs[lane.tag] is None:
+            shared = [step for step in steps if isinstance(step, SharedStep)]
+            self._pieces_kept[0] += sum(step.pieces for step in shared)
+            recipe.programs[lane.tag] = Program(shared, [step.quickest() for step in shared], operation)
+        return operation
 
     def _go(
         self,

@@ -58,6 +58,9 @@ class Collectives(Caller):
         errors            OperationError, BufferTypeError; in checked mode MismatchError on every rank
         """
         meaning = (op, algorithm, prescale_factor, postscale_factor, compression)
+        recipe = self._remembered("allreduce", meaning, buffer, out)
+        if recipe is not None:
+            return self._start_known(recipe, buffer if out is None else out, (buffer, out))
         plain = is_plain(prescale_factor, postscale_factor, compression)
         key = self._key("allreduce", meaning, buffer, out) if plain else None
         with self._asking(Call("allreduce", op, algorithm=algorithm, key=key)) as call:
@@ -139,6 +142,10 @@ class Collectives(Caller):
                           other pieces then hold partial sums
         """
         meaning = (op, _tuple(counts), algorithm, prescale_factor, postscale_factor)
+        recipe = self._remembered("reduce_scatter", meaning, buffer, out)
+        if recipe is not None:
+            result = flat(buffer)[slice(*recipe.own)] if out is None else out
+            return self._start_known(recipe, result, (buffer, out))
         plain = is_plain(prescale_factor, postscale_factor, None)
         key = self._key("reduce_scatter", meaning, buffer, out) if plain else None
         with self._asking(Call("reduce_scatter", op, algorithm=algorithm, key=key)) as call:
@@ -188,8 +195,7 @@ class Collectives(Caller):
             self._run(recipe)
             if out is not None:
                 return out
-            start, stop = recipe.own
-            return flat(buffer)[start:stop]
+            return flat(buffer)[slice(*recipe.own)]
         return self.start_reduce_scatter(
             buffer,
             op,
@@ -216,7 +222,11 @@ class Collectives(Caller):
         """
         key = None
         if out is not None:
-            key = self._key("allgather", (_tuple(counts), algorithm), shard, out)
+            meaning = (_tuple(counts), algorithm)
+            recipe = self._remembered("allgather", meaning, shard, out)
+            if recipe is not None:
+                return self._start_known(recipe, out, (shard, out))
+            key = self._key("allgather", meaning, shard, out)
         with self._asking(Call("allgather", algorithm=algorithm, key=key)) as call:
             source = bind(shard, writable=False, what="shard")
             pieces = self._shards(counts, source.host)
@@ -256,6 +266,9 @@ class Collectives(Caller):
         buffer   same shape and element type on every rank
         result   buffer
         """
+        recipe = self._remembered("broadcast", (root, algorithm), buffer)
+        if recipe is not None:
+            return self._start_known(recipe, buffer, buffer)
         key = self._key("broadcast", (root, algorithm), buffer)
         with self._asking(Call("broadcast", root=root, algorithm=algorithm, key=key)) as call:
             target = bind(buffer, writable=self.rank != root)
@@ -434,6 +447,9 @@ class Collectives(Caller):
         """
         key = None
         if out is not None and send_counts is None:
+            recipe = self._remembered("alltoall", algorithm, buffer, out)
+            if recipe is not None:
+                return self._start_known(recipe, out, (buffer, out))
             key = self._key("alltoall", algorithm, buffer, out)
         with self._asking(Call("alltoall", algorithm=algorithm, key=key)) as call:
             source = bind(buffer, writable=False)
@@ -477,6 +493,9 @@ class Collectives(Caller):
 
     def start_barrier(self, *, algorithm: str | None = None) -> Handle:
         """Complete once every rank has started it."""
+        recipe = self._remembered("barrier", algorithm)
+        if recipe is not None:
+            return self._start_known(recipe, None, None)
         key = self._key("barrier", algorithm)
         with self._asking(Call("barrier", algorithm=algorithm, key=key)) as call:
             pass

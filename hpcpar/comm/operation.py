@@ -292,6 +292,16 @@ class Lane(Protocol):
         """The operation is over."""
 
 
+class Outcome:
+    """What became of an operation, each time it is done."""
+
+    __slots__ = ("done", "error")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: BaseException | None = None
+
+
 class Operation:
     """A schedule under way on one rank.
 
@@ -317,8 +327,7 @@ class Operation:
         expected_nbytes: int | None = None,
     ) -> None:
         self.started_s = time.perf_counter()
-        self.error: BaseException | None = None
-        self.done = False
+        self.outcome = Outcome()
         self._transport = transport
         self.steps = steps
         self._on_done = on_done
@@ -331,13 +340,18 @@ class Operation:
         if lane is not None:
             lane.join(self)
 
-    def restart(self, number: int) -> None:
-        """Make a completed operation ready to be done once more, as call `number`."""
+    def restart(self, number: int, memory: object = None) -> None:
+        """Make a completed operation ready to be done once more, as call `number`.
+
+        memory   what is to be kept alive this time
+        """
         self.started_s = time.perf_counter()
-        self.error = None
-        self.done = False
+        self.outcome = Outcome()
         self._named = (self._named[0], number, self._named[2])
+        self._memory = memory
         self._index = 0
+        if self._lane is not None:
+            self._lane.join(self)
 
     def resume(self, number: int, index: int, exchange: Exchange) -> None:
         """A completed operation is being done once more, as call `number`, and has come to this step."""
@@ -346,13 +360,17 @@ class Operation:
         self._exchange = exchange
 
     @property
+    def done(self) -> bool:
+        return self.outcome.done
+
+    @property
     def name(self) -> str:
         what, number, comm = self._named
         return f"{what} (call {number} of {comm!r})"
 
     def advance(self) -> bool:
         """Do all that can be done without waiting; True when the operation has ended."""
-        if self.done:
+        if self.outcome.done:
             return True
         if self._lane is not None and not self._lane.enter(self):
             return False
@@ -362,9 +380,10 @@ class Operation:
         except BaseException:
             self._leave()
             raise
-        self.done = True
+        self.outcome.done = True
         self._leave()
         self._on_done(self)
+        self._memory = None
         return True
 
     def _advance_steps(self) -> bool:

@@ -53,17 +53,18 @@ class Progress:
     def wait(self, operation: Operation) -> None:
         """Return when the operation is complete; its error, or a StallError, is raised here."""
         attempt = 0
+        outcome = operation.outcome
         started_s = time.perf_counter()
         while True:
             self.poke()
-            if operation.done or operation.error is not None:
+            if outcome.done or outcome.error is not None:
                 break
             attempt += 1
             self._transport.pause(attempt)
             if attempt % ATTEMPTS_BETWEEN_LOOKS == 0:
                 self._watch.look(operation, time.perf_counter() - started_s)
-        if operation.error is not None:
-            raise operation.error
+        if outcome.error is not None:
+            raise outcome.error
 
     @staticmethod
     def _advance(operation: Operation) -> bool:
@@ -71,7 +72,7 @@ class Progress:
         try:
             return operation.advance()
         except Exception as error:
-            operation.error = error
+            operation.outcome.error = error
             return True
 
 
@@ -87,15 +88,16 @@ class Handle:
     ) -> None:
         self._progress = progress
         self._operation = operation
+        self._outcome = operation.outcome  # the operation itself may be used again
         self._result = result
         self._row = row
 
     def test(self) -> bool:
         """Make progress on everything under way; True when this one is complete."""
         self._progress.poke()
-        if self._operation.error is not None:
-            raise self._operation.error
-        return self._operation.done
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        return self._outcome.done
 
     def wait(self) -> Any:
         """Block until complete; returns the result. A second call returns it again.
@@ -103,7 +105,9 @@ class Handle:
         errors   StallError after the communicator's timeout_s, naming who waits for whom
                  PeerLeftError when a rank that is waited for has ended
         """
-        if not self._operation.done:
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        if not self._outcome.done:
             started_s = time.perf_counter()
             self._progress.wait(self._operation)
             self._row.seconds_waited += time.perf_counter() - started_s
