@@ -81,6 +81,7 @@ class Lane:
     sent, taken   pieces to and from each local rank so far
     hazards       for each slot of the own stage, who must have read it before it is written again
     regions       into how many parts the own stage is divided, each with slots of its own
+    turn          goes up with every message that is a single piece: they take the slots in turn
     """
 
     def __init__(self, arena: Arena, number: int) -> None:
@@ -94,6 +95,7 @@ class Lane:
         self.sent = [0] * size
         self.taken = [0] * size
         self.regions = 1
+        self.turn = 0
         self.hazards: list[Sequence[Hazard]] = [()] * SLOTS
         self._stage = arena.control_nbytes + (number * size + arena.rank) * arena.stage
 

@@ -175,16 +175,20 @@ class Recipe:
     def is_alive(self) -> bool:
         return not self.is_closed and (self.group is None or self.group.alive)
 
-    def ended(self, operation: Operation | None = None) -> None:
+    def ended(self, operation: Operation) -> None:
         """What is to be done when the operation is over."""
         if self.finish is not None:
             self.finish()
         self.tally.calls += 1
+        if self.is_closed:  # while this was under way
+            self.account.close(self.tally)
+            self.tally.calls = 0
 
     def close(self) -> None:
         """It will not be used again."""
         self.is_closed = True
         self.account.close(self.tally)
+        self.tally.calls = 0
 
 
 Seen = dict[int, tuple[Recipe, Hashable, Mark, Mark | None]]
@@ -522,7 +526,9 @@ class Caller(ABC):
                 self._family.progress.run(operation)
                 recipe.account.seconds_waited += time.perf_counter() - operation.started_s
                 return
-        recipe.ended()
+        if recipe.finish is not None:
+            recipe.finish()
+        recipe.tally.calls += 1
 
     def _start_known(self, recipe: Recipe, result: Any, memory: object) -> Handle:
         """Set a remembered call going. What is in `memory` is kept alive until it is done."""

@@ -69,6 +69,10 @@ def regions_for(algorithm: Algorithm, size: int, root: int, segments: int, nodes
     return most
 
 
+Laying = tuple[Callable[[], None], int, int]
+"""What lays a piece out, in which slot, and where that is."""
+
+
 class _Sending:
     """One range on its way to one or several local ranks, piece by piece or pointed at as a whole."""
 
@@ -79,7 +83,7 @@ class _Sending:
         to: Sequence[int],
         cut: Cut,
         spaces: Spaces,
-        first_slot: int,
+        region: int,
         slot_nbytes: int,
         place: int | None,
         earlier: Sequence[_Sending],
@@ -95,9 +99,9 @@ class _Sending:
         self.awaited: list[Hazard] = []
         self._cut = cut
         self._spaces = spaces
-        self._first_slot = first_slot
+        self._region = region
         self._slot_nbytes = slot_nbytes
-        self._prepared: list[tuple[Callable[[], None], int, int]] = []
+        self._prepared: list[Laying] = []
         self.heads = tuple((rank, lane.heads_out[rank], lane.heads_out[rank] + TAIL) for rank in to)
         self.is_quick = (self.pieces == 1 or place is not None) and not self._earlier
 
@@ -123,6 +127,10 @@ class _Sending:
             self.awaited.pop()
         return True
 
+    def await_readers(self) -> None:
+        """It has been sent, and is the caller's again when all that was sent to these ranks has been read."""
+        self.awaited = [(tail, self._lane.sent[rank]) for rank, _, tail in self.heads]
+
     def waiting_for(self) -> set[int]:
         words, sent = self._words, self._lane.sent
         if self.next == self.pieces and not self.awaited:
@@ -131,27 +139,30 @@ class _Sending:
 
     def _lay_out(self) -> bool:
         lane, words = self._lane, self._words
-        lay_out, slot, place = self.piece(self.next)
-        for tail, count in lane.hazards[slot]:
-            if words[tail] < count:
-                return False
-        if not self._has_room():
+        lay_out, slot, place = self.turns()[lane.turn % SLOTS] if self.pieces == 1 else self._piece(self.next)
+        if any(words[tail] < count for tail, count in lane.hazards[slot]) or not self._has_room():
             return False
         lay_out()
         lane.hazards[slot] = self._publish(place)
+        lane.turn += self.pieces == 1
         return True
 
-    def piece(self, number: int) -> tuple[Callable[[], None], int, int]:
-        """What lays a piece out, in which slot, and where that is. They are asked for in order at first."""
+    def turns(self) -> list[Laying]:
+        """How a message of a single piece, or one that is read where it is, is laid out in each slot."""
+        if not self._prepared:
+            self._prepared = [self._prepare(0, slot) for slot in range(SLOTS)]
+        return self._prepared
+
+    def _piece(self, number: int) -> Laying:
+        """The same for one of several; they are asked for in order at first."""
         if number == len(self._prepared):
-            self._prepared.append(self._prepare(number))
+            self._prepared.append(self._prepare(number, number % SLOTS))
         return self._prepared[number]
 
-    def _prepare(self, number: int) -> tuple[Callable[[], None], int, int]:
+    def _prepare(self, number: int, slot: int) -> Laying:
+        slot += self._region * SLOTS
         if self.place is not None:
-            return _nothing, self._first_slot, self.place
-        region = self._first_slot // SLOTS * SLOTS
-        slot = region + (self._first_slot + number) % SLOTS
+            return _nothing, slot, self.place
         place = self._lane.slot_place(slot, self._slot_nbytes)
         runs = self._cut[number]
         message = Message(-1, runs, sum(stop - start for _, start, stop in runs))
@@ -314,14 +325,13 @@ class _Receiving:
 AtOnce = Callable[[int, Callable[[int], None]], bool]
 """A step from `post` to `settle`, given how often to look for what is to come, and what to do in between."""
 
-Swap = tuple[Lane, int, int, int, Callable[[], None] | None, _Receiving | None, int, int]
-"""Lane, peer, slot, place, what lays the piece out, what takes one in, and the words of both heads."""
+Swap = tuple[Lane, int, Sequence[Laying], _Receiving | None, int, int]
+"""Lane, peer, how what is sent is laid out, what is received, and the words of both heads."""
 
 
 class SharedStep:
     """A step of a plan whose messages between ranks of this node go through shared memory.
 
-    number      of the step in its plan
     fresh       spaces that the plan receives into: what is sent from them has just been written
     elsewhere   the same step's messages to and from other nodes; None: there are none
 
@@ -335,7 +345,6 @@ class SharedStep:
         spaces: Spaces,
         op: str,
         regions: int,
-        number: int,
         fresh: Set[Space],
         elsewhere: BoundStep | None = None,
     ) -> None:
@@ -347,13 +356,13 @@ class SharedStep:
         self._copies = [copying(octets_of(spaces, t), octets_of(spaces, s)) for s, t in planned.copies]
         landing = _Landing(planned, local, spaces)
         slot_nbytes = lane.arena.slot_nbytes(regions)
-        self._sendings = _sendings(lane, planned, spaces, regions, slot_nbytes, number, fresh)
+        self._sendings = _sendings(lane, planned, spaces, regions, slot_nbytes, fresh)
         self._receivings = _receivings(lane, landing, op, slot_nbytes, self._sendings)
         self._folds = list(folds(spaces, landing.landed, op))
         self._open: list[_Sending | _Receiving] = []
         self._words = lane.arena.words
         # What `at_once` looks at, without a detour.
-        self._outgoing: list[tuple[Callable[[], None], int, int, tuple[tuple[int, int, int], ...]]] = []
+        self._outgoing: list[tuple[Sequence[Laying], tuple[tuple[int, int, int], ...]]] = []
         self._incoming = [(part, part.heads, part.wholes) for part in self._receivings]
         self._swap: Swap
         self._lends = any(sending.place is not None for sending in self._sendings)
@@ -380,11 +389,13 @@ class SharedStep:
             self.post()
             return self._ends_now()
         if not self._outgoing and self._sendings:
-            self._outgoing = [(*sending.piece(0), sending.heads) for sending in self._sendings]
+            self._outgoing = [(sending.turns(), sending.heads) for sending in self._sendings]
         words, sent, taken, hazards = self._words, lane.sent, lane.taken, lane.hazards
+        lent: list[Hazard] = []
         for copy in self._copies:
             copy()
-        for done, (lay_out, slot, place, heads) in enumerate(self._outgoing):
+        for done, (turns, heads) in enumerate(self._outgoing):
+            lay_out, slot, place = turns[lane.turn % SLOTS]
             for tail, count in hazards[slot]:
                 if words[tail] < count:
                     return self._goes_on(done, 0)
@@ -399,6 +410,8 @@ class SharedStep:
                 words[head] = count
                 published.append((tail, count))
             hazards[slot] = published
+            lane.turn += 1
+            lent += published if place & DIRECT else ()
         for done, (receiving, sources, wholes) in enumerate(self._incoming):
             places: tuple[int, ...] = ()
             for source, head in sources:
@@ -413,11 +426,9 @@ class SharedStep:
             for source, head in sources:
                 count = taken[source] = taken[source] + 1
                 words[head + TAIL] = count
-        if self._lends:
-            for sending in self._sendings:
-                for tail, count in lane.hazards[sending.piece(0)[1]] if sending.place is not None else ():
-                    if words[tail] < count and not _comes_to(words, tail, count, attempts, pause):
-                        return self._goes_on(len(self._sendings), len(self._receivings))
+        for tail, count in lent:
+            if words[tail] < count and not _comes_to(words, tail, count, attempts, pause):
+                return self._goes_on(len(self._sendings), len(self._receivings))
         for fold in self._folds:
             fold()
         return True
@@ -427,19 +438,27 @@ class SharedStep:
 
         The most common case, and the one whose latency shows; so it is written out, and looks up nothing.
         """
-        lane, peer, slot, place, lay_out, receiving, head_out, head_in = self._swap
+        lane, peer, turns, receiving, head_out, head_in = self._swap
         words, sent, taken = self._words, lane.sent, lane.taken
-        count = sent[peer]
-        if words[head_out + TAIL] != count or self._regions != lane.regions:
+        if self._regions != lane.regions:
             return self.at_once(attempts, pause)
-        for copy in self._copies:
-            copy()
-        if lay_out is not None:
+        if turns:
+            lay_out, slot, place = turns[lane.turn % SLOTS]
+            count = sent[peer]
+            read = words[head_out + TAIL]
+            for _, needed in lane.hazards[slot]:
+                if read < needed:
+                    return self.at_once(attempts, pause)
+            if read <= count - PLACES:
+                return self.at_once(attempts, pause)
+            for copy in self._copies:
+                copy()
             lay_out()
             count += 1
             words[head_out + 1 + count % PLACES] = place
             words[head_out] = sent[peer] = count
             lane.hazards[slot] = ((head_out + TAIL, count),)
+            lane.turn += 1
         if receiving is not None:
             count = taken[peer] + 1
             if words[head_in] < count and not _comes_to(words, head_in, count, attempts, pause):
@@ -456,13 +475,14 @@ class SharedStep:
         """What does this step at once."""
         arena = self._lane.arena
         is_swap = len(self._sendings) < 2 and len(self._receivings) < 2 and not self._folds
+        is_swap = is_swap and bool(self._sendings or not self._copies)
         if arena.size != 2 or not is_swap or not self._is_quick or self._lends:
             return self.at_once
         peer = 1 - arena.rank
-        lay_out, slot, place = self._sendings[0].piece(0) if self._sendings else (None, 0, 0)
+        turns = self._sendings[0].turns() if self._sendings else ()
         receiving = self._receivings[0] if self._receivings else None
         heads = self._lane.heads_out[peer], self._lane.heads_in[peer]
-        self._swap = (self._lane, peer, slot, place, lay_out, receiving, *heads)
+        self._swap = (self._lane, peer, turns, receiving, *heads)
         return self.swap_at_once
 
     def test(self) -> bool:
@@ -507,7 +527,7 @@ class SharedStep:
             part.next = part.pieces
         lent = [sending for sending in self._sendings[:sent] if sending.place is not None]
         for sending in lent:
-            sending.awaited = list(self._lane.hazards[sending.piece(0)[1]])
+            sending.await_readers()
         rest: list[_Sending | _Receiving] = [*self._sendings[sent:], *self._receivings[received:]]
         for part in rest:
             part.begin()
@@ -556,7 +576,6 @@ def _sendings(
     spaces: Spaces,
     regions: int,
     slot_nbytes: int,
-    number: int,
     fresh: Set[Space],
 ) -> list[_Sending]:
     """The step's sends on this node; the same range for several peers is laid out once."""
@@ -569,11 +588,10 @@ def _sendings(
     sendings: list[_Sending] = []
     for region, (runs, messages) in enumerate(by_runs.items()):
         cut = list(_cut(runs, most))
-        first_slot = region % regions * SLOTS + (number % SLOTS if len(cut) == 1 else 0)
         to = [arena.local[message.peer] for message in messages]
         place = _place(arena, planned, spaces, runs, fresh)
         sendings.append(
-            _Sending(lane, messages[0], to, cut, spaces, first_slot, slot_nbytes, place, sendings)
+            _Sending(lane, messages[0], to, cut, spaces, region % regions, slot_nbytes, place, sendings)
         )
     return sendings
 
@@ -668,10 +686,10 @@ def shared_steps(
     receives = [message for step in planned.steps for message in step.receives]
     fresh = {space for message in receives for space, _, _ in message.runs}
     steps = []
-    for number, step in enumerate(planned.steps):
+    for step in planned.steps:
         beyond = None if loosely is None else _beyond(step, lane.arena)
         elsewhere = None if beyond is None or loosely is None else loosely(beyond)
-        steps.append(SharedStep(lane, step, spaces, op, regions, number, fresh, elsewhere))
+        steps.append(SharedStep(lane, step, spaces, op, regions, fresh, elsewhere))
     return steps
 
 
