@@ -44,9 +44,12 @@ from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprin
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
 from hpcpar.units import KiB
 
+MOST_SIGHTED = 4096
+"""Calls that have been seen; what comes once only is not worth remembering."""
 MOST_RECIPES = 1024
 MOST_PIECES = 16 * 1024
-"""In shared memory, that are remembered for all calls of a communicator: some 30 MB of views."""
+PIECE_NBYTES = 2 * KiB
+"""Of views and closures, roughly, for each piece in shared memory that is remembered; 32 MiB in all."""
 
 IN_PART_FROM_NBYTES = 64 * KiB
 """Of a whole array on several nodes: what is smaller is all persistent messages, which start quicker."""
@@ -148,6 +151,7 @@ class Recipe:
         planned: Plan,
         spaces: Spaces,
         first: tuple[HostBuffer, HostBuffer] | None,
+        delivered: tuple[HostBuffer, HostBuffer] | None,
         averaged: HostBuffer | None,
         size: int,
         account: TrafficRow,
@@ -164,7 +168,10 @@ class Recipe:
         self.address = tuple(buffer.address for buffer in spaces.values())
         self.account = account
         self.first = None if first is None else copying(first[0].octets, first[1].octets)
-        self.finish = None if averaged is None else partial(finish, op, averaged, size)
+        self.finish = _then(
+            None if delivered is None else copying(delivered[0].octets, delivered[1].octets),
+            None if averaged is None else partial(finish, op, averaged, size),
+        )
         self.operations: dict[int, Operation] = {}
         self.programs: list[Program | None] = [None] * arena.LANES
         self.is_closed = False
@@ -220,6 +227,7 @@ class Caller(ABC):
         self._lanes = Lanes(LANE_TAGS, COLLECTIVE_TAGS - LANE_TAGS)
         self._recipes: dict[Hashable, Recipe] = {}
         self._seen: dict[str, Seen] = defaultdict(dict)
+        self._sighted: set[Hashable] = set()
         self._pieces_kept = [0]
         self._evictions = 0
         self._arena: Arena | None = None
@@ -400,8 +408,11 @@ class Caller(ABC):
             group = self._lanes.group(signature, planned, nbytes, whole.itemsize, self._family.progress.wait)
             lane = self._lanes.next(group)
         is_lasting = lane is not None and not (regions and self._shares_in_part)
-        if is_lasting and same_everywhere and call.key is not None and delivered is None:
-            self._remember(call, group, planned, spaces, first, averaged, regions)
+        if delivered is not None:
+            first = spaces["data"], whole
+        is_small = delivered is None or nbytes <= LARGEST_NBYTES  # its copy would be kept
+        if is_lasting and is_small and same_everywhere and call.key is not None:
+            self._remember(call, group, planned, spaces, first, delivered, averaged, regions)
         return self._go(
             call.collective,
             planned,
@@ -441,10 +452,16 @@ class Caller(ABC):
         planned: Plan,
         spaces: Spaces,
         first: tuple[HostBuffer, HostBuffer] | None,
+        delivered: tuple[HostBuffer, HostBuffer] | None,
         averaged: HostBuffer | None,
         regions: int,
     ) -> None:
-        """Keep what was worked out for this call, so that its like need not work it out again."""
+        """Keep what was worked out for a call that comes a second time: its like need not do it again."""
+        if call.key not in self._sighted:
+            if len(self._sighted) >= MOST_SIGHTED:
+                self._sighted.clear()
+            self._sighted.add(call.key)
+            return
         if self._lanes.evictions != self._evictions:
             # Recipes of lanes that made room are of no more use, and keep memory to land in.
             self._evictions = self._lanes.evictions
@@ -452,14 +469,20 @@ class Caller(ABC):
         if len(self._recipes) >= MOST_RECIPES or self._pieces_kept[0] >= MOST_PIECES:
             self._forget(list(self._recipes))
         self._forget([call.key] if call.key in self._recipes else [])
+        if delivered is not None:
+            self._pieces_kept[0] += spaces["data"].octets.size // PIECE_NBYTES
         self._recipes[call.key] = Recipe(
             call.collective,
             call.op,
             group,
             planned,
-            # The caller's arrays are to be free to go; the work space is nobody's but ours.
-            {space: buffer if space == "work" else buffer.unowned() for space, buffer in spaces.items()},
-            None if first is None or is_same(*first) else (first[0].unowned(), first[1].unowned()),
+            # The caller's arrays are to be free to go; the work space and copies are nobody's but ours.
+            {
+                space: buffer if space == "work" or delivered is not None else buffer.unowned()
+                for space, buffer in spaces.items()
+            },
+            _unowned(first),
+            _unowned(delivered),
             None if averaged is None or call.op != "average" else averaged.unowned(),
             self.size,
             self.traffic.row(self._label or call.collective),
@@ -686,6 +709,23 @@ def fill(target: HostBuffer, source: HostBuffer) -> None:
 def is_same(target: HostBuffer, source: HostBuffer) -> bool:
     """Whether both are the same memory; they are of one length."""
     return target is source or not target.octets.size or target.address == source.address
+
+
+def _unowned(copy: tuple[HostBuffer, HostBuffer] | None) -> tuple[HostBuffer, HostBuffer] | None:
+    """A copy to be made again, without a reference to memory; None where there is nothing to copy."""
+    return None if copy is None or is_same(*copy) else (copy[0].unowned(), copy[1].unowned())
+
+
+def _then(one: Callable[[], None] | None, other: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Both, one after the other."""
+    if one is None or other is None:
+        return one or other
+
+    def both() -> None:
+        one()
+        other()
+
+    return both
 
 
 def _keeping(

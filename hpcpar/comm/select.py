@@ -71,6 +71,12 @@ IN_SHARED_MEMORY: dict[str, Rules] = {
 A piece for several ranks is laid out once, and the pieces of several ranks are summed in one pass.
 """
 
+IN_SHARED_MEMORY_BY_HALVES: dict[str, Rules] = {
+    "allreduce": ((64 * KiB, "recursive_doubling"), (float("inf"), "rabenseifner")),
+    "reduce_scatter": ((64 * KiB, "direct"), (float("inf"), "recursive_halving")),
+}
+"""The same for 2, 4, 8 … ranks: halves are exchanged in pairs, which leaves most to be read in place."""
+
 BUILT_IN = Table("built in", {collective: {ANY: rules} for collective, rules in UP_TO.items()})
 
 ON_NODES: dict[str, Rules] = {
@@ -86,9 +92,9 @@ BUILT_IN_ON_NODES = Table(
 )
 
 
-BUILT_IN_SHARED_MEMORY = Table(
-    "built in, for shared memory",
-    {collective: {ANY: rules} for collective, rules in (UP_TO | IN_SHARED_MEMORY).items()},
+BUILT_IN_SHARED_MEMORY, BUILT_IN_SHARED_MEMORY_BY_HALVES = (
+    Table("built in, for shared memory", {collective: {ANY: rules} for collective, rules in found.items()})
+    for found in (UP_TO | IN_SHARED_MEMORY, UP_TO | IN_SHARED_MEMORY | IN_SHARED_MEMORY_BY_HALVES)
 )
 
 
@@ -98,7 +104,8 @@ def built_in(nodes: Sequence[int], *, shared_memory: bool = False) -> Table:
     shared_memory   all of them are on one, and exchange through memory that they share
     """
     if shared_memory:
-        return BUILT_IN_SHARED_MEMORY
+        is_power_of_two = len(nodes) & (len(nodes) - 1) == 0
+        return BUILT_IN_SHARED_MEMORY_BY_HALVES if is_power_of_two else BUILT_IN_SHARED_MEMORY
     return BUILT_IN_ON_NODES if 1 < len(set(nodes)) < len(nodes) else BUILT_IN
 
 

@@ -101,6 +101,7 @@ class _Sending:
         self._spaces = spaces
         self._region = region
         self._slot_nbytes = slot_nbytes
+        self.turns: list[Laying | None] = [None] * SLOTS
         self._prepared: list[Laying] = []
         self.heads = tuple((rank, lane.heads_out[rank], lane.heads_out[rank] + TAIL) for rank in to)
         self.is_quick = (self.pieces == 1 or place is not None) and not self._earlier
@@ -139,7 +140,7 @@ class _Sending:
 
     def _lay_out(self) -> bool:
         lane, words = self._lane, self._words
-        lay_out, slot, place = self.turns()[lane.turn % SLOTS] if self.pieces == 1 else self._piece(self.next)
+        lay_out, slot, place = self.turn(lane.turn) if self.pieces == 1 else self._piece(self.next)
         if any(words[tail] < count for tail, count in lane.hazards[slot]) or not self._has_room():
             return False
         lay_out()
@@ -147,11 +148,12 @@ class _Sending:
         lane.turn += self.pieces == 1
         return True
 
-    def turns(self) -> list[Laying]:
-        """How a message of a single piece, or one that is read where it is, is laid out in each slot."""
-        if not self._prepared:
-            self._prepared = [self._prepare(0, slot) for slot in range(SLOTS)]
-        return self._prepared
+    def turn(self, number: int) -> Laying:
+        """How a message of a single piece, or one that is read where it is, is laid out in that slot."""
+        laying = self.turns[number % SLOTS]
+        if laying is None:
+            laying = self.turns[number % SLOTS] = self._prepare(0, number % SLOTS)
+        return laying
 
     def _piece(self, number: int) -> Laying:
         """The same for one of several; they are asked for in order at first."""
@@ -325,8 +327,8 @@ class _Receiving:
 AtOnce = Callable[[int, Callable[[int], None]], bool]
 """A step from `post` to `settle`, given how often to look for what is to come, and what to do in between."""
 
-Swap = tuple[Lane, int, Sequence[Laying], _Receiving | None, int, int]
-"""Lane, peer, how what is sent is laid out, what is received, and the words of both heads."""
+Swap = tuple[Lane, int, _Sending | None, _Receiving | None, int, int]
+"""Lane, peer, what is sent and received, and the words of both heads."""
 
 
 class SharedStep:
@@ -362,7 +364,7 @@ class SharedStep:
         self._open: list[_Sending | _Receiving] = []
         self._words = lane.arena.words
         # What `at_once` looks at, without a detour.
-        self._outgoing: list[tuple[Sequence[Laying], tuple[tuple[int, int, int], ...]]] = []
+        self._outgoing = [(part, part.heads, part.turns) for part in self._sendings]
         self._incoming = [(part, part.heads, part.wholes) for part in self._receivings]
         self._swap: Swap
         self._lends = any(sending.place is not None for sending in self._sendings)
@@ -388,14 +390,12 @@ class SharedStep:
         if not self._is_quick or self._regions != lane.regions:
             self.post()
             return self._ends_now()
-        if not self._outgoing and self._sendings:
-            self._outgoing = [(sending.turns(), sending.heads) for sending in self._sendings]
         words, sent, taken, hazards = self._words, lane.sent, lane.taken, lane.hazards
         lent: list[Hazard] = []
         for copy in self._copies:
             copy()
-        for done, (turns, heads) in enumerate(self._outgoing):
-            lay_out, slot, place = turns[lane.turn % SLOTS]
+        for done, (sending, heads, turns) in enumerate(self._outgoing):
+            lay_out, slot, place = turns[lane.turn % SLOTS] or sending.turn(lane.turn)
             for tail, count in hazards[slot]:
                 if words[tail] < count:
                     return self._goes_on(done, 0)
@@ -438,12 +438,12 @@ class SharedStep:
 
         The most common case, and the one whose latency shows; so it is written out, and looks up nothing.
         """
-        lane, peer, turns, receiving, head_out, head_in = self._swap
+        lane, peer, sending, receiving, head_out, head_in = self._swap
         words, sent, taken = self._words, lane.sent, lane.taken
         if self._regions != lane.regions:
             return self.at_once(attempts, pause)
-        if turns:
-            lay_out, slot, place = turns[lane.turn % SLOTS]
+        if sending is not None:
+            lay_out, slot, place = sending.turns[lane.turn % SLOTS] or sending.turn(lane.turn)
             count = sent[peer]
             read = words[head_out + TAIL]
             for _, needed in lane.hazards[slot]:
@@ -479,10 +479,10 @@ class SharedStep:
         if arena.size != 2 or not is_swap or not self._is_quick or self._lends:
             return self.at_once
         peer = 1 - arena.rank
-        turns = self._sendings[0].turns() if self._sendings else ()
+        sending = self._sendings[0] if self._sendings else None
         receiving = self._receivings[0] if self._receivings else None
         heads = self._lane.heads_out[peer], self._lane.heads_in[peer]
-        self._swap = (self._lane, peer, turns, receiving, *heads)
+        self._swap = (self._lane, peer, sending, receiving, *heads)
         return self.swap_at_once
 
     def test(self) -> bool:
