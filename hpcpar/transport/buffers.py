@@ -197,7 +197,7 @@ def is_still(mark: Mark, tensor: Any) -> bool:
     """Whether this is the tensor that was marked, with its memory where it was; half a fingerprint's cost."""
     reference, address, count, dtype = mark
     return (
-        reference() is tensor
+        reference() is tensor is not None  # the reference to one that is gone gives None
         and tensor.data_ptr() == address
         and tensor.numel() == count
         and tensor.dtype is dtype
