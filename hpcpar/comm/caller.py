@@ -42,14 +42,16 @@ from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
-from hpcpar.units import KiB
+from hpcpar.units import KiB, MiB
 
-MOST_SIGHTED = 4096
+MOST_SIGHTED = 512
 """Calls that have been seen; what comes once only is not worth remembering."""
-MOST_RECIPES = 1024
-MOST_PIECES = 16 * 1024
-PIECE_NBYTES = 2 * KiB
-"""Of views and closures, roughly, for each piece in shared memory that is remembered; 32 MiB in all."""
+MOST_RECIPES = 512
+KEPT_NBYTES = 32 * MiB
+"""What the remembered calls of a communicator take in shared memory, roughly; then all are forgotten."""
+CALLS_REMEMBERED = 2048
+"""After so many others a call is forgotten: its arrays are most likely gone."""
+CALLS_BETWEEN_SWEEPS = 256
 
 IN_PART_FROM_NBYTES = 64 * KiB
 """Of a whole array on several nodes: what is smaller is all persistent messages, which start quicker."""
@@ -141,6 +143,7 @@ class Recipe:
     group     its lanes; None where it goes through shared memory
     regions   there: into how many the stage is divided
     own       elements of the data that are this rank's share, in a reduce-scatter
+    last_used number of the call that used it last
     """
 
     def __init__(
@@ -175,6 +178,7 @@ class Recipe:
         self.operations: dict[int, Operation] = {}
         self.programs: list[Program | None] = [None] * arena.LANES
         self.is_closed = False
+        self.last_used = 0
         itemsize = itemsize_of(spaces)
         self.tally = account.open(planned.messages, planned.sent * itemsize, planned.received * itemsize)
 
@@ -192,8 +196,11 @@ class Recipe:
             self.tally.calls = 0
 
     def close(self) -> None:
-        """It will not be used again."""
+        """It will not be used again, but perhaps be referred to: what is large goes."""
         self.is_closed = True
+        self.spaces, self.first = {}, None
+        self.operations.clear()
+        self.programs.clear()
         self.account.close(self.tally)
         self.tally.calls = 0
 
@@ -228,7 +235,8 @@ class Caller(ABC):
         self._recipes: dict[Hashable, Recipe] = {}
         self._seen: dict[str, Seen] = defaultdict(dict)
         self._sighted: set[Hashable] = set()
-        self._pieces_kept = [0]
+        self._kept_nbytes = [0]
+        self._swept = [0]
         self._evictions = 0
         self._arena: Arena | None = None
         self._shares_in_part = False
@@ -466,12 +474,16 @@ class Caller(ABC):
             # Recipes of lanes that made room are of no more use, and keep memory to land in.
             self._evictions = self._lanes.evictions
             self._forget([key for key, recipe in self._recipes.items() if not recipe.is_alive])
-        if len(self._recipes) >= MOST_RECIPES or self._pieces_kept[0] >= MOST_PIECES:
+        if self._calls[0] - self._swept[0] > CALLS_BETWEEN_SWEEPS:
+            self._swept[0] = self._calls[0]
+            oldest = self._calls[0] - CALLS_REMEMBERED
+            self._forget([key for key, recipe in self._recipes.items() if recipe.last_used < oldest])
+        if len(self._recipes) >= MOST_RECIPES or self._kept_nbytes[0] >= KEPT_NBYTES:
             self._forget(list(self._recipes))
         self._forget([call.key] if call.key in self._recipes else [])
         if delivered is not None:
-            self._pieces_kept[0] += spaces["data"].octets.size // PIECE_NBYTES
-        self._recipes[call.key] = Recipe(
+            self._kept_nbytes[0] += spaces["data"].octets.size
+        recipe = self._recipes[call.key] = Recipe(
             call.collective,
             call.op,
             group,
@@ -489,13 +501,14 @@ class Caller(ABC):
             regions,
             call.own,
         )
+        recipe.last_used = self._calls[0]
 
     def _forget(self, keys: Sequence[Hashable]) -> None:
         """Drop what is remembered of these calls."""
         for key in keys:
             self._recipes.pop(key).close()
         if not self._recipes:
-            self._pieces_kept[0] = 0
+            self._kept_nbytes[0] = 0
 
     def _key(self, collective: str, meaning: Hashable, array: Any = None, other: Any = None) -> Hashable:
         """What calls with the same meaning on the same memory have in common; None: nothing."""
@@ -531,7 +544,7 @@ class Caller(ABC):
     def _run(self, recipe: Recipe) -> None:
         """Do a remembered call, and return when it is done. The caller holds the arrays meanwhile."""
         calls = self._calls
-        number = calls[0]
+        number = recipe.last_used = calls[0]
         program = recipe.programs[number % arena.LANES]
         if program is None or self._under_way:
             operation = self._restarted(recipe)
@@ -562,7 +575,7 @@ class Caller(ABC):
 
     def _restarted(self, recipe: Recipe, memory: object = None) -> Operation:
         """An operation for a remembered call that is to be made now: that of its lane, if it is free."""
-        number = self._calls[0]
+        number = recipe.last_used = self._calls[0]
         self._calls[0] = number + 1
         if recipe.first is not None:
             recipe.first()
@@ -598,7 +611,7 @@ class Caller(ABC):
         )
         if isinstance(lane, arena.Lane) and recipe.programs[lane.tag] is None:
             shared = [step for step in steps if isinstance(step, SharedStep)]
-            self._pieces_kept[0] += sum(step.pieces for step in shared)
+            self._kept_nbytes[0] += sum(step.nbytes for step in shared)
             recipe.programs[lane.tag] = Program(shared, [step.quickest() for step in shared], operation)
         return operation
 

@@ -45,6 +45,10 @@ PRIVATE_FROM_NBYTES = 16 * KiB
 FRESH_FROM_NBYTES = 1 * MiB
 """The same for what has just been written: that is in this core's cache, and has to leave it either way."""
 
+PART_NBYTES = 3000
+PIECE_NBYTES = 600
+"""What a step takes in memory for each range that it sends or receives, and for each piece of one."""
+
 LOOKS = 8
 """At a word between two pauses: a look costs 40 ns."""
 
@@ -335,6 +339,7 @@ class SharedStep:
     """A step of a plan whose messages between ranks of this node go through shared memory.
 
     fresh       spaces that the plan receives into: what is sent from them has just been written
+    nbytes      what it takes in memory itself, roughly
     elsewhere   the same step's messages to and from other nodes; None: there are none
 
     It is its own exchange: messages are taken in while it is tested.
@@ -368,7 +373,9 @@ class SharedStep:
         self._incoming = [(part, part.heads, part.wholes) for part in self._receivings]
         self._swap: Swap
         self._lends = any(sending.place is not None for sending in self._sendings)
-        self.pieces = sum(part.pieces for part in self._parts())
+        lent = sum(sending.pieces - 1 for sending in self._sendings if sending.place is not None)
+        pieces = sum(part.pieces for part in self._parts()) - lent
+        self.nbytes = PART_NBYTES * len(self._parts()) + PIECE_NBYTES * pieces
         self._is_quick = elsewhere is None and all(part.is_quick for part in self._parts())
 
     def post(self) -> Exchange:
