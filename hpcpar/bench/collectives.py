@@ -118,6 +118,7 @@ def _ours(case: Case, comm: Communicator, b: Buffers, place: Place, name: str | 
     inside = place == "in"
     root = comm.rank == 0
     out = None if inside else b.other
+    shard = b.whole[own] if inside else b.shard
     calls: dict[str, tuple[Callable[[], Any], Any]] = {
         "allreduce": (
             lambda: comm.allreduce(b.whole, out=out, algorithm=name),
@@ -125,10 +126,10 @@ def _ours(case: Case, comm: Communicator, b: Buffers, place: Place, name: str | 
         ),
         "reduce_scatter": (
             lambda: comm.reduce_scatter(b.whole, out=None if inside else b.shard, algorithm=name),
-            b.whole[own] if inside else b.shard,
+            shard,
         ),
         "allgather": (
-            lambda: comm.allgather(b.whole[own] if inside else b.shard, out=b.whole, algorithm=name),
+            lambda: comm.allgather(shard, out=b.whole, algorithm=name),
             b.whole,
         ),
         "broadcast": (lambda: comm.broadcast(b.whole, algorithm=name), b.whole),

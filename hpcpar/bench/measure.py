@@ -116,11 +116,16 @@ class Buffers:
 
     @classmethod
     def of(cls, case: Case, comm: Communicator, *, shared: bool = False) -> Buffers:
-        """Collective where the memory is shared."""
+        """Collective where the memory is shared; OperationError where the ranks can share none."""
+        if shared and not comm.shares_memory:
+            raise OperationError(
+                f"the ranks of communicator {comm.name!r} share no memory; measure ordinary memory instead"
+            )
 
         def empty(count: int) -> Any:
             if shared:
-                return allocate_shared(comm, count, case)
+                dtype = getattr(torch, case.dtype)
+                return comm.allocate_shared(count, dtype if case.kind == "torch" else case.dtype)
             made = torch.zeros(count, dtype=getattr(torch, case.dtype))
             return made if case.kind == "torch" else made.numpy()
 
@@ -130,15 +135,6 @@ class Buffers:
         """Zeros, so that sums of sums stay finite."""
         for array in (self.whole, self.shard, self.other):
             tensor(array).zero_()
-
-
-def allocate_shared(comm: Communicator, count: int, case: Case) -> Any:
-    """An array from the communicator's shared memory, where it has any. Collective."""
-    allocate = getattr(comm, "allocate_shared", None)
-    if allocate is None:
-        raise OperationError(f"communicator {comm.name!r} has no shared memory to give; use ordinary memory")
-    dtype = getattr(torch, case.dtype) if case.kind == "torch" else np.dtype(case.dtype)
-    return allocate((count,), dtype)
 
 
 def tensor(array: Any) -> torch.Tensor:

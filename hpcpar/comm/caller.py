@@ -36,7 +36,7 @@ from hpcpar.comm.operation import (
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
 from hpcpar.comm.select import ANY, NATIVE, choose, segments_for
-from hpcpar.comm.shared import AtOnce, SharedStep, regions_for, shared_steps
+from hpcpar.comm.shared import AtOnce, Extent, SharedStep, extent, regions_for, shared_steps
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import HpcparError, OperationError
@@ -171,6 +171,7 @@ class Recipe:
         self.address = tuple(buffer.address for buffer in spaces.values())
         self.account = account
         self.first = None if first is None else copying(first[0].octets, first[1].octets)
+        self.written = None if first is None else extent(first[0].octets)
         self.finish = _then(
             None if delivered is None else copying(delivered[0].octets, delivered[1].octets),
             None if averaged is None else partial(finish, op, averaged, size),
@@ -431,6 +432,7 @@ class Caller(ABC):
             by=algorithm.name,
             lane=lane,
             regions=regions,
+            written=None if first is None or is_same(*first) else extent(first[0].octets),
         )
 
     def _start_native(
@@ -598,7 +600,9 @@ class Caller(ABC):
 
     def _bind(self, recipe: Recipe, lane: Lane | arena.Lane, number: int, memory: object) -> Operation:
         """A recipe bound to a lane; in shared memory what the lane's first call is bound to is a program."""
-        steps = self._bound(recipe.planned, recipe.spaces, recipe.op, lane.tag, lane, recipe.regions)
+        steps = self._bound(
+            recipe.planned, recipe.spaces, recipe.op, lane.tag, lane, recipe.regions, recipe.written
+        )
         operation = Operation(
             self._transport,
             steps,
@@ -629,6 +633,7 @@ class Caller(ABC):
         tag: int | None = None,
         lane: Lane | arena.Lane | None = None,
         regions: int = 0,
+        written: Extent | None = None,
         steps: Sequence[BoundStep] | None = None,
         expected_nbytes: int | None = None,
     ) -> Handle:
@@ -659,7 +664,7 @@ class Caller(ABC):
 
         operation = Operation(
             self._transport,
-            self._bound(planned, spaces, op, tag, lane, regions) if steps is None else steps,
+            self._bound(planned, spaces, op, tag, lane, regions, written) if steps is None else steps,
             ended,
             what=what,
             number=number,
@@ -679,6 +684,7 @@ class Caller(ABC):
         tag: int,
         lane: Lane | arena.Lane | None,
         regions: int = 0,
+        written: Extent | None = None,
     ) -> Sequence[BoundStep]:
         """The plan's steps on this memory: shared, compiled where it was seen before, or for this call."""
 
@@ -686,7 +692,7 @@ class Caller(ABC):
             return LooseStep(self._transport, step, spaces, op, tag, self._family.scratch)
 
         if isinstance(lane, arena.Lane):
-            return shared_steps(lane, planned, spaces, op, regions, loosely)
+            return shared_steps(lane, planned, spaces, op, regions, written, loosely)
         steps = None if lane is None else lane.program(self._transport, planned, spaces, op)
         return steps or [loosely(step) for step in planned.steps]
 

@@ -64,6 +64,11 @@ class Communicator(Objects):
             self._share(arena)
         return shares
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of this communicator exchange through memory that they share."""
+        return self._arena is not None or self._shares_in_part
+
     def allocate_shared(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """An array of zeros that the other ranks read where it lies, in collectives of this communicator.
 

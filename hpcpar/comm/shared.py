@@ -13,13 +13,12 @@ A step is proved safe when messages that are combined land elsewhere first. Here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 
 from hpcpar.algorithms.catalogue import Algorithm
 from hpcpar.algorithms.placement import Nodes
-from hpcpar.algorithms.step import Space
 from hpcpar.comm.arena import DIRECT, PLACES, PRIVATE, SLOTS, TAIL, Arena, Hazard, Lane
 from hpcpar.comm.operation import (
     BoundStep,
@@ -54,6 +53,9 @@ LOOKS = 8
 
 PLACES_REMEMBERED = 8
 """Places of one piece for which the folding is remembered; a sender has few for the same message."""
+
+Extent = tuple[int, int]
+"""Addresses: where memory begins and ends."""
 
 Cut = Sequence[tuple[Run, ...]]
 """A message's runs as pieces."""
@@ -338,7 +340,7 @@ Swap = tuple[Lane, int, _Sending | None, _Receiving | None, int, int]
 class SharedStep:
     """A step of a plan whose messages between ranks of this node go through shared memory.
 
-    fresh       spaces that the plan receives into: what is sent from them has just been written
+    fresh       memory that the call itself writes, as addresses
     nbytes      what it takes in memory itself, roughly
     elsewhere   the same step's messages to and from other nodes; None: there are none
 
@@ -352,7 +354,7 @@ class SharedStep:
         spaces: Spaces,
         op: str,
         regions: int,
-        fresh: Set[Space],
+        fresh: Sequence[Extent],
         elsewhere: BoundStep | None = None,
     ) -> None:
         local = lane.arena.local
@@ -583,7 +585,7 @@ def _sendings(
     spaces: Spaces,
     regions: int,
     slot_nbytes: int,
-    fresh: Set[Space],
+    fresh: Sequence[Extent],
 ) -> list[_Sending]:
     """The step's sends on this node; the same range for several peers is laid out once."""
     arena = lane.arena
@@ -604,13 +606,21 @@ def _sendings(
 
 
 def _place(
-    arena: Arena, planned: PlannedStep, spaces: Spaces, runs: tuple[Run, ...], fresh: Set[Space]
+    arena: Arena, planned: PlannedStep, spaces: Spaces, runs: tuple[Run, ...], fresh: Sequence[Extent]
 ) -> int | None:
     """Where the peers can read what is sent without its being laid out, if that is worth while."""
     if len(runs) != 1 or any(_overlap(r, runs[0]) for message in planned.receives for r in message.runs):
         return None
-    limit = FRESH_FROM_NBYTES if runs[0][0] in fresh else PRIVATE_FROM_NBYTES
-    return arena.place_of(octets_of(spaces, runs[0]), limit)
+    octets = octets_of(spaces, runs[0])
+    begin, end = extent(octets)
+    is_fresh = any(begin < other_end and other_begin < end for other_begin, other_end in fresh)
+    return arena.place_of(octets, FRESH_FROM_NBYTES if is_fresh else PRIVATE_FROM_NBYTES)
+
+
+def extent(octets: Octets) -> Extent:
+    """Where memory begins and ends."""
+    begin: int = octets.__array_interface__["data"][0]
+    return begin, begin + octets.size
 
 
 def _receivings(
@@ -684,14 +694,17 @@ def shared_steps(
     spaces: Spaces,
     op: str,
     regions: int,
+    written: Extent | None = None,
     loosely: Callable[[PlannedStep], BoundStep] | None = None,
 ) -> list[SharedStep]:
     """The plan's steps on this memory, in this lane.
 
+    written   what has been filled for this call
     loosely   binds what a step exchanges with other nodes; None: there are none
     """
-    receives = [message for step in planned.steps for message in step.receives]
-    fresh = {space for message in receives for space, _, _ in message.runs}
+    received = {run for step in planned.steps for message in step.receives for run in message.runs}
+    fresh = [extent(octets_of(spaces, run)) for run in received]
+    fresh += [] if written is None else [written]
     steps = []
     for step in planned.steps:
         beyond = None if loosely is None else _beyond(step, lane.arena)

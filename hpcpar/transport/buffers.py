@@ -159,7 +159,10 @@ def is_torch_dtype(dtype: Any) -> bool:
 
 def flat(array: Any) -> Any:
     """The array as one dimension, without its autograd history; shares memory where contiguous."""
-    return array.detach().reshape(-1) if is_torch(array) else array.reshape(-1)
+    if not is_torch(array):
+        return array.reshape(-1)
+    is_flat = array.dim() == 1 and not array.requires_grad
+    return array if is_flat else array.detach().reshape(-1)
 
 
 _first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer

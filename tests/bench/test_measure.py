@@ -192,8 +192,6 @@ def test_half_a_round_trip_is_half_the_time() -> None:
 
 
 def test_shared_memory_that_is_not_there_is_an_error() -> None:
-    class Bare:
-        name = "bare"
-
-    with pytest.raises(OperationError, match="no shared memory"):
-        measure.allocate_shared(Bare(), 4, Case("allreduce", 4, "float32", "torch", 1))  # type: ignore[arg-type]
+    case = Case("allreduce", 4, "float32", "torch", 1)
+    with pytest.raises(OperationError, match="share no memory"):
+        measure.Buffers.of(case, Communicator.alone(), shared=True)
