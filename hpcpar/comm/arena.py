@@ -65,7 +65,12 @@ Hazard = tuple[int, int]
 def stage_nbytes(local_size: int) -> int:
     """Bytes of one rank's stage in one lane, when `local_size` ranks share a node."""
     share = ARENA_NBYTES // (LANES * local_size) // SMALLEST_STAGE_NBYTES * SMALLEST_STAGE_NBYTES
-    return max(SMALLEST_STAGE_NBYTES, min(LARGEST_STAGE_NBYTES, share))
+    return max(SMALLEST_STAGE_NBYTES, least_stage_nbytes(local_size), min(LARGEST_STAGE_NBYTES, share))
+
+
+def least_stage_nbytes(local_size: int) -> int:
+    """Below, there would be no room to send something else to every rank at once."""
+    return local_size * SLOTS * ALIGNED
 
 
 def arena_nbytes(local_size: int, stage: int) -> int:
@@ -110,6 +115,11 @@ class Lane:
     def slot_place(self, slot: int, slot_nbytes: int) -> int:
         """Where a slot of the own stage begins in the arena."""
         return self._stage + slot * slot_nbytes
+
+    def behind(self, hazards: Sequence[Hazard]) -> set[int]:
+        """The local ranks that have yet to read."""
+        words, first = self.arena.words, self.heads_out[0] + TAIL
+        return {(tail - first) // PAIR_WORDS for tail, count in hazards if words[tail] < count}
 
     def divide(self, regions: int) -> bool:
         """Divide the own stage into that many regions; False while something laid out is still unread."""

@@ -179,6 +179,8 @@ class Recipe:
         """It will not be used again."""
         self.is_closed = True
         self.account.close(self.tally)
+        # They point into arrays that are shared, whose memory is to go with them.
+        self.programs = [None] * arena.LANES
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcpar.comm.arena import ALIGNED, Arena, arena_nbytes, stage_nbytes
+from hpcpar.comm.arena import ALIGNED, Arena, arena_nbytes, least_stage_nbytes, stage_nbytes
 from hpcpar.errors import OperationError, SharedMemoryError
 from hpcpar.transport import peer_memory, shared_memory
 from hpcpar.transport.buffers import bind, from_octets, itemsize_of_dtype
@@ -31,7 +31,7 @@ def open_arena(comm: Communicator, stage: int | None = None) -> Arena | None:
     if comm.size == 1 or len(set(comm.nodes)) > 1:
         return None
     ranks = range(comm.size)
-    stage = stage or stage_nbytes(comm.size)
+    stage = max(stage or stage_nbytes(comm.size), least_stage_nbytes(comm.size))
     segment = _map_together(comm, arena_nbytes(comm.size, stage))
     return None if segment is None else Arena(segment, comm.rank, ranks, stage, _pids_to_read(comm))
 
@@ -62,15 +62,19 @@ def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtyp
 
 def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
     """Give the memory of `allocate` back, once nobody holds an array in it. Collective."""
-    number = None if arena is None else arena.array_number(bind(array, writable=False).host.octets)
-    numbers = comm.unchecked("shared memory").allgather_object(number)
-    if len(set(numbers)) > 1:
+    octets = bind(array, writable=False).host.octets
+    number = None if arena is None else arena.array_number(octets)
+    told = comm.unchecked("shared memory").allgather_object((octets.size, number))
+    found = {number for nbytes, number in told if nbytes}  # an array of nothing lies nowhere
+    if len(found) > 1:
+        numbers = [number for _, number in told]
         raise OperationError(
             f"free_shared got arrays of different allocations: number {numbers} by rank; every rank must "
             f"pass its own array of the same allocate_shared"
         )
-    if arena is not None and number is not None:
-        arena.drop(number)
+    for number in found:
+        if arena is not None and number is not None:
+            arena.drop(number)
 
 
 def _map_together(comm: Communicator, nbytes: int) -> Segment | None:
