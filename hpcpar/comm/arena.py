@@ -158,7 +158,7 @@ class Arena:
         self._made = 0
         self._octets = segment.octets
         self._landing = np.empty(0, dtype=np.uint8)
-        self.lanes = tuple(Lane(self, number) for number in range(LANES))
+        self.lanes: tuple[Lane, ...] = tuple(Lane(self, number) for number in range(LANES))
 
     def slot_nbytes(self, regions: int) -> int:
         """Bytes of a piece, when the stage is divided into so many regions. The same on all ranks."""
@@ -172,6 +172,11 @@ class Arena:
     def drop(self, number: int) -> None:
         """Forget such memory. The same on all ranks."""
         del self.arrays[number]
+
+    def free(self) -> None:
+        """Let go of all memory at once: no need to wait until cyclic references are collected."""
+        self.arrays.clear()
+        self.lanes = ()
 
     def array_number(self, octets: Octets) -> int | None:
         """Which memory of `arrays` these bytes lie in; None: in none."""
