@@ -93,22 +93,24 @@ def _map_together(comm: Communicator, nbytes: int) -> Segment | None:
                 segment = shared_memory.attach(path)
             except SharedMemoryError as error:
                 problem = str(error)
-        problems = [found for found in quiet.allgather_object(problem) if found]
+        told = quiet.allgather_object((problem, _warned))
     finally:
         if comm.rank == 0 and path:
             shared_memory.remove(path)
-    if problems and comm.world_ranks[comm.rank] == min(comm.world_ranks):
-        _warn(problems[0])
-    return None if problems else segment
+    problems = [found for found, _ in told if found]
+    if not problems:
+        return segment
+    _warn(problems[0], aloud=comm.rank == 0 and not any(warned for _, warned in told))
+    return None
 
 
 _warned = False
 
 
-def _warn(problem: str) -> None:
-    """Once for a process, as one reason holds for all communicators."""
+def _warn(problem: str, *, aloud: bool) -> None:
+    """Once for all ranks that hear of it, as one reason holds for all communicators."""
     global _warned
-    if not _warned:
+    if aloud:
         log.warning(
             f"the ranks of a node exchange by MPI, as they cannot share memory: {problem}. "
             f"HPCPAR_SHARED_MEMORY=0 asks for that without a warning."
