@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from itertools import product
 
@@ -13,10 +14,12 @@ import torch
 
 from hpcpar import partition
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm import Communicator, arena, run_loopback, shared
+from hpcpar.comm import Communicator, arena, operation, run_loopback, select, shared
 from hpcpar.comm.arena import LANES
 from hpcpar.errors import StallError
 from hpcpar.transport import loopback
+from hpcpar.transport.buffers import bind
+from hpcpar.transport.shared_memory import create
 
 SIZES = [2, 3, 4]
 
@@ -368,6 +371,102 @@ def test_a_stage_that_is_divided_differently_from_call_to_call_is_not_written_be
     for checks in run_loopback(size, work, check=False, **sharing):
         for what, found, expected in checks:
             np.testing.assert_array_equal(found, expected, err_msg=what)
+
+
+SLOW_S = 0.15
+"""Longer than a call looks for what is to come before it goes on piece by piece."""
+
+
+@pytest.mark.parametrize("kind", ["torch", "shared torch"])
+@pytest.mark.parametrize("count", [10, 2000, 12_000])
+def test_slow_ranks_get_what_was_sent_and_not_what_the_sender_has_next(count, kind, quick_looks):
+    def work(comm):
+        tensor, found = KINDS[kind](comm, count), []
+        for call in range(4 * LANES):
+            if comm.rank and call >= 3 * LANES:
+                time.sleep(SLOW_S if call == 3 * LANES else 0.01)
+            tensor.fill_(call if comm.rank == 0 else -1)
+            comm.broadcast(tensor)
+            found.append(set(tensor.tolist()))
+        return found
+
+    expected = [{float(call)} for call in range(4 * LANES)]
+    assert run_loopback(3, work, **FEW_STAGES) == [expected] * 3
+
+
+def test_slow_ranks_get_what_was_sent_before_the_stage_is_divided_anew(quick_looks):
+    """To each its own lies in the stage when the same for all is to be laid out."""
+
+    def work(comm):
+        whole, out, same, found = np.empty(30), np.empty(10), np.empty(200), []
+        for call in range(4 * LANES):
+            name = "scatter" if call // LANES % 2 == 0 else "broadcast"
+            if comm.rank:
+                time.sleep(0.05 if call % LANES == 0 else 0.0)
+            if name == "scatter":
+                whole[:] = np.repeat(call + np.arange(3), 10)
+                comm.scatter(whole if comm.rank == 0 else None, out=out, algorithm="direct")
+            else:
+                same[:] = call if comm.rank == 0 else -1
+                comm.broadcast(same, algorithm="direct")
+            found.append(set((out if name == "scatter" else same).tolist()))
+        return found
+
+    for rank, found in enumerate(run_loopback(3, work, **FEW_STAGES)):
+        assert found == [{call + rank * (call // LANES % 2 == 0)} for call in range(4 * LANES)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_several_messages_between_two_ranks_in_one_step_keep_their_order(size, sharing, monkeypatch):
+    """As those of algorithms that pass on whole segments: of 512 bytes here, and some of them in pieces."""
+    monkeypatch.setattr(select, "SEGMENT_NBYTES", 512)
+    monkeypatch.setattr(select, "NODES_SEGMENT_NBYTES", 4096)
+    segmented = [
+        (collective, name)
+        for collective in ("allreduce", "broadcast")
+        for name, algorithm in ALGORITHMS[collective].items()
+        if algorithm.segmented
+    ]
+    assert ("allreduce", "double_binary") in segmented
+
+    def work(comm):
+        data, checks = torch.empty(1500, dtype=torch.int64), []
+        for (collective, name), call in product(segmented, range(LANES + 2)):
+            inputs = [values(rank, 1500, call) for rank in range(size)]
+            put(data, inputs[comm.rank])
+            getattr(comm, collective)(data, algorithm=name)
+            expected = np.sum(inputs, axis=0) if collective == "allreduce" else inputs[0]
+            checks.append((f"{collective} by {name} {call}", numpy_of(data), expected))
+        return checks
+
+    for checks in run_loopback(size, work, check=False, **sharing):
+        for what, found, expected in checks:
+            np.testing.assert_array_equal(found, expected, err_msg=what)
+
+
+def test_what_is_received_into_what_is_still_to_be_sent_lands_elsewhere_first(tmp_path):
+    """No algorithm of ours does so: each of two ranks sends 0 to 399 and receives 200 to 599, in pieces."""
+    _, segment = create(arena.arena_nbytes(2, 1024), tmp_path)
+    steps, buffers = [], []
+    for rank in range(2):
+        buffers.append(np.arange(600.0) + 1000 * rank)
+        message = [operation.Message(1 - rank, (("data", start, start + 400),), 400) for start in (0, 200)]
+        planned = operation.bill((operation.PlannedStep((), (message[0],), (message[1],)),))
+        lane = arena.Arena(segment, rank, range(2), 1024).lanes[0]
+        spaces = {"data": bind(buffers[rank], writable=True).host}
+        steps += shared.shared_steps(lane, planned, spaces, "sum", regions=1)
+    assert all(step.pieces > 2 * arena.SLOTS for step in steps)
+    for step in steps:
+        step.post()
+    for _ in range(100):
+        for step in steps:
+            step.test()
+    assert all(step.test() for step in steps)
+    for step in steps:
+        step.settle()
+    for rank, buffer in enumerate(buffers):
+        expected = [*(np.arange(200.0) + 1000 * rank), *(np.arange(400.0) + 1000 * (1 - rank))]
+        assert buffer.tolist() == expected
 
 
 REDUCE = {"sum": np.add, "min": np.minimum, "max": np.maximum}
