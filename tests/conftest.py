@@ -6,7 +6,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -66,6 +66,25 @@ def world() -> Communicator:
     import hpcpar
 
     return hpcpar.init(timeout_s=60.0)
+
+
+@pytest.fixture(scope="session")
+def world_of_messages() -> Iterator[Communicator]:
+    """The same ranks without memory that they share, for tests marked `mpi`."""
+    from hpcpar.comm import Communicator
+    from hpcpar.transport.mpi import MpiTransport
+
+    comm = Communicator.over(MpiTransport.world(), timeout_s=60.0, check=True)
+    yield comm
+    comm.free()
+
+
+@pytest.fixture(params=["shared memory", "messages"])
+def any_world(request: pytest.FixtureRequest) -> Communicator:
+    """One after the other."""
+    name = "world" if request.param == "shared memory" else "world_of_messages"
+    comm: Communicator = request.getfixturevalue(name)
+    return comm
 
 
 @pytest.fixture

@@ -66,7 +66,12 @@ Hazard = tuple[int, int]
 def stage_nbytes(local_size: int) -> int:
     """Bytes of one rank's stage in one lane, when `local_size` ranks share a node."""
     share = ARENA_NBYTES // (LANES * local_size) // SMALLEST_STAGE_NBYTES * SMALLEST_STAGE_NBYTES
-    return max(SMALLEST_STAGE_NBYTES, min(LARGEST_STAGE_NBYTES, share))
+    return max(SMALLEST_STAGE_NBYTES, least_stage_nbytes(local_size), min(LARGEST_STAGE_NBYTES, share))
+
+
+def least_stage_nbytes(local_size: int) -> int:
+    """Below, there would be no room to send something else to every rank at once."""
+    return local_size * SLOTS * ALIGNED
 
 
 def arena_nbytes(local_size: int, stage: int) -> int:
@@ -114,6 +119,11 @@ class Lane:
         """Where a slot of the own stage begins in the arena."""
         return self._stage + slot * slot_nbytes
 
+    def behind(self, hazards: Sequence[Hazard]) -> set[int]:
+        """The local ranks that have yet to read."""
+        words, first = self.arena.words, self.heads_out[0] + TAIL
+        return {(tail - first) // PAIR_WORDS for tail, count in hazards if words[tail] < count}
+
     def divide(self, regions: int) -> bool:
         """Divide the own stage into that many regions; False while something laid out is still unread."""
         if regions != self.regions:
@@ -152,7 +162,7 @@ class Arena:
         self._made = 0
         self._octets = segment.octets
         self._landing = np.empty(0, dtype=np.uint8)
-        self.lanes = tuple(Lane(self, number) for number in range(LANES))
+        self.lanes: tuple[Lane, ...] = tuple(Lane(self, number) for number in range(LANES))
 
     def slot_nbytes(self, regions: int) -> int:
         """Bytes of a piece, when the stage is divided into so many regions. The same on all ranks."""
@@ -171,6 +181,11 @@ class Arena:
     def unused(self) -> set[int]:
         """Memory of which nothing is left that was made of this rank's part."""
         return {number for number, own in self._own.items() if own() is None}
+
+    def free(self) -> None:
+        """Let go of all memory at once: no need to wait until cyclic references are collected."""
+        self.arrays.clear()
+        self.lanes = ()
 
     def array_number(self, octets: Octets) -> int | None:
         """Which memory of `arrays` these bytes lie in; None: in none."""

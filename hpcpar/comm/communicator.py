@@ -155,7 +155,9 @@ class Communicator(Objects):
     def free(self) -> None:
         """Give the communicator back to MPI, which has room for about two thousand. Collective."""
         self._forget(list(self._recipes))
-        self._arena = None
+        if self._arena is not None:
+            self._arena.free()
+            self._arena = None
         self._lanes.free()
         self._transport.free()
 

@@ -142,7 +142,11 @@ class _Sending:
         words, sent = self._words, self._lane.sent
         if self.next == self.pieces and not self.awaited:
             return set()
-        return {rank for rank, _, tail in self.heads if words[tail] < sent[rank]}
+        unread = {rank for rank, _, tail in self.heads if words[tail] < sent[rank]}
+        if self.next == self.pieces:
+            return unread
+        # Or others have yet to read what lies where this is to be laid out.
+        return unread | self._lane.behind([hazard for slot in self._lane.hazards for hazard in slot])
 
     def _lay_out(self) -> bool:
         lane, words = self._lane, self._words

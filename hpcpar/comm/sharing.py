@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcpar.comm.arena import ALIGNED, Arena, arena_nbytes, stage_nbytes
+from hpcpar.comm.arena import ALIGNED, Arena, arena_nbytes, least_stage_nbytes, stage_nbytes
 from hpcpar.errors import OperationError, SharedMemoryError
 from hpcpar.transport import peer_memory, shared_memory
 from hpcpar.transport.buffers import bind, from_octets, itemsize_of_dtype
@@ -30,7 +30,8 @@ def open_arena(comm: Communicator, stage: int | None = None) -> tuple[Arena | No
     returns   this node's, None where the rank is alone on it; and whether any node has one
     """
     here = ranks_here(comm)
-    stage = stage or stage_nbytes(max(Counter(comm.nodes).values()))
+    most = max(Counter(comm.nodes).values())
+    stage = max(stage or stage_nbytes(most), least_stage_nbytes(most))
     if len(set(comm.nodes)) == comm.size:
         return None, False
     segment, mapped = _map_together(comm, arena_nbytes(len(here), stage))
@@ -67,16 +68,19 @@ def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtyp
 
 def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
     """Give the memory of `allocate` back, once nobody holds an array in it. Collective."""
-    number = None if arena is None else arena.array_number(bind(array, writable=False).host.octets)
-    told = comm.unchecked("shared memory").allgather_object((arena is not None, number))
-    numbers = [number for has_arena, number in told if has_arena]
-    if len(set(numbers)) > 1:
+    octets = bind(array, writable=False).host.octets
+    number = None if arena is None else arena.array_number(octets)
+    told = comm.unchecked("shared memory").allgather_object((arena is not None and octets.size, number))
+    found = {number for counts, number in told if counts}  # an array of nothing lies nowhere
+    if len(found) > 1:
+        numbers = [number for _, number in told]
         raise OperationError(
             f"free_shared got arrays of different allocations: number {numbers} by rank; every rank must "
             f"pass its own array of the same allocate_shared"
         )
-    if arena is not None and number is not None:
-        arena.drop(number)
+    for number in found:
+        if arena is not None and number is not None:
+            arena.drop(number)
 
 
 def ranks_here(comm: Communicator) -> list[int]:
@@ -105,13 +109,15 @@ def _map_together(comm: Communicator, nbytes: int) -> tuple[Segment | None, bool
                 segment = shared_memory.attach(made)
             except SharedMemoryError as error:
                 problem = str(error)
-        problems = [found for found in quiet.allgather_object(problem) if found]
+        told = quiet.allgather_object((problem, _warned))
     finally:
         if path:
             shared_memory.remove(path)
-    if problems and comm.world_ranks[comm.rank] == min(comm.world_ranks):
-        _warn(problems[0])
-    return None if problems else segment, not problems
+    problems = [found for found, _ in told if found]
+    if problems:
+        _warn(problems[0], aloud=comm.rank == 0 and not any(warned for _, warned in told))
+        return None, False
+    return segment, True
 
 
 def _pids_to_read(comm: Communicator, here: Sequence[int]) -> list[int]:
@@ -127,10 +133,10 @@ def _pids_to_read(comm: Communicator, here: Sequence[int]) -> list[int]:
 _warned = False
 
 
-def _warn(problem: str) -> None:
-    """Once for a process, as one reason holds for all communicators."""
+def _warn(problem: str, *, aloud: bool) -> None:
+    """Once for all ranks that hear of it, as one reason holds for all communicators."""
     global _warned
-    if not _warned:
+    if aloud:
         log.warning(
             f"the ranks of a node exchange by MPI, as they cannot share memory: {problem}. "
             f"HPCPAR_SHARED_MEMORY=0 asks for that without a warning."

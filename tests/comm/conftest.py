@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -13,8 +14,13 @@ import torch
 from hpcpar import partition
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.comm import Communicator
+from hpcpar.errors import StallError
+from hpcpar.transport.loopback import LoopbackTransport
 
 COUNTS = (0, 1, 3, 10, 1000)
+SMALL_STAGE_NBYTES = 1024
+"""Slots of 256 bytes or less: messages go in many pieces."""
+
 REDUCE = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
 
 Checks = list[tuple[str, Any, Any]]
@@ -137,6 +143,37 @@ def _numpy(array: Any) -> np.ndarray:
     if isinstance(array, torch.Tensor):
         return array.to(torch.float32).numpy() if array.dtype == torch.bfloat16 else array.numpy()
     return np.asarray(array)
+
+
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "messages": {},
+    "shared memory": {"shared_memory": True},
+    "small stages": {"shared_memory": True, "stage_nbytes": SMALL_STAGE_NBYTES},
+}
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loopback rank that waits sleeps until a message comes; of shared memory nobody tells it."""
+
+    def pause(transport: LoopbackTransport, attempt: int) -> None:
+        if transport._exchanger.aborted:
+            raise StallError("another rank of this process ended the job")
+        time.sleep(0.0 if attempt < 50 else 0.001)
+
+    monkeypatch.setattr(LoopbackTransport, "pause", pause)
+
+
+@pytest.fixture(params=EXCHANGES)
+def exchange(request: pytest.FixtureRequest, quick_looks: None) -> dict[str, Any]:
+    """How the ranks of `run_loopback` exchange, in turn: its arguments."""
+    return EXCHANGES[request.param]
+
+
+@pytest.fixture(params=[name for name, options in EXCHANGES.items() if options])
+def sharing(request: pytest.FixtureRequest, quick_looks: None) -> dict[str, Any]:
+    """The same where they share memory."""
+    return EXCHANGES[request.param]
 
 
 @pytest.fixture

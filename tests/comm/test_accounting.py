@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpcpar.comm import Trace, run_loopback
+from hpcpar.comm.accounting import TrafficRow
 
 SIZES = [1, 2, 3, 4, 7]
 
@@ -99,6 +100,45 @@ def test_reset_forgets_what_was_counted():
         return comm.traffic.rows(), comm.traffic.nbytes_sent()
 
     assert run_loopback(2, work) == [([], 0)] * 2
+
+
+def counted(row):
+    return row.calls, row.messages, row.nbytes_sent, row.nbytes_received
+
+
+def test_a_tally_counts_its_messages_and_bytes_once_for_each_call_beside_what_is_counted_otherwise():
+    row = TrafficRow("allreduce")
+    row.count(1, 10, 20)
+    first, second = row.open(2, 100, 200), row.open(0, 1000, 0)
+    assert counted(row) == (1, 1, 10, 20)
+    first.calls += 3
+    second.calls += 1
+    assert counted(row) == (5, 7, 1310, 620)
+
+
+def test_a_tally_that_is_closed_leaves_what_it_has_counted():
+    row = TrafficRow("allreduce")
+    first, second = row.open(2, 100, 200), row.open(2, 100, 200)
+    first.calls += 3
+    second.calls += 1
+    row.close(first)
+    assert counted(row) == (4, 8, 400, 800)
+    first.calls += 100  # it is no longer looked at
+    second.calls += 1
+    assert counted(row) == (5, 10, 500, 1000)
+
+
+def test_a_row_that_is_reset_counts_on_from_nothing_in_its_open_tallies_too():
+    row = TrafficRow("allreduce")
+    tally = row.open(2, 100, 200)
+    tally.calls, row.seconds_waited, row.calls_by_mpi = 3, 1.5, 2
+    row.count(1, 10, 20)
+    row.reset()
+    assert (*counted(row), row.seconds_waited, row.calls_by_mpi) == (0, 0, 0, 0, 0.0, 0)
+    tally.calls += 1
+    assert counted(row) == (1, 2, 100, 200)
+    row.close(tally)
+    assert counted(row) == (1, 2, 100, 200)
 
 
 def test_a_trace_notes_what_moved_when_on_all_communicators_of_a_family():

@@ -15,15 +15,23 @@ GROUPS = ("reductions", "gathers", "exchanges", "element_types")
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_collective_and_algorithm_equals_the_serial_computation(group, size, truths, assert_true):
-    for checks in run_loopback(size, lambda comm: list(truths[group](comm)), check=False):
+def test_every_collective_and_algorithm_equals_the_serial_computation(
+    group, size, exchange, truths, assert_true
+):
+    for checks in run_loopback(size, lambda comm: list(truths[group](comm)), check=False, **exchange):
         assert_true(checks)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_collective_over_mpi_equals_the_serial_computation(group, world, truths, assert_true):
-    assert_true(list(truths[group](world.unchecked(group))))
+def test_every_collective_over_mpi_equals_the_serial_computation(group, any_world, truths, assert_true):
+    assert_true(list(truths[group](any_world.unchecked(group))))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_world_shares_memory_and_the_other_does_not(world, world_of_messages):
+    assert world._is_all_shared
+    assert not world_of_messages._is_all_shared
 
 
 @pytest.mark.mpi
@@ -43,7 +51,7 @@ def test_long_messages_over_mpi_travel_in_pieces(world):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_all_ranks_hold_identical_bits_whatever_the_algorithm(size, dtype):
+def test_all_ranks_hold_identical_bits_whatever_the_algorithm(size, dtype, exchange):
     def work(comm):
         values = torch.randn(1001, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
         return [
@@ -51,27 +59,27 @@ def test_all_ranks_hold_identical_bits_whatever_the_algorithm(size, dtype):
             for name in ALGORITHMS["allreduce"]
         ]
 
-    by_rank = run_loopback(size, work)
+    by_rank = run_loopback(size, work, **exchange)
     assert all(bits == by_rank[0] for bits in by_rank)
 
 
-def test_the_order_of_summation_is_the_same_in_every_run():
+def test_the_order_of_summation_is_the_same_in_every_run_and_however_ranks_exchange(exchange):
     def work(comm):
         values = np.random.default_rng(comm.rank).standard_normal(999)
         return [comm.allreduce(values.copy(), algorithm=name).tobytes() for name in ALGORITHMS["allreduce"]]
 
-    assert run_loopback(4, work) == run_loopback(4, work)
+    assert run_loopback(4, work, **exchange) == run_loopback(4, work)
 
 
-def test_a_nan_on_one_rank_reaches_all_in_sum_min_and_max():
+def test_a_nan_on_one_rank_reaches_all_in_sum_min_and_max(exchange):
     def work(comm):
         values = np.array([np.nan if comm.rank == 1 else 1.0])
         return [np.isnan(comm.allreduce(values.copy(), op))[0] for op in ("sum", "min", "max", "average")]
 
-    assert run_loopback(3, work) == [[True] * 4] * 3
+    assert run_loopback(3, work, **exchange) == [[True] * 4] * 3
 
 
-def test_arrays_that_are_not_contiguous_get_the_result_too():
+def test_arrays_that_are_not_contiguous_get_the_result_too(exchange):
     def work(comm):
         matrix = np.arange(12.0).reshape(3, 4)
         comm.allreduce(matrix[:, 1])
@@ -79,42 +87,43 @@ def test_arrays_that_are_not_contiguous_get_the_result_too():
         comm.allreduce(tensor.t())
         return matrix, tensor.numpy()
 
-    for matrix, tensor in run_loopback(2, work):
+    for matrix, tensor in run_loopback(2, work, **exchange):
         expected = np.arange(12.0).reshape(3, 4)
         np.testing.assert_array_equal(tensor, 2 * expected)
         expected[:, 1] *= 2
         np.testing.assert_array_equal(matrix, expected)
 
 
-def test_a_shard_that_is_its_own_piece_of_out_is_gathered_in_place():
+def test_a_shard_that_is_its_own_piece_of_out_is_gathered_in_place(exchange):
     def work(comm):
         whole = np.zeros(3 * comm.size)
         own = whole[3 * comm.rank : 3 * comm.rank + 3]
         own[:] = comm.rank
         return comm.allgather(own, out=whole) is whole, whole
 
-    for same, whole in run_loopback(3, work):
+    for same, whole in run_loopback(3, work, **exchange):
         assert same
         np.testing.assert_array_equal(whole, np.repeat(np.arange(3.0), 3))
 
 
-def test_reduce_scatter_in_place_returns_a_view_of_the_own_piece():
+def test_reduce_scatter_in_place_returns_a_view_of_the_own_piece(exchange):
     def work(comm):
         buffer = np.ones(10)
         own = comm.reduce_scatter(buffer)
         return np.shares_memory(own, buffer), own.tolist()
 
-    assert run_loopback(3, work) == [(True, [3.0] * 4), (True, [3.0] * 3), (True, [3.0] * 3)]
+    expected = [(True, [3.0] * 4), (True, [3.0] * 3), (True, [3.0] * 3)]
+    assert run_loopback(3, work, **exchange) == expected
 
 
-def test_a_parameter_that_requires_a_gradient_can_be_reduced_and_broadcast():
+def test_a_parameter_that_requires_a_gradient_can_be_reduced_and_broadcast(exchange):
     def work(comm):
         parameter = torch.nn.Parameter(torch.full((2, 2), float(comm.rank + 1)))
         comm.allreduce(parameter)
         comm.broadcast(parameter, root=1)
         return parameter.requires_grad, parameter.tolist()
 
-    assert run_loopback(2, work) == [(True, [[3.0, 3.0], [3.0, 3.0]])] * 2
+    assert run_loopback(2, work, **exchange) == [(True, [[3.0, 3.0], [3.0, 3.0]])] * 2
 
 
 def alone() -> Communicator:
@@ -176,14 +185,14 @@ def test_unknown_element_types_on_one_rank_are_an_error_on_all(world):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_direct_sums_of_16_bit_types_are_rounded_once(dtype):
+def test_direct_sums_of_16_bit_types_are_rounded_once(dtype, exchange):
     unit = torch.finfo(dtype).eps / 2
 
     def work(comm):
         mine = torch.randn(500, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
         return mine.double(), comm.allreduce(mine.clone(), algorithm="direct").double()
 
-    pieces, totals = zip(*run_loopback(4, work), strict=True)
+    pieces, totals = zip(*run_loopback(4, work, **exchange), strict=True)
     exact = torch.stack(pieces).sum(0)
     for total in totals:
         assert ((total - exact).abs() <= unit * exact.abs() + 1e-6).all()

@@ -62,14 +62,17 @@ def test_every_call_is_right_however_buffers_are_used(way, size):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", WAYS)
-def test_every_call_over_mpi_is_right_however_buffers_are_used(way, world):
-    assert_all_right([way(world.unchecked("compiled"))])
+def test_every_call_over_mpi_is_right_however_buffers_are_used(way, world_of_messages):
+    comm = world_of_messages.unchecked("compiled")
+    assert_all_right([way(comm)])
+    assert comm.size == 1 or comm._recipes
+    assert all(recipe.group is not None for recipe in comm._recipes.values())
 
 
 @pytest.mark.mpi
-def test_lanes_that_make_room_over_mpi_free_their_requests(world, monkeypatch):
+def test_lanes_that_make_room_over_mpi_free_their_requests(world_of_messages, monkeypatch):
     monkeypatch.setattr(compiled, "MOST_SIGNATURES", 2)
-    assert_all_right([sizes_in_turn(world.unchecked("compiled"))])
+    assert_all_right([sizes_in_turn(world_of_messages.unchecked("compiled"))])
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MOST_SIGNATURES", 2), ("LANDING_NBYTES", 1000)])
@@ -189,10 +192,10 @@ def test_averages_and_results_of_remembered_calls_are_right():
 
 
 @pytest.mark.mpi
-def test_a_call_that_queues_in_a_lane_is_done_before_the_lane_makes_room(world, monkeypatch):
+def test_a_call_that_queues_in_a_lane_is_done_before_the_lane_makes_room(world_of_messages, monkeypatch):
     """Five calls of one signature on four lanes, then signatures that push them out."""
     monkeypatch.setattr(compiled, "LANDING_NBYTES", compiled.LANES * compiled.LARGEST_NBYTES)
-    comm = world.unchecked("compiled")
+    comm = world_of_messages.unchecked("compiled")
     count = compiled.LARGEST_NBYTES // 4
     buffers = [np.zeros(count, dtype=np.float32) for _ in range(compiled.LANES + 1)]
     for _ in range(3 * compiled.LANES):  # every buffer is compiled on every lane, and lane 0 is next

@@ -16,6 +16,7 @@ values = np.ones(1000)
 for step in range(10**6):
     values[:] = 1
     world.allreduce(values)
+    world.broadcast(values, root=1)
     if step == 50 and world.rank == 1:
         {mistake}
 """
@@ -54,6 +55,23 @@ def fail(tmp_path, run_ranks):
 )
 def test_a_rank_that_fails_ends_the_job_and_is_named(fail, mistake, words):
     status, printed, seconds = fail(mistake)
+    assert status != 0
+    assert seconds < ENDS_WITHIN_S
+    for word in words:
+        assert word in printed, printed
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["hpcpar: rank 1 (pid", "was lost"]),
+        ("break", ["PeerLeftError", "rank 1 came to the end of the program"]),
+        ("time.sleep(60)", ["StallError", "rank 1 does not answer"]),
+    ],
+)
+def test_ranks_that_share_no_memory_are_told_the_same(fail, mistake, words, monkeypatch):
+    monkeypatch.setenv("HPCPAR_SHARED_MEMORY", "0")
+    status, printed, seconds = fail(mistake, timeout_s=2)
     assert status != 0
     assert seconds < ENDS_WITHIN_S
     for word in words:

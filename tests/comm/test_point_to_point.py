@@ -18,14 +18,14 @@ def ring_of_messages(comm):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_ring_of_sendrecv_does_not_deadlock(size):
-    for arrived, expected in run_loopback(size, ring_of_messages):
+def test_a_ring_of_sendrecv_does_not_deadlock(size, exchange):
+    for arrived, expected in run_loopback(size, ring_of_messages, **exchange):
         assert arrived == expected
 
 
 @pytest.mark.mpi
-def test_a_ring_of_sendrecv_over_mpi_does_not_deadlock(world):
-    arrived, expected = ring_of_messages(world)
+def test_a_ring_of_sendrecv_over_mpi_does_not_deadlock(any_world):
+    arrived, expected = ring_of_messages(any_world)
     assert arrived == expected
 
 
@@ -101,7 +101,7 @@ def test_objects_of_any_size_travel():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_objects_are_broadcast_gathered_and_scattered(size):
+def test_objects_are_broadcast_gathered_and_scattered(size, exchange):
     def work(comm):
         last = comm.size - 1
         return (
@@ -111,7 +111,7 @@ def test_objects_are_broadcast_gathered_and_scattered(size):
             comm.scatter_object([10 * r for r in range(comm.size)] if comm.rank == last else None, root=last),
         )
 
-    for rank, (told, everyone, gathered, mine) in enumerate(run_loopback(size, work)):
+    for rank, (told, everyone, gathered, mine) in enumerate(run_loopback(size, work, **exchange)):
         assert told == "from the last"
         assert everyone == [{"rank": r, "long": "x" * r} for r in range(size)]
         assert gathered == (list(range(size)) if rank == size - 1 else None)

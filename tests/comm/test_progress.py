@@ -30,16 +30,16 @@ def many_at_once(comm):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_many_operations_on_two_communicators_complete_in_any_order_of_waiting(size):
-    assert all(run_loopback(size, many_at_once))
+def test_many_operations_on_two_communicators_complete_in_any_order_of_waiting(size, exchange):
+    assert all(run_loopback(size, many_at_once, **exchange))
 
 
 @pytest.mark.mpi
-def test_many_operations_over_mpi_complete_in_any_order_of_waiting(world):
-    assert many_at_once(world)
+def test_many_operations_over_mpi_complete_in_any_order_of_waiting(any_world):
+    assert many_at_once(any_world)
 
 
-def test_a_blocking_call_makes_progress_on_what_was_started_before():
+def test_a_blocking_call_makes_progress_on_what_was_started_before(exchange):
     def work(comm):
         big = np.ones(100_000)
         handle = comm.start_allreduce(big, algorithm="ring")
@@ -47,10 +47,10 @@ def test_a_blocking_call_makes_progress_on_what_was_started_before():
             comm.barrier()
         return handle.test() and float(big[-1]) == comm.size
 
-    assert run_loopback(3, work) == [True] * 3
+    assert run_loopback(3, work, **exchange) == [True] * 3
 
 
-def test_poke_alone_completes_an_operation():
+def test_poke_alone_completes_an_operation(exchange):
     def work(comm):
         handle = comm.start_allreduce(np.ones(10))
         deadline = time.monotonic() + 20
@@ -58,7 +58,7 @@ def test_poke_alone_completes_an_operation():
             comm.poke()
         return handle.wait().tolist()
 
-    assert run_loopback(2, work) == [[2.0] * 10] * 2
+    assert run_loopback(2, work, **exchange) == [[2.0] * 10] * 2
 
 
 def test_wait_may_be_called_again():

@@ -8,6 +8,8 @@ from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.comm.select import (
     ANY,
     BUILT_IN,
+    BUILT_IN_SHARED_MEMORY,
+    IN_SHARED_MEMORY,
     NATIVES,
     UNEVEN,
     UP_TO,
@@ -59,7 +61,7 @@ def test_an_override_that_cannot_do_uneven_pieces_is_passed_over_for_them():
 
 def test_every_collective_of_the_catalogue_is_in_the_tables():
     assert UP_TO.keys() == ALGORITHMS.keys()
-    for collective, table in UP_TO.items():
+    for collective, table in (*UP_TO.items(), *IN_SHARED_MEMORY.items()):
         assert table[-1][0] == float("inf")
         assert all(name in ALGORITHMS[collective] for _, name in table)
     assert all(ALGORITHMS[collective][name].uneven for collective, name in UNEVEN.items())
@@ -139,6 +141,15 @@ def test_ranks_on_several_nodes_go_through_their_nodes():
 @pytest.mark.parametrize("nodes", [(0,), (0, 0, 0), (0, 1, 2)])
 def test_ranks_all_on_one_node_or_each_on_its_own_have_the_flat_rules(nodes):
     assert built_in(nodes) is BUILT_IN
+
+
+def test_ranks_that_share_memory_speak_to_each_other_directly():
+    table = built_in((0, 0, 0), shared_memory=True)
+    assert table is BUILT_IN_SHARED_MEMORY
+    assert table.name("allreduce", 8) == "recursive_doubling"
+    assert table.name("allreduce", 2**20) == table.name("alltoall", 8) == "direct"
+    assert table.name("barrier", 0) == BUILT_IN.name("barrier", 0)
+    assert chosen("allgather", 8, table=table, overrides={"allgather": "ring"}) == "ring"
 
 
 def test_overrides_are_read_from_text():

@@ -12,7 +12,7 @@ from hpcpar.launch.settings import Settings, own_tuning_file, read_tuning
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
-    assert Settings.from_environ({}) == Settings(False, 600.0, None, None)
+    assert Settings.from_environ({}) == Settings(False, 600.0, None, None, None, True)
 
 
 def test_every_variable_is_read() -> None:
@@ -22,9 +22,10 @@ def test_every_variable_is_read() -> None:
         "HPCPAR_ALGORITHM": "ring",
         "HPCPAR_RUN_DIRECTORY": "/scratch/run",
         "HPCPAR_TUNING": "/home/me/tuning.toml",
+        "HPCPAR_SHARED_MEMORY": "0",
     }
     assert Settings.from_environ(environ) == Settings(
-        True, 2.5, "ring", "/scratch/run", "/home/me/tuning.toml"
+        True, 2.5, "ring", "/scratch/run", "/home/me/tuning.toml", False
     )
 
 
@@ -44,6 +45,7 @@ def test_a_time_limit_may_be_infinite() -> None:
     ("name", "value"),
     [
         ("HPCPAR_CHECK", "maybe"),
+        ("HPCPAR_SHARED_MEMORY", "sometimes"),
         ("HPCPAR_TIMEOUT_S", "soon"),
         ("HPCPAR_TIMEOUT_S", "0"),
         ("HPCPAR_TIMEOUT_S", "-3"),

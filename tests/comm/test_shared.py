@@ -1,0 +1,773 @@
+"""Collectives through shared memory: remembered, under way together, in pieces, pointed at; always right."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from hpcpar import partition
+from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.comm import Communicator, arena, operation, run_loopback, select, shared
+from hpcpar.comm.arena import LANES
+from hpcpar.errors import StallError
+from hpcpar.transport import loopback
+from hpcpar.transport.buffers import bind
+from hpcpar.transport.shared_memory import create
+
+SIZES = [2, 3, 4]
+
+TIMES = 10
+"""A call is remembered at the first time, and bound to the last of the four lanes at the fifth."""
+
+FEW_STAGES = {"shared_memory": True, "stage_nbytes": 8192, "check": False}
+
+
+@pytest.fixture
+def private_from(monkeypatch):
+    """Let even short messages be read from private memory: from that many bytes on."""
+
+    def set_limits(nbytes):
+        monkeypatch.setattr(shared, "PRIVATE_FROM_NBYTES", nbytes)
+        monkeypatch.setattr(shared, "FRESH_FROM_NBYTES", nbytes)
+
+    return set_limits
+
+
+def values(rank, count, call):
+    """Small whole numbers, so that sums are exact, and others for every rank and call."""
+    return (np.arange(count) * 7 + 3 * rank + call) % 5
+
+
+def put(array, numbers):
+    array[...] = torch.from_numpy(numbers) if isinstance(array, torch.Tensor) else numbers
+
+
+def numpy_of(array):
+    return array.detach().numpy().copy() if isinstance(array, torch.Tensor) else array.copy()
+
+
+def remembered(comm, data, out, gathered):
+    """Each collective that is remembered, on these arrays again and again: (what, found, expected).
+
+    data, out   of the same number of elements, which the number of ranks divides
+    gathered    that many from every rank
+    """
+    count, last = len(data), comm.size - 1
+    start, stop = partition.bounds(count, comm.size)[comm.rank]
+    for call in range(TIMES):
+        inputs = [values(rank, count, call) for rank in range(comm.size)]
+        total, mine = np.sum(inputs, axis=0), inputs[comm.rank]
+        put(data, mine)
+        yield f"allreduce {call}, out", numpy_of(comm.allreduce(data, out=out)), total
+        yield f"average {call}, out", numpy_of(comm.allreduce(data, "average", out=out)), total / comm.size
+        yield f"allgather {call}", numpy_of(comm.allgather(data, out=gathered)), np.concatenate(inputs)
+        pieces = [x.reshape(comm.size, -1)[comm.rank] for x in inputs]
+        yield f"alltoall {call}", numpy_of(comm.alltoall(data, out=out)), np.concatenate(pieces)
+        own = out[start:stop]
+        yield f"reduce_scatter {call}, out", numpy_of(comm.reduce_scatter(data, out=own)), total[start:stop]
+        yield f"input {call}", numpy_of(data), mine
+        yield f"max {call}, in place", numpy_of(comm.allreduce(data, "max")), np.max(inputs, axis=0)
+        put(data, mine)
+        yield f"broadcast {call}", numpy_of(comm.broadcast(data, last)), inputs[last]
+        put(data, mine)
+        yield f"average {call}, in place", numpy_of(comm.allreduce(data, "average")), total / comm.size
+        put(data, mine)
+        yield f"reduce_scatter {call}", numpy_of(comm.reduce_scatter(data)), total[start:stop]
+        comm.barrier()
+
+
+def shared_slice(comm, count):
+    """The middle of an array that is shared."""
+    return comm.allocate_shared(count + 1000, "float64")[300 : 300 + count]
+
+
+def each_rank_its_own_kind(comm, count):
+    """Shared on rank 0, torch's own on the last, NumPy's own on those between."""
+    array = comm.allocate_shared(count, "float64")
+    if comm.rank == 0:
+        return array
+    return torch.zeros(count, dtype=torch.float64) if comm.rank == comm.size - 1 else np.zeros(count)
+
+
+KINDS = {
+    "numpy": lambda comm, count: np.zeros(count),
+    "torch": lambda comm, count: torch.zeros(count, dtype=torch.float64),
+    "shared numpy": lambda comm, count: comm.allocate_shared(count, "float64"),
+    "shared torch": lambda comm, count: comm.allocate_shared((count,), torch.float64),
+    "shared slice": shared_slice,
+    "mixed": each_rank_its_own_kind,
+}
+
+
+def remembered_on(comm, kind, count):
+    count = -(-count // comm.size) * comm.size
+    arrays = [KINDS[kind](comm, n) for n in (count, count, comm.size * count)]
+    return list(remembered(comm, *arrays))
+
+
+@pytest.mark.parametrize("count", [5, 2000, 12_000])
+@pytest.mark.parametrize(("kind", "size"), [*product(KINDS, [3]), *product(["torch", "mixed"], [2, 4])])
+def test_remembered_calls_are_right_in_one_piece_in_several_and_read_where_they_lie(
+    kind, count, size, quick_looks, assert_true
+):
+    for checks in run_loopback(size, lambda comm: remembered_on(comm, kind, count), **FEW_STAGES):
+        assert_true(checks)
+
+
+@pytest.mark.parametrize("kind", ["torch", "mixed"])
+def test_long_messages_are_right_even_where_what_is_fresh_is_read_by_the_peers(
+    kind, quick_looks, assert_true
+):
+    count = 2 * shared.FRESH_FROM_NBYTES // 8 + 1000
+    for checks in run_loopback(2, lambda comm: remembered_on(comm, kind, count), **FEW_STAGES):
+        assert_true(checks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("nbytes", [1, 100])
+def test_short_messages_can_be_read_from_private_memory_too(
+    size, nbytes, private_from, quick_looks, assert_true
+):
+    private_from(nbytes)
+    for checks in run_loopback(size, lambda comm: remembered_on(comm, "mixed", 700), **FEW_STAGES):
+        assert_true(checks)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [5, 12_000])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "shared torch", "mixed"])
+def test_remembered_calls_over_mpi_are_right(kind, count, any_world, assert_true):
+    assert_true(remembered_on(any_world.unchecked("remembered"), kind, count))
+
+
+@pytest.mark.mpi
+def test_long_messages_over_mpi_are_right(any_world, assert_true):
+    count = any_world.size * shared.FRESH_FROM_NBYTES // 8 + 1000
+    data = np.zeros(count)
+    checks = []
+    comm = any_world.unchecked("long")
+    for call in range(6):
+        data[:] = values(comm.rank, count, call)
+        found = comm.allreduce(data).copy()
+        checks.append((call, found, sum(values(rank, count, call) for rank in range(comm.size))))
+    assert_true(checks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_sent_is_laid_out_in_pieces_or_read_where_it_lies_as_these_tests_take_it(size, quick_looks):
+    def work(comm):
+        found = {}
+        for kind, count in product(("numpy", "shared numpy"), (4 * comm.size, 2000, 12_000)):
+            data, out = KINDS[kind](comm, count), KINDS[kind](comm, count)
+            for _ in range(LANES + 1):
+                comm.allreduce(data, algorithm="direct")
+                comm.alltoall(data[: count // size * size], out=out[: count // size * size])
+            for collective in ("allreduce", "alltoall"):
+                (recipe,) = [r for r in comm._recipes.values() if r.collective == collective]
+                step = next(program for program in recipe.programs if program is not None).steps[-1]
+                places = {sending.place and bool(sending.place & arena.PRIVATE) for sending in step._sendings}
+                found[collective, kind, count] = step.pieces > len(step._parts()), *places
+            comm._forget(list(comm._recipes))
+        return found
+
+    # (several pieces, where it lies: in the stage, in a shared array or in private memory)
+    in_one_piece, in_pieces = (False, None), (True, None)
+    peers_read, peers_read_private = (True, False), (True, True)
+    for found in run_loopback(size, work, **FEW_STAGES):
+        for collective, kind in product(("allreduce", "alltoall"), ("numpy", "shared numpy")):
+            assert found[collective, kind, 4 * size] == in_one_piece
+            assert found[collective, kind, 2000] == (
+                peers_read if kind.startswith("shared") and 2000 * 8 // size >= 8192 else in_pieces
+            )
+        assert found["allreduce", "numpy", 12_000] == in_pieces  # a sum is fresh
+        assert found["alltoall", "numpy", 12_000] == peers_read_private
+        assert found["allreduce", "shared numpy", 12_000] == peers_read
+        assert found["alltoall", "shared numpy", 12_000] == peers_read
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [7, 5000])
+def test_remembered_sums_have_identical_bits_on_all_ranks_and_in_all_calls(
+    count, dtype, size, private_from, quick_looks
+):
+    private_from(4000)
+
+    def work(comm):
+        fresh = torch.randn(count, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+        own, shareable = torch.empty(count, dtype=dtype), comm.allocate_shared(count, dtype)
+        bits = {name: [] for name in ALGORITHMS["allreduce"]}
+        for name, found in bits.items():
+            for buffer in [own] * 6 + [shareable] * 6:
+                buffer[:] = fresh
+                comm.allreduce(buffer, "average", algorithm=name)
+                found.append(buffer.view(torch.uint8).numpy().tobytes())
+        return bits
+
+    ranks = run_loopback(size, work, **FEW_STAGES)
+    alone = run_loopback(size, work, check=False)
+    for name, found in ranks[0].items():
+        assert {bits for rank in ranks for bits in rank[name]} == {found[0]}, name
+        assert found[0] == alone[0][name][0], name
+
+
+CHANGES = {
+    "resized": lambda tensor: tensor.resize_(30),
+    "replaced": lambda tensor: setattr(tensor, "data", torch.zeros(100)),
+    "shortened": lambda tensor: setattr(tensor, "data", tensor.data[:40]),
+    "of another type": lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
+    "another's": lambda tensor: tensor.set_(torch.zeros(60)),
+    "transposed": lambda tensor: setattr(tensor, "data", torch.zeros(10, 10).t()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_changes_under_its_name_is_seen(change, sharing):
+    def work(comm):
+        tensor = torch.zeros(100)
+        kept = tensor.data  # so that its memory goes to nobody else
+        for _ in range(TIMES):
+            comm.allreduce(tensor)
+        CHANGES[change](tensor)
+        results = []
+        for call in range(TIMES):
+            tensor.fill_(comm.rank + call)
+            comm.allreduce(tensor)
+            results.append(tensor.unique().tolist())
+        return results, kept.sum().item() if change == "replaced" else 0.0
+
+    expected = [[3 + 3 * call] for call in range(TIMES)]
+    assert run_loopback(3, work, check=False, **sharing) == [(expected, 0.0)] * 3
+
+
+def test_arrays_that_are_freed_and_made_again_are_right_whatever_memory_they_get(sharing):
+    def work(comm):
+        checks = []
+        for call in range(6 * LANES):
+            make = (np.zeros, lambda n: torch.zeros(n, dtype=torch.float64))[(call // 3 + comm.rank) % 2]
+            array = make(30 + 400 * (call % 3))
+            array[:] = comm.rank + call
+            comm.allreduce(array)
+            checks.append((float(array[0]), float(array[-1])) == (3 + 3 * call,) * 2)
+            del array
+        return checks
+
+    assert all(all(checks) for checks in run_loopback(3, work, check=False, **sharing))
+
+
+def test_a_tensor_is_not_kept_alive_by_what_is_remembered_of_it(sharing):
+    def work(comm):
+        array, tensor = np.ones(1000), torch.ones(1000)
+        for _ in range(3 * LANES):
+            comm.allreduce(array)
+            comm.allreduce(tensor)
+        references = weakref.ref(array), weakref.ref(tensor)
+        del array, tensor
+        gc.collect()
+        return [reference() is None for reference in references]
+
+    assert run_loopback(2, work, check=False, **sharing) == [[True, True]] * 2
+
+
+def test_more_recipes_than_are_kept_make_room(sharing, monkeypatch):
+    from hpcpar.comm import caller
+
+    monkeypatch.setattr(caller, "MOST_RECIPES", 3)
+    monkeypatch.setattr(caller, "MOST_PIECES", 200)
+
+    def work(comm):
+        tensors = [torch.zeros(100 + number) for number in range(7)]
+        right = []
+        for call in range(2 * TIMES):
+            for tensor in tensors[: 2 if call % 2 else 7]:
+                tensor.fill_(call + comm.rank)
+                right.append(set(comm.allreduce(tensor).tolist()) == {2 * call + 1})
+        assert len(comm._recipes) <= 3
+        assert len(comm._seen) <= 3
+        return right
+
+    assert all(all(right) for right in run_loopback(2, work, check=False, **sharing))
+
+
+def test_calls_that_are_traced_are_right_and_noted(sharing):
+    from hpcpar.comm import Trace
+
+    def work(comm):
+        tensor = torch.zeros(10)
+        found = []
+        for call in range(2 * TIMES):
+            comm.trace = Trace() if call == TIMES else comm.trace
+            tensor.fill_(call)
+            found.append(comm.allreduce(tensor)[0].item())
+        return found, len(comm.trace.events)
+
+    expected = [2.0 * call for call in range(2 * TIMES)], TIMES
+    assert run_loopback(2, work, check=False, **sharing) == [expected] * 2
+
+
+# Several at once.
+
+
+def test_more_calls_under_way_than_lanes_wait_for_their_turn(sharing):
+    def work(comm):
+        other = comm.split(0, key=-comm.rank)
+        buffers = [np.full(200, comm.rank + call, dtype=float) for call in range(5 * LANES)]
+        handles = [(other if call % 3 else comm).start_allreduce(b) for call, b in enumerate(buffers)]
+        for index in np.random.default_rng(comm.rank).permutation(len(handles)):
+            handles[index].wait()
+        return [set(b.tolist()) for b in buffers]
+
+    expected = [{3.0 + 3 * call} for call in range(5 * LANES)]
+    assert run_loopback(3, work, check=False, **sharing) == [expected] * 3
+
+
+def test_remembered_calls_take_their_turn_behind_those_under_way(sharing):
+    def work(comm):
+        tensor, right = torch.zeros(500), []
+        for call in range(4 * LANES):
+            started = [np.full(700, call + number + comm.rank) for number in range(call % (2 * LANES))]
+            handles = [comm.start_allreduce(array) for array in started]
+            tensor.fill_(call + comm.rank)
+            right.append(set(comm.allreduce(tensor).tolist()) == {3 * call + 3})
+            for handle in reversed(handles):
+                handle.wait()
+            right += [set(a.tolist()) == {3 * (call + n) + 3} for n, a in enumerate(started)]
+        return right
+
+    assert all(all(right) for right in run_loopback(3, work, check=False, **sharing))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_stage_that_is_divided_differently_from_call_to_call_is_not_written_before_it_is_read(
+    size, sharing
+):
+    """An alltoall sends something else to each, an allreduce in its second step the same to all."""
+
+    def work(comm):
+        inputs = [values(rank, 60 * size, 0) for rank in range(size)]
+        pieces = np.concatenate([x.reshape(size, -1)[comm.rank] for x in inputs])
+        total, checks = np.sum(inputs, axis=0), []
+        kept, out = inputs[comm.rank].copy(), np.empty(60 * size, dtype=int)
+        for call in range(6 * LANES):
+            # Fresh arrays, then the same ones; one or two of each, so that the lanes change hands.
+            mine = inputs[comm.rank].copy() if call < 2 * LANES else kept
+            for _ in range(1 + call % 2):
+                checks.append((f"alltoall {call}", comm.alltoall(mine, out=out).copy(), pieces))
+            checks.append((f"broadcast {call}", comm.broadcast(mine, algorithm="ring").copy(), inputs[0]))
+            mine[:] = inputs[comm.rank]
+            checks.append((f"allreduce {call}", comm.allreduce(mine, algorithm="direct").copy(), total))
+            mine[:] = inputs[comm.rank]
+            if call % 3 == 0:
+                comm.barrier()
+        return checks
+
+    for checks in run_loopback(size, work, check=False, **sharing):
+        for what, found, expected in checks:
+            np.testing.assert_array_equal(found, expected, err_msg=what)
+
+
+SLOW_S = 0.15
+"""Longer than a call looks for what is to come before it goes on piece by piece."""
+
+
+@pytest.mark.parametrize("kind", ["torch", "shared torch"])
+@pytest.mark.parametrize("count", [10, 2000, 12_000])
+def test_slow_ranks_get_what_was_sent_and_not_what_the_sender_has_next(count, kind, quick_looks):
+    def work(comm):
+        tensor, found = KINDS[kind](comm, count), []
+        for call in range(4 * LANES):
+            if comm.rank and call >= 3 * LANES:
+                time.sleep(SLOW_S if call == 3 * LANES else 0.01)
+            tensor.fill_(call if comm.rank == 0 else -1)
+            comm.broadcast(tensor)
+            found.append(set(tensor.tolist()))
+        return found
+
+    expected = [{float(call)} for call in range(4 * LANES)]
+    assert run_loopback(3, work, **FEW_STAGES) == [expected] * 3
+
+
+def test_slow_ranks_get_what_was_sent_before_the_stage_is_divided_anew(quick_looks):
+    """To each its own lies in the stage when the same for all is to be laid out."""
+
+    def work(comm):
+        whole, out, same, found = np.empty(30), np.empty(10), np.empty(200), []
+        for call in range(4 * LANES):
+            name = "scatter" if call // LANES % 2 == 0 else "broadcast"
+            if comm.rank:
+                time.sleep(0.05 if call % LANES == 0 else 0.0)
+            if name == "scatter":
+                whole[:] = np.repeat(call + np.arange(3), 10)
+                comm.scatter(whole if comm.rank == 0 else None, out=out, algorithm="direct")
+            else:
+                same[:] = call if comm.rank == 0 else -1
+                comm.broadcast(same, algorithm="direct")
+            found.append(set((out if name == "scatter" else same).tolist()))
+        return found
+
+    for rank, found in enumerate(run_loopback(3, work, **FEW_STAGES)):
+        assert found == [{call + rank * (call // LANES % 2 == 0)} for call in range(4 * LANES)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_several_messages_between_two_ranks_in_one_step_keep_their_order(size, sharing, monkeypatch):
+    """As those of algorithms that pass on whole segments: of 512 bytes here, and some of them in pieces."""
+    monkeypatch.setattr(select, "SEGMENT_NBYTES", 512)
+    monkeypatch.setattr(select, "NODES_SEGMENT_NBYTES", 4096)
+    segmented = [
+        (collective, name)
+        for collective in ("allreduce", "broadcast")
+        for name, algorithm in ALGORITHMS[collective].items()
+        if algorithm.segmented
+    ]
+    assert ("allreduce", "double_binary") in segmented
+
+    def work(comm):
+        data, checks = torch.empty(1500, dtype=torch.int64), []
+        for (collective, name), call in product(segmented, range(LANES + 2)):
+            inputs = [values(rank, 1500, call) for rank in range(size)]
+            put(data, inputs[comm.rank])
+            getattr(comm, collective)(data, algorithm=name)
+            expected = np.sum(inputs, axis=0) if collective == "allreduce" else inputs[0]
+            checks.append((f"{collective} by {name} {call}", numpy_of(data), expected))
+        return checks
+
+    for checks in run_loopback(size, work, check=False, **sharing):
+        for what, found, expected in checks:
+            np.testing.assert_array_equal(found, expected, err_msg=what)
+
+
+def test_what_is_received_into_what_is_still_to_be_sent_lands_elsewhere_first(tmp_path):
+    """No algorithm of ours does so: each of two ranks sends 0 to 399 and receives 200 to 599, in pieces."""
+    _, segment = create(arena.arena_nbytes(2, 1024), tmp_path)
+    steps, buffers = [], []
+    for rank in range(2):
+        buffers.append(np.arange(600.0) + 1000 * rank)
+        message = [operation.Message(1 - rank, (("data", start, start + 400),), 400) for start in (0, 200)]
+        planned = operation.bill((operation.PlannedStep((), (message[0],), (message[1],)),))
+        lane = arena.Arena(segment, rank, range(2), 1024).lanes[0]
+        spaces = {"data": bind(buffers[rank], writable=True).host}
+        steps += shared.shared_steps(lane, planned, spaces, "sum", regions=1)
+    assert all(step.pieces > 2 * arena.SLOTS for step in steps)
+    for step in steps:
+        step.post()
+    for _ in range(100):
+        for step in steps:
+            step.test()
+    assert all(step.test() for step in steps)
+    for step in steps:
+        step.settle()
+    for rank, buffer in enumerate(buffers):
+        expected = [*(np.arange(200.0) + 1000 * rank), *(np.arange(400.0) + 1000 * (1 - rank))]
+        assert buffer.tolist() == expected
+
+
+REDUCE = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+RANDOM_COUNTS = (0, 1, 5, 40, 300, 2500)
+
+
+class Play:
+    """A program of random calls, the same on all ranks, but with arrays and waits of each rank's own.
+
+    Blocking calls take arrays from a pool, so that they are remembered; calls that are started have
+    fresh ones. Results are compared when all is over.
+    """
+
+    def __init__(self, comm, seed):
+        self.everyone = np.random.default_rng(seed)
+        self.mine = np.random.default_rng((seed, comm.rank))
+        self.comms = [comm, comm.split(0, key=-comm.rank, name="reversed"), comm.split(comm.rank % 2)]
+        self.pools = [self._pool(c) for c in self.comms]
+        self.open, self.checks = [], []
+
+    def run(self, calls):
+        for call in range(calls):
+            number = int(self.everyone.integers(len(self.comms)))
+            comm, started = self.comms[number], bool(self.everyone.random() < 0.3)
+            collective = str(self.everyone.choice([*ALGORITHMS, "sendrecv"]))
+            count = int(self.everyone.choice(RANDOM_COUNTS))
+            root = int(self.everyone.integers(12)) % comm.size
+            op = str(self.everyone.choice(list(REDUCE)))
+            name = self.everyone.choice(["", *ALGORITHMS.get(collective, ())])
+            how = {"algorithm": str(name) or None} if collective != "sendrecv" else {}
+            array = self._fresh if started else self._from(self.pools[number])
+            getattr(self, collective)(comm, call, count, root, op, how, array, started)
+            while self.open and self.mine.random() < 0.3:
+                self._finish(self.open.pop(int(self.mine.integers(len(self.open)))))
+        while self.open:
+            self._finish(self.open.pop())
+        return self.checks
+
+    def free(self):
+        for comm in self.comms[1:]:
+            comm.free()
+
+    def _pool(self, comm):
+        """For every length that occurs, and every use, an array of each kind."""
+        counts = {factor * count for count in RANDOM_COUNTS for factor in (1, comm.size)}
+        return {
+            (use, count): (
+                np.empty(count, dtype=int),
+                torch.empty(count, dtype=torch.int64),
+                comm.allocate_shared(count, "int64"),
+                comm.allocate_shared(count, torch.int64),
+            )
+            for use in ("data", "out")
+            for count in sorted(counts)
+        }
+
+    def _from(self, pool):
+        def array(use, numbers):
+            kinds = pool[use, len(numbers)]
+            # out has to be of the same library: half of the kinds are NumPy's, half torch's.
+            self.kind = int(self.mine.integers(4)) if use == "data" else self.kind
+            put(kinds[self.kind], numbers)
+            return kinds[self.kind]
+
+        return array
+
+    @staticmethod
+    def _fresh(use, numbers):
+        return numbers.copy()
+
+    def _do(self, comm, name, started, expected, what, *arguments, **options):
+        if started:
+            self.open.append((getattr(comm, f"start_{name}")(*arguments, **options), expected, what))
+        else:
+            self._compare(getattr(comm, name)(*arguments, **options), expected, what)
+
+    def _finish(self, opened):
+        handle, expected, what = opened
+        self._compare(handle.wait(), expected, what)
+
+    def _compare(self, found, expected, what):
+        self.checks.append((what, None if found is None else numpy_of(found), expected))
+
+    def _inputs(self, comm, count, call):
+        return [values(rank, count, call) for rank in range(comm.size)]
+
+    def allreduce(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count, call)
+        data, what = array("data", inputs[comm.rank]), f"{call}: allreduce {op} of {count} by {how}"
+        options = {"out": array("out", 0 * inputs[0])} if root % 2 else {}
+        expected = REDUCE[op].reduce(inputs)
+        self._do(comm, "allreduce", started, expected, what, data, op, **options, **how)
+
+    def reduce_scatter(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count, call)
+        start, stop = partition.bounds(count, comm.size)[comm.rank]
+        if count % comm.size:
+            how = {}
+        what = f"{call}: reduce_scatter {op} of {count} by {how}"
+        expected = REDUCE[op].reduce(inputs)[start:stop]
+        self._do(comm, "reduce_scatter", started, expected, what, array("data", inputs[comm.rank]), op, **how)
+
+    def reduce(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count, call)
+        expected = REDUCE[op].reduce(inputs) if comm.rank == root else None
+        what = f"{call}: reduce {op} of {count} to {root} by {how}"
+        self._do(comm, "reduce", started, expected, what, array("data", inputs[comm.rank]), op, root, **how)
+
+    def allgather(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count, call)
+        expected = np.concatenate(inputs)
+        data = array("data", inputs[comm.rank])
+        what = f"{call}: allgather of {count} by {how}"
+        self._do(comm, "allgather", started, expected, what, data, out=array("out", 0 * expected), **how)
+
+    def gather(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count, call)
+        expected = np.concatenate(inputs) if comm.rank == root else None
+        what = f"{call}: gather of {count} to {root} by {how}"
+        self._do(comm, "gather", started, expected, what, array("data", inputs[comm.rank]), root, **how)
+
+    def scatter(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count, call)
+        whole = np.concatenate(inputs) if comm.rank == root else None
+        what = f"{call}: scatter of {count} from {root} by {how}"
+        out = array("data", 0 * inputs[0])
+        self._do(comm, "scatter", started, inputs[comm.rank], what, whole, root, out=out, **how)
+
+    def alltoall(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count * comm.size, call)
+        expected = np.concatenate([x.reshape(comm.size, count)[comm.rank] for x in inputs])
+        data = array("data", inputs[comm.rank])
+        what = f"{call}: alltoall of {count} by {how}"
+        self._do(comm, "alltoall", started, expected, what, data, out=array("out", 0 * expected), **how)
+
+    def broadcast(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count, call)
+        what = f"{call}: broadcast of {count} from {root} by {how}"
+        data = array("data", inputs[comm.rank])
+        self._do(comm, "broadcast", started, inputs[root], what, data, root, **how)
+
+    def barrier(self, comm, call, count, root, op, how, array, started):
+        self._do(comm, "barrier", started, None, f"{call}: barrier", **how)
+
+    def sendrecv(self, comm, call, count, root, op, how, array, started):
+        inputs = self._inputs(comm, count, call)
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        data, out = array("data", inputs[comm.rank]), array("out", 0 * inputs[0])
+        self._compare(comm.sendrecv(data, right, out, left), inputs[left], f"{call}: sendrecv of {count}")
+
+
+def played(comm, seed, calls):
+    play = Play(comm, seed)
+    checks = play.run(calls)
+    play.free()
+    return checks
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_programs_equal_the_serial_computation(seed, size, private_from, quick_looks, assert_true):
+    private_from(6000)
+    options = {"shared_memory": True, "stage_nbytes": 1024, "check": False}
+    for checks in run_loopback(size, lambda comm: played(comm, seed, 200), **options):
+        assert_true(checks)
+
+
+@pytest.mark.mpi
+def test_a_random_program_over_mpi_equals_the_serial_computation(any_world, private_from, assert_true):
+    private_from(6000)
+    assert_true(played(any_world, 3, 150))
+
+
+# Counting.
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("make", [np.ones, torch.ones])
+def test_remembered_calls_are_counted_as_the_theory_says(size, make, sharing):
+    """840 elements of 8 bytes divide by every size; between the resets nothing is left over."""
+    nbytes, some = 840 * 8, size - 1
+
+    def work(comm):
+        data, out = make(840, dtype=torch.float64 if make is torch.ones else float), make(840)
+        out, gathered = data + 0, make(840 * size, dtype=data.dtype)
+        calls = {
+            "allreduce": lambda: comm.allreduce(data, "max", algorithm="ring"),
+            "broadcast": lambda: comm.broadcast(data, algorithm="direct"),
+            "allgather": lambda: comm.allgather(data, out=gathered, algorithm="direct"),
+            "reduce_scatter": lambda: comm.reduce_scatter(data, "max", algorithm="direct"),
+            "alltoall": lambda: comm.alltoall(data, out=out, algorithm="direct"),
+            "barrier": lambda: comm.barrier(),
+        }
+        bills = []
+        for times in (1, 3, 9):
+            for call in calls.values():
+                for _ in range(times):
+                    call()
+            rows = {row.collective: row for row in comm.traffic.rows()}
+            bills.append(
+                {name: (r.calls, r.messages, r.nbytes_sent, r.nbytes_received) for name, r in rows.items()}
+            )
+            comm.traffic.reset()
+        return bills, comm.traffic.rows(), comm.traffic.nbytes_sent()
+
+    rounds = (size - 1).bit_length()
+    results = run_loopback(size, work, check=False, **sharing)
+    for rank, (bills, rows, sent) in enumerate(results):
+        assert (rows, sent) == ([], 0)
+        for times, bill in zip((1, 3, 9), bills, strict=True):
+            vector, chunk = times * some * nbytes, times * some * nbytes // size
+            bill.pop("shared memory", None)
+            assert bill == {
+                "allreduce": (times, times * 2 * some, 2 * chunk, 2 * chunk),
+                "broadcast": (
+                    times,
+                    times * some * (rank == 0),
+                    vector * (rank == 0),
+                    times * nbytes * (rank > 0),
+                ),
+                "allgather": (times, times * some, vector, vector),
+                "reduce_scatter": (times, times * some, chunk, chunk),
+                "alltoall": (times, times * some, chunk, chunk),
+                "barrier": (times, times * rounds, 0, 0),
+            }
+
+
+def test_what_was_counted_stays_when_a_call_is_no_longer_remembered(sharing):
+    def work(comm):
+        data = torch.ones(100)
+        for _ in range(TIMES):
+            comm.allreduce(data, algorithm="ring")
+        before = comm.traffic.nbytes_sent("allreduce")
+        comm._forget(list(comm._recipes))
+        after = comm.traffic.nbytes_sent("allreduce")
+        comm.allreduce(data, algorithm="ring")
+        return before, after, comm.traffic.nbytes_sent("allreduce"), comm.traffic.row("allreduce").calls
+
+    assert run_loopback(2, work, check=False, **sharing) == [(4000, 4000, 4400, 11)] * 2
+
+
+# Ranks that never come.
+
+
+def stalled(size, function, timeout_s=1.0):
+    """Call `function(comm)` on all ranks but the last, which never comes; the stall of each, by rank."""
+    release, told = threading.Event(), {}
+
+    def work(transport):
+        comm = Communicator.over(transport, timeout_s=timeout_s)
+        comm.share_memory()
+        if comm.rank == size - 1:
+            release.wait(30)
+            return
+        try:
+            function(comm)
+        except StallError as error:
+            told[comm.rank] = str(error)
+        if len(told) == size - 1:
+            release.set()
+        # Ranks that are asked answer only while they wait.
+        release.wait(5)
+
+    loopback.run(size, work, timeout_s=60)
+    return told
+
+
+SILENT = "rank 2 does not answer: it is busy outside of communication, stopped, or dead"
+
+
+def test_a_rank_that_never_comes_is_named_by_those_who_wait_for_what_it_sends():
+    told = stalled(3, lambda comm: comm.allreduce(np.ones(10), algorithm="direct"))
+    for rank in (0, 1):
+        assert f"rank {rank} waits in allreduce (call 8 of 'world'), step 1 of 2, for rank 2" in told[rank]
+        assert SILENT in told[rank]
+
+
+def test_the_chain_of_who_waits_for_whom_is_followed_through_shared_memory():
+    told = stalled(3, lambda comm: comm.broadcast(np.ones(10), 2, algorithm="ring"))
+    assert "rank 0 waits in broadcast" in told[0]
+    assert SILENT in told[0]
+    assert SILENT in told[1]
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_a_rank_that_does_not_take_what_is_sent_is_named(count):
+    """A few pieces may wait in the stage; a message that is read where it lies may not."""
+    told = stalled(2, lambda comm: [comm.broadcast(np.ones(count), algorithm="direct") for _ in range(30)])
+    assert "rank 0 waits in broadcast" in told[0]
+    assert "for rank 1; rank 1 does not answer" in told[0]
+
+
+def test_a_rank_that_has_not_read_what_lies_in_the_way_is_named():
+    """Rank 0 sends to rank 1 only, but in a stage that rank 2 has still to read from."""
+
+    def work(comm):
+        for _ in range(LANES):
+            comm.start_scatter(np.ones(3), out=np.empty(1), algorithm="direct")
+        for _ in range(LANES):
+            comm.broadcast(np.ones(1), algorithm="ring")
+
+    told = stalled(3, work)
+    assert "rank 0 waits in broadcast" in told[0]
+    assert f"for rank 2; {SILENT}" in told[0]

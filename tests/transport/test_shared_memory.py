@@ -1,0 +1,113 @@
+"""Memory that the processes of a node share: its pages are there from the start, and its name soon is not."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpcpar.errors import SharedMemoryError
+from hpcpar.transport import shared_memory
+from hpcpar.transport.shared_memory import PREFIX, attach, create, hindrance, remove
+
+
+@pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE, mmap.PAGESIZE + 1])
+def test_new_memory_is_whole_pages_of_zeros(nbytes, tmp_path):
+    path, segment = create(nbytes, tmp_path)
+    assert segment.nbytes == segment.octets.size == 8 * len(segment.words) == os.path.getsize(path)
+    assert segment.nbytes % mmap.PAGESIZE == 0
+    assert 0 <= segment.nbytes - nbytes < mmap.PAGESIZE
+    assert not segment.octets.any()
+    assert os.path.basename(path).startswith(PREFIX)
+
+
+def test_its_pages_are_reserved_before_anybody_touches_them(tmp_path):
+    path, _ = create(10 * mmap.PAGESIZE, tmp_path)
+    assert os.stat(path).st_blocks * 512 >= 10 * mmap.PAGESIZE
+
+
+def test_what_is_written_through_one_mapping_is_seen_through_the_other(tmp_path):
+    path, mine = create(100, tmp_path)
+    its = attach(path)
+    assert its.address != mine.address
+    mine.words[3] = 2**63 + 5
+    its.octets[0] = 7
+    assert its.words[3] == 2**63 + 5
+    assert its.octets[24:32].tobytes() == (2**63 + 5).to_bytes(8, sys.byteorder)
+    assert mine.octets[0] == 7
+
+
+def test_the_memory_outlives_its_name(tmp_path):
+    path, mine = create(100, tmp_path)
+    its = attach(path)
+    remove(path)
+    remove(path)  # a name that has gone is no mistake
+    assert os.listdir(tmp_path) == []
+    mine.octets[1] = 9
+    assert its.octets[1] == 9
+
+
+def test_another_process_sees_the_same_memory(tmp_path):
+    path, mine = create(100, tmp_path)
+    mine.octets[0] = 5
+    code = (
+        "import sys; from hpcpar.transport.shared_memory import attach;"
+        "octets = attach(sys.argv[1]).octets; octets[1] = octets[0] + 1"
+    )
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)
+    assert mine.octets[:2].tolist() == [5, 6]
+
+
+def test_where_there_is_no_room_the_error_says_how_much_was_asked_for_and_nothing_stays(
+    tmp_path, monkeypatch
+):
+    def full(descriptor, offset, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryError, match=rf"3\.0 MiB of shared memory in {tmp_path}.*No space left"):
+        create(3 * 2**20, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_that_is_too_small_says_so_before_the_memory_is_used(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, timeout=20, check=False).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        path, _ = create(2**14, tmp_path)
+        with pytest.raises(SharedMemoryError, match=r"128\.0 KiB .*No space left"):
+            create(2**17, tmp_path)
+        assert os.listdir(tmp_path) == [os.path.basename(path)]
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True, timeout=20)
+
+
+def test_a_directory_that_is_not_there_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(SharedMemoryError, match=r"elsewhere are not to be had: No such file"):
+        create(100, tmp_path / "elsewhere")
+
+
+def test_a_file_that_is_not_there_is_an_error_that_thinks_of_containers(tmp_path):
+    with pytest.raises(SharedMemoryError, match=r"hpcpar-gone.*No such file.*containers"):
+        attach(str(tmp_path / "hpcpar-gone"))
+
+
+def test_memory_can_be_shared_where_stores_are_seen_in_order_and_there_is_a_place_for_it(tmp_path):
+    assert hindrance("x86_64", tmp_path) is None
+
+
+def test_a_processor_that_may_reorder_stores_hinders(tmp_path):
+    assert hindrance("aarch64", tmp_path) == (
+        "aarch64 processors may reorder stores, and Python cannot forbid it"
+    )
+
+
+def test_a_place_that_cannot_be_written_to_hinders(tmp_path, monkeypatch):
+    assert hindrance("x86_64", tmp_path / "elsewhere") == f"{tmp_path / 'elsewhere'} cannot be written to"
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "nowhere")
+    assert hindrance("x86_64") == f"{tmp_path / 'nowhere'} cannot be written to"
