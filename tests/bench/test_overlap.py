@@ -110,7 +110,7 @@ def test_waiting_is_hidden_and_work_is_not_and_the_bound_says_so() -> None:
     options = replace(QUICK, computes=(2,), pokes=(2,), candidates=("idle", "busy"))
     idle, busy = run(options, Communicator.alone(), [Known(0.008)])
     # Wide margins: a busy machine makes everything take longer, but never 8 ms of work free of charge.
-    assert idle.bound > busy.bound + 0.3
+    assert idle.bound > busy.bound + 0.15
     assert idle.cpu_s < 0.004
     assert busy.cpu_s == pytest.approx(0.008, rel=0.2)
     assert busy.company_cpu_s > 0.004

@@ -106,11 +106,15 @@ def test_a_place_in_the_arena_is_the_same_bytes_for_all(arenas):
     assert its.memory(place - 64, 192).sum() == 7 * 64
 
 
+def add(arena, segment):
+    arena.add(segment, segment.octets)
+
+
 def test_a_place_in_an_array_is_found_by_its_number(arenas, tmp_path):
     mine, its = arenas(2)
     for arena in (mine, its):
         for _ in range(3):
-            arena.add(some_memory(4 * SHARED_FROM_NBYTES, tmp_path))
+            add(arena, some_memory(4 * SHARED_FROM_NBYTES, tmp_path))
     array = mine.arrays[2].octets[100 : 100 + SHARED_FROM_NBYTES]
     assert mine.array_number(array) == 2
     place = mine.place_of(array, 10**9)
@@ -125,7 +129,7 @@ def test_an_array_has_to_lie_inside_as_a_whole(arenas, tmp_path):
     apart = segment.octets[: 2 * SHARED_FROM_NBYTES]
     half = type(segment).__new__(type(segment))
     half.octets, half.address = segment.octets[:SHARED_FROM_NBYTES], segment.address
-    arena.add(half)
+    add(arena, half)
     assert arena.array_number(half.octets) == 1
     assert arena.array_number(apart) is None
     assert arena.array_number(segment.octets[SHARED_FROM_NBYTES:]) is None
@@ -133,7 +137,7 @@ def test_an_array_has_to_lie_inside_as_a_whole(arenas, tmp_path):
 
 def test_small_messages_are_laid_out_even_if_the_others_can_see_them(arenas, tmp_path):
     arena, _ = arenas(2, pids=(1, 2))
-    arena.add(some_memory(4 * SHARED_FROM_NBYTES, tmp_path))
+    add(arena, some_memory(4 * SHARED_FROM_NBYTES, tmp_path))
     assert arena.place_of(arena.arrays[1].octets[: SHARED_FROM_NBYTES - 1], 10**9) is None
 
 
@@ -148,10 +152,10 @@ def test_private_memory_is_named_by_its_address_where_it_may_be_read(arenas):
 def test_what_was_dropped_is_not_found_and_its_number_is_not_used_again(arenas, tmp_path):
     arena, _ = arenas(2)
     segments = [some_memory(2 * SHARED_FROM_NBYTES, tmp_path) for _ in range(2)]
-    arena.add(segments[0])
+    add(arena, segments[0])
     arena.drop(1)
     assert arena.array_number(segments[0].octets) is None
-    arena.add(segments[1])
+    add(arena, segments[1])
     assert arena.array_number(segments[1].octets) == 2
 
 
@@ -191,3 +195,15 @@ def test_ranks_that_have_not_read_a_piece_are_known_by_the_words_that_it_waits_f
     hazards = [(lane.heads_out[rank] + TAIL, rank) for rank in (0, 1, 3)]
     arena.words[lane.heads_out[1] + TAIL] = 1
     assert lane.behind(hazards) == {3}
+
+
+def test_memory_of_which_nothing_is_left_is_unused(arenas, tmp_path):
+    arena, _ = arenas(2)
+    segment = some_memory(4096, tmp_path)
+    own = segment.part(0, 64)
+    arena.add(segment, own)
+    view = own[10:20].view(np.uint16)
+    del own
+    assert arena.unused() == set()
+    del view
+    assert arena.unused() == {1}

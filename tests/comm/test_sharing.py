@@ -75,12 +75,12 @@ def test_ranks_of_one_node_share_memory_and_so_do_all_that_are_split_from_them(s
     assert run_loopback(size, work, **OPTIONS) == [(shares, shares, True, True)] * size
 
 
-def test_ranks_on_several_nodes_do_not_but_those_of_one_node_do():
+def test_ranks_on_several_nodes_share_memory_in_part_and_those_of_one_node_in_all():
     def work(comm):
         node = comm.split_by_node()
-        return comm._arena, node._is_all_shared, sums(comm), sums(node)
+        return comm.shares_memory, comm._is_all_shared, node._is_all_shared, sums(comm), sums(node)
 
-    assert run_loopback(4, work, nodes=(0, 1, 0, 1), **OPTIONS) == [(None, True, True, True)] * 4
+    assert run_loopback(4, work, nodes=(0, 1, 0, 1), **OPTIONS) == [(True, False, True, True, True)] * 4
 
 
 def test_nobody_shares_memory_who_was_not_asked_to(directory):
@@ -390,8 +390,10 @@ def test_free_lets_go_of_all_that_was_shared(directory, no_collection):
 
 def test_the_memory_has_no_name_as_soon_as_all_have_it(directory):
     def work(comm):
+        comm.barrier()
         names = os.listdir(directory)
         comm.allocate_shared(10_000, "float64")
+        comm.barrier()
         return names + os.listdir(directory), mappings(directory) >= 2
 
     assert run_loopback(2, work, **OPTIONS) == [([], True)] * 2
@@ -471,3 +473,20 @@ def test_where_processes_find_no_room_one_of_them_warns_and_the_job_goes_on(tmp_
     done = run_ranks(4, str(script))
     assert done.stdout.strip() == str([(False, False, 8.0)] * 4), done.stderr
     assert done.stderr.count("as they cannot share memory") == 1
+
+
+def test_memory_that_no_rank_uses_any_more_is_given_back_by_the_next_allocation():
+    def work(comm):
+        kept, gone = comm.allocate_shared(1000, "float64"), comm.allocate_shared(1000, "float64")
+        part = gone[5:10] if comm.rank == 0 else None
+        del gone
+        third = comm.allocate_shared(10, "float64")
+        held = len(comm._arena.arrays)
+        del part
+        fourth = comm.allocate_shared(10, "float64")
+        for array in (kept, third, fourth):
+            array[:] = comm.rank
+            comm.allreduce(array)
+        return held, len(comm._arena.arrays), {float(x) for a in (kept, third, fourth) for x in a}
+
+    assert run_loopback(3, work, **OPTIONS) == [(3, 3, {3.0})] * 3
