@@ -403,15 +403,11 @@ class Caller(ABC):
         planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, cut, self._transport.nodes)
         if kept is not None:
             planned, spaces, delivered = _keeping(kept, call.own, planned, spaces)
-        regions = 0
         lane: Lane | arena.Lane | None = None
-        group = None
-        if self._arena is not None and self._is_all_shared:
+        group, regions = None, 0
+        if self._is_all_shared or (self._shares_in_part and nbytes >= IN_PART_FROM_NBYTES):
             regions = regions_for(algorithm, self.size, call.root or 0, segments, self._transport.nodes)
-            lane = self._arena.lanes[self._calls[0] % arena.LANES]
-        elif self._shares_in_part and nbytes >= IN_PART_FROM_NBYTES:
-            regions = regions_for(algorithm, self.size, call.root or 0, segments, self._transport.nodes)
-            lane = self._arena.lanes[self._calls[0] % arena.LANES] if self._arena is not None else None
+            lane = self._shared_lane()
         elif self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:
             signature = (call.collective, algorithm.name, call.root, call.op, whole.dtype, cut)
             group = self._lanes.group(signature, planned, nbytes, whole.itemsize, self._family.progress.wait)
@@ -434,6 +430,10 @@ class Caller(ABC):
             regions=regions,
             written=None if first is None or is_same(*first) else extent(first[0].octets),
         )
+
+    def _shared_lane(self) -> arena.Lane | None:
+        """The lane of shared memory whose turn it is; None on a rank that is alone on its node."""
+        return None if self._arena is None else self._arena.lanes[self._calls[0] % arena.LANES]
 
     def _start_native(
         self,
@@ -760,7 +760,7 @@ def _keeping(
         and elsewhere is not None
         and (_are_apart(target, data) or is_same(target, data.part(*own)))
     ):
-        return elsewhere, {"data": data, "output": target}, None
+        return elsewhere, {**spaces, "output": target}, None
     return planned, *_apart(kept, own, spaces)
 
 
@@ -769,7 +769,7 @@ def _apart(
 ) -> tuple[Spaces, tuple[HostBuffer, HostBuffer] | None]:
     """A copy of the data to work in, and what is to be copied out of it at the end."""
     copied = spaces["data"].copy()
-    return {"data": copied}, None if kept.target is None else (kept.target, copied.part(*own))
+    return {**spaces, "data": copied}, None if kept.target is None else (kept.target, copied.part(*own))
 
 
 def _are_apart(a: HostBuffer, b: HostBuffer) -> bool:
