@@ -175,6 +175,8 @@ def overlapped(inside: Form, between: Form) -> LevelsForm:
     """Hierarchical in k segments: one is inside while another is between the nodes, but for the first."""
 
     def levels(nodes: int, per_node: int, k: int) -> Levels:
+        if nodes == 1:  # nothing to overlap with: one segment after the other
+            return Levels(in_segments(inside)(per_node, k), between(nodes, k))
         return Levels(
             inside(per_node, k).of_part(1 / k), in_segments(between)(nodes, k).of_part(1 / per_node)
         )
