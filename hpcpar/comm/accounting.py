@@ -19,7 +19,8 @@ class Tally:
 class TrafficRow:
     """What one rank did in one kind of collective.
 
-    seconds_waited   time its program stood still in it: blocking calls, and waits for handles
+    seconds_waited   time its program stood still in it: blocking calls, and waits for handles; of short calls
+                     through shared memory, which cost no more than a look at the clock, the waiting alone
     calls_by_mpi     of the calls, those that were left to MPI, whose messages and bytes nobody can count
     """
 

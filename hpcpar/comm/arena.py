@@ -143,6 +143,7 @@ class Arena:
     local         of each of them, its number here
     stage         bytes of a rank's stage in a lane
     arrays        memory of arrays that were allocated for these ranks to read, by number; all have the same
+    seconds_waited   in calls that were done at once, until their accounts have taken it over
     pids          of these ranks, where each may read the others' private memory; else empty
     """
 
@@ -159,6 +160,7 @@ class Arena:
         self.control_nbytes = LANES * self.size * self.size * PAIR_WORDS * WORD_NBYTES
         self.arrays: dict[int, Segment] = {}
         self._own: dict[int, weakref.ref[Octets]] = {}
+        self.seconds_waited = 0.0
         self._made = 0
         self._octets = segment.octets
         self._landing = np.empty(0, dtype=np.uint8)

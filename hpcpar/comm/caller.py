@@ -567,6 +567,10 @@ class Caller(ABC):
         if recipe.finish is not None:
             recipe.finish()
         recipe.tally.calls += 1
+        assert self._arena is not None, "programs are bound to it"
+        if self._arena.seconds_waited:
+            recipe.account.seconds_waited += self._arena.seconds_waited
+            self._arena.seconds_waited = 0.0
 
     def _start_known(self, recipe: Recipe, result: Any, memory: object) -> Handle:
         """Set a remembered call going. What is in `memory` is kept alive until it is done."""

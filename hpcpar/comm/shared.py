@@ -13,6 +13,7 @@ A step is proved safe when messages that are combined land elsewhere first. Here
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
@@ -429,7 +430,7 @@ class SharedStep:
             places: tuple[int, ...] = ()
             for source, head in sources:
                 count = taken[source] + 1
-                if words[head] < count and not _comes_to(words, head, count, attempts, pause):
+                if words[head] < count and not _comes_to(lane, head, count, attempts, pause):
                     return self._goes_on(len(self._sendings), done)
                 places += (words[head + 1 + count % PLACES],)
             fold = wholes.get(places) or receiving.whole(places)
@@ -440,7 +441,7 @@ class SharedStep:
                 count = taken[source] = taken[source] + 1
                 words[head + TAIL] = count
         for tail, count in lent:
-            if words[tail] < count and not _comes_to(words, tail, count, attempts, pause):
+            if words[tail] < count and not _comes_to(lane, tail, count, attempts, pause):
                 return self._goes_on(len(self._sendings), len(self._receivings))
         for fold in self._folds:
             fold()
@@ -474,7 +475,7 @@ class SharedStep:
             lane.turn += 1
         if receiving is not None:
             count = taken[peer] + 1
-            if words[head_in] < count and not _comes_to(words, head_in, count, attempts, pause):
+            if words[head_in] < count and not _comes_to(lane, head_in, count, attempts, pause):
                 return self._goes_on(len(self._sendings), 0)
             places = (words[head_in + 1 + count % PLACES],)
             fold = receiving.wholes.get(places) or receiving.whole(places)
@@ -669,14 +670,18 @@ def _begins(start: int, stop: int, first: int, most: int) -> Iterator[int]:
     yield from range(start + first, stop, most)
 
 
-def _comes_to(words: memoryview, word: int, count: int, attempts: int, pause: Callable[[int], None]) -> bool:
+def _comes_to(lane: Lane, word: int, count: int, attempts: int, pause: Callable[[int], None]) -> bool:
     """Wait for a word of shared memory; False when it takes longer than some attempts."""
+    words = lane.arena.words
+    started_s = time.perf_counter()
     for attempt in range(attempts):
         for _ in range(LOOKS):
             if words[word] >= count:
+                lane.arena.seconds_waited += time.perf_counter() - started_s
                 return True
         pause(attempt)
-    return words[word] >= count
+    lane.arena.seconds_waited += time.perf_counter() - started_s
+    return False
 
 
 def _nothing() -> None:

@@ -47,7 +47,8 @@ def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtyp
 
     What was allocated before, and is in use on no rank any more, is given back.
     """
-    nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
+    with comm.together("allocating shared memory"):
+        nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
     mine = -(-nbytes // ALIGNED) * ALIGNED, None if arena is None else arena.unused()
     told = comm.unchecked("shared memory").allgather_object(mine)
     if all(unused is None for _, unused in told):
@@ -68,7 +69,8 @@ def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtyp
 
 def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
     """Give the memory of `allocate` back, once nobody holds an array in it. Collective."""
-    octets = bind(array, writable=False).host.octets
+    with comm.together("giving shared memory back"):
+        octets = bind(array, writable=False).host.octets
     number = None if arena is None else arena.array_number(octets)
     told = comm.unchecked("shared memory").allgather_object((arena is not None and octets.size, number))
     found = {number for counts, number in told if counts}  # an array of nothing lies nowhere

@@ -1,17 +1,20 @@
 """Memory that the processes of one node share: a file of the memory file system, mapped by each of them.
 
-The file loses its name as soon as all have mapped it, so nothing is left behind by a job that is killed;
-and its pages are reserved when it is made, so that a file system that is too small says so at once. A
+The file loses its name as soon as all have mapped it, so nothing is left behind by a job that is killed
+(and what is, in that moment, is removed by a later one);
+its pages are reserved when it is made, so that a file system that is too small says so at once. A
 shared window of MPI offers neither: it is a file with a name while the job runs, and what does not fit is
 a bus error at the first touch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,9 @@ from hpcpar.units import format_nbytes
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "hpcpar-"
+
+STALE_S = 3600.0
+"""A file that has kept its name for so long will lose it no more: all have mapped it within seconds."""
 
 ORDERED = ("x86_64", "AMD64", "i686")
 """Processors on which other cores see stores in the order in which they were made.
@@ -71,6 +77,7 @@ def create(nbytes: int, directory: Path | None = None) -> tuple[str, Segment]:
     errors   SharedMemoryError where there is no room for it
     """
     directory = directory or DIRECTORY
+    sweep(directory)
     rounded = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     path = ""
     try:
@@ -86,6 +93,15 @@ def create(nbytes: int, directory: Path | None = None) -> tuple[str, Segment]:
         raise SharedMemoryError(
             f"{format_nbytes(nbytes)} of shared memory in {directory} are not to be had: {error.strerror}"
         ) from error
+
+
+def sweep(directory: Path) -> None:
+    """Remove what jobs of this user left that were killed between making memory and mapping it."""
+    for path in directory.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another process was quicker
+            found = path.stat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > STALE_S:
+                path.unlink()
 
 
 def attach(path: str) -> Segment:

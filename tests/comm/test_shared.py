@@ -775,3 +775,18 @@ def test_a_rank_that_has_not_read_what_lies_in_the_way_is_named():
     told = stalled(3, work)
     assert "rank 0 waits in broadcast" in told[0]
     assert f"for rank 2; {SILENT}" in told[0]
+
+
+def test_a_short_call_counts_the_time_for_which_it_waited():
+    def work(comm):
+        tensor = torch.zeros(10)
+        for _ in range(TIMES):
+            comm.allreduce(tensor)
+        comm.traffic.reset()
+        if comm.rank == 1:
+            time.sleep(0.2)
+        comm.allreduce(tensor)
+        return comm.traffic.row("allreduce").seconds_waited
+
+    waited = run_loopback(2, work, check=False, shared_memory=True)
+    assert waited[0] > 0.1 > waited[1]

@@ -17,7 +17,7 @@ import torch
 
 from hpcpar.comm import Communicator, run_loopback, sharing
 from hpcpar.comm.arena import LANES, least_stage_nbytes
-from hpcpar.errors import BufferTypeError, OperationError
+from hpcpar.errors import BufferTypeError, OperationError, PeerFailedError
 from hpcpar.transport import peer_memory, shared_memory
 from hpcpar.transport.shared_memory import PREFIX
 
@@ -490,3 +490,18 @@ def test_memory_that_no_rank_uses_any_more_is_given_back_by_the_next_allocation(
         return held, len(comm._arena.arrays), {float(x) for a in (kept, third, fourth) for x in a}
 
     assert run_loopback(3, work, **OPTIONS) == [(3, 3, {3.0})] * 3
+
+
+def test_an_error_of_one_rank_is_everybodys_when_memory_is_allocated_or_given_back():
+    def work(comm):
+        array, raised = comm.allocate_shared(10, "float64"), []
+        for ask in (
+            lambda: comm.allocate_shared(10, "float64" if comm.rank else "datetime64[s]"),
+            lambda: comm.free_shared(array if comm.rank else "no array"),
+        ):
+            with pytest.raises(PeerFailedError) as error:
+                ask()
+            raised.append("rank 0" in str(error.value))
+        return raised, sums(comm)
+
+    assert run_loopback(2, work, **OPTIONS) == [([True, True], True)] * 2

@@ -7,6 +7,8 @@ import mmap
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +113,13 @@ def test_a_place_that_cannot_be_written_to_hinders(tmp_path, monkeypatch):
     assert hindrance("x86_64", tmp_path / "elsewhere") == f"{tmp_path / 'elsewhere'} cannot be written to"
     monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "nowhere")
     assert hindrance("x86_64") == f"{tmp_path / 'nowhere'} cannot be written to"
+
+
+def test_what_a_killed_job_left_is_removed_an_hour_later(tmp_path):
+    old, recent, foreign = tmp_path / "hpcpar-old", tmp_path / "hpcpar-recent", tmp_path / "other"
+    for path in (old, recent, foreign):
+        path.write_bytes(b"x")
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 3601,) * 2)
+    name, _ = create(4096, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([recent, foreign, Path(name)])
