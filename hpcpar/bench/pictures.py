@@ -60,8 +60,9 @@ def _panel(axes: Axes, collective: str, rows: Sequence[Row]) -> None:
     sizes = sorted({row.nbytes for row in rows if row.collective == collective})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(sizes[:: max(1, len(sizes) // 8)])
-    axes.set_xticklabels([format_nbytes(nbytes) for nbytes in sizes[:: max(1, len(sizes) // 8)]])
+    shown = sizes[:: -(-len(sizes) // 7)]  # as many as have room for their labels
+    axes.set_xticks(shown)
+    axes.set_xticklabels([format_nbytes(nbytes) for nbytes in shown])
     axes.minorticks_off()
     axes.set_xlabel("whole array")
     axes.set_ylabel("busbw (GB/s)")
