@@ -56,9 +56,6 @@ PRIVATE = 1 << 62
 SERIAL_SHIFT = 40
 """In other places: below, where in the memory; above, the number of the memory. 0 is the arena."""
 
-SHARED_FROM_NBYTES = 8 * KiB
-"""Below, an array that the others can see is sooner laid out than the sender has waited for its readers."""
-
 Hazard = tuple[int, int]
 """Word of a tail, and what it must have come to before a slot is written again."""
 
@@ -197,11 +194,15 @@ class Arena:
                 return number
         return None
 
-    def place_of(self, octets: Octets, private_from_nbytes: int) -> int | None:
-        """Where the other ranks can read these bytes as they are, if that is worth while; None: nowhere."""
+    def place_of(self, octets: Octets, shared_from_nbytes: int, private_from_nbytes: int) -> int | None:
+        """Where the other ranks can read these bytes as they are, if that is worth while; None: nowhere.
+
+        shared_from_nbytes    from when on it is, for what lies in an array that they can see
+        private_from_nbytes   the same for other memory of this rank
+        """
         number = self.array_number(octets) if self.arrays else None
         address: int = octets.__array_interface__["data"][0]
-        if number is not None and octets.size >= SHARED_FROM_NBYTES:
+        if number is not None and octets.size >= shared_from_nbytes:
             return DIRECT | number << SERIAL_SHIFT | address - self.arrays[number].address
         if self.pids and octets.size >= private_from_nbytes:
             return DIRECT | PRIVATE | address

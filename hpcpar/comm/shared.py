@@ -40,9 +40,9 @@ from hpcpar.units import KiB, MiB
 
 RANKS_LOOKED_AT = 32
 
-PRIVATE_FROM_NBYTES = 16 * KiB
-"""Below, a message is sooner laid out and taken from there than the kernel has copied it."""
-FRESH_FROM_NBYTES = 1 * MiB
+SHARED_FROM_NBYTES, PRIVATE_FROM_NBYTES = 8 * KiB, 16 * KiB
+"""Below, a message is sooner laid out than its sender has waited for its readers, or the kernel copied it."""
+FRESH_SHARED_FROM_NBYTES, FRESH_PRIVATE_FROM_NBYTES = 256 * KiB, 1 * MiB
 """The same for what has just been written: that is in this core's cache, and has to leave it either way."""
 
 PART_NBYTES = 3000
@@ -619,7 +619,9 @@ def _place(
     octets = octets_of(spaces, runs[0])
     begin, end = extent(octets)
     is_fresh = any(begin < other_end and other_begin < end for other_begin, other_end in fresh)
-    return arena.place_of(octets, FRESH_FROM_NBYTES if is_fresh else PRIVATE_FROM_NBYTES)
+    if is_fresh:
+        return arena.place_of(octets, FRESH_SHARED_FROM_NBYTES, FRESH_PRIVATE_FROM_NBYTES)
+    return arena.place_of(octets, SHARED_FROM_NBYTES, PRIVATE_FROM_NBYTES)
 
 
 def extent(octets: Octets) -> Extent:

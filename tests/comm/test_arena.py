@@ -16,7 +16,6 @@ from hpcpar.comm.arena import (
     PLACES,
     PRIVATE,
     SERIAL_SHIFT,
-    SHARED_FROM_NBYTES,
     SLOTS,
     TAIL,
     WORD_NBYTES,
@@ -29,6 +28,8 @@ from hpcpar.comm.shared import regions_for
 from hpcpar.transport.shared_memory import create
 
 STAGE = 1024
+
+SHARED_FROM_NBYTES = 8192
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_a_place_in_an_array_is_found_by_its_number(arenas, tmp_path):
             add(arena, some_memory(4 * SHARED_FROM_NBYTES, tmp_path))
     array = mine.arrays[2].octets[100 : 100 + SHARED_FROM_NBYTES]
     assert mine.array_number(array) == 2
-    place = mine.place_of(array, 10**9)
+    place = mine.place_of(array, SHARED_FROM_NBYTES, 10**9)
     assert place == DIRECT | 2 << SERIAL_SHIFT | 100
     its.arrays[2].octets[100 : 100 + 8] = 5
     assert its.memory(place, SHARED_FROM_NBYTES).sum() == 40
@@ -138,15 +139,15 @@ def test_an_array_has_to_lie_inside_as_a_whole(arenas, tmp_path):
 def test_small_messages_are_laid_out_even_if_the_others_can_see_them(arenas, tmp_path):
     arena, _ = arenas(2, pids=(1, 2))
     add(arena, some_memory(4 * SHARED_FROM_NBYTES, tmp_path))
-    assert arena.place_of(arena.arrays[1].octets[: SHARED_FROM_NBYTES - 1], 10**9) is None
+    assert arena.place_of(arena.arrays[1].octets[: SHARED_FROM_NBYTES - 1], SHARED_FROM_NBYTES, 10**9) is None
 
 
 def test_private_memory_is_named_by_its_address_where_it_may_be_read(arenas):
     octets = np.zeros(100, dtype=np.uint8)
     reading, staged = arenas(2, pids=(1, 2))[0], arenas(2)[0]
-    assert reading.place_of(octets, 100) == DIRECT | PRIVATE | octets.ctypes.data
-    assert reading.place_of(octets, 101) is None
-    assert staged.place_of(octets, 100) is None
+    assert reading.place_of(octets, 1, 100) == DIRECT | PRIVATE | octets.ctypes.data
+    assert reading.place_of(octets, 1, 101) is None
+    assert staged.place_of(octets, 1, 100) is None
 
 
 def test_what_was_dropped_is_not_found_and_its_number_is_not_used_again(arenas, tmp_path):

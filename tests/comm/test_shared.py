@@ -34,8 +34,8 @@ def private_from(monkeypatch):
     """Let even short messages be read from private memory: from that many bytes on."""
 
     def set_limits(nbytes):
-        monkeypatch.setattr(shared, "PRIVATE_FROM_NBYTES", nbytes)
-        monkeypatch.setattr(shared, "FRESH_FROM_NBYTES", nbytes)
+        for limit in ("PRIVATE_FROM_NBYTES", "FRESH_PRIVATE_FROM_NBYTES", "FRESH_SHARED_FROM_NBYTES"):
+            monkeypatch.setattr(shared, limit, nbytes)
 
     return set_limits
 
@@ -125,7 +125,7 @@ def test_remembered_calls_are_right_in_one_piece_in_several_and_read_where_they_
 def test_long_messages_are_right_even_where_what_is_fresh_is_read_by_the_peers(
     kind, quick_looks, assert_true
 ):
-    count = 2 * shared.FRESH_FROM_NBYTES // 8 + 1000
+    count = 2 * shared.FRESH_PRIVATE_FROM_NBYTES // 8 + 1000
     for checks in run_loopback(2, lambda comm: remembered_on(comm, kind, count), **FEW_STAGES):
         assert_true(checks)
 
@@ -149,7 +149,7 @@ def test_remembered_calls_over_mpi_are_right(kind, count, any_world, assert_true
 
 @pytest.mark.mpi
 def test_long_messages_over_mpi_are_right(any_world, assert_true):
-    count = any_world.size * shared.FRESH_FROM_NBYTES // 8 + 1000
+    count = any_world.size * shared.FRESH_PRIVATE_FROM_NBYTES // 8 + 1000
     data = np.zeros(count)
     checks = []
     comm = any_world.unchecked("long")
@@ -165,7 +165,11 @@ def pieces_of(step):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_sent_is_laid_out_in_pieces_or_read_where_it_lies_as_these_tests_take_it(size, quick_looks):
+def test_what_is_sent_is_laid_out_in_pieces_or_read_where_it_lies_as_these_tests_take_it(
+    size, quick_looks, monkeypatch
+):
+    monkeypatch.setattr(shared, "FRESH_SHARED_FROM_NBYTES", shared.SHARED_FROM_NBYTES)
+
     def work(comm):
         found = {}
         for kind, count in product(("numpy", "shared numpy"), (4 * comm.size, 2000, 12_000)):
