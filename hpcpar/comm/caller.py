@@ -405,7 +405,9 @@ class Caller(ABC):
             planned, spaces, delivered = _keeping(kept, call.own, planned, spaces)
         lane: Lane | arena.Lane | None = None
         group, regions = None, 0
-        if self._is_all_shared or (self._shares_in_part and nbytes >= IN_PART_FROM_NBYTES):
+        # Where ranks have other sizes than their peers, they could not choose alike by them.
+        is_long = nbytes >= IN_PART_FROM_NBYTES or not same_everywhere
+        if self._is_all_shared or (self._shares_in_part and is_long):
             regions = regions_for(algorithm, self.size, call.root or 0, segments, self._transport.nodes)
             lane = self._shared_lane()
         elif self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:

@@ -113,3 +113,15 @@ def test_what_is_near_goes_through_memory_and_what_is_far_by_messages(
 
     for checks in run_loopback(len(nodes), work, nodes=nodes, check=False):
         assert_true(checks)
+
+
+def test_ranks_on_nodes_that_exchange_very_different_amounts_go_the_same_way():
+    def work(comm):
+        assert comm.share_memory()
+        # Rank 0 alone has as much to send as goes through memory.
+        sent = [caller.IN_PART_FROM_NBYTES // 8 if comm.rank == 0 else 1] * comm.size
+        received = [caller.IN_PART_FROM_NBYTES // 8 if rank == 0 else 1 for rank in range(comm.size)]
+        found = comm.alltoall(np.full(sum(sent), comm.rank), send_counts=sent, receive_counts=received)
+        return np.array_equal(found, np.repeat(np.arange(comm.size), received))
+
+    assert run_loopback(4, work, nodes=(0, 0, 1, 1), timeout_s=20.0) == [True] * 4
