@@ -27,6 +27,10 @@ class OperationError(HpcparError, ValueError):
     """A collective asked for with arguments that make no sense on this communicator."""
 
 
+class GradientOrderError(OperationError, AssertionError):
+    """A gradient that came when its bucket had left: more backwards than were announced."""
+
+
 class MismatchError(HpcparError, ValueError):
     """Ranks of one communicator asked for different things in the same place."""
 

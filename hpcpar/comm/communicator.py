@@ -11,7 +11,7 @@ from hpcpar.comm import agree, sharing
 from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.caller import Family
 from hpcpar.comm.objects import Objects
-from hpcpar.comm.watch import Watch
+from hpcpar.comm.watch import Waited, Watch
 from hpcpar.launch.settings import Settings
 from hpcpar.transport import loopback
 from hpcpar.transport.interface import Transport
@@ -107,6 +107,14 @@ class Communicator(Objects):
     def poke(self) -> None:
         """Advance all that is under way, on every communicator of the family; never blocks."""
         self._family.progress.poke()
+
+    def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:
+        """Return when `condition()` holds, which is to poke; it may start collectives, too.
+
+        waited   tells what is waited for, in errors: a name, the missing world ranks, and how far it is
+        errors   StallError, PeerLeftError, as `Handle.wait`
+        """
+        self._family.progress.wait_until(condition, waited)
 
     def agree(self, error: BaseException | None, doing: str) -> None:
         """Fail together: raise on every rank when any of them passes an error. Collective.

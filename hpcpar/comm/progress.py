@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcpar.comm.accounting import TrafficRow
 from hpcpar.comm.operation import Operation
-from hpcpar.comm.watch import Watch
+from hpcpar.comm.watch import Waited, Watch
 from hpcpar.transport.interface import Transport
 
 ATTEMPTS_BETWEEN_LOOKS = 128
@@ -66,6 +66,16 @@ class Progress:
         if outcome.error is not None:
             raise outcome.error
 
+    def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:
+        """Return when `condition()`, which pokes and may start operations, holds; errors tell of `waited`."""
+        attempt = 0
+        started_s = time.perf_counter()
+        while not condition():
+            attempt += 1
+            self._transport.pause(attempt)
+            if attempt % ATTEMPTS_BETWEEN_LOOKS == 0:
+                self._watch.look(waited, time.perf_counter() - started_s)
+
     @staticmethod
     def _advance(operation: Operation) -> bool:
         """True when there is nothing left to do; an error is kept for whoever waits."""
@@ -95,9 +105,18 @@ class Handle:
     def test(self) -> bool:
         """Make progress on everything under way; True when this one is complete."""
         self._progress.poke()
+        return self.done
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete, as far as is known without making progress; its error is raised."""
         if self._outcome.error is not None:
             raise self._outcome.error
         return self._outcome.done
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """World ranks whose messages are missing."""
+        return () if self._outcome.done else self._operation.waiting_for()
 
     def wait(self) -> Any:
         """Block until complete; returns the result. A second call returns it again.

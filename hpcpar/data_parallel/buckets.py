@@ -61,8 +61,11 @@ def assign(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    groups: Sequence[Sequence[int]] = (),
 ) -> tuple[Bucket, ...]:
     """Put every parameter into one bucket, last registered first.
+
+    groups   parameters that are to share a bucket, whatever its size, as far as they are of one kind
 
     A bucket holds one kind and at most `bucket_bytes` (the first of each kind `first_bucket_bytes`),
     except that a parameter larger than that has a bucket of its own. Buckets are numbered in the
@@ -74,8 +77,13 @@ def assign(
     filling: dict[Hashable, list[int]] = {}
     opened: set[Hashable] = set()
     full: list[list[int]] = []
+    grouped = {index: number for number, group in enumerate(groups) for index in group}
+    together: dict[Hashable, list[int]] = {}
     for index in reversed(range(len(extents))):
         extent = extents[index]
+        if index in grouped:
+            together.setdefault((grouped[index], extent.kind), []).append(index)
+            continue
         members = filling.setdefault(extent.kind, [])
         limit = bucket_bytes if extent.kind in opened else first_bucket_bytes
         held = sum(extents[member].numel * extent.itemsize for member in members)
@@ -84,7 +92,7 @@ def assign(
             opened.add(extent.kind)
             members = filling[extent.kind] = []
         members.append(index)
-    full += filling.values()
+    full += [*filling.values(), *together.values()]
     return tuple(_bucket(members, extents) for members in sorted(full, key=min, reverse=True))
 
 

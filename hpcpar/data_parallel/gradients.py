@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -26,10 +26,41 @@ from torch import Tensor
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, assign
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent, view_like
 from hpcpar.data_parallel.traffic import expected_nbytes
-from hpcpar.errors import BufferTypeError, OperationError
+from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 
 if TYPE_CHECKING:
-    from hpcpar.comm import Communicator, Handle
+    from hpcpar.comm import Communicator
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> Any:
+        """Return when it is complete."""
+
+
+class Reduction(Protocol):
+    """How buckets are reduced. Each is begun in the same order on all ranks."""
+
+    def start(self, flat: Tensor) -> Pending:
+        """Begin to replace a bucket by its reduction over all ranks."""
+
+    def start_map(self, bits: Any) -> Pending:
+        """Begin to or the maps of used parameters, which ends the round."""
+
+
+class Averaging:
+    """Averages over the ranks of a communicator."""
+
+    def __init__(self, dp_comm: Communicator, algorithm: str | None = None) -> None:
+        self._comm = dp_comm
+        self._algorithm = algorithm
+
+    def start(self, flat: Tensor) -> Pending:
+        return self._comm.start_allreduce(flat, "average", algorithm=self._algorithm)
+
+    def start_map(self, bits: Any) -> Pending:
+        return self._comm.start_allreduce(bits, "or", algorithm=self._algorithm)
 
 
 @dataclass(slots=True)
@@ -43,7 +74,7 @@ class _Shipment:
     bucket: Bucket
     flat: Tensor
     missing: int
-    handle: Handle | None = None
+    handle: Pending | None = None
 
 
 class GradientSynchronizer:
@@ -57,6 +88,11 @@ class GradientSynchronizer:
     `.grad` None, as in one process. Ranks learn which by a map of one bit per parameter, or-ed
     over all ranks beside the last bucket.
 
+    passes            backwards whose sum is averaged: the last of them sends
+    groups            positions of parameters that are to share a bucket
+    sparse_as_dense   sparse gradients are made dense; else they are an error
+    reduction         how a bucket is reduced; None: averaged by `algorithm`
+
     Making one is collective: every rank must hold the same parameters (MismatchError).
     """
 
@@ -68,24 +104,34 @@ class GradientSynchronizer:
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         algorithm: str | None = None,
+        passes: int = 1,
+        groups: Iterable[Iterable[Tensor]] = (),
+        sparse_as_dense: bool = False,
+        reduction: Reduction | None = None,
     ) -> None:
         everything = distinct(named_parameters)
         agree_on_parameters(everything, dp_comm)
         trainable = [(name, tensor) for name, tensor in everything if tensor.requires_grad]
         self.dp_comm = dp_comm
         self.algorithm = algorithm
+        self.passes = passes
+        self._reduction = Averaging(dp_comm, algorithm) if reduction is None else reduction
+        self._sparse_as_dense = sparse_as_dense
         self.names = [name for name, _ in trainable]
         self.parameters = [tensor for _, tensor in trainable]
         self._frozen = [(name, tensor) for name, tensor in everything if not tensor.requires_grad]
+        positions = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.buckets = assign(
             [extent(parameter) for parameter in self.parameters],
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
+            groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
         )
         self._shipments = [_Shipment(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
         self._shipment_of: dict[int, _Shipment] = {}
         self._views: list[Tensor] = self._cut_views()
         self._accumulating = False
+        self._given_away: list[Pending] = []
         self._begin_round()
         self.synchronized = False
         hook = _weak_hook(self)
@@ -160,6 +206,19 @@ class GradientSynchronizer:
         """Whether an averaging backward has begun whose averages nobody has waited for yet."""
         return self._round_open
 
+    def reduce_nothing(self) -> None:
+        """Take part in the others' averages with zeros, without waiting for them. Not in a round of one's own.
+
+        What the buckets hold afterwards, and so the gradients here, is of no use.
+        """
+        for pending in self._given_away:
+            pending.wait()
+        for shipment in self._shipments:
+            shipment.flat.zero_()
+        bits = np.zeros(-(-len(self.parameters) // 8), dtype=np.uint8)
+        started = [self._reduction.start(shipment.flat) for shipment in self._shipments]
+        self._given_away = [*started, self._reduction.start_map(bits)]
+
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
         for hook in self._hooks:
@@ -185,9 +244,10 @@ class GradientSynchronizer:
 
     def _begin_round(self) -> None:
         self._arrived = [False] * len(self.parameters)
+        self._passed = [0] * len(self.parameters)
         self._round_open = False
         self._departed = 0
-        self._usage_handle: Handle | None = None
+        self._usage_handle: Pending | None = None
         self._usage_bits = np.zeros(0, dtype=np.uint8)
         for shipment in self._shipments:
             shipment.missing = len(shipment.bucket.members)
@@ -195,14 +255,16 @@ class GradientSynchronizer:
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
         if self._arrived[index] or (self._accumulating and self.round_open):
-            raise OperationError(
-                f"rank {self.dp_comm.rank}: a second gradient of {self.names[index]} came when its "
+            number = "a second" if self.passes == 1 else f"gradient number {self.passes + 1}, a further"
+            raise GradientOrderError(
+                f"rank {self.dp_comm.rank}: {number} gradient of {self.names[index]} came when its "
                 "bucket was due to leave or gone; run the backwards of all microbatches but the last inside "
                 "no_sync(), and step() or zero_grad() before the next"
             )
         self.synchronized = False
         self._adopt(index)
-        if self._accumulating:
+        self._passed[index] += 1
+        if self._accumulating or self._passed[index] < self.passes:
             return
         self._round_open = True
         self._mark_arrived(index)
@@ -215,6 +277,8 @@ class GradientSynchronizer:
         gradient = parameter.grad
         if gradient is view or gradient is None:
             return
+        if gradient.layout is not torch.strided and self._sparse_as_dense:
+            gradient = gradient.to_dense()
         if gradient.layout is not torch.strided:
             raise BufferTypeError(
                 f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
@@ -241,7 +305,7 @@ class GradientSynchronizer:
         # rank 0 could be reducing bucket 3 against rank 1's bucket 2.
         while self._departed < len(self._shipments) and not self._shipments[self._departed].missing:
             shipment = self._shipments[self._departed]
-            shipment.handle = self.dp_comm.start_allreduce(shipment.flat, "average", algorithm=self.algorithm)
+            shipment.handle = self._reduction.start(shipment.flat)
             self._departed += 1
             if self._departed == len(self._shipments):
                 self._start_usage_map()
@@ -251,7 +315,7 @@ class GradientSynchronizer:
             (p.grad is not None for p in self.parameters), dtype=bool, count=len(self.parameters)
         )
         self._usage_bits = np.packbits(used)
-        self._usage_handle = self.dp_comm.start_allreduce(self._usage_bits, "or", algorithm=self.algorithm)
+        self._usage_handle = self._reduction.start_map(self._usage_bits)
 
     def _complete_round(self) -> None:
         """Send what has not left yet, wait for all of it, and give every parameter its average."""

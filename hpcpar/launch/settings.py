@@ -34,15 +34,18 @@ class Settings:
     shared_memory: bool = True
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Read the variables; ConfigError names the one that is not understood."""
+    def from_environ(cls, environ: Mapping[str, str] = os.environ, *, patience_s: float = 600.0) -> Settings:
+        """Read the variables; ConfigError names the one that is not understood.
+
+        patience_s   timeout_s where the environment does not say
+        """
         return cls(
-            check=_flag(environ, "HPCPAR_CHECK", False),
-            timeout_s=_seconds(environ, "HPCPAR_TIMEOUT_S", 600.0),
+            check=flag(environ, "HPCPAR_CHECK", False),
+            timeout_s=seconds(environ, "HPCPAR_TIMEOUT_S", patience_s),
             algorithm=environ.get("HPCPAR_ALGORITHM") or None,
             run_directory=environ.get("HPCPAR_RUN_DIRECTORY") or None,
             tuning=environ.get("HPCPAR_TUNING") or None,
-            shared_memory=_flag(environ, "HPCPAR_SHARED_MEMORY", True),
+            shared_memory=flag(environ, "HPCPAR_SHARED_MEMORY", True),
         )
 
 
@@ -70,7 +73,8 @@ def read_tuning(tuning: str | None, own_file: Path) -> tuple[str, str]:
         ) from error
 
 
-def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
+def flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    """A yes or no; ConfigError, which names the variable, where it is neither."""
     text = environ.get(name)
     if text is None:
         return default
@@ -81,16 +85,22 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
     raise ConfigError(f"{name}={text!r} is neither yes nor no: set it to 1 or 0")
 
 
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    """A time above 0, or inf; ConfigError, which names the variable, where it is none."""
     text = environ.get(name)
     if not text:
         return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
+    found = as_number(text)
+    if not found > 0:
         raise ConfigError(
             f"{name}={text!r} is not a time: set it to seconds above 0, for example 600 (or inf)"
         )
-    return seconds
+    return found
+
+
+def as_number(text: str) -> float:
+    """The number that a text says; nan where it says none, so that every comparison with it is false."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -175,6 +175,12 @@ def job_tasks(environ: Mapping[str, str]) -> int:
     return int(nodes) * int(per_node) if nodes.isdigit() and per_node.isdigit() else 1
 
 
+def job_nodes(environ: Mapping[str, str]) -> int:
+    """Nodes of the job, as far as its environment tells; else 1."""
+    text = environ.get("SLURM_JOB_NUM_NODES", "")
+    return int(text) if text.isdigit() else 1
+
+
 def integer(environ: Mapping[str, str], name: str) -> int:
     """A variable that must be a whole number that is not negative; LaunchError names it otherwise."""
     text = environ[name]

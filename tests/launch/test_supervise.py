@@ -15,7 +15,19 @@ import pytest
 
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import supervise
-from hpcpar.launch.supervise import await_sentinels, command_for, environ_for, program_for, run, verdict
+from hpcpar.launch.hosts import Host
+from hpcpar.launch.supervise import (
+    Wishes,
+    await_sentinels,
+    command_for,
+    environ_for,
+    launcher_kind,
+    program_for,
+    run,
+    under_horovod,
+    verdict,
+    words_for,
+)
 
 PYTHON = "/venv/bin/python"
 SLURM = {"SLURM_JOB_ID": "12"}
@@ -266,3 +278,97 @@ def test_ranks_may_draw_progress_bars_where_their_output_ends_on_a_terminal() ->
     assert (job["TTY_COMPATIBLE"], job["TTY_INTERACTIVE"], job["COLUMNS"]) == ("1", "1", "123")
     assert "TTY_INTERACTIVE" not in environ_for({}, "/tmp/r", is_root=False)
     assert environ_for({"COLUMNS": "80"}, "/tmp/r", is_root=False, terminal_columns=123)["COLUMNS"] == "80"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["a.py", "-x"], ["-m", "hpcpar.horovod", "a.py", "-x"]),
+        (["-m", "mod", "-x"], ["-m", "hpcpar.horovod", "-m", "mod", "-x"]),
+        (["-c", "print(1)"], ["-m", "hpcpar.horovod", "-c", "print(1)"]),
+        (["python", "a.py"], ["python", "-m", "hpcpar.horovod", "a.py"]),
+        (
+            ["/usr/bin/python3.11", "-u", "-W", "error", "-m", "mod"],
+            ["/usr/bin/python3.11", "-u", "-W", "error", "-m", "hpcpar.horovod", "-m", "mod"],
+        ),
+        (["python3", "train"], ["python3", "-m", "hpcpar.horovod", "train"]),
+    ],
+)
+def test_a_horovod_program_is_run_by_ours(argv: list[str], words: list[str]) -> None:
+    assert under_horovod(argv) == words
+
+
+@pytest.mark.parametrize("argv", [[], ["./train.sh"], ["python"], ["python", "-u"]])
+def test_what_is_no_python_program_is_no_horovod_program(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="takes a Python program"):
+        under_horovod(argv)
+
+
+def words_of(kind: str, n: int, wishes: Wishes, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    return words_for(kind, n, wishes, environ or {}, "/run", lambda line: None).words
+
+
+def test_hosts_and_interfaces_are_said_in_the_launchers_words() -> None:
+    wishes = Wishes(hosts=(Host("a", 2), Host("b", 2)), interfaces=("ib0",))
+    assert words_of("mpich", 3, wishes) == ("-hosts", "a:2,b:1", "-iface", "ib0")
+    assert words_of("mpich", 3, Wishes()) == ()
+
+
+def test_open_mpi_is_told_what_ranks_on_other_hosts_need_of_the_environment() -> None:
+    wishes = Wishes(hosts=(Host("a", 2),), variables={"HOROVOD_CYCLE_TIME": "2"})
+    words = words_of("openmpi", 2, wishes, {"PATH": "/bin", "HOME": "/root", "HPCPAR_CHECK": "1"})
+    assert words == ("--host", "a:2", "-x", "HOROVOD_CYCLE_TIME", "-x", "HPCPAR_CHECK", "-x", "PATH")
+
+
+def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:
+    said: list[str] = []
+    limit = Wishes(start_limit_s=29.6)
+    assert words_for("srun", 2, limit, {}, "/run", said.append).words == ("--immediate=30",)
+    assert said == []
+    assert words_for("mpich", 2, limit, {}, "/run", said.append).words == ()
+    assert "srun's alone" in said[0]
+
+
+def test_the_wheels_launcher_is_known_and_another_is_asked_for_its_version(tmp_path: Path) -> None:
+    other = tmp_path / "mpiexec"
+    other.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
+    other.chmod(0o755)
+    assert launcher_kind("/venv/bin/mpiexec", "mpich", PYTHON) == "mpich"
+    assert launcher_kind(str(other), "mpich", PYTHON) == "openmpi"
+    assert launcher_kind("/usr/bin/srun", "mpich", PYTHON) == "srun"
+    assert launcher_kind(str(tmp_path / "none"), "mpich", PYTHON) == ""
+
+
+def test_wishes_reach_the_job(tmp_path: Path) -> None:
+    fake = tmp_path / "mpiexec"
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo HYDRA && exit\necho words "$@" > $OUT\nshift 4\nexec "$@"\n'
+    )
+    fake.chmod(0o755)
+    out, files = tmp_path / "words", tmp_path / "files"
+    wishes = Wishes(
+        hosts=(Host("a", 1), Host("b", 1)), output_directory=str(files), variables={"HOROVOD_CYCLE_TIME": "3"}
+    )
+    status = run(
+        2,
+        ["-c", "import os; print(os.environ['HOROVOD_CYCLE_TIME'])"],
+        say=lambda line: None,
+        wishes=wishes,
+        environ={**plain_environ(), "OUT": str(out)},
+        which=lambda name: str(fake) if name == "mpiexec" else None,
+    )
+    assert status == 0
+    assert out.read_text().startswith("words -n 2 -hosts a:1,b:1 ")
+    assert (files / "rank.0" / "stdout").read_text() == "3\n"
+
+
+def test_a_job_can_be_started_from_any_thread(launcher: supervise.Which) -> None:
+    ends: list[int] = []
+
+    def start() -> None:
+        ends.append(run(1, ["-c", "pass"], say=lambda line: None, environ=plain_environ(), which=launcher))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(30)
+    assert ends == [0]

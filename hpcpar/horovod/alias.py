@@ -1,0 +1,158 @@
+"""`import horovod` means ours: so an unchanged Horovod script runs.
+
+    from hpcpar.horovod import alias
+    alias.install()
+    import horovod.torch as hvd      # is hpcpar.horovod.torch
+
+`python -m hpcpar.horovod script.py` does this before the script. A module is one object under both
+names, so its classes and its state are the same for whoever asks by either.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing.spawn
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from hpcpar.errors import HpcparError
+
+INTERFACE_VERSION = "0.28.1"
+"""What `horovod.__version__` says: the Horovod whose interface this is."""
+
+HOMES = {
+    "horovod.torch": "hpcpar.horovod.torch",
+    "horovod.common.basics": "hpcpar.horovod.basics",
+    "horovod.common.exceptions": "hpcpar.horovod.exceptions",
+    "horovod.common.process_sets": "hpcpar.horovod.process_sets",
+    "horovod.common.util": "hpcpar.horovod.util",
+    "horovod.runner.util.threads": "hpcpar.horovod.threads",
+}
+"""Name in Horovod -> ours; `horovod.torch.x` is `hpcpar.horovod.torch.x`."""
+
+ROOMS: dict[str, dict[str, str]] = {
+    "horovod": {"run": "hpcpar.horovod.runner"},
+    "horovod.common": {},
+    "horovod.runner": {"run": "hpcpar.horovod.runner"},
+    "horovod.runner.util": {},
+}
+"""Packages that only hold others -> the names in them, and where these are defined."""
+
+
+class AliasError(HpcparError, ImportError):
+    """`horovod` cannot mean ours: the real one is in this process already."""
+
+
+class _Room(Loader):
+    """Makes a package of ROOMS."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = ROOMS[module.__name__]
+
+        def look(name: str) -> Any:
+            if name not in names:
+                raise AttributeError(f"module {module.__name__!r} of hpcpar has no attribute {name!r}")
+            return getattr(import_module(names[name]), name)
+
+        module.__dict__.update(__getattr__=look, __doc__="hpcpar in Horovod's place.")
+        if module.__name__ == "horovod":
+            module.__dict__["__version__"] = INTERFACE_VERSION
+
+
+class _Home(Loader):
+    """Hands out our own module for a name of Horovod's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.own_spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self.name)
+        self.own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # It has run under its own name; the import system has just put the other name's spec on it.
+        module.__spec__ = self.own_spec
+
+
+class _Finder(MetaPathFinder):
+    """Answers for `horovod` and everything below it, so that no other finder loads a second copy."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] != "horovod":
+            return None
+        if name in ROOMS:
+            return ModuleSpec(name, _Room(), origin="hpcpar", is_package=True)
+        own = own_name(name)
+        found = own and importlib.util.find_spec(own)
+        if not own or not found:
+            raise ModuleNotFoundError(
+                f"{name} is not part of hpcpar, which stands in Horovod's place here: it has horovod.torch, "
+                f"horovod.common and horovod.run; for other frameworks install Horovod itself",
+                name=name,
+            )
+        spec = ModuleSpec(name, _Home(own), origin=found.origin)
+        spec.submodule_search_locations = found.submodule_search_locations
+        return spec
+
+
+def own_name(name: str) -> str | None:
+    """Our module for a name of Horovod's: "horovod.torch.mpi_ops" -> "hpcpar.horovod.torch.mpi_ops"."""
+    for theirs, ours in HOMES.items():
+        if name == theirs or name.startswith(theirs + "."):
+            return ours + name.removeprefix(theirs)
+    return None
+
+
+def installed() -> bool:
+    """Whether `import horovod` means ours in this process."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def install() -> None:
+    """Let `import horovod` mean ours, in this process and in its `multiprocessing` children.
+
+    Other programs that are started from here are not touched. A second call does nothing.
+    errors   AliasError when the real Horovod has been imported
+    """
+    if installed():
+        return
+    if "horovod" in sys.modules:
+        where = getattr(sys.modules["horovod"], "__file__", None) or "an unknown place"
+        raise AliasError(
+            f"horovod has been imported from {where}, so it cannot mean hpcpar in this process: "
+            f"call hpcpar.horovod.alias.install() before the first `import horovod`"
+        )
+    sys.meta_path.insert(0, _Finder())
+    spawn: Any = multiprocessing.spawn
+    spawn.get_preparation_data = _with_alias(spawn.get_preparation_data)
+
+
+class _InstallInChild:
+    """Installs the alias where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return install, ()
+
+
+def _with_alias(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
+    """What a child of `multiprocessing` is told first, with the alias in it.
+
+    A child that is not forked imports the script again, whose `import horovod` must mean ours there.
+    """
+
+    def prepare_with_alias(name: str) -> dict[str, Any]:
+        return {**prepare(name), "horovod": _InstallInChild()}
+
+    return prepare_with_alias

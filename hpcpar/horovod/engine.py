@@ -1,0 +1,483 @@
+"""The engine of a process set: takes operations, finds out when all ranks have asked, and carries them out.
+
+    submit ──> negotiation rounds (control) ──> queue ──> courses (comm) ──> result of the ticket
+
+Nothing runs in the background: the engines of all process sets move on together whenever the program is in
+`wait`, `poll` or, now and then, `submit`. Rounds have a communicator of their own, because they and the data
+overtake each other differently on every rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hpcpar.errors import HpcparError
+from hpcpar.horovod import responses
+from hpcpar.horovod.exceptions import HorovodInternalError
+from hpcpar.horovod.fusion import FusionBuffer
+from hpcpar.horovod.negotiation import RECORD_NBYTES, Negotiation, News, Ready, Request
+from hpcpar.horovod.responses import Course, Item, Room, Ticket
+from hpcpar.horovod.stall import StallInspector
+from hpcpar.units import KiB, MiB
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator, Handle
+    from hpcpar.horovod.timeline import Timeline
+    from hpcpar.launch.knobs import Knobs
+
+BUFFER_NBYTES = 8 * MiB
+FUSED_NBYTES = 4 * MiB
+"""Most bytes of one fused message: a larger one is no quicker, and two of them keep both sides busy."""
+ALONE_FROM_NBYTES = 512 * KiB
+"""A tensor as large as that is not worth two copies."""
+EXACT_SIZE = 16
+"""Up to so many ranks a round is one exchange of all with all, which knows exactly who is missing."""
+
+_JOIN = Request("join", "join")
+
+_ALONE: dict[str, Callable[[Room, Sequence[Item]], Course]] = {
+    "allreduce": responses.allreduce,
+    "broadcast": responses.broadcast,
+    "allgather": responses.allgather,
+    "reducescatter": responses.reducescatter,
+    "alltoall": responses.alltoall,
+    "barrier": responses.barrier,
+    "schedule": responses.schedule,
+}
+_FUSED = {"allreduce": responses.fused_allreduce, "broadcast": responses.fused_broadcast}
+
+
+class Engine:
+    """Collectives by name between the ranks of one process set. Making one is collective.
+
+    comm, control   communicators of the same ranks, for the data and for the rounds; nobody else uses them
+    crew            the engines of all process sets, which move on together
+    serve           what a rank that has joined does in another's schedule, by its name
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        control: Communicator,
+        crew: Crew,
+        knobs: Knobs,
+        *,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.timeline = timeline
+        self.serve: dict[str, Callable[[], None]] = {}
+        self._comm, self._control, self._crew, self._knobs = comm, control, crew, knobs
+        self._room = Room(
+            comm,
+            FusionBuffer(comm.allocate_shared(BUFFER_NBYTES, torch.uint8)),
+            "hierarchical" if knobs.hierarchical_allreduce else None,
+            "hierarchical" if knobs.hierarchical_allgather else None,
+        )
+        self._negotiation = Negotiation(comm.rank, comm.size)
+        self._record = np.zeros(RECORD_NBYTES, dtype=np.uint8)
+        self._round: Generator[Handle, None, list[Ready]] | None = None
+        self._round_handle: Handle | None = None
+        self._next_round_s = 0.0
+        self._open: dict[str, Ticket] = {}
+        self._queue: deque[tuple[Callable[[Room, Sequence[Item]], Course], list[Item]]] = deque()
+        self._course: tuple[Course, list[Item]] | None = None
+        self._course_handle: Handle | None = None
+        self._finals: deque[tuple[Handle | None, Callable[[], None], list[Item]]] = deque()
+        self._gathering_s = 0.0
+        self._gathered_nbytes = 0
+        self._joining: Ticket | None = None
+        self._joins = self._unnamed = self._optimizers = 0
+        self._lent: list[tuple[Communicator, weakref.ref[object]]] = []
+        self._failure: str | None = None
+        self._inspector = StallInspector(knobs, self)
+        crew.engines.append(self)
+
+    def unnamed(self, kind: str) -> str:
+        """A name for an operation that was given none: ranks that call in the same order get the same."""
+        name = (
+            f"{kind}.noname.{self._joins}.{self._unnamed}"
+            if self._joins
+            else f"{kind}.noname.{self._unnamed}"
+        )
+        self._unnamed += 1
+        return name
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Ask for operations; those of one call become ready together if they are a group.
+
+        errors   ValueError for a name that is under way on this rank already
+                 HorovodInternalError after a failure that ended the engine
+        """
+        with self._crew.lock:
+            if self._failure is not None:
+                raise HorovodInternalError(self._failure)
+            for ticket in tickets:
+                if ticket.request.name in self._open:
+                    raise ValueError(
+                        f"{ticket.request.name} was asked for a second time while the first is under way; "
+                        f"synchronize the first, or give the second another name"
+                    )
+            for ticket in tickets:
+                self._open[ticket.request.name] = ticket
+                self._negotiation.ask(ticket.request)
+                if ticket.tensor is not None:
+                    self._gathered_nbytes += ticket.tensor.nbytes
+                if self.timeline is not None:
+                    self.timeline.negotiate_start(ticket.request.name, ticket.request.kind)
+            now_s = time.perf_counter()
+            if not self._gathering_s:
+                self._gathering_s = now_s
+            is_full = self._gathered_nbytes >= min(self._knobs.fusion_threshold_nbytes, FUSED_NBYTES)
+            if is_full or now_s - self._gathering_s >= self._knobs.cycle_time_s:
+                self._crew.advance()
+
+    def next_optimizer(self) -> str:
+        """A name for an optimizer: ranks that make theirs in the same order get the same."""
+        self._optimizers += 1
+        return f"DistributedOptimizer.{self._optimizers}"
+
+    def agree_on(self, bits: Any) -> None:
+        """Or all ranks' bits, in place, and wait. Only in an operation that is being carried out."""
+        self._comm.allreduce(bits, "or")
+
+    def borrow_communicator(self, borrower: object) -> Communicator:
+        """One for the borrower's life: one that nobody has any more on any rank, or a new one.
+
+        Only in an operation that is being carried out: the ranks agree, and wait for each other.
+        """
+        free = np.array([reference() is None for _, reference in self._lent], dtype=np.uint8)
+        if free.size:
+            self._comm.allreduce(free, "and")
+        for index, is_free in enumerate(free):
+            if is_free:
+                comm = self._lent[index][0]
+                self._lent[index] = comm, weakref.ref(borrower)
+                return comm
+        made = self._comm.split(0, self.rank, f"gradients {len(self._lent) + 1}")
+        assert made is not None, "every rank belongs to it"
+        self._lent.append((made.unchecked("gradients"), weakref.ref(borrower)))
+        return self._lent[-1][0]
+
+    def join(self) -> int:
+        """This rank has no more data: take part in the others' reductions until all have joined.
+
+        returns   the rank that joined last
+        """
+        ticket = Ticket(_JOIN)
+        with self._crew.lock:
+            self._joining = ticket
+            self._negotiation.join()
+        self.wait(ticket)
+        return int(ticket.result)
+
+    def poll(self, ticket: Ticket) -> bool:
+        """Move on; whether the operation was done when this was called."""
+        if not ticket.done:
+            self._crew.step()
+            return False
+        return True
+
+    def wait(self, ticket: Ticket) -> Any:
+        """Its result, when it is done.
+
+        errors   HorovodInternalError: ranks that disagree (on every rank), a lost peer, a stall
+        """
+        if not ticket.done:
+            waited = _Waited(self, ticket)
+            try:
+                self._comm.wait_until(waited.is_over, waited)
+            except HpcparError as error:
+                self._crew.fail(error)
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.result
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is to be done."""
+        return bool(self._open or self._joining or self._round or self._finals)
+
+    def advance(self) -> None:
+        """Do all that can be done without waiting."""
+        while self._advance_round():
+            pass
+        self._advance_courses()
+
+    def fail(self, reason: str) -> None:
+        """All that is under way fails, and nothing more is taken."""
+        if self._failure is None:
+            self._failure = reason
+        tickets = [*self._open.values(), *([self._joining] if self._joining else [])]
+        for ticket in tickets:
+            ticket.error = HorovodInternalError(reason)
+            ticket.done = True
+        self._open.clear()
+        self._joining = self._round = self._course = None
+        self._queue.clear()
+        self._finals.clear()
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """World ranks that are known to be late: with their part of a round, or of the data."""
+        handles = [self._round_handle, self._course_handle, *(handle for handle, _, _ in self._finals)]
+        found: set[int] = set()
+        for handle in handles:
+            if handle is not None:
+                found.update(handle.waiting_for())
+        return tuple(sorted(found))
+
+    def late(self) -> Iterable[tuple[str, float, tuple[int, ...]]]:
+        """Operations that not all ranks have asked for: name, when this rank did, world ranks missing."""
+        world = self._comm.world_ranks
+        untold = self._round_handle.waiting_for() if self._round and self._round_handle else ()
+        names = {**dict.fromkeys(self._negotiation.heard, 0.0)}
+        names |= {name: ticket.asked_s for name, ticket in self._open.items()}
+        for name, asked_s in names.items():
+            missing = tuple(world[rank] for rank in self._negotiation.missing(name))
+            if missing or (untold and name not in self._negotiation.heard):
+                yield name, asked_s, missing or untold
+
+    def inspect(self) -> None:
+        """Tell of stalls; raises once one has lasted beyond the shutdown time."""
+        self._inspector.inspect()
+
+    def free(self) -> None:
+        """Give the communicators back, where nothing is under way. Collective then."""
+        if not self.is_busy and self._failure is None:
+            for comm in (self._comm, self._control, *(lent for lent, _ in self._lent)):
+                comm.free()
+
+    def _advance_round(self) -> bool:
+        """True when a round has ended: another one may begin."""
+        if self._round is None:
+            if not self._may_begin_round():
+                return False
+            self._round, self._round_handle = self._rounds(), None
+        while self._round_handle is None or self._round_handle.done:
+            try:
+                self._round_handle = next(self._round)
+            except StopIteration as stop:
+                self._round = self._round_handle = None
+                self._take_in(stop.value)
+                return True
+        return False
+
+    def _may_begin_round(self) -> bool:
+        if self._negotiation.has_news:
+            return True
+        is_waiting = bool(self._negotiation.heard or self._joining) or any(
+            not ticket.done for ticket in self._open.values()
+        )
+        return is_waiting and not self._is_carrying_out and time.perf_counter() >= self._next_round_s
+
+    @property
+    def _is_carrying_out(self) -> bool:
+        """Whether operations are ready that others will finish without another round."""
+        return bool(self._course or self._queue or self._finals)
+
+    def _rounds(self) -> Generator[Handle, None, list[Ready]]:
+        """One round; the ready operations are its result."""
+        negotiation, control = self._negotiation, self._control
+        if self.timeline is not None:
+            self.timeline.mark_cycle()
+        self._gathering_s, self._gathered_nbytes = 0.0, 0
+        had_news = negotiation.has_news
+        self._record[:] = np.frombuffer(negotiation.record(), dtype=np.uint8)
+        algorithm = "direct" if self.size <= EXACT_SIZE else "recursive_doubling"
+        yield control.start_allreduce(self._record, "and", algorithm=algorithm)
+        ready = negotiation.conclude(self._record.tobytes())
+        if ready is None:
+            payload = np.frombuffer(pickle.dumps(negotiation.news()), dtype=np.uint8)
+            lengths = np.empty(self.size, dtype=np.int64)
+            yield control.start_allgather(np.array([payload.size], dtype=np.int64), out=lengths)
+            counts = lengths.tolist()
+            everything = np.empty(sum(counts), dtype=np.uint8)
+            yield control.start_allgather(payload, counts=counts, out=everything)
+            news = [_loads(piece) for piece in np.split(everything, np.cumsum(counts)[:-1])]
+            had_news = any(told.requests for told in news)
+            ready = negotiation.conclude_news(news)
+        # Ranks that wait for others' requests ask again now and then, not as fast as they can.
+        self._next_round_s = 0.0 if had_news else time.perf_counter() + max(self._knobs.cycle_time_s, 1e-4)
+        return ready
+
+    def _take_in(self, ready: Sequence[Ready]) -> None:
+        """Ready operations go into the queue, fused; those that cannot be done fail."""
+        items = []
+        for found in ready:
+            ticket = self._open.get(found.request.name)
+            if self.timeline is not None and ticket is not None:
+                for rank in range(self.size):
+                    self.timeline.negotiate_rank_ready(found.request.name, rank)
+                self.timeline.negotiate_end(found.request.name)
+            if found.error is None:
+                items.append(Item(found.request, ticket))
+            elif ticket is not None:
+                self._end(ticket, HorovodInternalError(found.error))
+        self._queue.extend(self._fused(items))
+        last = self._negotiation.end_join()
+        if last is not None and self._joining is not None:
+            self._joining.result, self._joining.done = last, True
+            self._joining = None
+            self._joins += 1
+            self._unnamed = 0
+
+    def _fused(
+        self, items: Sequence[Item]
+    ) -> Iterable[tuple[Callable[[Room, Sequence[Item]], Course], list[Item]]]:
+        """Operations that travel together, in the same order on every rank."""
+        threshold = min(self._knobs.fusion_threshold_nbytes, FUSED_NBYTES)
+        filling: dict[object, tuple[list[Item], int]] = {}
+        for item in items:
+            request = item.request
+            if request.op == "adasum":
+                key: object = ("adasum", request.dtype, request.prescale, request.postscale, request.group)
+                together, _ = filling.setdefault(key, ([], 0))
+                together.append(item)
+                continue
+            nbytes = _nbytes(item) if request.kind in _FUSED else 0
+            if request.kind not in _FUSED or nbytes > min(threshold, ALONE_FROM_NBYTES - 1):
+                yield _ALONE[request.kind], [item]
+                continue
+            of_group = request.group if self._knobs.disable_group_fusion else None
+            key = (request.kind, request.dtype, request.op, request.root, request.prescale, request.postscale)
+            key = (key, of_group)
+            together, held = filling.get(key, ([], 0))
+            if together and held + nbytes > threshold:
+                yield _FUSED[request.kind], together
+                together, held = [], 0
+            together.append(item)
+            filling[key] = together, held + nbytes
+        for together, _ in filling.values():
+            is_adasum = together[0].request.op == "adasum"
+            yield responses.adasum_allreduce if is_adasum else _FUSED[together[0].request.kind], together
+
+    def _advance_courses(self) -> None:
+        self._finish_finals()
+        while self._course is not None or self._queue:
+            if self._course is None:
+                make, items = self._queue.popleft()
+                self._course, self._course_handle = (make(self._room, items), items), None
+                self._mark(items, begin=True)
+            course, items = self._course
+            try:
+                while self._course_handle is None or self._course_handle.done:
+                    self._course_handle = next(course)
+                    if self._course_handle is None:
+                        break
+            except StopIteration as stop:
+                self._course = self._course_handle = None
+                self._finals.append((*stop.value, items))
+                self._finish_finals()
+                continue
+            self._finish_finals()
+            return
+
+    def _finish_finals(self) -> None:
+        while self._finals and (self._finals[0][0] is None or self._finals[0][0].done):
+            _, finish, items = self._finals.popleft()
+            finish()
+            self._mark(items, begin=False)
+            for item in items:
+                if item.ticket is not None:
+                    self._end(item.ticket, None)
+                elif item.request.kind == "schedule":
+                    self.serve[item.request.name]()
+
+    def _end(self, ticket: Ticket, error: BaseException | None) -> None:
+        ticket.error = error
+        ticket.done = True
+        self._open.pop(ticket.request.name, None)
+
+    def _mark(self, items: Sequence[Item], *, begin: bool) -> None:
+        """Tell the timeline what begins or ends."""
+        if self.timeline is None:
+            return
+        for request in (item.request for item in items):
+            if begin:
+                self.timeline.start(request.name, request.kind)
+                self.timeline.activity_start(request.name, f"MPI_{request.kind.upper()}")
+            else:
+                self.timeline.activity_end(request.name)
+                self.timeline.end(request.name, request.dtype, request.shape)
+        if not begin:
+            self.timeline.flush()
+
+
+class Crew:
+    """The engines of a process: they move on together, so that no process set waits for another one's turn.
+
+    poke   makes progress on everything under way
+    """
+
+    def __init__(self, poke: Callable[[], None]) -> None:
+        self.engines: list[Engine] = []
+        self.lock = threading.RLock()
+        self._poke = poke
+
+    def step(self) -> None:
+        """Make progress on all that is under way."""
+        with self.lock:
+            self._poke()
+            self.advance()
+
+    def advance(self) -> None:
+        """Let every engine do what can be done without waiting."""
+        try:
+            for engine in self.engines:
+                if engine.is_busy:
+                    engine.advance()
+        except HpcparError as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """What one of them could not do ends all of them."""
+        with self.lock:
+            for engine in self.engines:
+                engine.fail(str(error))
+
+
+class _Waited:
+    """What this rank tells those who ask what it waits for."""
+
+    LOOKS_BETWEEN_INSPECTIONS = 1024
+
+    def __init__(self, engine: Engine, ticket: Ticket) -> None:
+        self.name = ticket.request.name
+        self._engine = engine
+        self._ticket = ticket
+        self._looks = 0
+
+    def is_over(self) -> bool:
+        self._engine._crew.step()
+        self._looks += 1
+        if self._looks % self.LOOKS_BETWEEN_INSPECTIONS == 0:
+            for engine in self._engine._crew.engines:
+                engine.inspect()
+        return self._ticket.done
+
+    def waiting_for(self) -> tuple[int, ...]:
+        return self._engine.waiting_for()
+
+    def progress(self) -> str:
+        return "which not all ranks have asked for" if list(self._engine.late()) else "under way"
+
+
+def _nbytes(item: Item) -> int:
+    nbytes = getattr(torch, item.request.dtype).itemsize
+    for length in item.request.shape:
+        nbytes *= length
+    return int(nbytes)
+
+
+def _loads(piece: Any) -> News:
+    news: News = pickle.loads(piece.tobytes())
+    return news

@@ -1,0 +1,257 @@
+"""Which operations are ready: requests matched by name over all ranks, without a coordinator.
+
+Ranks may ask for the same operations in different orders. In a *round* every rank tells what it has newly
+asked for, and all ranks keep the same book of it; what all of them have asked for is ready, and is done in
+the same order everywhere.
+
+    rank 0   asks a b            round 1: {a b}      nothing ready    round 2: {}    a b c are known, c
+    rank 1   asks b, later a c   round 1: {b}        -> b             round 2: {a c} -> a; c waits for rank 0
+
+Mostly all ranks bring the same requests. So a round first compares digests: one all-reduce of 33 bytes.
+A bitwise AND of a number and of its complement keeps both exactly when all numbers are equal. Only when they
+are not do the ranks send each other the requests themselves.
+
+A rank that has joined (it has no more data) brings neutral bits, and is not waited for.
+
+Pure: no communication happens here, so that all of it can be tested in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+DIGEST_NBYTES = 16
+_MODULUS = 1 << (8 * DIGEST_NBYTES)
+_ALL_ONES = b"\xff"
+RECORD_NBYTES = 2 * DIGEST_NBYTES + 1
+
+UNEVEN = ("allgather", "alltoall")
+"""Kinds whose first dimension may differ from rank to rank."""
+JOINABLE_OPS = ("sum", "average")
+"""Reductions in which a rank without data can take part: with zeros."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one rank asks for, as far as the others must know it.
+
+    name      the key by which ranks find each other: "allreduce.loss"
+    shape     of this rank's tensor
+    device    "CPU" or "GPU"
+    op        of a reduction: sum, average, adasum, min, max, product
+    root      of a broadcast, as a rank of the process set; else -1
+    group     of grouped operations: the group's name and how many belong to it; they run together
+    content   of what is no tensor: what must be the same on all ranks, in words
+    """
+
+    name: str
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    device: str = "CPU"
+    op: str = ""
+    root: int = -1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    group: tuple[str, int] | None = None
+    content: str = ""
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that two requests have in common when they fit each other."""
+        shape = ("*", *self.shape[1:]) if self.kind in UNEVEN else self.shape
+        fixed = (self.name, self.kind, self.dtype, shape, self.device, self.op, self.root)
+        told = repr((*fixed, self.prescale, self.postscale, self.group, self.content))
+        return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=DIGEST_NBYTES).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An operation that all ranks have come to.
+
+    request   as a rank with data asked for it
+    error     why it cannot be done, naming the ranks; None: it can
+    """
+
+    request: Request
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What one rank tells the others when their digests differ."""
+
+    requests: tuple[Request, ...]
+    joined: bool
+
+
+class Negotiation:
+    """One rank's copy of the book that all ranks keep alike.
+
+    joined      ranks that have no more data
+    heard       of operations that are not ready: which ranks have asked for what
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._new: dict[str, Request] = {}
+        self._told: dict[str, Request] = {}
+        self._orders: dict[int, tuple[str, ...]] = {}
+        self._is_joined = False
+        self.joined: set[int] = set()
+        self.last_joined: int | None = None
+        self.heard: dict[str, dict[int, Request]] = {}
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has asked for something that it has not told yet."""
+        return bool(self._new)
+
+    def ask(self, request: Request) -> None:
+        """This rank asks for an operation; of one name there is never more than one that is not ready."""
+        self._new[request.name] = request
+
+    def join(self) -> None:
+        """This rank has no more data."""
+        self._is_joined = True
+
+    def record(self) -> bytes:
+        """What this rank brings to the round's AND; what it asks for from now on is for the next round."""
+        self._told, self._new = self._new, {}
+        if self._is_joined:
+            return _ALL_ONES * (2 * DIGEST_NBYTES) + b"\x00"
+        digest = sum(request.digest for request in self._told.values()) % _MODULUS
+        bits = digest.to_bytes(DIGEST_NBYTES, "little")
+        return bits + (_MODULUS - 1 - digest).to_bytes(DIGEST_NBYTES, "little") + _ALL_ONES
+
+    def conclude(self, common: bytes) -> list[Ready] | None:
+        """The AND of all records is here: what is ready; None if the ranks must tell each other more."""
+        digest = int.from_bytes(common[:DIGEST_NBYTES], "little")
+        complement = int.from_bytes(common[DIGEST_NBYTES : 2 * DIGEST_NBYTES], "little")
+        if digest + complement != _MODULUS - 1 or common[-1] != 0xFF:
+            return None
+        if not self._told:
+            return []
+        order = self._orders.get(digest)
+        if order is None or len(order) != len(self._told):
+            if len(self._orders) >= 256:
+                self._orders.clear()
+            order = self._orders[digest] = tuple(sorted(self._told))
+        return [Ready(self._told[name]) for name in order]
+
+    def news(self) -> News:
+        """What this rank tells the others of this round."""
+        return News(tuple(self._told.values()), self._is_joined)
+
+    def conclude_news(self, news: Sequence[News]) -> list[Ready]:
+        """All ranks have told, in the order of their ranks: what is ready."""
+        for rank, told in enumerate(news):
+            for request in told.requests:
+                self.heard.setdefault(request.name, {})[rank] = request
+            if told.joined and rank not in self.joined:
+                self.joined.add(rank)
+                self.last_joined = rank
+        complete = sorted(name for name, asked in self.heard.items() if self._is_complete(asked))
+        ready = []
+        for name in self._whole_groups(complete):
+            asked = self.heard.pop(name)
+            ready.append(Ready(asked[min(asked)], objection(asked) or self._objection_to_join(asked)))
+        return ready
+
+    def end_join(self) -> int | None:
+        """When all ranks have joined: the last one, and all begin anew; else None."""
+        if len(self.joined) < self._size:
+            return None
+        last, self.last_joined = self.last_joined, None
+        self.joined.clear()
+        self._is_joined = False
+        return last
+
+    def missing(self, name: str) -> tuple[int, ...]:
+        """Ranks that have not asked for an operation, as far as is known here."""
+        asked = self.heard.get(name)
+        if asked is None:
+            return ()
+        return tuple(rank for rank in range(self._size) if rank not in asked and rank not in self.joined)
+
+    def _is_complete(self, asked: Mapping[int, Request]) -> bool:
+        return all(rank in asked or rank in self.joined for rank in range(self._size))
+
+    def _whole_groups(self, names: Sequence[str]) -> list[str]:
+        """Those that belong to no group, or to one of which all are there. Of a group as it was asked for."""
+        members: dict[tuple[str, int], int] = defaultdict(int)
+        groups = {name: self._group_of(name) for name in names}
+        for group in groups.values():
+            if group is not None:
+                members[group] += 1
+        return [name for name in names if (group := groups[name]) is None or members[group] == group[1]]
+
+    def _group_of(self, name: str) -> tuple[str, int] | None:
+        """None also where ranks disagree: that is an error, which must not wait for the others."""
+        groups = {request.group for request in self.heard[name].values()}
+        return groups.pop() if len(groups) == 1 else None
+
+    def _objection_to_join(self, asked: Mapping[int, Request]) -> str | None:
+        request = asked[min(asked)]
+        gone = sorted(self.joined - asked.keys())
+        if not gone or (request.kind == "allreduce" and request.op in JOINABLE_OPS):
+            return None
+        if request.kind in ("barrier", "schedule"):
+            return None
+        what = f"{request.kind}{f' with op {request.op}' if request.op else ''}"
+        return (
+            f"{request.name}: {what} was asked for while {_ranks(gone)} had joined, and has no data to "
+            f"give; only all-reduces with Sum or Average go on after join()"
+        )
+
+
+def objection(asked: Mapping[int, Request]) -> str | None:
+    """Why requests of the same name do not fit each other, naming the ranks; None: they do."""
+    for what, of, said in _ASPECTS:
+        sides: dict[object, list[int]] = defaultdict(list)
+        for rank, request in sorted(asked.items()):
+            sides[of(request)].append(rank)
+        if len(sides) > 1:
+            name = next(iter(asked.values())).name
+            told = ", but ".join(f"{_ranks(ranks)} {said.format(value)}" for value, ranks in sides.items())
+            return f"{name}: mismatched {what}: {told}. All ranks must ask for the same under one name."
+    return None
+
+
+_ASPECTS: tuple[tuple[str, Callable[[Request], object], str], ...] = (
+    ("operations", lambda request: request.kind, "asked for {}"),
+    ("data types", lambda request: request.dtype, "sent {}"),
+    ("numbers of dimensions", lambda request: len(request.shape), "sent a tensor of {}"),
+    (
+        "tensor shapes",
+        lambda request: list_of(request.shape) if request.kind not in UNEVEN else "",
+        "sent a tensor of shape {}",
+    ),
+    (
+        "tensor shapes after the first dimension",
+        lambda request: list_of(request.shape[1:]) if request.kind in UNEVEN else "",
+        "sent {}",
+    ),
+    ("root ranks", lambda request: request.root, "named root {}"),
+    ("reduction operations", lambda request: request.op, "asked for {}"),
+    ("prescale factors", lambda request: request.prescale, "gave {}"),
+    ("postscale factors", lambda request: request.postscale, "gave {}"),
+    ("devices", lambda request: request.device, "sent from {}"),
+    ("groups", lambda request: request.group and f"a group of {request.group[1]}", "named {}"),
+    ("contents", lambda request: request.content, "brought {}"),
+)
+
+
+def list_of(shape: Sequence[int]) -> str:
+    """A shape as it is printed: [2, 3]."""
+    return str(list(shape))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f", … ({len(ranks)} in all)" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

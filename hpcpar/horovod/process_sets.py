@@ -1,0 +1,143 @@
+"""Process sets: subsets of the ranks that have collectives of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcpar.errors import MismatchError
+
+if TYPE_CHECKING:
+    from hpcpar.horovod.basics import Context
+    from hpcpar.horovod.engine import Engine
+
+
+class ProcessSet:
+    """Ranks that do collectives among themselves; made of their ranks, or of an mpi4py communicator.
+
+    process_set_id   0 for all ranks, 1, 2, … for others; None before it is registered and after removal
+    ranks            in ascending order
+    mpi_comm         the communicator that it was made of, if it was
+
+    It becomes usable by `init(process_sets=[…])` or `add_process_set`.
+    errors   ValueError for ranks that are no whole numbers
+    """
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        self.process_set_id: int | None = None
+        self.mpi_comm: Any = None
+        self.ranks: list[int] | None = None
+        self._context: Context | None = None
+        self._engine: Engine | None = None
+        if hasattr(ranks_or_comm, "Get_rank"):
+            self.mpi_comm = ranks_or_comm
+            return
+        ranks = list(ranks_or_comm)
+        wrong = [rank for rank in ranks if isinstance(rank, bool) or not isinstance(rank, int)]
+        if wrong:
+            raise ValueError(f"a process set is made of ranks, whole numbers; found {wrong[0]!r}")
+        self.ranks = sorted(ranks)
+
+    def size(self) -> int | None:
+        """How many ranks belong to it; None before it is registered."""
+        return None if self._context is None or self.ranks is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """This process's position in it; None before it is registered.
+
+        errors   ValueError on a rank that does not belong to it
+        """
+        if self._context is None or self.ranks is None:
+            return None
+        if not self.included():
+            raise ValueError(f"rank {self._context.rank} does not belong to {self}; ask included() first")
+        return self.ranks.index(self._context.rank)
+
+    def included(self) -> bool | None:
+        """Whether this process belongs to it; None before it is registered."""
+        return None if self._context is None or self.ranks is None else self._context.rank in self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
+
+    __repr__ = __str__
+
+    def _attach(self, context: Context, number: int, ranks: Sequence[int], engine: Engine | None) -> None:
+        self._context, self.process_set_id, self._engine = context, number, engine
+        self.ranks = list(ranks)
+
+    def _detach(self) -> None:
+        self._context = self._engine = self.process_set_id = None
+
+
+global_process_set = ProcessSet([])
+"""All ranks."""
+
+
+def resolve_ranks(context: Context, asked: ProcessSet | Sequence[int] | Any) -> tuple[ProcessSet, list[int]]:
+    """The process set that is asked for, and its ranks. Collective where it is given by a communicator.
+
+    errors   ValueError for ranks that are not there or come twice
+    """
+    chosen = asked if isinstance(asked, ProcessSet) else ProcessSet(asked)
+    if chosen.mpi_comm is not None:
+        chosen.ranks = sorted(chosen.mpi_comm.allgather(context.rank))
+    ranks = list(chosen.ranks or ())
+    missing = [rank for rank in ranks if not 0 <= rank < context.size]
+    if missing or not ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(
+            f"a process set of ranks {ranks} was asked for, but there are ranks 0 to {context.size - 1}; "
+            f"name one or more of them, each once"
+        )
+    return chosen, ranks
+
+
+def register(context: Context, asked: Sequence[ProcessSet | Sequence[int] | Any]) -> list[ProcessSet]:
+    """Make process sets usable. Collective over all ranks, which must ask for the same, in the same order.
+
+    A set by an mpi4py communicator is the one that each rank is in: ranks may name different ones.
+    errors   ValueError for ranks that are not there, and for a set that exists already
+             MismatchError on every rank when they ask for different ones
+    """
+    registered = []
+    for one in asked:
+        chosen, own = resolve_ranks(context, one)
+        by_comm = chosen.mpi_comm is not None
+        told = context.base.allgather_object((by_comm, tuple(own)))
+        named = {ranks for _, ranks in told}
+        if len(named) > 1 and not all(is_by_comm for is_by_comm, _ in told):
+            raise MismatchError(
+                f"ranks asked for different process sets in the same place: {sorted(named)}; all ranks "
+                f"must add the same ones in the same order"
+            )
+        for ranks in sorted(named):
+            if any(known.ranks == list(ranks) for known in context.process_sets.values()):
+                raise ValueError(
+                    f"a process set of ranks {list(ranks)} exists already; use that one, or remove it first"
+                )
+            number = context.next_process_set_id()
+            engine = context.make_engine(list(ranks), f"process set {number}")
+            one_of_them = chosen if ranks == tuple(own) else ProcessSet(ranks)
+            one_of_them._attach(context, number, ranks, engine)
+            context.process_sets[number] = one_of_them
+        registered.append(chosen)
+    return registered
+
+
+def remove(context: Context, process_set: ProcessSet) -> bool:
+    """Make a process set unusable. Collective over all ranks.
+
+    returns   False for the set of all ranks, and for one that is not registered
+    """
+    number = process_set.process_set_id
+    if number in (None, 0) or context.process_sets.get(number or 0) is not process_set:
+        return False
+    assert number is not None
+    if process_set._engine is not None:
+        context.crew.engines.remove(process_set._engine)
+        process_set._engine.free()
+    del context.process_sets[number]
+    process_set._detach()
+    return True

@@ -1,0 +1,275 @@
+"""`horovod.run`: call a function on every rank of a job that is started for it.
+
+    results = run(train, args=(config,), np=4)      # what each rank's call returned, by rank
+
+The caller keeps a desk: each rank fetches the function there and brings back what it returned or
+raised. Ranks on this host reach it by a socket in the file system that only this user may open,
+ranks on other hosts by TCP; either way they prove first that they know the job's token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import secrets
+import shlex
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from hpcpar.errors import ConfigError, PeerFailedError
+from hpcpar.horovod import alias
+from hpcpar.horovod.threads import in_thread
+from hpcpar.launch import supervise, variables
+from hpcpar.launch.environment import detect
+from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile
+
+Address = str | tuple[str, int]
+
+log = logging.getLogger("hpcpar")
+
+TALK_LIMIT_S = 10.0
+"""A rank has ended, but something that it has started may still hold its line."""
+
+ELASTIC = {"min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range"}
+WITHOUT_MEANING = {"ssh_port", "ssh_identity_file", "disable_cache", "use_gloo", "use_mpi"}
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    num_proc: int = 1,
+    *,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    start_timeout: float | None = None,
+    output_filename: str | None = None,
+    verbose: bool | int | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    **others: Any,
+) -> list[Any]:
+    """Call `func(*args, **kwargs)` on num_proc new ranks; what each returned, by rank.
+
+    num_proc           ranks (np: its older name)
+    hosts, hostfile    where: "host1:2,host2:2", or a file of such; default: where the launcher puts them
+    start_timeout      seconds that srun may wait for its nodes
+    output_filename    directory for files with each rank's output
+    verbose            show the command that starts the job
+    mpi_args           more words for mpiexec or srun, in one string
+    network_interface  for MPI's traffic, "eth0" or "eth0,eth1"
+    executable         the ranks' Python (default: this one)
+    others             Horovod's further arguments: those for ssh, caching and the choice of MPI or Gloo have
+                       no meaning here and are passed over; those of elastic jobs are refused
+    errors             PeerFailedError names the rank that raised, with its traceback, from its exception
+                       where that can be pickled; or says that the job ended before all had returned
+                       ConfigError for arguments that make no sense
+
+    The function, its arguments and its results travel by cloudpickle (`pip install hpcpar[horovod]`).
+    """
+    size = _number_of_ranks(num_proc, np)
+    _check_others(others)
+    places = _places(hosts, hostfile)
+    said: list[str] = []
+    job = _pickled_job(func, args, kwargs or {})
+    with tempfile.TemporaryDirectory(prefix="hpcpar-desk-") as directory:
+        token = secrets.token_hex(32)
+        desk = _Desk(_desk_address(places, directory), token.encode(), job)
+        wishes = supervise.Wishes(
+            hosts=places,
+            interfaces=tuple((network_interface or "").split(",")) if network_interface else (),
+            start_limit_s=start_timeout,
+            output_directory=output_filename,
+            variables={variables.TOKEN: token},
+        )
+        try:
+            status = supervise.run(
+                size,
+                [executable or sys.executable, "-m", "hpcpar.horovod.runner", *desk.words()],
+                say=_teller(said, verbose),
+                options=shlex.split(mpi_args or ""),
+                wishes=wishes,
+            )
+        finally:
+            desk.close()
+    return _results(desk, size, status, said)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised; `pickled` is the exception itself, where it can travel."""
+
+    rank: int
+    host: str
+    name: str
+    traceback: str
+    pickled: bytes | None
+
+
+class _Desk:
+    """Where ranks fetch the job and leave what came of it."""
+
+    def __init__(self, address: Address, token: bytes, job: bytes) -> None:
+        self._token = token
+        self._job = job
+        self._listener = Listener(address, backlog=1024, authkey=token)
+        self._closed = False
+        self._talks: list[threading.Thread] = []
+        self.returned: dict[int, bytes] = {}
+        self.failures: list[Failure] = []
+        self._thread = in_thread(self._serve, name="hpcpar horovod.run")
+
+    def words(self) -> list[str]:
+        """Where a rank finds it, as words of a command: a path, or a host and a port."""
+        address = self._listener.address
+        return [address] if isinstance(address, str) else [socket.gethostname(), str(address[1])]
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, ConnectionError, EOFError):
+                continue  # a stranger, or somebody who left at once
+            self._talks.append(in_thread(self._talk, (connection,)))
+
+    def _talk(self, connection: Connection) -> None:
+        with connection, suppress(EOFError, OSError):  # a rank that is lost is found missing in the end
+            rank = connection.recv()
+            if rank is None:
+                return
+            connection.send_bytes(self._job)
+            kind, answer = connection.recv()
+            if kind == "returned":
+                self.returned[rank] = answer
+            else:
+                self.failures.append(Failure(rank, *answer))
+
+    def close(self) -> None:
+        """Stop listening; all that was brought has been read afterwards."""
+        self._closed = True
+        with suppress(OSError, EOFError), Client(self._listener.address, authkey=self._token) as connection:
+            connection.send(None)  # so that it looks up
+        self._thread.join()
+        for talk in self._talks:
+            talk.join(TALK_LIMIT_S)
+        self._listener.close()
+
+
+def _number_of_ranks(num_proc: int, np: int | None) -> int:
+    if np is None:
+        return num_proc
+    warnings.warn("`np` is the older spelling: give `num_proc`", DeprecationWarning, stacklevel=3)
+    return np if num_proc == 1 else num_proc
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    unknown = others.keys() - ELASTIC - WITHOUT_MEANING
+    if unknown:
+        raise TypeError(f"run() has no argument {', '.join(sorted(unknown))}")
+    elastic = sorted(name for name in others.keys() & ELASTIC if others[name] is not None)
+    if elastic:
+        raise ConfigError(
+            f"{', '.join(elastic)}: run() starts a job of a fixed number of ranks (num_proc); for elastic "
+            f"training see hpcpar.horovod.torch.elastic"
+        )
+
+
+def _places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
+    if hosts is not None and hostfile is not None:
+        raise ConfigError("both hosts and hostfile were given: give one of them")
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    return parse_hosts(hosts) if hosts is not None else ()
+
+
+def _desk_address(places: Sequence[Host], directory: str) -> Address:
+    """A path where all ranks will be on this host, else any port."""
+    here = {"localhost", "127.0.0.1", socket.gethostname()}
+    away = any(host.name not in here for host in places) or (not places and variables.has_several_hosts())
+    return ("", 0) if away else os.path.join(directory, "desk")
+
+
+def _pickled_job(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    job = (func, tuple(args), kwargs)
+    return pickle.dumps((sys.path, alias.installed(), _cloudpickle().dumps(job)))
+
+
+def _cloudpickle() -> Any:
+    try:
+        return import_module("cloudpickle")
+    except ImportError as error:
+        raise ConfigError("horovod.run needs cloudpickle: `pip install hpcpar[horovod]`") from error
+
+
+def _teller(said: list[str], verbose: bool | int | None) -> supervise.Say:
+    def say(line: str) -> None:
+        said.append(line)
+        log.log(logging.WARNING if verbose else logging.INFO, line)
+
+    return say
+
+
+def _results(desk: _Desk, size: int, status: int, said: Sequence[str]) -> list[Any]:
+    if desk.failures:
+        first = desk.failures[0]
+        cause = None
+        with suppress(Exception):  # an exception whose class is not known here
+            cause = pickle.loads(first.pickled) if first.pickled else None
+        raise PeerFailedError(
+            f"rank {first.rank} of {size} (on {first.host}) raised {first.name}; its traceback:\n"
+            f"{first.traceback}"
+        ) from cause
+    missing = [rank for rank in range(size) if rank not in desk.returned]
+    if missing or status:
+        listed = ", ".join(map(str, missing)) or "none"
+        words = "\n".join(said)
+        raise PeerFailedError(
+            f"the job of {size} ranks ended with status {status}; did not return: {listed}\n{words}"
+        )
+    return [pickle.loads(desk.returned[rank]) for rank in range(size)]
+
+
+def serve_rank(words: Sequence[str]) -> None:
+    """A rank's side: fetch the job from the desk that the words name, do it, bring back what came of it."""
+    address: Address = words[0] if len(words) == 1 else (words[0], int(words[1]))
+    with Client(address, authkey=variables.take_token().encode()) as desk:
+        desk.send(detect().rank)
+        path, aliased, pickled = pickle.loads(desk.recv_bytes())
+        sys.path[:] = path
+        variables.announce_rank()
+        if aliased:
+            alias.install()
+        try:
+            function, args, kwargs = pickle.loads(pickled)
+            value = _cloudpickle().dumps(function(*args, **kwargs))
+        except BaseException as error:
+            desk.send(("failed", _account(error)))
+            raise
+        desk.send(("returned", value))
+
+
+def _account(error: BaseException) -> tuple[str, str, str, bytes | None]:
+    """Host, name, traceback and, where it can be pickled, the exception itself."""
+    pickled = None
+    with suppress(Exception):
+        pickled = _cloudpickle().dumps(error)
+    text = "".join(traceback.format_exception(error))
+    return socket.gethostname(), f"{type(error).__name__}: {error}", text, pickled
+
+
+if __name__ == "__main__":
+    serve_rank(sys.argv[1:])

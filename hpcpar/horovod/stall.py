@@ -1,0 +1,86 @@
+"""The stall inspector: which ranks have not asked for what others wait for, and for how long.
+
+Every rank keeps the book of requests, so every rank that waits tells it, and not the first alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from hpcpar.horovod.exceptions import HorovodInternalError
+from hpcpar.units import format_duration
+
+if TYPE_CHECKING:
+    from hpcpar.launch.knobs import Knobs
+
+log = logging.getLogger("hpcpar")
+
+MOST_SHOWN = 8
+
+
+class Watched(Protocol):
+    """What the inspector must know of an engine."""
+
+    def late(self) -> Iterable[tuple[str, float, tuple[int, ...]]]:
+        """Operations that not all ranks have asked for: name, when this rank did, world ranks missing."""
+
+
+class StallInspector:
+    """Warns once of each operation that waits too long, and ends what waits much too long."""
+
+    def __init__(self, knobs: Knobs, watched: Watched) -> None:
+        self._knobs = knobs
+        self._watched = watched
+        self._first_seen_s: dict[str, float] = {}
+        self._told: set[str] = set()
+        self._last_s = 0.0
+
+    def inspect(self) -> None:
+        """Look, if it is time to.
+
+        errors   HorovodInternalError when a wait has lasted beyond HOROVOD_STALL_SHUTDOWN_TIME_SECONDS
+        """
+        now_s = time.perf_counter()
+        if not self._knobs.stall_check or now_s - self._last_s < min(1.0, self._knobs.stall_check_s / 4):
+            return
+        self._last_s = now_s
+        late = [(name, asked_s, missing) for name, asked_s, missing in self._watched.late()]
+        names = {name for name, _, _ in late}
+        self._first_seen_s = {name: s for name, s in self._first_seen_s.items() if name in names}
+        self._told &= names
+        waits = []
+        for name, asked_s, missing in late:
+            since_s = self._first_seen_s.setdefault(name, asked_s or now_s)
+            waits.append((now_s - since_s, name, missing))
+        shutdown_s = self._knobs.stall_shutdown_s
+        lost = [(name, missing) for wait_s, name, missing in waits if 0 < shutdown_s < wait_s]
+        if lost:
+            raise HorovodInternalError(
+                f"not asked for by all ranks within {format_duration(shutdown_s)} "
+                f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): {_told(lost)}"
+            )
+        fresh = [
+            (name, missing)
+            for wait_s, name, missing in waits
+            if wait_s > self._knobs.stall_check_s and name not in self._told
+        ]
+        if fresh:
+            self._told.update(name for name, _ in fresh)
+            log.warning(
+                "stalled for more than %s: %s. Ranks may ask for operations in any order, but all ranks must "
+                "ask for all of them; a rank may also be busy, stopped or dead.",
+                format_duration(self._knobs.stall_check_s),
+                _told(fresh),
+            )
+
+
+def _told(late: list[tuple[str, tuple[int, ...]]]) -> str:
+    shown = [
+        f"{name} waits for rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        for name, missing in late[:MOST_SHOWN]
+    ]
+    more = [f"and {len(late) - MOST_SHOWN} more"] if len(late) > MOST_SHOWN else []
+    return "; ".join([*shown, *more])

@@ -1,0 +1,169 @@
+"""What became of each tensor when, as a file for a trace viewer, in the layout of Horovod's timeline.
+
+A tensor is a process of the trace, named like allreduce.grad_1; its bars are nested:
+
+    |NEGOTIATE_ALLREDUCE      |ALLREDUCE                                                        |
+    |  0    1      3    2     |QUEUE |MEMCPY_IN_FUSION_BUFFER|MPI_ALLREDUCE|MEMCPY_OUT_FUSION_…|
+
+The ticks are instants at which a rank was known to be ready. The file is a JSON array whose last
+bracket comes with `close`; trace viewers do without it, and read the file while the run goes on.
+
+source   Trace Event Format (Google, 2016): duration events ph = B, E; instants i; metadata M; ts in
+         microseconds
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcpar.errors import OperationError
+
+MOST_PENDING = 4096
+"""Events that wait for a flush; after so many they are written anyway."""
+
+NEGOTIATE = "NEGOTIATE_"
+
+
+class Timeline:
+    """Events of one rank, added from any thread: cheap, as nothing is written before `flush`.
+
+    kind       what is done to a tensor: allreduce, allgather, broadcast, alltoall, reducescatter …
+    activity   a part of that: QUEUE, MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE …
+
+    A timeline may begin, and be closed, while tensors are under way: the end of what it has not seen the
+    beginning of, and all that comes after `close`, is left out.
+    """
+
+    def __init__(self, path: Path, mark_cycles: bool) -> None:
+        """Begin a new file.
+
+        mark_cycles   whether `mark_cycle` leaves a mark
+        errors        OperationError where the file cannot be written
+        """
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise OperationError(
+                f"the timeline cannot be written to {path}: {error.strerror}; name a file in a directory "
+                f"that exists and can be written to"
+            ) from error
+        self._mark_cycles = mark_cycles
+        self._lock = threading.Lock()
+        self._processes: dict[str, int] = {}
+        self._open: dict[str, list[str]] = {}
+        self._origin_s = time.perf_counter()
+        self._separator = "[\n"
+        # Where Horovod says when the trace's time 0 was: in what would be the name of process 0.
+        epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
+        self._pending = [_metadata("process_name", 0, epoch), _metadata("process_sort_index", 0, _index(0))]
+        self.flush()
+
+    def negotiate_start(self, name: str, kind: str) -> None:
+        """A tensor was submitted here, or on another rank first."""
+        self._begin(name, NEGOTIATE + kind.upper())
+
+    def negotiate_rank_ready(self, name: str, rank: int) -> None:
+        """A rank is known to have submitted it."""
+        with self._lock:
+            self._add(name, "i", str(rank), s="p")
+
+    def negotiate_end(self, name: str) -> None:
+        """All ranks have."""
+        with self._lock:
+            opened = self._open.get(name, ())
+            if opened and opened[-1].startswith(NEGOTIATE):
+                self._end_last(name)
+
+    def start(self, name: str, kind: str) -> None:
+        """Its turn has come."""
+        self._begin(name, kind.upper())
+
+    def activity_start(self, name: str, activity: str) -> None:
+        """A part of the work on it begins, inside the one that has begun and not ended."""
+        if self._open.get(name):
+            self._begin(name, activity)
+
+    def activity_end(self, name: str) -> None:
+        """The last part that has begun ends."""
+        with self._lock:
+            if len(self._open.get(name, ())) > 1:
+                self._end_last(name)
+
+    def end(self, name: str, dtype: str, shape: Sequence[int]) -> None:
+        """It is done, and so is every part of it that has not ended yet."""
+        with self._lock:
+            while len(self._open.get(name, ())) > 1:
+                self._end_last(name)
+            if self._open.get(name):
+                self._end_last(name, args={"dtype": dtype, "shape": list(shape)})
+
+    def mark_cycle(self) -> None:
+        """The engine looks for work once more."""
+        if self._mark_cycles:
+            with self._lock:
+                self._pending.append(
+                    {"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "ts": self._now()}
+                )
+                self._write_if_many()
+
+    def flush(self) -> None:
+        """Write all events so far, where others can read them."""
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        """Write what is left, and end what has begun, so that the file is complete. Again: nothing."""
+        with self._lock:
+            if self._file.closed:
+                return
+            for name, opened in self._open.items():
+                while opened:
+                    self._end_last(name)
+            self._write()
+            self._file.write("\n]\n")
+            self._file.close()
+
+    def _begin(self, name: str, event: str) -> None:
+        with self._lock:
+            self._add(name, "B", event)
+            self._open.setdefault(name, []).append(event)
+
+    def _end_last(self, name: str, **more: Any) -> None:
+        self._add(name, "E", self._open[name].pop(), **more)
+
+    def _add(self, name: str, phase: str, event: str, **more: Any) -> None:
+        process = self._processes.get(name)
+        if process is None:
+            process = self._processes[name] = len(self._processes) + 1
+            self._pending.append(_metadata("process_name", process, {"name": name}))
+            self._pending.append(_metadata("process_sort_index", process, _index(process)))
+        self._pending.append({"name": event, "ph": phase, "pid": process, "ts": self._now(), **more})
+        self._write_if_many()
+
+    def _now(self) -> float:
+        return round((time.perf_counter() - self._origin_s) * 1e6, 1)
+
+    def _write_if_many(self) -> None:
+        if len(self._pending) >= MOST_PENDING:
+            self._write()
+
+    def _write(self) -> None:
+        if self._pending and not self._file.closed:
+            events = ",\n".join(json.dumps(event) for event in self._pending)
+            self._file.write(self._separator + events)
+            self._file.flush()
+            self._separator = ",\n"
+        self._pending.clear()
+
+
+def _metadata(kind: str, process: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "args": arguments}
+
+
+def _index(process: int) -> dict[str, int]:
+    return {"sort_index": process}

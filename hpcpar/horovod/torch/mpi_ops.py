@@ -1,0 +1,906 @@
+"""Horovod's collectives of torch tensors, in their synchronous, asynchronous and in-place forms.
+
+*   Operations are matched by `name`; without one, by the order of calls.
+*   `x_async` returns a handle for `poll` and `synchronize`; `x(...)` is both, and knows its gradient.
+*   `process_set` is a ProcessSet; roots of broadcasts are ranks of the whole job.
+*   Errors in this rank's own arguments are raised by the call. What ranks do not agree on is a
+    HorovodInternalError on every one of them, at `synchronize`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcpar.horovod import basics
+from hpcpar.horovod.basics import (
+    add_process_set,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from hpcpar.horovod.engine import Engine
+from hpcpar.horovod.exceptions import HorovodInternalError
+from hpcpar.horovod.negotiation import Request
+from hpcpar.horovod.process_sets import ProcessSet, global_process_set
+from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.torch.compression import Compression
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+_OPS = ("average", "sum", "adasum", "min", "max", "product")
+_REDUCIBLE = {
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+_MOVABLE = _REDUCIBLE | {torch.bool, torch.complex64, torch.complex128}
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _MOVABLE}
+
+_Outstanding = tuple[Engine, list[Ticket], Callable[[list[Any]], Any]]
+_outstanding: dict[int, _Outstanding] = {}
+_numbers = itertools.count()
+
+
+def _one(results: list[Any]) -> Any:
+    return results[0]
+
+
+def _all(results: list[Any]) -> Any:
+    return results
+
+
+def poll(handle: int) -> bool:
+    """Whether an operation is done, so that `synchronize` will not wait. Makes progress, and never blocks."""
+    found = _outstanding.get(handle)
+    if found is None:
+        return True
+    engine, tickets, _ = found
+    done = [engine.poll(ticket) for ticket in tickets]
+    return all(done)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation; its result. None for a handle that is unknown or was synchronized before.
+
+    errors   HorovodInternalError: ranks that disagree, on all of them; a lost peer; a stall; a shutdown
+    """
+    found = _outstanding.pop(handle, None)
+    if found is None:
+        return None
+    engine, tickets, shape = found
+    return shape([engine.wait(ticket) for ticket in tickets])
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin an all-reduce into a new tensor; returns a handle.
+
+    average   old way to say op=Average or op=Sum
+    op        Average (the default), Sum, Adasum, Min, Max, Product. An average divides exactly, unlike a
+              product by the reciprocal; integers are truncated
+    prescale_factor, postscale_factor   what is multiplied before and after; integers in float64, truncated
+    errors    ValueError for types and factors that make no sense, and a name that is under way
+              NotImplementedError for Adasum on a number of ranks that is no power of two, or a process set
+    """
+    scaling = (prescale_factor, postscale_factor)
+    return _allreduce([tensor], average, name, op, scaling, process_set, _NEW, _one)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin an all-reduce in place; returns a handle, whose result is `tensor`."""
+    scaling = (prescale_factor, postscale_factor)
+    return _allreduce([tensor], average, name, op, scaling, process_set, _IN_PLACE, _one)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin all-reduces that are done together; returns one handle, whose result is a list."""
+    scaling = (prescale_factor, postscale_factor)
+    return _allreduce(tensors, average, name, op, scaling, process_set, _NEW, _all)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin all-reduces in place that are done together; returns one handle, whose result is a list."""
+    scaling = (prescale_factor, postscale_factor)
+    return _allreduce(tensors, average, name, op, scaling, process_set, _IN_PLACE, _all)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """All-reduce into a new tensor; see `allreduce_async`. Its gradient is an all-reduce of the gradients.
+
+    compression   how it travels: Compression.none, .fp16, .bf16, or a Compressor of your own
+    """
+    packed, context = compression.compress(tensor)
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    if packed.requires_grad and torch.is_grad_enabled():
+        reduced = _Allreduce.apply(packed, *arguments)  # type: ignore[no-untyped-call]
+    else:
+        reduced = synchronize(allreduce_async(packed, *arguments))
+    result: Tensor = compression.decompress(reduced, context)
+    return result
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """All-reduce in place, without a gradient."""
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = synchronize(allreduce_async_(tensor, *arguments))
+    return result
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """All-reduces that are done together, into new tensors; see `allreduce`."""
+    packed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
+        reduced = _GroupedAllreduce.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
+    else:
+        reduced = synchronize(grouped_allreduce_async(packed, *arguments))
+    pairs = zip(reduced, contexts, strict=True)
+    return [compression.decompress(tensor, context) for tensor, context in pairs]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """All-reduces in place that are done together."""
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    result: list[Tensor] = synchronize(grouped_allreduce_async_(tensors, *arguments))
+    return result
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], Tensor]:
+    """Begin a sum or average of sparse tensors; returns a function that waits for the result.
+
+    Two all-gathers, of the indices and of the values; what several ranks hold is added up when the
+    result is coalesced.
+    errors   ValueError for other operations
+    """
+    if op not in (Average, Sum):
+        raise ValueError(f"a sparse all-reduce sums or averages; op {op} was asked for")
+    tensor = tensor.coalesce() if not tensor.is_coalesced() else tensor
+    chosen = name if name is not None else _engine_of(process_set).unnamed("sparse_allreduce")
+    indices = allgather_async(tensor.indices().t().contiguous(), f"{chosen}.indices", process_set)
+    values = allgather_async(tensor.values(), f"{chosen}.values", process_set)
+
+    def wait() -> Tensor:
+        positions, found = synchronize(indices), synchronize(values)
+        if op == Average:
+            found = found / process_set.size()
+        return torch.sparse_coo_tensor(positions.t(), found, tensor.shape)
+
+    return wait
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin to gather the rows of all ranks' tensors, whose first dimensions may differ."""
+    return _gathering("allgather", [tensor], name, process_set, _one)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin all-gathers that are done together; returns one handle, whose result is a list."""
+    return _gathering("allgather", tensors, name, process_set, _all)
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """The rows of all ranks' tensors, one rank's after the other's.
+
+    Its gradient is the average over the ranks of the gradients of this rank's rows (Horovod's convention).
+    errors   ValueError for a tensor without dimensions or of a type that cannot be sent
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        result: Tensor = _Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+        return result
+    found: Tensor = synchronize(allgather_async(tensor, name, process_set))
+    return found
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """All-gathers that are done together."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_GroupedAllgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+    found: list[Tensor] = synchronize(grouped_allgather_async(tensors, name, process_set))
+    return found
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to send the root's tensor to all ranks, into a new tensor. root_rank: of the whole job."""
+    return _broadcast(tensor, root_rank, name, process_set, _NEW)
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to send the root's tensor to all ranks, in place."""
+    return _broadcast(tensor, root_rank, name, process_set, _IN_PLACE)
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The root's tensor, on every rank.
+
+    Its gradient is the average of the gradients on the root, and zero elsewhere (Horovod's convention).
+    errors   ValueError for a root that is not in the process set
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+        return result
+    found: Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
+    return found
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The root's tensor, in place, without a gradient."""
+    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to send rows to every rank; the handle's result is (rows received, how many from each rank).
+
+    splits   rows for each rank, int32 or int64; None: equal pieces
+    errors   ValueError for splits of another type or number, or more rows than there are
+    """
+    engine = _engine_of(process_set)
+    _require_rows("alltoall", tensor)
+    rows = _splits_of(tensor, splits, engine.size)
+    ticket = _ticket(engine, "alltoall", tensor, name, None)
+    ticket.splits = rows
+    return _submit(engine, [ticket], _one)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Rows for every rank against rows from every rank; see `alltoall_async`.
+
+    returns   the rows received, in the order of the ranks; and, where splits are given, how many came
+              from each (int32). Its gradient goes the way back
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        output, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    else:
+        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+    return output if splits is None else (output, received)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin a reduce-scatter: every rank gets its rows of the reduction.
+
+    op        Average or Sum
+    result    rows, as equal as can be; the first ranks have one more
+    errors    ValueError for a tensor without dimensions, HorovodInternalError for another op
+    """
+    scaling = (prescale_factor, postscale_factor)
+    return _reducescatter([tensor], name, op, process_set, scaling, _one)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin reduce-scatters that are done together; returns one handle, whose result is a list."""
+    scaling = (prescale_factor, postscale_factor)
+    return _reducescatter(tensors, name, op, process_set, scaling, _all)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """This rank's rows of the reduction; see `reducescatter_async`. Its gradient is an all-gather."""
+    packed, context = compression.compress(tensor)
+    arguments = (name, op, process_set, prescale_factor, postscale_factor)
+    if packed.requires_grad and torch.is_grad_enabled():
+        reduced = _Reducescatter.apply(packed, *arguments)  # type: ignore[no-untyped-call]
+    else:
+        reduced = synchronize(reducescatter_async(packed, *arguments))
+    result: Tensor = compression.decompress(reduced, context)
+    return result
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduce-scatters that are done together."""
+    packed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
+    arguments = (name, op, process_set, prescale_factor, postscale_factor)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
+        reduced = _GroupedReducescatter.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
+    else:
+        reduced = synchronize(grouped_reducescatter_async(packed, *arguments))
+    pairs = zip(reduced, contexts, strict=True)
+    return [compression.decompress(tensor, context) for tensor, context in pairs]
+
+
+def join(device: int = -1) -> int:
+    """This rank has no more data: zeros take its place in the others' sums until all ranks have joined.
+
+    device    for compatibility; the zeros are made where they are needed
+    returns   the rank that joined last, the same on every rank
+    """
+    return _engine_of(global_process_set).join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the process set have come here."""
+    engine = _engine_of(process_set)
+    ticket = Ticket(Request(engine.unnamed("barrier"), "barrier"))
+    engine.submit([ticket])
+    engine.wait(ticket)
+
+
+_NEW, _IN_PLACE = False, True
+
+
+def _allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None,
+    name: str | None,
+    op: int | None,
+    scaling: tuple[float, float],
+    process_set: ProcessSet,
+    in_place: bool,
+    shape: Callable[[list[Any]], Any],
+) -> int:
+    engine = _engine_of(process_set)
+    chosen = _op(op, average)
+    if chosen == "adasum":
+        _require_adasum(engine, process_set)
+    for tensor in tensors:
+        _require_type("an all-reduce", tensor, _REDUCIBLE)
+    tickets = _tickets(
+        engine,
+        "allreduce",
+        tensors,
+        name,
+        in_place,
+        is_group=shape is _all,
+        op=chosen,
+        prescale=float(scaling[0]),
+        postscale=float(scaling[1]),
+    )
+    return _submit(engine, tickets, shape, tensors if in_place else None)
+
+
+def _gathering(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    shape: Callable[[list[Any]], Any],
+) -> int:
+    engine = _engine_of(process_set)
+    for tensor in tensors:
+        _require_rows(kind, tensor)
+    return _submit(engine, _tickets(engine, kind, tensors, name, _NEW, is_group=shape is _all), shape)
+
+
+def _reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int | None,
+    process_set: ProcessSet,
+    scaling: tuple[float, float],
+    shape: Callable[[list[Any]], Any],
+) -> int:
+    engine = _engine_of(process_set)
+    chosen = _op(op, None)
+    if chosen not in ("average", "sum"):
+        raise HorovodInternalError(f"a reducescatter with op {chosen} was asked for; it does Average and Sum")
+    for tensor in tensors:
+        _require_rows("reducescatter", tensor)
+        _require_type("a reducescatter", tensor, _REDUCIBLE)
+    tickets = _tickets(
+        engine,
+        "reducescatter",
+        tensors,
+        name,
+        _NEW,
+        is_group=shape is _all,
+        op=chosen,
+        prescale=float(scaling[0]),
+        postscale=float(scaling[1]),
+    )
+    return _submit(engine, tickets, shape)
+
+
+def _broadcast(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
+) -> int:
+    engine = _engine_of(process_set)
+    ranks = process_set.ranks or []
+    if root_rank not in ranks:
+        raise ValueError(f"root_rank={root_rank} is not among the ranks {ranks} of the process set")
+    _require_type("a broadcast", tensor, _MOVABLE)
+    output = tensor.detach() if in_place else None
+    ticket = _ticket(engine, "broadcast", tensor, name, output, root=ranks.index(root_rank))
+    return _submit(engine, [ticket], _one, [tensor] if in_place else None)
+
+
+def _tickets(
+    engine: Engine,
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    in_place: bool,
+    *,
+    is_group: bool,
+    **told: Any,
+) -> list[Ticket]:
+    if not is_group:
+        (tensor,) = tensors
+        return [_ticket(engine, kind, tensor, name, tensor.detach() if in_place else None, **told)]
+    if not tensors:
+        raise ValueError(f"a grouped {kind} of no tensors was asked for; give at least one")
+    devices = {"GPU" if tensor.is_cuda else "CPU" for tensor in tensors}
+    if len(devices) > 1:
+        raise HorovodInternalError(
+            f"a grouped {kind} of tensors on CPU and GPU was asked for; group those of one kind of device"
+        )
+    base = name if name is not None else engine.unnamed(kind).removeprefix(f"{kind}.")
+    group = (f"{kind}.{base}", len(tensors))
+    return [
+        _ticket(
+            engine,
+            kind,
+            tensor,
+            f"{base}_{index}of{len(tensors)}",
+            tensor.detach() if in_place else None,
+            group=group,
+            **told,
+        )
+        for index, tensor in enumerate(tensors, start=1)
+    ]
+
+
+def _ticket(
+    engine: Engine, kind: str, tensor: Tensor, name: str | None, output: Tensor | None, **told: Any
+) -> Ticket:
+    dtype = _DTYPE_NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise ValueError(f"{tensor.dtype} cannot be communicated; convert it to another type first")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{kind} of a {tensor.layout} tensor was asked for; use sparse_allreduce_async")
+    full = engine.unnamed(kind) if name is None else f"{kind}.{name}"
+    device = "GPU" if tensor.is_cuda else "CPU"
+    request = Request(full, kind, dtype, tuple(tensor.shape), device, **told)
+    if output is None:
+        return Ticket(request, tensor.detach() if tensor.requires_grad else tensor)
+    return Ticket(request, output, output)
+
+
+def _submit(
+    engine: Engine,
+    tickets: list[Ticket],
+    shape: Callable[[list[Any]], Any],
+    given: Sequence[Tensor] | None = None,
+) -> int:
+    """given   what the caller gets back of operations in place: his tensors, not our views of them"""
+    engine.submit(tickets)
+    handle = next(_numbers)
+    if given is None:
+        _outstanding[handle] = engine, tickets, shape
+    else:
+        own = list(given)
+        _outstanding[handle] = engine, tickets, lambda _: shape(own)
+    return handle
+
+
+def _engine_of(process_set: ProcessSet) -> Engine:
+    if not basics.is_initialized():
+        raise HorovodInternalError("Horovod has not been initialized; call hvd.init() first.")
+    engine = process_set._engine
+    if engine is None:
+        if process_set.process_set_id is None:
+            raise ValueError(
+                f"{process_set} is not registered; use hvd.add_process_set or hvd.init(process_sets=…)"
+            )
+        raise ValueError(f"rank {rank()} does not belong to {process_set}, and cannot communicate in it")
+    return engine
+
+
+def _op(op: int | None, average: bool | None) -> str:
+    if average is not None:
+        if op is not None:
+            raise ValueError("both average and op were given; op says it all")
+        warnings.warn("average is deprecated; give op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        op = Average if average else Sum
+    if op is None:
+        op = Average
+    if op not in range(len(_OPS)):
+        raise ValueError(f"op {op!r} is not one of Average, Sum, Adasum, Min, Max, Product")
+    return _OPS[op]
+
+
+def _require_adasum(engine: Engine, process_set: ProcessSet) -> None:
+    if process_set is not global_process_set:
+        raise NotImplementedError("Adasum is defined over all ranks here; it was asked for on a process set")
+    if engine.size & (engine.size - 1):
+        raise NotImplementedError(
+            f"Adasum needs a number of ranks that is a power of two; there are {engine.size}"
+        )
+
+
+def _require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
+    if tensor.dtype not in known:
+        raise ValueError(
+            f"{what} of {tensor.dtype} was asked for; Tensor type {tensor.type()} is not supported"
+        )
+
+
+def _require_rows(kind: str, tensor: Tensor) -> None:
+    if not tensor.dim():
+        raise HorovodInternalError(
+            f"{kind} of a tensor without dimensions was asked for; it works on rows: use tensor.reshape(1)"
+        )
+    _require_type(kind, tensor, _MOVABLE)
+
+
+def _splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
+    length = tensor.shape[0]
+    if splits is None:
+        if length % size:
+            raise ValueError(
+                f"an alltoall of {length} rows over {size} ranks: they cannot be split evenly; give splits"
+            )
+        return [length // size] * size
+    if isinstance(splits, Tensor) and splits.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"splits are {splits.dtype}; give whole numbers as torch.int32")
+    rows: list[int] = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+    if len(rows) != size or any(not isinstance(count, int) or count < 0 for count in rows):
+        raise ValueError(f"splits {rows} do not give a number of rows for each of {size} ranks")
+    if sum(rows) > length:
+        raise ValueError(f"splits {rows} ask for {sum(rows)} rows, but the tensor has {length}")
+    return rows
+
+
+class _Allreduce(torch.autograd.Function):
+    """Horovod's convention: the gradient is all-reduced by the same operation and factors."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
+        ctx.arguments = arguments
+        result: Tensor = synchronize(allreduce_async(tensor, *arguments))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        average, _, op, prescale, postscale, process_set = ctx.arguments
+        reduced = allreduce(
+            gradient,
+            average,
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=process_set,
+        )
+        return reduced, None, None, None, None, None, None
+
+
+class _GroupedAllreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        ctx.arguments, tensors = given[:6], given[6:]
+        return tuple(synchronize(grouped_allreduce_async(tensors, *ctx.arguments)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        average, _, op, prescale, postscale, process_set = ctx.arguments
+        reduced = grouped_allreduce(
+            gradients,
+            average,
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=process_set,
+        )
+        return (*(None,) * 6, *reduced)
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        ctx.rows, ctx.process_set = tensor.shape[0], process_set
+        result: Tensor = synchronize(allgather_async(tensor, name, process_set))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _own_rows(gradient, ctx.rows, ctx.process_set), None, None
+
+
+class _GroupedAllgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
+        return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        pairs = zip(gradients, ctx.rows, strict=True)
+        return None, None, *(_own_rows(gradient, rows, ctx.process_set) for gradient, rows in pairs)
+
+
+def _own_rows(gradient: Tensor, rows: int, process_set: ProcessSet) -> Tensor:
+    """The average over the ranks of what belongs to the rows that this rank gave."""
+    reduced = allreduce(gradient, op=Average, process_set=process_set)
+    everyones: list[int] = allgather(torch.tensor([rows]), process_set=process_set).tolist()
+    own = process_set.rank()
+    assert own is not None, "it took part in the forward"
+    return reduced.narrow(0, sum(everyones[:own]), rows)
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        result: Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        reduced = allreduce(gradient, op=Average, process_set=ctx.process_set)
+        return reduced if rank() == ctx.root_rank else torch.zeros_like(reduced), None, None, None
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
+        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        back, _ = alltoall(gradient, ctx.received, process_set=ctx.process_set)
+        if back.shape[0] < ctx.rows:  # rows that were sent to nobody
+            back = torch.cat([back, back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))])
+        return back, None, None, None
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
+        ctx.arguments = arguments
+        result: Tensor = synchronize(reducescatter_async(tensor, *arguments))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _scattered_back(ctx.arguments, gradient), None, None, None, None, None
+
+
+class _GroupedReducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        ctx.arguments, tensors = given[:5], given[5:]
+        return tuple(synchronize(grouped_reducescatter_async(tensors, *ctx.arguments)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        back = (_scattered_back(ctx.arguments, gradient) for gradient in gradients)
+        return (*(None,) * 5, *back)
+
+
+def _scattered_back(arguments: Any, gradient: Tensor) -> Tensor:
+    """Horovod's convention: the gradients of all ranks' rows; of a sum, times the number of ranks."""
+    _, op, process_set, prescale, postscale = arguments
+    factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+    return allgather(gradient * factor if factor != 1 else gradient, process_set=process_set)

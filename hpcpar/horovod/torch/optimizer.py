@@ -1,0 +1,362 @@
+"""Horovod's DistributedOptimizer: the wrapped optimizer itself, whose step averages the gradients first."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpcpar.data_parallel.buckets import BUCKET_BYTES
+from hpcpar.horovod import basics
+from hpcpar.horovod.process_sets import ProcessSet, global_process_set
+from hpcpar.horovod.torch import mpi_ops
+from hpcpar.horovod.torch.compression import Compression
+from hpcpar.horovod.torch.gradients import Gradients, Ways
+from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
+
+Groups = int | Sequence[Sequence[Tensor]] | None
+
+
+def DistributedOptimizer(  # noqa: N802  the name that scripts use
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Optimizer:
+    """The optimizer, made to average gradients over all ranks before each step.
+
+    optimizer        any torch optimizer. Its groups, state, defaults and hooks stay its own
+    named_parameters names for all of its parameters; None: numbers
+    compression      how gradients travel: Compression.none, .fp16, .bf16, or a Compressor of your own
+    backward_passes_per_step   backwards whose gradients are summed before they are reduced
+    op               Average, Sum, or Adasum (of what each rank's own step would change)
+    gradient_predivide_factor  with Average: divide by it before the sum, and by the rest after it
+    groups           so many groups, or lists of parameters whose gradients are to be reduced together
+    num_groups       old name for a number of groups
+    sparse_as_dense  make sparse gradients dense before they are reduced
+    process_set      the ranks that train together; others train by themselves
+    returns          an instance of a class of the optimizer's own name that is a subclass of its class, with
+                     `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`
+    errors           ValueError for impossible arguments and parameters without or with the same name
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor works with op=Average only")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op {op!r} is not one of Average, Sum and Adasum, by which gradients are combined")
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    base = type(optimizer)
+    mixin = _AdasumOptimizer if op == Adasum else _AveragingOptimizer
+    cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    wrapped: Any = cls.__new__(cls)
+    # A scheduler that was made before has put a `step` of its own into the optimizer, which is not ours.
+    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    wrapped._settings = {
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+    }
+    wrapped._distribute(named_parameters)
+    result: Optimizer = wrapped
+    return result
+
+
+class _Distributed(Optimizer):
+    """What both kinds have in common: names, settings, and how to be copied."""
+
+    _settings: dict[str, Any]
+    _parameter_names: dict[Tensor, str]
+
+    def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
+        passes = self._settings["backward_passes_per_step"]
+        _require_passes(passes)
+        self._parameter_names = _named(self, named_parameters)
+        self._is_alone = not basics.is_initialized() or not self._process_set.included() or self._size == 1
+
+    @property
+    def _process_set(self) -> ProcessSet:
+        chosen: ProcessSet = self._settings["process_set"]
+        return chosen
+
+    @property
+    def _size(self) -> int:
+        return self._process_set.size() or 1
+
+    def _step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The wrapped optimizer's step, on this rank's own gradients."""
+        return super().step(closure) if closure is not None else super().step()
+
+    def __reduce__(self) -> Any:
+        base = type(self).__bases__[1]
+        state = {key: value for key, value in vars(self).items() if not key.startswith(_OWN)}
+        names = [
+            self._parameter_names.get(parameter, "")
+            for group in self.param_groups
+            for parameter in group["params"]
+        ]
+        settings = dict(self._settings)
+        if settings.pop("process_set") is not global_process_set:
+            raise ValueError("an optimizer of a process set cannot be copied or pickled; wrap it anew")
+        if not isinstance(settings["groups"], int):
+            settings["groups"] = None  # its tensors are not those of the copy
+        return _rebuild, (base, {k: v for k, v in state.items() if _is_copied(k, v)}, names, settings)
+
+
+_OWN = ("_settings", "_parameter_names", "_gradients", "_is_alone", "_synchronized", "_should_synchronize")
+
+
+def _is_copied(key: str, value: Any) -> bool:
+    """torch's own rule: hooks and profiling belong to the object, not to its value."""
+    return key in ("defaults", "state", "param_groups") or not (key.startswith("_") or callable(value))
+
+
+def _rebuild(
+    base: type[Optimizer], state: dict[str, Any], names: Sequence[str], settings: dict[str, Any]
+) -> Optimizer:
+    """From a pickle: wrapped again where Horovod is initialized, else the wrapped optimizer."""
+    optimizer: Optimizer = base.__new__(base)
+    optimizer.__setstate__(state)
+    if not basics.is_initialized():
+        return optimizer
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), **settings)
+
+
+class _AveragingOptimizer(_Distributed):
+    """Reduces gradients, from the second step on while backward runs."""
+
+    _gradients: Gradients | None
+
+    def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
+        super()._distribute(named_parameters)
+        settings = self._settings
+        self._synchronized = False
+        self._should_synchronize = True
+        self._gradients = None
+        groups = _grouped(settings["groups"], self)
+        if self._is_alone:
+            return
+        context = basics.the_context()
+        ways = Ways(
+            op="average" if settings["op"] == Average else "sum",
+            compression=settings["compression"],
+            predivide=settings["gradient_predivide_factor"],
+            bucket_bytes=min(context.knobs.fusion_threshold_nbytes, BUCKET_BYTES),
+            groups=groups,
+            sparse_as_dense=settings["sparse_as_dense"],
+        )
+        engine = self._process_set._engine
+        assert engine is not None, "this rank is included"
+        named = [(name, parameter) for parameter, name in self._parameter_names.items()]
+        self._gradients = Gradients(
+            named, self._process_set, engine, ways, settings["backward_passes_per_step"]
+        )
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum the gradients of so many backwards before they are reduced, from the next step on."""
+        _require_passes(passes)
+        self._settings["backward_passes_per_step"] = passes
+        if self._gradients is not None:
+            self._gradients.set_passes(passes)
+
+    def synchronize(self) -> None:
+        """Reduce every gradient over all ranks, to look at gradients or clip them before `step`.
+
+        Then step inside `skip_synchronize`.
+        """
+        if self._gradients is not None:
+            self._gradients.synchronize()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step` inside takes the gradients as they are: `synchronize` has been called."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on reduced gradients; collective.
+
+        closure   computes the loss with its backward; the average of all ranks' losses is what the wrapped
+                  optimizer sees, so that all take the same path
+        """
+        if self._gradients is None:
+            return self._step_locally(closure)
+        if closure is not None:
+            outcome = self._step_locally(lambda: self._averaged(closure))
+        else:
+            if self._should_synchronize:
+                if self._synchronized:
+                    warnings.warn(
+                        "optimizer.step() called without optimizer.skip_synchronize() context after "
+                        "optimizer.synchronize(). The gradients are reduced already, and are not once more; "
+                        "write `with optimizer.skip_synchronize(): optimizer.step()`.",
+                        stacklevel=2,
+                    )
+                else:
+                    self.synchronize()
+            outcome = self._step_locally()
+        self._synchronized = False
+        for synchronizer in self._gradients._synchronizers:
+            synchronizer.synchronized = False
+        return outcome
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
+        if self._gradients is not None:
+            if self._gradients.is_under_way:
+                raise AssertionError(
+                    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
+                    "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
+                )
+            self._gradients.zero(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer; backwards are counted from zero again."""
+        super().load_state_dict(state_dict)
+        if self._gradients is not None:
+            self._gradients.reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, whose gradients are reduced from now on, too."""
+        super().add_param_group(param_group)
+        if not hasattr(self, "_parameter_names"):
+            return
+        number = len(self.param_groups) - 1
+        for index, parameter in enumerate(self.param_groups[-1]["params"]):
+            name = f"group.{number}.{index}"
+            self._parameter_names[parameter] = name
+            if self._gradients is not None:
+                self._gradients.named.append((name, parameter))
+
+    def _averaged(self, closure: Callable[[], Any]) -> Any:
+        """The closure's loss as the average of all ranks', which leaves reduced gradients."""
+        with torch.enable_grad():
+            loss = closure()
+        self.synchronize()
+        for synchronizer in self._gradients._synchronizers if self._gradients else ():
+            synchronizer.synchronized = False
+        mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True)
+        mean = mpi_ops.allreduce_(mean, op=Average, process_set=self._process_set)
+        return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
+
+
+class _AdasumOptimizer(_Distributed):
+    """Steps on each rank's own gradients, and combines what the steps changed by Adasum.
+
+    source   Maleki et al. 2020, arXiv 2006.02924, section 4
+    """
+
+    def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
+        super()._distribute(named_parameters)
+        _grouped(self._settings["groups"], self)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """For compatibility: gradients add up locally until `step`, however often."""
+        _require_passes(passes)
+
+    def synchronize(self) -> None:
+        """Nothing: what is combined is made by `step`."""
+
+    def skip_synchronize(self) -> Any:
+        """An error: there is no step without the combination."""
+        raise AssertionError("skip_synchronize does not work with op=Adasum: step() combines what it changed")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The wrapped optimizer's step, then Adasum of the changes of all ranks; collective."""
+        if self._is_alone:
+            return self._step_locally(closure)
+        parameters = [p for p in self._parameter_names if p.requires_grad]
+        before = [parameter.detach().clone() for parameter in parameters]
+        outcome = self._step_locally(closure)
+        compression = self._settings["compression"]
+        with torch.no_grad():
+            changes = [p.detach() - old for p, old in zip(parameters, before, strict=True)]
+            packed = [compression.compress(change) for change in changes]
+            combined = mpi_ops.grouped_allreduce(
+                [tensor for tensor, _ in packed], op=Adasum, process_set=self._process_set
+            )
+            for parameter, old, change, (_, context) in zip(
+                parameters, before, combined, packed, strict=True
+            ):
+                parameter.copy_(old.add_(compression.decompress(change, context)))
+        return outcome
+
+
+def _named(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
+    """The name of every parameter of the optimizer; ValueError unless each has one of its own."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        return {
+            parameter: f"group.{number}.{index}"
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+    pairs = list(named_parameters)
+    wrong = [pair for pair in pairs if not isinstance(pair, tuple) or len(pair) != 2]
+    if wrong:
+        raise ValueError(
+            f"named_parameters should be a sequence of tuples (name, parameter), usually "
+            f"model.named_parameters(); found {type(wrong[0]).__name__}"
+        )
+    repeated = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+    if repeated:
+        raise ValueError(f"parameter names must be unique; found more than once: {', '.join(repeated[:4])}")
+    names = {id(parameter): name for name, parameter in pairs}
+    unnamed = [list(parameter.shape) for parameter in held if id(parameter) not in names]
+    if unnamed:
+        raise ValueError(
+            f"{len(unnamed)} of the optimizer's {len(held)} parameters are not in named_parameters (shapes "
+            f"{unnamed[:4]}); name all of them, or none"
+        )
+    return {parameter: names[id(parameter)] for parameter in held}
+
+
+def _grouped(groups: Groups, optimizer: Optimizer) -> list[list[Tensor]]:
+    """The groups that are asked for; ValueError for what is none."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if groups is None:
+        return []
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise ValueError(f"groups={groups}: give a number of groups above 0, or lists of parameters")
+        size = -(-len(held) // groups) if groups else 0
+        return [held[start : start + size] for start in range(0, len(held), size)] if size else []
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise ValueError("groups should be a whole number, or a list of lists of parameters")
+    seen: set[int] = set()
+    for parameter in (parameter for group in groups for parameter in group):
+        if not isinstance(parameter, Tensor):
+            raise ValueError(f"groups should hold parameters; found {type(parameter).__name__}")
+        if id(parameter) in seen:
+            raise ValueError(
+                f"a parameter of shape {list(parameter.shape)} is in two groups; put it into one"
+            )
+        seen.add(id(parameter))
+    return [list(group) for group in groups]
+
+
+def _require_passes(passes: int) -> None:
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step={passes}: there must be at least 1")

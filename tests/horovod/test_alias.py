@@ -1,0 +1,210 @@
+"""`import horovod` means ours; each case in a process of its own, because modules stay imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcpar.horovod import util
+from hpcpar.horovod.alias import HOMES, ROOMS, own_name
+
+
+def python(code: str, *options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *options, "-c", code],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def aliased(code: str, *, cwd: Path | None = None) -> str:
+    """What the code prints where the alias has been installed."""
+    done = python(f"from hpcpar.horovod import alias\nalias.install()\n{code}", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_module_is_ours_under_both_names() -> None:
+    code = f"""
+import importlib, sys
+for theirs, ours in {HOMES!r}.items():
+    module = importlib.import_module(theirs)
+    assert module is importlib.import_module(ours), theirs
+    assert module.__name__ == ours == module.__spec__.name, module.__spec__
+for room in {list(ROOMS)!r}:
+    importlib.import_module(room)
+print("same")
+"""
+    assert aliased(code) == "same"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mpi_ops",
+        "functions",
+        "compression",
+        "optimizer",
+        "sync_batch_norm",
+        "elastic",
+        "elastic.state",
+        "elastic.sampler",
+    ],
+)
+def test_the_parts_of_horovod_torch_are_ours(name: str) -> None:
+    code = f"""
+import horovod.torch.{name} as theirs
+import hpcpar.horovod.torch.{name} as ours
+print(theirs is ours)
+"""
+    assert aliased(code) == "True"
+
+
+def test_what_scripts_import_is_there() -> None:
+    code = """
+import horovod
+import horovod.torch as hvd
+from horovod import run
+from horovod.runner import run as run_too
+from horovod.runner.util.threads import in_thread
+from horovod.common import util
+from horovod.common.util import env, extension_available, gpu_available, split_list
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.torch.mpi_ops import rank, size, allreduce_async_, synchronize, Average
+assert run is run_too is horovod.run
+assert hvd.HorovodInternalError is HorovodInternalError
+assert hvd.ProcessSet is ProcessSet
+print(horovod.__version__)
+"""
+    assert aliased(code) == "0.28.1"
+
+
+@pytest.mark.parametrize(
+    "name", ["tensorflow", "keras", "mxnet", "spark", "ray", "torch.nothing", "common.x"]
+)
+def test_a_part_that_we_have_not_is_no_module_and_the_error_says_why(name: str) -> None:
+    code = f"""
+try:
+    import horovod.{name}
+except ModuleNotFoundError as error:
+    print(error.name, "|", error)
+"""
+    said = aliased(code)
+    assert said.startswith(f"horovod.{name} | horovod.{name} is not part of hpcpar")
+    assert "install Horovod itself" in said
+
+
+def test_looking_for_a_module_imports_no_torch() -> None:
+    code = """
+import importlib.util, sys
+import horovod
+print(importlib.util.find_spec("horovod.torch") is not None, "torch" in sys.modules)
+"""
+    assert aliased(code) == "True False"
+
+
+def test_a_second_installation_changes_nothing() -> None:
+    code = "import sys; before = list(sys.meta_path); alias.install(); print(before == sys.meta_path)"
+    assert aliased(code) == "True"
+
+
+def test_where_the_real_one_is_imported_already_the_alias_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "horovod.py").write_text("")
+    code = "import horovod\nfrom hpcpar.horovod import alias\nalias.install()"
+    done = python(code, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "AliasError: horovod has been imported from " in done.stderr
+    assert str(tmp_path) in done.stderr
+
+
+def test_the_alias_goes_before_a_horovod_that_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "horovod.py").write_text("raise RuntimeError('the real one')")
+    assert aliased("import horovod; print(horovod.__version__)", cwd=tmp_path) == "0.28.1"
+
+
+def test_other_interpreters_are_untouched() -> None:
+    code = """
+import subprocess, sys
+look = "import importlib.util; print(importlib.util.find_spec('hpcpar.horovod.alias') is not None, "
+look += "any('hpcpar' in type(finder).__module__ for finder in __import__('sys').meta_path))"
+subprocess.run([sys.executable, "-c", look], check=True)
+"""
+    assert aliased(code) == "True False"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_data_loading_children_of_a_script_can_import_horovod_too(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import multiprocessing
+import horovod
+
+
+def version(number):
+    return horovod.__version__ + "/" + str(number)
+
+
+if __name__ == "__main__":
+    with multiprocessing.get_context({method!r}).Pool(1) as pool:
+        print(pool.map(version, [1, 2]))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcpar.horovod", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "['0.28.1/1', '0.28.1/2']\n", done.stderr
+
+
+def test_names_are_ours_by_their_longest_part() -> None:
+    assert own_name("horovod.torch.elastic.state") == "hpcpar.horovod.torch.elastic.state"
+    assert own_name("horovod.common.util") == "hpcpar.horovod.util"
+    assert own_name("horovod.torchvision") is None
+
+
+def test_torch_is_the_only_framework() -> None:
+    found = [util.extension_available(name) for name in ("torch", "tensorflow", "mxnet")]
+    assert found == [True, False, False]
+    util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+    with pytest.raises(ImportError, match=r"horovod\.mxnet is not part of hpcpar"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
+    assert not util.gpu_available("tensorflow")
+
+
+def test_lists_are_split_evenly_with_the_longer_pieces_first() -> None:
+    assert util.split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert util.split_list([1], 2) == [[1], []]
+
+
+def test_powers_of_two_are_told_from_other_numbers() -> None:
+    assert [n for n in range(10) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8]
+
+
+def test_what_can_be_walked_over_is_iterable() -> None:
+    assert util.is_iterable([])
+    assert util.is_iterable("text")
+    assert not util.is_iterable(3)
+
+
+def test_the_older_average_becomes_an_operation() -> None:
+    class Operations:
+        Average, Sum = "average", "sum"
+
+    choose = util.get_average_backwards_compatibility_fun(Operations)
+    assert choose(None, None) == "average"
+    assert choose("max", None) == "max"
+    with pytest.warns(DeprecationWarning, match="give `op`"):
+        assert choose(None, False) == "sum"
+    with pytest.raises(ValueError, match="both op='sum' and average=True"):
+        choose("sum", True)

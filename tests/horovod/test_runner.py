@@ -1,0 +1,134 @@
+"""`horovod.run`: a function on ranks that are started for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcpar.errors import ConfigError, PeerFailedError
+from hpcpar.horovod.runner import run
+from hpcpar.launch import supervise
+
+pytest.importorskip("cloudpickle")
+pytestmark = pytest.mark.skipif(
+    not (shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")),
+    reason="needs mpiexec",
+)
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("PMI", "MPI_LOCAL", "OMPI_COMM")):
+            monkeypatch.delenv(name)
+
+
+def test_results_come_back_by_rank() -> None:
+    def work(factor: int, *, offset: int = 0) -> tuple[int, int]:
+        import hpcpar
+
+        world = hpcpar.init()
+        return world.rank * factor + offset, world.size
+
+    assert run(work, args=(10,), kwargs={"offset": 1}, num_proc=3) == [(1, 3), (11, 3), (21, 3)]
+
+
+def test_the_older_spelling_of_the_number_works_and_ranks_see_horovods_variables() -> None:
+    def told() -> list[str]:
+        return [os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK")] + [
+            str("HPCPAR_RUN_TOKEN" in os.environ)
+        ]
+
+    with pytest.warns(DeprecationWarning, match="num_proc"):
+        results = run(told, np=2, hosts="localhost:2")
+    assert results == [["0", "2", "0", "False"], ["1", "2", "1", "False"]]
+
+
+def test_large_results_and_functions_of_this_module_travel(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=2\n")
+    results = run(_octets, args=(5_000_000,), num_proc=2, hostfile=str(hostfile))
+    assert [len(result) for result in results] == [5_000_000, 5_000_000]
+
+
+def _octets(number: int) -> bytes:
+    return bytes(number)
+
+
+def test_an_error_of_a_rank_names_the_rank_and_carries_its_traceback_and_the_exception() -> None:
+    def fails() -> None:
+        import hpcpar
+
+        world = hpcpar.init()
+        if world.rank == 1:
+            raise KeyError("learning_rate")
+        world.barrier()
+
+    with pytest.raises(PeerFailedError, match=r"rank 1 of 2 .* raised KeyError: 'learning_rate'") as caught:
+        run(fails, num_proc=2)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "in fails" in str(caught.value)
+
+
+def test_a_rank_that_leaves_without_a_word_is_named() -> None:
+    def leaves() -> None:
+        from hpcpar.launch.environment import detect
+
+        if detect().rank == 1:
+            os._exit(3)
+
+    with pytest.raises(PeerFailedError, match=r"did not return: .*1"):
+        run(leaves, num_proc=2)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
+    def locks() -> Any:
+        return threading.Lock()
+
+    with pytest.raises(PeerFailedError, match=r"rank 0 of 1 .* raised TypeError"):
+        run(locks)
+
+
+def test_output_goes_to_files_where_asked(tmp_path: Path) -> None:
+    run(lambda: print("here"), num_proc=2, output_filename=str(tmp_path))
+    found = [(tmp_path / f"rank.{rank}" / "stdout").read_text() for rank in range(2)]
+    assert found == ["here\n", "here\n"]
+
+
+def test_under_the_alias_the_ranks_have_it_too() -> None:
+    code = """
+from hpcpar.horovod import alias
+alias.install()
+import horovod
+
+def work():
+    import horovod
+    return horovod.__version__
+
+print(horovod.run(work, num_proc=2))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "['0.28.1', '0.28.1']\n", done.stderr
+
+
+def test_arguments_that_make_no_sense_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervise, "run", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(TypeError, match="no argument nodes"):
+        run(_octets, nodes=3)
+    with pytest.raises(ConfigError, match=r"min_num_proc: .* fixed number of ranks"):
+        run(_octets, min_num_proc=2)
+    with pytest.raises(ConfigError, match="both hosts and hostfile"):
+        run(_octets, hosts="a:1", hostfile="b")
+    with pytest.raises(ConfigError, match="is not like host"):
+        run(_octets, hosts="a:one")

@@ -1,0 +1,34 @@
+"""Each rank's output in files of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hpcpar.launch.redirect import rank_directory
+
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "12", "MPI_LOCALNRANKS": "12", "MPI_LOCALRANKID": "1"}
+
+
+def test_directories_sort_by_rank() -> None:
+    names = [str(rank_directory("d", rank, 11)) for rank in range(11)]
+    assert names[0] == "d/rank.00"
+    assert names == sorted(names)
+    assert str(rank_directory("d", 3, 4)) == "d/rank.3"
+
+
+def test_a_program_writes_into_its_ranks_files_and_keeps_its_status(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcpar.launch.redirect", str(tmp_path / "new"), *program],
+        env={**os.environ, **HYDRA},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
+    assert (tmp_path / "new" / "rank.01" / "stdout").read_text() == "out\n"
+    assert (tmp_path / "new" / "rank.01" / "stderr").read_text() == "err\n"
