@@ -31,12 +31,16 @@ EXTRAS = {
     "cuda13": ["cupy-cuda13x>=13.6"],
     # What a Horovod script sends around as objects.
     "horovod": ["cloudpickle>=2"],
+    # The images of examples/horovod_digits.py.
+    "examples": ["scikit-learn>=1.3"],
     "dev": [
         "pytest>=8",
         "pytest-mpi>=0.6",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
         "psutil>=5.9",
+        "cloudpickle>=2",
+        "scikit-learn>=1.3",
         "ruff>=0.6",
         "mypy>=1.11",
         "import-linter>=2",

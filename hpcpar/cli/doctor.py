@@ -1,14 +1,18 @@
 """`hpcpar doctor`: what this job runs on, whether an all-reduce is right and how fast, what to mend.
 
-Works alone and behind mpiexec or srun (`hpcpar run -n 4 -m hpcpar doctor`); rank 0 prints.
+Works alone and behind mpiexec or srun (`hpcpar run -n 4 -m hpcpar doctor`); rank 0 prints. What
+Horovod's `--check-build` shows is part of it, and printed alone by `hpcpar run --check-build`.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +37,14 @@ CHECK_S = 1.0
 CHECK_NBYTES = (8, 4 * MiB)
 OLDEST_TORCH = (2, 4)
 SMALL_SHARED_MEMORY_NBYTES = 256 * MiB
+
+# Asks the MPI library for its name without starting it, in a process of its own: loading one may fail hard.
+ASK_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,30 @@ class Visit:
         return len(self.ranks)
 
 
+@dataclass(frozen=True)
+class Build:
+    """What Horovod's scripts find here: the version of torch and the name of MPI, "" where there is none."""
+
+    torch: str
+    mpi: str
+
+    def sections(self) -> dict[str, list[tuple[str, bool]]]:
+        """Title -> (name, whether it is there), as `horovodrun --check-build` groups them."""
+        torch, mpi = bool(self.torch), bool(self.mpi)
+        return {
+            "frameworks": [("TensorFlow", False), (f"PyTorch {self.torch}".strip(), torch), ("MXNet", False)],
+            "controllers": [(f"MPI ({self.mpi})" if mpi else "MPI", mpi), ("Gloo", False)],
+            "tensor operations": [
+                ("NCCL", False),
+                ("DDL", False),
+                ("CCL", False),
+                ("MPI", mpi),
+                ("Gloo", False),
+                ("shared memory within a node", mpi),
+            ],
+        }
+
+
 @click.command()
 def doctor() -> int:
     """Look at MPI, launcher, cores, GPUs and torch, sum something over all ranks, say what to mend.
@@ -140,6 +176,27 @@ def choices(world: Communicator) -> str:
 
     sizes = [4 << power for power in range((GiB // 4).bit_length())]
     return describe((nbytes, world.algorithm_for("allreduce", nbytes)) for nbytes in sizes)
+
+
+def find_build() -> Build:
+    """Look without starting MPI or importing torch."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = ""
+    asked = subprocess.run([sys.executable, "-c", ASK_MPI], capture_output=True, text=True, check=False)
+    return Build(torch, library_name(asked.stdout) if asked.returncode == 0 else "")
+
+
+def print_build(build: Build | None = None) -> None:
+    """What Horovod's `--check-build` shows."""
+    import hpcpar
+
+    click.echo(f"hpcpar {hpcpar.__version__} in Horovod's place:")
+    for title, things in (build or find_build()).sections().items():
+        click.echo(f"\nAvailable {title}:")
+        for name, there in things:
+            click.echo(f"    [{'X' if there else ' '}] {name}")
 
 
 def rank_facts(world: Communicator) -> RankFacts:
@@ -348,8 +405,19 @@ def facts_table(visit: Visit) -> Table:
     table.add_row(
         "torch", f"{first.torch.version or 'none'}, {first.torch.threads} threads, {first.torch.gpus} GPUs"
     )
+    build = Build(first.torch.version, library_name(visit.mpi["library"]))
+    for title, things in build.sections().items():
+        table.add_row(f"Horovod's {title}", _there_and_not(things))
     table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     return table
+
+
+def _there_and_not(things: Sequence[tuple[str, bool]]) -> str:
+    """ "MPI (not Gloo)" """
+    there, missing = (
+        ", ".join(name for name, found in things if found is wanted) for wanted in (True, False)
+    )
+    return f"{there or 'none'} (not {missing})" if missing else there
 
 
 def _launcher_line(info: RankInfo) -> str:

@@ -108,6 +108,14 @@ class Communicator(Objects):
         """Advance all that is under way, on every communicator of the family; never blocks."""
         self._family.progress.poke()
 
+    def depart(self) -> None:
+        """This rank makes no more calls on this family: those who wait for it get a PeerLeftError."""
+        self._family.watch.depart()
+
+    def while_waiting(self, inspect: Callable[[], None]) -> None:
+        """Have `inspect` called now and then in long waits of this family; what it raises ends the wait."""
+        self._family.watch.inspectors.append(inspect)
+
     def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:
         """Return when `condition()` holds, which is to poke; it may start collectives, too.
 

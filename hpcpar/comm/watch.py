@@ -7,6 +7,7 @@ stopped, or dead, and the chain of answers ends at the culprit.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from hpcpar.errors import PeerLeftError, StallError
@@ -33,6 +34,7 @@ class Watch:
     """One rank's eye on its peers. Ranks are world ranks here.
 
     timeout_s   how long a wait may last before it is called a stall
+    inspectors  called at each look: for who wants to say more of a wait, or to end it by an error
     """
 
     def __init__(self, transport: Transport, timeout_s: float) -> None:
@@ -44,6 +46,7 @@ class Watch:
         self._begun: dict[str, int] = {}
         self._looked_s = 0.0
         self._asked_s = 0.0
+        self.inspectors: list[Callable[[], None]] = []
 
     def look(self, operation: Waited, waited_s: float) -> None:
         """Called now and then by a rank that has waited for `waited_s` seconds.
@@ -54,6 +57,8 @@ class Watch:
         if now_s - self._looked_s < SECONDS_BETWEEN_LOOKS:
             return
         self._looked_s = now_s
+        for inspect in self.inspectors:
+            inspect()
         missing = operation.waiting_for()
         self._state = {
             "text": f"waits in {operation.name}, {operation.progress()}, for {_ranks(missing)}",
@@ -93,6 +98,13 @@ class Watch:
         """Answer what has come in: this rank has come to its end."""
         self._state = {"text": "has come to the end of its program", "for": (), "left": True}
         self._read_mail()
+
+    def depart(self) -> None:
+        """Tell all others, unasked, that this rank makes no more calls: who waits for it need not."""
+        self.leave()
+        for rank in self._transport.world_ranks:
+            if rank != self._rank:
+                self._transport.control_send(rank, {"kind": "answer", "begun": self._begun, **self._state})
 
     def _read_mail(self) -> None:
         for rank, message in self._transport.control_receive():

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
+ADVICE = (
+    "Run the backwards of all microbatches but the last inside no_sync(), and step() or zero_grad() before "
+    "the next"
+)
+
+
 class Pending(Protocol):
     """A reduction under way."""
 
@@ -42,8 +48,8 @@ class Pending(Protocol):
 class Reduction(Protocol):
     """How buckets are reduced. Each is begun in the same order on all ranks."""
 
-    def start(self, flat: Tensor) -> Pending:
-        """Begin to replace a bucket by its reduction over all ranks."""
+    def start(self, flat: Tensor, bucket: Bucket) -> Pending:
+        """Begin to replace a bucket, whose memory is `flat`, by its reduction over all ranks."""
 
     def start_map(self, bits: Any) -> Pending:
         """Begin to or the maps of used parameters, which ends the round."""
@@ -56,7 +62,7 @@ class Averaging:
         self._comm = dp_comm
         self._algorithm = algorithm
 
-    def start(self, flat: Tensor) -> Pending:
+    def start(self, flat: Tensor, bucket: Bucket) -> Pending:
         return self._comm.start_allreduce(flat, "average", algorithm=self._algorithm)
 
     def start_map(self, bits: Any) -> Pending:
@@ -92,6 +98,7 @@ class GradientSynchronizer:
     groups            positions of parameters that are to share a bucket
     sparse_as_dense   sparse gradients are made dense; else they are an error
     reduction         how a bucket is reduced; None: averaged by `algorithm`
+    advice            what to say to who brings a gradient too many
 
     Making one is collective: every rank must hold the same parameters (MismatchError).
     """
@@ -108,6 +115,7 @@ class GradientSynchronizer:
         groups: Iterable[Iterable[Tensor]] = (),
         sparse_as_dense: bool = False,
         reduction: Reduction | None = None,
+        advice: str = ADVICE,
     ) -> None:
         everything = distinct(named_parameters)
         agree_on_parameters(everything, dp_comm)
@@ -117,6 +125,7 @@ class GradientSynchronizer:
         self.passes = passes
         self._reduction = Averaging(dp_comm, algorithm) if reduction is None else reduction
         self._sparse_as_dense = sparse_as_dense
+        self._advice = advice
         self.names = [name for name, _ in trainable]
         self.parameters = [tensor for _, tensor in trainable]
         self._frozen = [(name, tensor) for name, tensor in everything if not tensor.requires_grad]
@@ -179,6 +188,7 @@ class GradientSynchronizer:
                 "(step and clip_grad_norm_ call it if nobody has)"
             )
         self._refuse_thawed()
+        self._take_back()
         self._complete_round()
 
     def zero(self, *, set_to_none: bool = True) -> None:
@@ -186,8 +196,10 @@ class GradientSynchronizer:
 
         Averages still under way are awaited first, with all other ranks: they, too, come here.
         """
+        self._take_back()
         if self.round_open:
             self._complete_round()
+        self.recount()
         if set_to_none:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -207,17 +219,28 @@ class GradientSynchronizer:
         return self._round_open
 
     def reduce_nothing(self) -> None:
-        """Take part in the others' averages with zeros, without waiting for them. Not in a round of one's own.
+        """Take part in the others' averages with zeros, without waiting for them; not amid one's own.
 
         What the buckets hold afterwards, and so the gradients here, is of no use.
         """
-        for pending in self._given_away:
-            pending.wait()
+        self._take_back()
         for shipment in self._shipments:
             shipment.flat.zero_()
         bits = np.zeros(-(-len(self.parameters) // 8), dtype=np.uint8)
-        started = [self._reduction.start(shipment.flat) for shipment in self._shipments]
+        started = [self._reduction.start(s.flat, s.bucket) for s in self._shipments]
         self._given_away = [*started, self._reduction.start_map(bits)]
+
+    def _take_back(self) -> None:
+        """What the others' averages were given must not be written to before they have it."""
+        if self._given_away:
+            for pending in self._given_away:
+                pending.wait()
+            self._given_away.clear()
+
+    def recount(self) -> None:
+        """Count the backwards from zero again, where no averaging is under way."""
+        if not self.round_open:
+            self._passed = [0] * len(self.parameters)
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
@@ -254,12 +277,11 @@ class GradientSynchronizer:
 
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
+        self._take_back()
         if self._arrived[index] or (self._accumulating and self.round_open):
-            number = "a second" if self.passes == 1 else f"gradient number {self.passes + 1}, a further"
             raise GradientOrderError(
-                f"rank {self.dp_comm.rank}: {number} gradient of {self.names[index]} came when its "
-                "bucket was due to leave or gone; run the backwards of all microbatches but the last inside "
-                "no_sync(), and step() or zero_grad() before the next"
+                f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "
+                f"came when its bucket was due to leave or gone. {self._advice}"
             )
         self.synchronized = False
         self._adopt(index)
@@ -305,7 +327,7 @@ class GradientSynchronizer:
         # rank 0 could be reducing bucket 3 against rank 1's bucket 2.
         while self._departed < len(self._shipments) and not self._shipments[self._departed].missing:
             shipment = self._shipments[self._departed]
-            shipment.handle = self._reduction.start(shipment.flat)
+            shipment.handle = self._reduction.start(shipment.flat, shipment.bucket)
             self._departed += 1
             if self._departed == len(self._shipments):
                 self._start_usage_map()

@@ -3,8 +3,7 @@
     mpiexec -n 2 python -m hpcpar.horovod train.py --lr 0.1     (also -m module …, -c code …)
     hpcpar run -np 2 --as-horovod train.py --lr 0.1             the same
 
-`import horovod` means ours, and HOROVOD_RANK, HOROVOD_SIZE and their like are set as Horovod's
-launcher sets them. Beyond that the program sees what it would see without us.
+`import horovod` means ours. Beyond that the program sees what it would see without us.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from hpcpar.horovod import alias
-from hpcpar.launch.variables import announce_rank
 
 USAGE = "usage: python -m hpcpar.horovod (script.py | -m module | -c code) [argument ...]"
 
@@ -28,7 +26,6 @@ def main(words: Sequence[str]) -> None:
         wants_help = bool(words) and words[0] in ("-h", "--help")
         print(f"{USAGE}\n\n{__doc__}" if wants_help else USAGE, file=sys.stdout if wants_help else sys.stderr)
         sys.exit(0 if wants_help else 2)
-    announce_rank()
     alias.install()
     {"-m": run_module, "-c": run_code}.get(kind, run_script)(rest[0], rest[1:])
 

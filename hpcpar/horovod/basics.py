@@ -22,6 +22,7 @@ from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.timeline import Timeline
 from hpcpar.launch.knobs import Knobs
 from hpcpar.launch.settings import Settings
+from hpcpar.launch.variables import announce_rank
 
 log = logging.getLogger("hpcpar")
 
@@ -99,6 +100,9 @@ _is_exit_registered = False
 def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> None:
     """Start. Collective over all ranks of the job; a second call does nothing.
 
+    Sets HOROVOD_RANK, HOROVOD_SIZE and their LOCAL_ and CROSS_ relatives, by which other libraries tell that
+    Horovod is there.
+
     comm           None: all ranks; a list of ranks: those, in that order, and every other process is alone;
                    an mpi4py communicator: its ranks
     process_sets   sets to register at once (ProcessSet, or lists of ranks), or "dynamic": they may come
@@ -116,6 +120,8 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     world = hpcpar.init(timeout_s=patience_s, check=False)
     context = Context(_chosen(world, comm), knobs, dynamic=process_sets == "dynamic")
     _context = context
+    local, cross = (context.local_rank, context.local_size), (context.cross_rank, context.cross_size)
+    announce_rank(context.rank, context.size, local, cross)
     if knobs.timeline and knobs.timeline != DYNAMIC:
         context.start_timeline(knobs.timeline, knobs.timeline_mark_cycles)
     if knobs.ignored and context.rank == 0:
@@ -139,6 +145,7 @@ def shutdown() -> None:
     )
     for process_set in context.process_sets.values():
         process_set._detach()
+    context.base.depart()
 
 
 def is_initialized() -> bool:

@@ -51,7 +51,6 @@ _ALONE: dict[str, Callable[[Room, Sequence[Item]], Course]] = {
     "reducescatter": responses.reducescatter,
     "alltoall": responses.alltoall,
     "barrier": responses.barrier,
-    "schedule": responses.schedule,
 }
 _FUSED = {"allreduce": responses.fused_allreduce, "broadcast": responses.fused_broadcast}
 
@@ -83,8 +82,9 @@ class Engine:
             "hierarchical" if knobs.hierarchical_allreduce else None,
             "hierarchical" if knobs.hierarchical_allgather else None,
         )
-        self._negotiation = Negotiation(comm.rank, comm.size)
+        self._negotiation = Negotiation(comm.size, comm.world_ranks)
         self._record = np.zeros(RECORD_NBYTES, dtype=np.uint8)
+        self._round_algorithm = "direct" if self.size <= EXACT_SIZE else "recursive_doubling"
         self._round: Generator[Handle, None, list[Ready]] | None = None
         self._round_handle: Handle | None = None
         self._next_round_s = 0.0
@@ -99,18 +99,16 @@ class Engine:
         self._joins = self._unnamed = self._optimizers = 0
         self._lent: list[tuple[Communicator, weakref.ref[object]]] = []
         self._failure: str | None = None
-        self._inspector = StallInspector(knobs, self)
+        self._inspect = StallInspector(knobs, self).inspect
+        comm.while_waiting(self._inspect)
         crew.engines.append(self)
 
-    def unnamed(self, kind: str) -> str:
-        """A name for an operation that was given none: ranks that call in the same order get the same."""
-        name = (
-            f"{kind}.noname.{self._joins}.{self._unnamed}"
-            if self._joins
-            else f"{kind}.noname.{self._unnamed}"
-        )
+    def unnamed(self, kind: str) -> tuple[str, int]:
+        """Name and number of an operation that was given none: ranks that call in the same order agree."""
         self._unnamed += 1
-        return name
+        # Once ranks have joined they may have counted differently, and begin anew, under other names.
+        since = f"{self._joins}." if self._joins else ""
+        return f"{kind}.noname.{since}{self._unnamed}", self._unnamed
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Ask for operations; those of one call become ready together if they are a group.
@@ -146,9 +144,10 @@ class Engine:
         self._optimizers += 1
         return f"DistributedOptimizer.{self._optimizers}"
 
-    def agree_on(self, bits: Any) -> None:
-        """Or all ranks' bits, in place, and wait. Only in an operation that is being carried out."""
-        self._comm.allreduce(bits, "or")
+    @property
+    def setup(self) -> Communicator:
+        """For what all ranks do together, and wait for, in a schedule that is being carried out."""
+        return self._comm
 
     def borrow_communicator(self, borrower: object) -> Communicator:
         """One for the borrower's life: one that nobody has any more on any rank, or a new one.
@@ -182,10 +181,14 @@ class Engine:
 
     def poll(self, ticket: Ticket) -> bool:
         """Move on; whether the operation was done when this was called."""
-        if not ticket.done:
-            self._crew.step()
-            return False
-        return True
+        if ticket.done:
+            return True
+        self._crew.step()
+        try:
+            self._inspect()
+        except HorovodInternalError as error:
+            self._crew.fail(error)
+        return False
 
     def wait(self, ticket: Ticket) -> Any:
         """Its result, when it is done.
@@ -193,14 +196,41 @@ class Engine:
         errors   HorovodInternalError: ranks that disagree (on every rank), a lost peer, a stall
         """
         if not ticket.done:
-            waited = _Waited(self, ticket)
             try:
-                self._comm.wait_until(waited.is_over, waited)
+                if not self._done_at_once(ticket):
+                    waited = _Waited(self, ticket)
+                    self._comm.wait_until(waited.is_over, waited)
             except HpcparError as error:
                 self._crew.fail(error)
         if ticket.error is not None:
             raise ticket.error
         return ticket.result
+
+    def _done_at_once(self, ticket: Ticket) -> bool:
+        """The short way for a single small all-reduce: two blocking calls, if nothing else is to be done."""
+        request = ticket.request
+        if request.kind != "allreduce" or self.timeline is not None or request.op == "adasum":
+            return False
+        with self._crew.lock:
+            if len(self._open) > 1 or self._round is not None or not self._negotiation.has_news:
+                return False
+            if any(engine.is_busy and engine is not self for engine in self._crew.engines):
+                return False
+            nbytes = _nbytes(request)
+            if nbytes > min(self._knobs.fusion_threshold_nbytes, ALONE_FROM_NBYTES - 1):
+                return False
+            self._record[:] = np.frombuffer(self._negotiation.record(), dtype=np.uint8)
+            self._control.allreduce(self._record, "and", algorithm=self._round_algorithm)
+            self._gathering_s, self._gathered_nbytes = 0.0, 0
+            ready = self._negotiation.conclude(self._record.tobytes())
+            if ready is None:
+                self._round = self._tell_more()
+                return False
+            if not responses.allreduce_at_once(self._room, Item(request, ticket)):
+                self._take_in(ready)
+                return False
+            self._end(ticket, None)
+            return True
 
     @property
     def is_busy(self) -> bool:
@@ -246,15 +276,10 @@ class Engine:
             if missing or (untold and name not in self._negotiation.heard):
                 yield name, asked_s, missing or untold
 
-    def inspect(self) -> None:
-        """Tell of stalls; raises once one has lasted beyond the shutdown time."""
-        self._inspector.inspect()
-
     def free(self) -> None:
-        """Give the communicators back, where nothing is under way. Collective then."""
-        if not self.is_busy and self._failure is None:
-            for comm in (self._comm, self._control, *(lent for lent, _ in self._lent)):
-                comm.free()
+        """Give the communicators back. Collective, and nothing may be under way on any rank."""
+        for comm in (self._comm, self._control, *(lent for lent, _ in self._lent)):
+            comm.free()
 
     def _advance_round(self) -> bool:
         """True when a round has ended: another one may begin."""
@@ -292,22 +317,30 @@ class Engine:
         self._gathering_s, self._gathered_nbytes = 0.0, 0
         had_news = negotiation.has_news
         self._record[:] = np.frombuffer(negotiation.record(), dtype=np.uint8)
-        algorithm = "direct" if self.size <= EXACT_SIZE else "recursive_doubling"
-        yield control.start_allreduce(self._record, "and", algorithm=algorithm)
+        yield control.start_allreduce(self._record, "and", algorithm=self._round_algorithm)
         ready = negotiation.conclude(self._record.tobytes())
         if ready is None:
-            payload = np.frombuffer(pickle.dumps(negotiation.news()), dtype=np.uint8)
-            lengths = np.empty(self.size, dtype=np.int64)
-            yield control.start_allgather(np.array([payload.size], dtype=np.int64), out=lengths)
-            counts = lengths.tolist()
-            everything = np.empty(sum(counts), dtype=np.uint8)
-            yield control.start_allgather(payload, counts=counts, out=everything)
-            news = [_loads(piece) for piece in np.split(everything, np.cumsum(counts)[:-1])]
-            had_news = any(told.requests for told in news)
-            ready = negotiation.conclude_news(news)
-        # Ranks that wait for others' requests ask again now and then, not as fast as they can.
-        self._next_round_s = 0.0 if had_news else time.perf_counter() + max(self._knobs.cycle_time_s, 1e-4)
+            ready = yield from self._tell_more()
+        else:
+            self._rest(had_news)
         return ready
+
+    def _tell_more(self) -> Generator[Handle, None, list[Ready]]:
+        """The rest of a round in which the ranks do not bring the same."""
+        negotiation, control = self._negotiation, self._control
+        payload = np.frombuffer(pickle.dumps(negotiation.news()), dtype=np.uint8)
+        lengths = np.empty(self.size, dtype=np.int64)
+        yield control.start_allgather(np.array([payload.size], dtype=np.int64), out=lengths)
+        counts = lengths.tolist()
+        everything = np.empty(sum(counts), dtype=np.uint8)
+        yield control.start_allgather(payload, counts=counts, out=everything)
+        news = [_loads(piece) for piece in np.split(everything, np.cumsum(counts)[:-1])]
+        self._rest(any(told.requests for told in news))
+        return negotiation.conclude_news(news)
+
+    def _rest(self, had_news: bool) -> None:
+        """Ranks that wait for others' requests ask again now and then, not as fast as they can."""
+        self._next_round_s = 0.0 if had_news else time.perf_counter() + max(self._knobs.cycle_time_s, 1e-4)
 
     def _take_in(self, ready: Sequence[Ready]) -> None:
         """Ready operations go into the queue, fused; those that cannot be done fail."""
@@ -343,9 +376,9 @@ class Engine:
                 together, _ = filling.setdefault(key, ([], 0))
                 together.append(item)
                 continue
-            nbytes = _nbytes(item) if request.kind in _FUSED else 0
+            nbytes = _nbytes(request) if request.kind in _FUSED else 0
             if request.kind not in _FUSED or nbytes > min(threshold, ALONE_FROM_NBYTES - 1):
-                yield _ALONE[request.kind], [item]
+                yield _ALONE.get(request.kind, responses.barrier), [item]
                 continue
             of_group = request.group if self._knobs.disable_group_fusion else None
             key = (request.kind, request.dtype, request.op, request.root, request.prescale, request.postscale)
@@ -365,6 +398,9 @@ class Engine:
         while self._course is not None or self._queue:
             if self._course is None:
                 make, items = self._queue.popleft()
+                if items[0].request.kind == "schedule":
+                    self._carry_out(items[0])
+                    continue
                 self._course, self._course_handle = (make(self._room, items), items), None
                 self._mark(items, begin=True)
             course, items = self._course
@@ -381,6 +417,20 @@ class Engine:
             self._finish_finals()
             return
 
+    def _carry_out(self, item: Item) -> None:
+        """A schedule: what all ranks know how to do, also those that have joined. Its errors are its own."""
+        try:
+            if item.ticket is None:
+                self.serve[item.request.name]()
+            elif item.ticket.on_ready is not None:
+                item.ticket.on_ready()
+        except HpcparError as error:
+            if item.ticket is not None:
+                item.ticket.error = HorovodInternalError(str(error))
+                item.ticket.error.__cause__ = error
+        if item.ticket is not None:
+            self._end(item.ticket, item.ticket.error)
+
     def _finish_finals(self) -> None:
         while self._finals and (self._finals[0][0] is None or self._finals[0][0].done):
             _, finish, items = self._finals.popleft()
@@ -388,9 +438,7 @@ class Engine:
             self._mark(items, begin=False)
             for item in items:
                 if item.ticket is not None:
-                    self._end(item.ticket, None)
-                elif item.request.kind == "schedule":
-                    self.serve[item.request.name]()
+                    self._end(item.ticket, item.ticket.error)
 
     def _end(self, ticket: Ticket, error: BaseException | None) -> None:
         ticket.error = error
@@ -448,20 +496,13 @@ class Crew:
 class _Waited:
     """What this rank tells those who ask what it waits for."""
 
-    LOOKS_BETWEEN_INSPECTIONS = 1024
-
     def __init__(self, engine: Engine, ticket: Ticket) -> None:
         self.name = ticket.request.name
         self._engine = engine
         self._ticket = ticket
-        self._looks = 0
 
     def is_over(self) -> bool:
         self._engine._crew.step()
-        self._looks += 1
-        if self._looks % self.LOOKS_BETWEEN_INSPECTIONS == 0:
-            for engine in self._engine._crew.engines:
-                engine.inspect()
         return self._ticket.done
 
     def waiting_for(self) -> tuple[int, ...]:
@@ -471,11 +512,11 @@ class _Waited:
         return "which not all ranks have asked for" if list(self._engine.late()) else "under way"
 
 
-def _nbytes(item: Item) -> int:
-    nbytes = getattr(torch, item.request.dtype).itemsize
-    for length in item.request.shape:
+def _nbytes(request: Request) -> int:
+    nbytes: int = getattr(torch, request.dtype).itemsize
+    for length in request.shape:
         nbytes *= length
-    return int(nbytes)
+    return nbytes
 
 
 def _loads(piece: Any) -> News:

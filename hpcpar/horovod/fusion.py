@@ -55,7 +55,7 @@ class FusionBuffer:
         """
         nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
         start = max(self._taken.values(), default=0)
-        stop = start + -(-nbytes // ALIGNED) * ALIGNED
+        stop = start + max(ALIGNED, -(-nbytes // ALIGNED) * ALIGNED)
         if stop > self.nbytes:
             return None
         self._taken[start] = stop

@@ -22,21 +22,26 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 DIGEST_NBYTES = 16
-_MODULUS = 1 << (8 * DIGEST_NBYTES)
-_ALL_ONES = b"\xff"
+_MASK = (1 << 8 * DIGEST_NBYTES) - 1
+_STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835
+"""An odd number of many digits: its multiples differ in most of theirs."""
 RECORD_NBYTES = 2 * DIGEST_NBYTES + 1
 
+MOST_ORDERS = 256
+
+ROWS = ("allgather", "alltoall", "reducescatter")
+"""Kinds that work on rows: on tensors with a first dimension."""
 UNEVEN = ("allgather", "alltoall")
 """Kinds whose first dimension may differ from rank to rank."""
 JOINABLE_OPS = ("sum", "average")
 """Reductions in which a rank without data can take part: with zeros."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What one rank asks for, as far as the others must know it.
 
     name      the key by which ranks find each other: "allreduce.loss"
@@ -46,6 +51,7 @@ class Request:
     root      of a broadcast, as a rank of the process set; else -1
     group     of grouped operations: the group's name and how many belong to it; they run together
     content   of what is no tensor: what must be the same on all ranks, in words
+    serial    of an operation without a name of its own: its number, from 1, which the name ends with
     """
 
     name: str
@@ -59,14 +65,24 @@ class Request:
     postscale: float = 1.0
     group: tuple[str, int] | None = None
     content: str = ""
+    serial: int = 0
 
-    @cached_property
+    @property
     def digest(self) -> int:
         """A number that two requests have in common when they fit each other."""
-        shape = ("*", *self.shape[1:]) if self.kind in UNEVEN else self.shape
-        fixed = (self.name, self.kind, self.dtype, shape, self.device, self.op, self.root)
-        told = repr((*fixed, self.prescale, self.postscale, self.group, self.content))
-        return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=DIGEST_NBYTES).digest(), "little")
+        if not self.serial:
+            return _digest(self)
+        # The same but for its number: one hash does for all of them. Plain multiples would not do: digests
+        # are added up, and 1 and 4 would look like 2 and 3.
+        number = self.serial * _STRIDE & _MASK
+        return (_digest(self._replace(name="", serial=0)) + (number ^ number >> 61) * _STRIDE) & _MASK
+
+
+@lru_cache(maxsize=4096)
+def _digest(request: Request) -> int:
+    fitting = request._replace(shape=request.shape[1:]) if request.kind in UNEVEN else request
+    told = repr((len(request.shape), *fitting))
+    return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=DIGEST_NBYTES).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +108,18 @@ class News:
 class Negotiation:
     """One rank's copy of the book that all ranks keep alike.
 
-    joined      ranks that have no more data
-    heard       of operations that are not ready: which ranks have asked for what
+    world_ranks   of each rank, its rank in the whole job, by which texts call it
+    joined        ranks that have no more data
+    heard         of operations that are not ready: which ranks have asked for what
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
+    def __init__(self, size: int, world_ranks: Sequence[int] | None = None) -> None:
         self._size = size
+        self._world = tuple(range(size)) if world_ranks is None else tuple(world_ranks)
         self._new: dict[str, Request] = {}
         self._told: dict[str, Request] = {}
-        self._orders: dict[int, tuple[str, ...]] = {}
+        self._record = b""
+        self._orders: dict[bytes, tuple[str, ...]] = {}
         self._is_joined = False
         self.joined: set[int] = set()
         self.last_joined: int | None = None
@@ -124,25 +142,32 @@ class Negotiation:
         """What this rank brings to the round's AND; what it asks for from now on is for the next round."""
         self._told, self._new = self._new, {}
         if self._is_joined:
-            return _ALL_ONES * (2 * DIGEST_NBYTES) + b"\x00"
-        digest = sum(request.digest for request in self._told.values()) % _MODULUS
-        bits = digest.to_bytes(DIGEST_NBYTES, "little")
-        return bits + (_MODULUS - 1 - digest).to_bytes(DIGEST_NBYTES, "little") + _ALL_ONES
+            self._record = b"\xff" * (2 * DIGEST_NBYTES) + b"\x00"
+            return self._record
+        digest = 0
+        for request in self._told.values():
+            digest += request.digest
+        digest &= _MASK
+        both = digest | (_MASK ^ digest) << 8 * DIGEST_NBYTES
+        self._record = both.to_bytes(2 * DIGEST_NBYTES, "little") + b"\xff"
+        return self._record
 
     def conclude(self, common: bytes) -> list[Ready] | None:
-        """The AND of all records is here: what is ready; None if the ranks must tell each other more."""
-        digest = int.from_bytes(common[:DIGEST_NBYTES], "little")
-        complement = int.from_bytes(common[DIGEST_NBYTES : 2 * DIGEST_NBYTES], "little")
-        if digest + complement != _MODULUS - 1 or common[-1] != 0xFF:
+        """The AND of all records is here: what is ready; None if the ranks must tell each other more.
+
+        It is this rank's own only if all are the same, and then it is so on every rank.
+        """
+        if common != self._record or self._is_joined:
             return None
-        if not self._told:
-            return []
-        order = self._orders.get(digest)
-        if order is None or len(order) != len(self._told):
-            if len(self._orders) >= 256:
+        told = self._told
+        if len(told) < 2:
+            return [Ready(request, shortcoming(request)) for request in told.values()]
+        order = self._orders.get(common)
+        if order is None:
+            if len(self._orders) >= MOST_ORDERS:
                 self._orders.clear()
-            order = self._orders[digest] = tuple(sorted(self._told))
-        return [Ready(self._told[name]) for name in order]
+            order = self._orders[common] = tuple(sorted(told))
+        return [Ready(told[name], shortcoming(told[name])) for name in order]
 
     def news(self) -> News:
         """What this rank tells the others of this round."""
@@ -156,12 +181,29 @@ class Negotiation:
             if told.joined and rank not in self.joined:
                 self.joined.add(rank)
                 self.last_joined = rank
+        ready = self._contradictions()
         complete = sorted(name for name, asked in self.heard.items() if self._is_complete(asked))
-        ready = []
         for name in self._whole_groups(complete):
             asked = self.heard.pop(name)
-            ready.append(Ready(asked[min(asked)], objection(asked) or self._objection_to_join(asked)))
+            request = asked[min(asked)]
+            error = objection(asked, self._world) or shortcoming(request) or self._objection_to_join(asked)
+            ready.append(Ready(request, error))
         return ready
+
+    def _contradictions(self) -> list[Ready]:
+        """Operations without names that have the same number, and are different ones on different ranks."""
+        numbered: dict[str, list[str]] = defaultdict(list)
+        for name, asked in self.heard.items():
+            if next(iter(asked.values())).serial:
+                numbered[name.partition(".")[2]].append(name)
+        found = []
+        for number, names in sorted(numbered.items()):
+            everyone = {rank: request for name in names for rank, request in self.heard[name].items()}
+            if len(names) > 1 and self._is_complete(everyone):
+                error = objection({r: q._replace(name=number) for r, q in everyone.items()}, self._world)
+                requests = [next(iter(self.heard.pop(name).values())) for name in sorted(names)]
+                found += [Ready(request, error) for request in requests]
+        return found
 
     def end_join(self) -> int | None:
         """When all ranks have joined: the last one, and all begin anew; else None."""
@@ -205,22 +247,39 @@ class Negotiation:
             return None
         what = f"{request.kind}{f' with op {request.op}' if request.op else ''}"
         return (
-            f"{request.name}: {what} was asked for while {_ranks(gone)} had joined, and has no data to "
-            f"give; only all-reduces with Sum or Average go on after join()"
+            f"{request.name}: {what} was asked for while {_ranks(gone, self._world)} had joined, and has no "
+            f"data to give; only all-reduces with Sum or Average go on after join()"
         )
 
 
-def objection(asked: Mapping[int, Request]) -> str | None:
+def objection(asked: Mapping[int, Request], world_ranks: Sequence[int]) -> str | None:
     """Why requests of the same name do not fit each other, naming the ranks; None: they do."""
     for what, of, said in _ASPECTS:
-        sides: dict[object, list[int]] = defaultdict(list)
+        sides: dict[Any, list[int]] = defaultdict(list)
         for rank, request in sorted(asked.items()):
             sides[of(request)].append(rank)
         if len(sides) > 1:
             name = next(iter(asked.values())).name
-            told = ", but ".join(f"{_ranks(ranks)} {said.format(value)}" for value, ranks in sides.items())
-            return f"{name}: mismatched {what}: {told}. All ranks must ask for the same under one name."
+            words = ", but ".join(
+                f"{_ranks(ranks, world_ranks)} {said.format(world_ranks[side] if of is _root else side)}"
+                for side, ranks in sides.items()
+            )
+            return f"{name}: mismatched {what}: {words}. All ranks must ask for the same under one name."
     return None
+
+
+def shortcoming(request: Request) -> str | None:
+    """Why an operation cannot be done although all ranks ask for the same; None: it can."""
+    if request.kind in ROWS and not request.shape:
+        return (
+            f"{request.name}: {request.kind} of a tensor without dimensions was asked for; it works on rows: "
+            f"use tensor.reshape(1)"
+        )
+    return None
+
+
+def _root(request: Request) -> int:
+    return request.root
 
 
 _ASPECTS: tuple[tuple[str, Callable[[Request], object], str], ...] = (
@@ -229,15 +288,15 @@ _ASPECTS: tuple[tuple[str, Callable[[Request], object], str], ...] = (
     ("numbers of dimensions", lambda request: len(request.shape), "sent a tensor of {}"),
     (
         "tensor shapes",
-        lambda request: list_of(request.shape) if request.kind not in UNEVEN else "",
+        lambda request: str(list(request.shape)) if request.kind not in UNEVEN else "",
         "sent a tensor of shape {}",
     ),
     (
         "tensor shapes after the first dimension",
-        lambda request: list_of(request.shape[1:]) if request.kind in UNEVEN else "",
+        lambda request: str(list(request.shape[1:])) if request.kind in UNEVEN else "",
         "sent {}",
     ),
-    ("root ranks", lambda request: request.root, "named root {}"),
+    ("root ranks", _root, "named root {}"),
     ("reduction operations", lambda request: request.op, "asked for {}"),
     ("prescale factors", lambda request: request.prescale, "gave {}"),
     ("postscale factors", lambda request: request.postscale, "gave {}"),
@@ -247,11 +306,7 @@ _ASPECTS: tuple[tuple[str, Callable[[Request], object], str], ...] = (
 )
 
 
-def list_of(shape: Sequence[int]) -> str:
-    """A shape as it is printed: [2, 3]."""
-    return str(list(shape))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f", … ({len(ranks)} in all)" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+def _ranks(ranks: Sequence[int], world_ranks: Sequence[int]) -> str:
+    names = [str(world_ranks[rank]) for rank in ranks]
+    shown = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
+    return f"rank{'s' if len(names) > 1 else ''} {shown}"

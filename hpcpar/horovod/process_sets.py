@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcpar.errors import MismatchError
-
 if TYPE_CHECKING:
     from hpcpar.horovod.basics import Context
     from hpcpar.horovod.engine import Engine
@@ -76,54 +74,56 @@ global_process_set = ProcessSet([])
 """All ranks."""
 
 
-def resolve_ranks(context: Context, asked: ProcessSet | Sequence[int] | Any) -> tuple[ProcessSet, list[int]]:
-    """The process set that is asked for, and its ranks. Collective where it is given by a communicator.
-
-    errors   ValueError for ranks that are not there or come twice
-    """
-    chosen = asked if isinstance(asked, ProcessSet) else ProcessSet(asked)
-    if chosen.mpi_comm is not None:
-        chosen.ranks = sorted(chosen.mpi_comm.allgather(context.rank))
-    ranks = list(chosen.ranks or ())
-    missing = [rank for rank in ranks if not 0 <= rank < context.size]
-    if missing or not ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(
-            f"a process set of ranks {ranks} was asked for, but there are ranks 0 to {context.size - 1}; "
-            f"name one or more of them, each once"
-        )
-    return chosen, ranks
-
-
 def register(context: Context, asked: Sequence[ProcessSet | Sequence[int] | Any]) -> list[ProcessSet]:
     """Make process sets usable. Collective over all ranks, which must ask for the same, in the same order.
 
     A set by an mpi4py communicator is the one that each rank is in: ranks may name different ones.
-    errors   ValueError for ranks that are not there, and for a set that exists already
-             MismatchError on every rank when they ask for different ones
+    errors   ValueError on every rank: for ranks that are not there or come twice, for a set that exists
+             already, and where ranks ask for different ones
     """
-    registered = []
-    for one in asked:
-        chosen, own = resolve_ranks(context, one)
-        by_comm = chosen.mpi_comm is not None
-        told = context.base.allgather_object((by_comm, tuple(own)))
-        named = {ranks for _, ranks in told}
-        if len(named) > 1 and not all(is_by_comm for is_by_comm, _ in told):
-            raise MismatchError(
-                f"ranks asked for different process sets in the same place: {sorted(named)}; all ranks "
-                f"must add the same ones in the same order"
-            )
-        for ranks in sorted(named):
-            if any(known.ranks == list(ranks) for known in context.process_sets.values()):
-                raise ValueError(
-                    f"a process set of ranks {list(ranks)} exists already; use that one, or remove it first"
-                )
-            number = context.next_process_set_id()
-            engine = context.make_engine(list(ranks), f"process set {number}")
-            one_of_them = chosen if ranks == tuple(own) else ProcessSet(ranks)
-            one_of_them._attach(context, number, ranks, engine)
-            context.process_sets[number] = one_of_them
-        registered.append(chosen)
-    return registered
+    return [_register(context, one) for one in asked]
+
+
+def _register(context: Context, asked: ProcessSet | Sequence[int] | Any) -> ProcessSet:
+    chosen, complaint = None, ""
+    try:
+        chosen = asked if isinstance(asked, ProcessSet) else ProcessSet(asked)
+        if chosen.mpi_comm is not None:
+            chosen.ranks = sorted(chosen.mpi_comm.allgather(context.rank))
+        complaint = _complaint(context, chosen.ranks or [])
+    except ValueError as error:
+        complaint = str(error)
+    own = () if chosen is None else tuple(chosen.ranks or ())
+    told = context.base.allgather_object((complaint, chosen is not None and chosen.mpi_comm is not None, own))
+    wrong = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(told) if text]
+    if wrong:
+        raise ValueError("; ".join(dict.fromkeys(text.partition(": ")[2] for text in wrong)))
+    named = sorted({ranks for _, _, ranks in told})
+    if len(named) > 1 and not all(is_by_comm for _, is_by_comm, _ in told):
+        raise ValueError(
+            f"ranks asked for different process sets in the same place: {[list(ranks) for ranks in named]}; "
+            f"all ranks must add the same ones in the same order"
+        )
+    assert chosen is not None, "no rank complained"
+    for ranks in named:
+        number = context.next_process_set_id()
+        engine = context.make_engine(ranks, f"process set {number}")
+        one_of_them = chosen if ranks == own else ProcessSet(ranks)
+        one_of_them._attach(context, number, ranks, engine)
+        context.process_sets[number] = one_of_them
+    return chosen
+
+
+def _complaint(context: Context, ranks: Sequence[int]) -> str:
+    missing = [rank for rank in ranks if not 0 <= rank < context.size]
+    if missing or not ranks or len(set(ranks)) != len(ranks):
+        return (
+            f"a process set of ranks {list(ranks)} was asked for, but there are ranks 0 to "
+            f"{context.size - 1}; name one or more of them, each once"
+        )
+    if any(known.ranks == list(ranks) for known in context.process_sets.values()):
+        return f"a process set of ranks {list(ranks)} exists already; use that one, or remove it first"
+    return ""
 
 
 def remove(context: Context, process_set: ProcessSet) -> bool:
@@ -135,9 +135,14 @@ def remove(context: Context, process_set: ProcessSet) -> bool:
     if number in (None, 0) or context.process_sets.get(number or 0) is not process_set:
         return False
     assert number is not None
-    if process_set._engine is not None:
-        context.crew.engines.remove(process_set._engine)
-        process_set._engine.free()
+    engine = process_set._engine
+    is_idle = all(context.base.allgather_object(engine is None or not engine.is_busy))
+    if engine is not None:
+        context.crew.engines.remove(engine)
+        if is_idle:
+            engine.free()
+        else:
+            engine.fail(f"{process_set} was removed while this was under way")
     del context.process_sets[number]
     process_set._detach()
     return True

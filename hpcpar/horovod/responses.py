@@ -80,22 +80,40 @@ class Room:
 
 def fused_allreduce(room: Room, items: Sequence[Item]) -> Course:
     """Several tensors of one type and operation as one, through the fusion buffer."""
-    request, tickets = items[0].request, [item.ticket for item in items if item.ticket is not None]
     layout = yield from _take(room, items)
-    if tickets:
-        copy_all(layout.views, [_given(ticket) for ticket in tickets])
-        scale(layout.flat, request.prescale)
+    _pack(layout, items)
+    op = _op_of(items[0].request)
+    handle = room.comm.start_allreduce(layout.flat, op, algorithm=room.allreduce_algorithm)
+    return handle, lambda: _unpack(room, layout, items)
+
+
+def allreduce_at_once(room: Room, item: Item) -> bool:
+    """A small tensor's all-reduce without anything else under way; False if there is no room for it."""
+    request = item.request
+    layout = room.buffer.take(getattr(torch, request.dtype), (request.shape,))
+    if layout is None:
+        return False
+    _pack(layout, (item,))
+    room.comm.allreduce(layout.flat, _op_of(request), algorithm=room.allreduce_algorithm)
+    _unpack(room, layout, (item,))
+    return True
+
+
+def _pack(layout: Layout, items: Sequence[Item]) -> None:
+    tensors = [_given(item.ticket) for item in items if item.ticket is not None]
+    if tensors:
+        copy_all(layout.views, tensors)
+        scale(layout.flat, items[0].request.prescale)
     else:
         layout.flat.zero_()
-    handle = room.comm.start_allreduce(layout.flat, _op_of(request), algorithm=room.allreduce_algorithm)
 
-    def finish() -> None:
-        if tickets:
-            _conclude(request, layout.flat, room.comm.size)
-            copy_all([_output_of(ticket) for ticket in tickets], layout.views)
-        room.buffer.give_back(layout)
 
-    return handle, finish
+def _unpack(room: Room, layout: Layout, items: Sequence[Item]) -> None:
+    outputs = [_output_of(item.ticket) for item in items if item.ticket is not None]
+    if outputs:
+        _conclude(items[0].request, layout.flat, room.comm.size)
+        copy_all(outputs, layout.views)
+    room.buffer.give_back(layout)
 
 
 def allreduce(room: Room, items: Sequence[Item]) -> Course:
@@ -247,15 +265,6 @@ def alltoall(room: Room, items: Sequence[Item]) -> Course:
 def barrier(room: Room, items: Sequence[Item]) -> Course:
     """All ranks are here: that is what it took to be ready."""
     yield from ()
-    return None, _nothing
-
-
-def schedule(room: Room, items: Sequence[Item]) -> Course:
-    """What all ranks know how to do: a rank that has joined does not take part by a ticket."""
-    yield from ()
-    (item,) = items
-    if item.ticket is not None and item.ticket.on_ready is not None:
-        item.ticket.on_ready()
     return None, _nothing
 
 

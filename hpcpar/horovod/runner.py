@@ -250,7 +250,6 @@ def serve_rank(words: Sequence[str]) -> None:
         desk.send(detect().rank)
         path, aliased, pickled = pickle.loads(desk.recv_bytes())
         sys.path[:] = path
-        variables.announce_rank()
         if aliased:
             alias.install()
         try:

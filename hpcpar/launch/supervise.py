@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -146,10 +146,10 @@ def words_for(
         words += (f"--immediate={max(1, round(wishes.start_limit_s))}",)
     elif wishes.start_limit_s is not None:
         say("hpcpar run: the time limit for starting is srun's alone: mpiexec starts at once, or fails")
-    if not wishes.hosts:
-        return Placing(words)
-    found = host_lists.placing(kind, host_lists.place(wishes.hosts, n), directory)
-    if kind == "openmpi":
+    found = Placing()
+    if wishes.hosts:
+        found = host_lists.placing(kind, host_lists.place(wishes.hosts, n), directory)
+    if kind == "openmpi" and (wishes.hosts or wishes.variables):
         names = sorted(name for name in {*environ, *wishes.variables} if name.startswith(SENT))
         words += tuple(word for name in names for word in ("-x", name))
     return Placing((*found.words, *words), found.variables, found.file_text)
@@ -280,7 +280,7 @@ def prepare(
     """The command that starts the job, and the variables that it needs."""
     wheel = installed_wheel()
     placing = Placing()
-    if wishes.hosts or wishes.interfaces or wishes.start_limit_s is not None:
+    if replace(wishes, output_directory=None) != NO_WISHES:
         kind = launcher_kind(find_launcher(environ, which, launcher), wheel)
         placing = words_for(kind, n, wishes, environ, run_directory, say)
         Path(run_directory, "hosts").write_text(placing.file_text)

@@ -8,35 +8,26 @@ from contextlib import contextmanager
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch import slurm
-from hpcpar.launch.environment import RankInfo, detect
 
 TOKEN = "HPCPAR_RUN_TOKEN"
 """By this the ranks of a `horovod.run` show that they are its own."""
 
 
-def horovod_variables(info: RankInfo) -> dict[str, str]:
-    """The variables by which Horovod's launcher tells a process who it is.
+def announce_rank(
+    rank: int,
+    size: int,
+    local: tuple[int, int],
+    cross: tuple[int, int],
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Set the variables by which Horovod's launcher tells a process who it is, over what another job left.
 
-    HOROVOD_CROSS_RANK and HOROVOD_CROSS_SIZE are the node's number and the number of nodes. What the
-    launcher leaves open before MPI has started is not among them, unless all ranks are on one node.
+    local, cross   (rank, size) on the node, and among the processes of this local rank
     """
-    on_one_node = info.local_size == info.size
-    found = {
-        "HOROVOD_RANK": info.rank,
-        "HOROVOD_SIZE": info.size,
-        "HOROVOD_LOCAL_RANK": info.local_rank,
-        "HOROVOD_LOCAL_SIZE": info.local_size,
-        "HOROVOD_CROSS_RANK": 0 if on_one_node else info.node,
-        "HOROVOD_CROSS_SIZE": 1 if on_one_node else info.nodes and len(info.nodes),
-    }
-    return {name: str(value) for name, value in found.items() if value is not None}
-
-
-def announce_rank(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set Horovod's variables for this rank, over what another job may have left."""
-    for name in [*horovod_variables(RankInfo(0, 1, 0, 1, 0, None, "single", "none"))]:
-        environ.pop(name, None)
-    environ.update(horovod_variables(detect(environ)))
+    found = {"": (rank, size), "LOCAL_": local, "CROSS_": cross}
+    for prefix, (position, count) in found.items():
+        environ[f"HOROVOD_{prefix}RANK"] = str(position)
+        environ[f"HOROVOD_{prefix}SIZE"] = str(count)
 
 
 @contextmanager

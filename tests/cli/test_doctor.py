@@ -155,9 +155,28 @@ def test_the_report_shows_library_nodes_cores_and_times() -> None:
         "4.0 MiB",
         "10.49 GB/s",
         "bruck up to 4.0 KiB, then ring",
+        "PyTorch 2.13.0+cpu (not TensorFlow, MXNet)",
+        "MPI (MPICH 5.0.2) (not Gloo)",
+        "MPI, shared memory within a node (not NCCL, DDL, CCL, Gloo)",
         "nothing to mend",
     ):
         assert words in text.getvalue(), words
+
+
+def test_what_is_not_there_has_no_cross(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.print_build(doctor.Build(torch="", mpi=""))
+    said = capsys.readouterr().out
+    assert "    [ ] PyTorch\n" in said
+    assert "    [ ] MPI\n" in said
+    assert "[X]" not in said
+
+
+def test_the_build_is_found_without_starting_mpi() -> None:
+    import importlib.metadata
+
+    build = doctor.find_build()
+    assert build.torch == importlib.metadata.version("torch")
+    assert build.mpi
 
 
 def test_a_missing_shared_memory_directory_is_no_finding(tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ import pytest
 
 from hpcpar.cli import main
 from hpcpar.launch import supervise
+from hpcpar.launch.hosts import Host
+from hpcpar.launch.knobs import Knobs
+from hpcpar.launch.supervise import Wishes
 
 REPOSITORY = Path(__file__).parents[2]
 HAS_MPIEXEC = bool(
@@ -21,12 +24,24 @@ HAS_MPIEXEC = bool(
 )
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Sequence[str], str, Sequence[str]]]:
-    made: list[tuple[int, Sequence[str], str, Sequence[str]]] = []
+Call = tuple[int, Sequence[str], str, Sequence[str]]
 
-    def run(n: int, argv: Sequence[str], *, say: object, launcher: str, options: Sequence[str]) -> int:
+
+@pytest.fixture
+def wishes() -> list[Wishes]:
+    """What the calls of `calls` wished for."""
+    return []
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, wishes: list[Wishes]) -> list[Call]:
+    made: list[Call] = []
+
+    def run(
+        n: int, argv: Sequence[str], *, say: object, launcher: str, options: Sequence[str], **others: Wishes
+    ) -> int:
         made.append((n, argv, launcher, options))
+        wishes.append(others["wishes"])
         return 4
 
     monkeypatch.setattr(supervise, "run", run)
@@ -44,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Sequence[str], str
 def test_what_follows_the_program_belongs_to_it(
     arguments: list[str],
     argv: tuple[str, ...],
-    calls: list[tuple[int, Sequence[str], str, Sequence[str]]],
+    calls: list[Call],
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "-n", "2", *arguments])
@@ -53,7 +68,7 @@ def test_what_follows_the_program_belongs_to_it(
 
 
 def test_the_launcher_and_its_words_are_handed_on(
-    calls: list[tuple[int, Sequence[str], str, Sequence[str]]],
+    calls: list[Call],
 ) -> None:
     with pytest.raises(SystemExit):
         main(["run", "-n", "2", "--launcher", "mpiexec", "--options", "-ppn 1 -host 'a b'", "x.py"])
@@ -119,3 +134,121 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_and_nobody_is_
     assert "ZeroDivisionError" in done.stderr
     assert "was lost" not in done.stderr
     assert "hpcpar run: rank 1 (on " in done.stderr
+
+
+def call(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *arguments])
+    assert caught.value.code == 4
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *arguments])
+    assert caught.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", ["-n", "-np", "--ranks", "--num-proc"])
+def test_the_number_of_ranks_may_be_spelled_as_mpis_or_as_horovods(spelling: str, calls: list[Call]) -> None:
+    call(spelling, "3", "train.py", "-np", "9")
+    assert calls == [(3, ("train.py", "-np", "9"), "auto", [])]
+
+
+def test_hosts_say_where_and_without_a_number_how_many(calls: list[Call], wishes: list[Wishes]) -> None:
+    call("-np", "3", "-H", "a:2,b:2", "x.py")
+    call("--hosts", "a:2,b:2", "x.py")
+    assert [made[0] for made in calls] == [3, 4]
+    assert wishes == [Wishes(hosts=(Host("a", 2), Host("b", 2)))] * 2
+
+
+def test_hosts_may_be_in_a_file(tmp_path: Path, calls: list[Call], wishes: list[Wishes]) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb:2\n")
+    call("-hostfile", str(tmp_path / "hosts"), "x.py")
+    assert calls[0][0] == 4
+    assert wishes == [Wishes(hosts=(Host("a", 2), Host("b", 2)))]
+
+
+def test_horovods_options_become_variables_of_the_ranks(
+    calls: list[Call], wishes: list[Wishes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "-np 2 --verbose --fusion-threshold-mb 32 --cycle-time-ms 3.5 --timeline-filename t.json "
+        "--timeline-mark-cycles --stall-check-warning-time-seconds 5 --stall-check-shutdown-time-seconds 9 "
+        "--no-stall-check --hierarchical-allreduce --hierarchical-allgather --log-level DEBUG"
+    )
+    call(*words.split(), "python", "train.py")
+    assert calls[0][1] == ("python", "train.py")
+    assert wishes[0].variables == {
+        "HOROVOD_FUSION_THRESHOLD": "33554432",
+        "HOROVOD_CYCLE_TIME": "3.5",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5.0",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9.0",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
+        "HOROVOD_HIERARCHICAL_ALLGATHER": "1",
+        "HOROVOD_LOG_LEVEL": "debug",
+    }
+    Knobs.from_environ(wishes[0].variables)
+    assert "hpcpar run: HOROVOD_CYCLE_TIME=3.5\n" in capsys.readouterr().err
+
+
+def test_no_fusion_and_no_shutdown_can_be_asked_for_with_0(calls: list[Call], wishes: list[Wishes]) -> None:
+    call("-np", "2", "--fusion-threshold-mb", "0", "--stall-check-shutdown-time-seconds", "0", "x.py")
+    call("-np", "2", "x.py")
+    assert wishes[0].variables["HOROVOD_FUSION_THRESHOLD"] == "0"
+    assert wishes[0].variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "0.0"
+    assert wishes[1].variables == {}
+
+
+def test_interfaces_output_and_the_time_for_starting_are_handed_on(
+    calls: list[Call], wishes: list[Wishes]
+) -> None:
+    call(
+        *("-np", "2", "--network-interfaces", "ib0,ib1", "--output-filename", "out"),
+        *("--start-timeout", "30", "--mpi-args", "-x A", "x.py"),
+    )
+    assert wishes == [Wishes(interfaces=("ib0", "ib1"), output_directory="out", start_limit_s=30.0)]
+    assert calls[0][3] == ["-x", "A"]
+
+
+def test_a_horovod_script_is_run_as_one(calls: list[Call]) -> None:
+    call("-np", "2", "--as-horovod", "python", "train.py", "--lr", "1")
+    assert calls[0][1] == ["python", "-m", "hpcpar.horovod", "train.py", "--lr", "1"]
+
+
+def test_mistakes_are_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "say -n 4, or name hosts" in error(capsys, "x.py")
+    assert "there is no option --gloo" in error(capsys, "-np", "2", "--gloo", "x.py")
+    assert "both --hosts and --hostfile" in error(capsys, "-H", "a", "--hostfile", "b", "x.py")
+    assert "3 ranks were asked for, but the hosts have 2 slots" in error(
+        capsys, "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "x.py"
+    )
+
+
+def test_what_horovods_check_build_shows_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--check-build"])
+    said = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "    [X] PyTorch" in said
+    assert "    [ ] TensorFlow" in said
+    assert "    [X] MPI" in said
+    assert "    [ ] NCCL" in said
+
+
+@pytest.mark.skipif(not HAS_MPIEXEC, reason="needs mpiexec")
+def test_ranks_on_this_host_by_name_write_into_files(tmp_path: Path) -> None:
+    done = job(
+        *("-H", "localhost:2", "--output-filename", str(tmp_path / "out"), "--cycle-time-ms", "2"),
+        *(
+            "--as-horovod",
+            "-c",
+            "import os; print(os.environ['HOROVOD_SIZE'], os.environ['HOROVOD_CYCLE_TIME'])",
+        ),
+    )
+    assert done.returncode == 0, done.stderr
+    found = [(tmp_path / "out" / f"rank.{rank}" / "stdout").read_text() for rank in range(2)]
+    assert found == ["2 2.0\n", "2 2.0\n"]

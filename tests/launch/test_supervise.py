@@ -318,6 +318,11 @@ def test_open_mpi_is_told_what_ranks_on_other_hosts_need_of_the_environment() ->
     wishes = Wishes(hosts=(Host("a", 2),), variables={"HOROVOD_CYCLE_TIME": "2"})
     words = words_of("openmpi", 2, wishes, {"PATH": "/bin", "HOME": "/root", "HPCPAR_CHECK": "1"})
     assert words == ("--host", "a:2", "-x", "HOROVOD_CYCLE_TIME", "-x", "HPCPAR_CHECK", "-x", "PATH")
+    assert words_of("openmpi", 2, Wishes(variables={"HOROVOD_CYCLE_TIME": "2"})) == (
+        "-x",
+        "HOROVOD_CYCLE_TIME",
+    )
+    assert words_of("mpich", 2, Wishes(variables={"HOROVOD_CYCLE_TIME": "2"})) == ()
 
 
 def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:

@@ -13,7 +13,7 @@ optimizer's own.
 
 from __future__ import annotations
 
-import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES, Bucket
 from hpcpar.data_parallel.gradients import GradientSynchronizer
-from hpcpar.data_parallel.parameters import Named, describe
-from hpcpar.errors import BufferTypeError
+from hpcpar.data_parallel.parameters import Named, agree_on_parameters, view_like
+from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
 
 if TYPE_CHECKING:
@@ -35,17 +37,24 @@ if TYPE_CHECKING:
     from hpcpar.horovod.process_sets import ProcessSet
 
 _ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
-"""Compressors that may be given whole buckets; a user's own one sees each parameter's gradient by itself."""
+"""Compressors that may be given whole buckets; a user's own sees each gradient by itself, in its shape."""
+
+_DENSE, _SPARSE = 1, 2
+
+ADVICE = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(): increase "
+    "backward_passes_per_step to accumulate gradients locally, or call step() or zero_grad() in between"
+)
 
 
 @dataclass(frozen=True)
 class Ways:
     """How gradients are reduced.
 
-    op               "average" or "sum"
-    predivide        what a gradient is divided by before the sum; after it the average is divided by the rest
-    bucket_bytes     most bytes of a bucket
-    groups           gradients that are to be reduced together
+    op             "average" or "sum"
+    predivide      what a gradient is divided by before the sum; the average is divided by the rest after it
+    bucket_bytes   most bytes of a bucket
+    groups         gradients that are to be reduced together
     """
 
     op: str
@@ -54,6 +63,13 @@ class Ways:
     bucket_bytes: int
     groups: Sequence[Sequence[Tensor]]
     sparse_as_dense: bool
+
+    def __str__(self) -> str:
+        """As ranks compare it."""
+        name = getattr(self.compression, "__name__", type(self.compression).__name__)
+        told = f"op={self.op}, compression={name}, gradient_predivide_factor={self.predivide}"
+        told += f", groups of {[len(group) for group in self.groups]}, sparse_as_dense={self.sparse_as_dense}"
+        return f"{told}, buckets of {self.bucket_bytes} bytes"
 
 
 class _BucketUnderWay:
@@ -76,31 +92,38 @@ class _BucketUnderWay:
 class Schedule:
     """The reduction of one synchronizer's buckets, once all ranks have asked for the step. A `Reduction`.
 
-    name      by which ranks match the step
-    content   what must be the same on all ranks
+    name         by which ranks match the step
+    parameters   in the order of the buckets' members
     """
 
-    def __init__(self, engine: Engine, comm: Communicator, ways: Ways, name: str, content: str) -> None:
+    def __init__(
+        self, engine: Engine, comm: Communicator, ways: Ways, name: str, parameters: Sequence[Tensor]
+    ) -> None:
         self._engine = engine
         self._comm = comm
         self._ways = ways
-        self._request = Request(name, "schedule", content=content)
+        self._parameters = parameters
+        self._request = Request(name, "schedule", content=f"{len(parameters)} parameters")
         self._ticket: Ticket | None = None
         self._is_open = False
         self._waiting: list[_BucketUnderWay] = []
 
-    def start(self, flat: Tensor) -> _BucketUnderWay:
-        ways, compression = self._ways, self._ways.compression
-        packed, context = compression.compress(flat)
+    def start(self, flat: Tensor, bucket: Bucket) -> _BucketUnderWay:
+        compression = self._ways.compression
+        gradient = flat
+        if compression not in _ELEMENTWISE:
+            gradient = view_like(flat, 0, flat.numel(), self._parameters[bucket.members[0]])
+        packed, context = compression.compress(gradient)
+        op, before, after = self._ways.op, 1.0 / self._ways.predivide, self._ways.predivide
+        if op == "average" and may_overflow(packed, flat):
+            op, before = "sum", before / self._comm.size
 
         def begin() -> Any:
-            return self._comm.start_allreduce(
-                packed, ways.op, prescale_factor=1.0 / ways.predivide, postscale_factor=ways.predivide
-            )
+            return self._comm.start_allreduce(packed, op, prescale_factor=before, postscale_factor=after)
 
         def finish(reduced: Tensor) -> None:
             if reduced is not flat:
-                flat.copy_(compression.decompress(reduced, context))
+                gradient.copy_(compression.decompress(reduced, context))
 
         return self._admit(_BucketUnderWay(self, begin, finish))
 
@@ -137,189 +160,262 @@ class Schedule:
 class Gradients:
     """Reduces the gradients of an optimizer's parameters; see the module.
 
-    named    every parameter of the optimizer, by name; more may be added
-    number   which of the process set's optimizers this is, counted alike on all ranks
+    named     every parameter of the optimizer, by name; more may be added
+    is_copy   made by copying or reading another, perhaps on this rank alone: it gets its name when it is used
     """
 
     def __init__(
-        self, named: Sequence[Named], process_set: ProcessSet, engine: Engine, ways: Ways, passes: int
+        self,
+        named: Sequence[Named],
+        process_set: ProcessSet,
+        engine: Engine,
+        ways: Ways,
+        passes: int,
+        *,
+        is_copy: bool = False,
     ) -> None:
         self.named = list(named)
         self.passes = passes
         self._engine = engine
         self._process_set = process_set
         self._ways = ways
-        self._name = engine.next_optimizer()
-        self._synchronizers: list[GradientSynchronizer] = []
+        self._served: list[str] = []
+        self._name = ""
+        self._synchronizers: list[tuple[GradientSynchronizer, Schedule]] = []
+        self._sparse: list[Named] = []
+        self._are_sparse_reduced = False
         self._covered: set[int] = set()
-        self._sparse: set[int] = set()
         self._layouts = 0
         self._passed: dict[int, int] = {}
-        self._counters = [self._count(name, p) for name, p in self.named if p.requires_grad]
-        self._engine.serve[self._layout_name] = self._lay_out_nothing
+        self._counters: dict[int, Any] = {}
+        self._count_those_without_bucket()
+        weakref.finalize(self, _withdraw, engine.serve, self._served)
+        if not is_copy:
+            self._take_name()
 
     @property
     def is_under_way(self) -> bool:
         """Whether gradients are being reduced that nobody has waited for."""
-        return any(synchronizer.round_open for synchronizer in self._synchronizers)
+        return any(synchronizer.round_open for synchronizer, _ in self._synchronizers)
 
     def set_passes(self, passes: int) -> None:
         """Reduce the sum of so many backwards from now on."""
         self.passes = passes
-        self.reset()
-        for synchronizer in self._synchronizers:
+        for synchronizer, _ in self._synchronizers:
             synchronizer.passes = passes
+        self.recount()
 
-    def reset(self) -> None:
+    def recount(self) -> None:
         """Backwards are counted from zero again."""
         self._passed.clear()
+        for synchronizer, _ in self._synchronizers:
+            synchronizer.recount()
 
     def synchronize(self) -> None:
         """Every gradient becomes its reduction over all ranks; collective, once a step."""
-        waits = [
-            _sparse_allreduce(f"{self._name}.{name}", parameter, self._ways, self._process_set)
-            for name, parameter in self.named
-            if id(parameter) in self._sparse
-        ]
-        for synchronizer in self._synchronizers:
+        waits = [] if self._are_sparse_reduced else self._start_sparse(self._sparse)
+        for synchronizer, _ in self._synchronizers:
             if not synchronizer.synchronized:
                 synchronizer.synchronize()
         for wait in waits:
             wait()
-        if any(p.requires_grad and id(p) not in self._covered and self._is_new(p) for _, p in self.named):
+        if any(parameter.requires_grad for _, parameter in self._without_bucket()):
             self._lay_out()
-            self.reset()
+        self._are_sparse_reduced = True
+        self._passed.clear()
+
+    def next_step(self) -> None:
+        """A step has been taken: there is something to reduce again, also where no backward follows."""
+        self._are_sparse_reduced = False
+        for synchronizer, _ in self._synchronizers:
+            synchronizer.synchronized = False
 
     def zero(self, *, set_to_none: bool) -> None:
-        """Forget the gradients."""
-        for synchronizer in self._synchronizers:
+        """Forget the gradients, and count backwards anew."""
+        self._passed.clear()
+        self._are_sparse_reduced = False
+        for synchronizer, _ in self._synchronizers:
             synchronizer.zero(set_to_none=set_to_none)
 
-    def _is_new(self, parameter: Tensor) -> bool:
-        # In the first step all are, with a gradient or without one: ranks may differ in that.
-        return not self._synchronizers or parameter.grad is not None
+    def close(self) -> None:
+        """Take the hooks off the parameters; gradients stay where they are."""
+        for counter in self._counters.values():
+            counter.remove()
+        self._counters.clear()
+        for synchronizer, _ in self._synchronizers:
+            synchronizer.close()
+
+    def _take_name(self) -> None:
+        self._name = self._engine.next_optimizer()
+        self._serve(self._layout_name, "_lay_out_nothing")
+
+    def _without_bucket(self) -> list[Named]:
+        return [(name, p) for name, p in self.named if p.requires_grad and id(p) not in self._covered]
 
     @property
     def _layout_name(self) -> str:
         return f"{self._name}.layout.{self._layouts}"
 
     def _lay_out(self) -> None:
-        """Put parameters that are in no bucket yet into buckets, and reduce their gradients. Collective."""
-        fresh = [(name, p) for name, p in self.named if p.requires_grad and id(p) not in self._covered]
-        lines = "\n".join(describe(pair) for pair in fresh)
-        digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
-        content = f"{len(fresh)} parameters, {sum(p.numel() for _, p in fresh):,} elements, digest {digest}"
-        made: list[GradientSynchronizer] = []
+        """Find buckets for the gradients that have none, but for sparse ones, and reduce them. Collective."""
+        if not self._name:
+            self._take_name()
+        made: list[tuple[list[GradientSynchronizer], list[Named]]] = []
+        content = f"{self._ways}, backward_passes_per_step={self.passes}"
         ticket = Ticket(
             Request(self._layout_name, "schedule", content=content),
-            on_ready=lambda: made.extend(self._make(fresh)),
+            on_ready=lambda: made.append(self._make()),
         )
         self._engine.submit([ticket])
         self._engine.wait(ticket)
-        waits = [
-            _sparse_allreduce(f"{self._name}.{name}", parameter, self._ways, self._process_set)
-            for name, parameter in fresh
-            if id(parameter) in self._sparse
-        ]
-        for synchronizer in made:
-            synchronizer.synchronize()
-        for wait in waits:
-            wait()
+        for synchronizers, sparse in made:
+            waits = self._start_sparse(sparse)
+            for synchronizer in synchronizers:
+                synchronizer.synchronize()
+            for wait in waits:
+                wait()
+        self._count_those_without_bucket()
 
     def _lay_out_nothing(self) -> None:
-        """This rank has joined before the first step: it is laid out as the others' is, and brings zeros."""
-        fresh = [(name, p) for name, p in self.named if p.requires_grad and id(p) not in self._covered]
-        self._make(fresh)
+        """This rank has joined before the others laid out their gradients: it brings none."""
+        self._make()
 
-    def _make(self, fresh: Sequence[Named]) -> list[GradientSynchronizer]:
-        """On all ranks, in the same place: agree on what is sparse, and make buckets for the rest."""
-        sparse = self._agree_on_sparse(fresh)
-        dense = [(name, p) for name, p in fresh if id(p) not in sparse]
-        self._covered.update(id(p) for _, p in fresh)
+    def _make(self) -> tuple[list[GradientSynchronizer], list[Named]]:
+        """On all ranks, in one place: buckets for the gradients that some rank has; and the sparse ones."""
         self._layouts += 1
-        for counter in self._counters:
-            counter.remove()
-        self._counters.clear()
-        self._engine.serve[self._layout_name] = self._lay_out_nothing
-        self._sparse |= sparse
+        self._serve(self._layout_name, "_lay_out_nothing")
+        fresh = self._without_bucket()
+        agree_on_parameters(fresh, self._engine.setup)
+        kinds = self._agree_on_kinds(fresh)
+        dense = [pair for pair, kind in zip(fresh, kinds, strict=True) if kind == _DENSE]
+        sparse = [pair for pair, kind in zip(fresh, kinds, strict=True) if kind == _SPARSE]
+        self._covered.update(id(parameter) for _, parameter in [*dense, *sparse])
+        self._sparse += sparse
+        for _, parameter in dense:
+            self._counters.pop(id(parameter)).remove()
         if not dense:
-            return []
+            return [], sparse
         comm = self._engine.borrow_communicator(self)
         step = f"{self._name}.step.{self._layouts}"
-        schedule = Schedule(self._engine, comm, self._ways, step, f"{len(dense)} parameters")
-        is_known = self._ways.compression in _ELEMENTWISE
+        schedule = Schedule(self._engine, comm, self._ways, step, [parameter for _, parameter in dense])
+        most = max(1, self._ways.bucket_bytes) if self._ways.compression in _ELEMENTWISE else 1
         synchronizer = GradientSynchronizer(
             dense,
             comm,
-            bucket_bytes=max(1, self._ways.bucket_bytes) if is_known else 1,
-            first_bucket_bytes=max(1, min(self._ways.bucket_bytes, 1 << 20)) if is_known else 1,
+            bucket_bytes=most,
+            first_bucket_bytes=min(most, FIRST_BUCKET_BYTES),
             passes=self.passes,
-            groups=self._ways.groups if is_known else (),
+            groups=self._ways.groups if self._ways.compression in _ELEMENTWISE else (),
             sparse_as_dense=self._ways.sparse_as_dense,
             reduction=schedule,
+            advice=ADVICE,
         )
+        self._serve(step, "_reduce_nothing", len(self._synchronizers))
+        self._synchronizers.append((synchronizer, schedule))
+        return [synchronizer], sparse
+
+    def _reduce_nothing(self, index: int) -> None:
+        synchronizer, schedule = self._synchronizers[index]
+        schedule.open()
+        synchronizer.reduce_nothing()
+
+    def _serve(self, name: str, method: str, *arguments: Any) -> None:
+        """What this rank does in a step of that name once it has joined, while the optimizer is there."""
+        reference = weakref.ref(self)
 
         def serve() -> None:
-            schedule.open()
-            synchronizer.reduce_nothing()
+            alive = reference()
+            if alive is not None:
+                getattr(alive, method)(*arguments)
 
-        self._engine.serve[step] = serve
-        self._synchronizers.append(synchronizer)
-        return [synchronizer]
+        self._engine.serve[name] = serve
+        self._served.append(name)
 
-    def _agree_on_sparse(self, fresh: Sequence[Named]) -> set[int]:
-        """Parameters whose gradient is sparse on some rank, and dense on none."""
+    def _agree_on_kinds(self, fresh: Sequence[Named]) -> list[int]:
+        """Of each parameter, whether its gradient is dense or sparse where a rank has one; 0: none has."""
         kinds = np.zeros(len(fresh), dtype=np.uint8)
         for index, (_, parameter) in enumerate(fresh):
-            if parameter.grad is not None and not self._ways.sparse_as_dense:
-                kinds[index] = 2 if parameter.grad.is_sparse else 1
-        self._engine.agree_on(kinds)
+            if parameter.grad is not None:
+                is_sparse = parameter.grad.is_sparse and not self._ways.sparse_as_dense
+                kinds[index] = _SPARSE if is_sparse else _DENSE
+        self._engine.setup.allreduce(kinds, "or")
         for kind, (name, _) in zip(kinds, fresh, strict=True):
-            if kind == 3:
+            if kind == _SPARSE | _DENSE:
                 raise BufferTypeError(
                     f"the gradient of {name} is sparse on one rank and dense on another; make it one of the "
                     f"two on all, or pass sparse_as_dense=True"
                 )
-        return {id(p) for kind, (_, p) in zip(kinds, fresh, strict=True) if kind == 2}
+        agreed: list[int] = kinds.tolist()
+        return agreed
 
-    def _count(self, name: str, parameter: Tensor) -> Any:
-        """Before there are buckets, backwards are only counted."""
+    def _count_those_without_bucket(self) -> None:
+        """Gradients in buckets are counted there; the others here."""
+        reference = weakref.ref(self)
 
-        def hook(_: Tensor) -> None:
-            self._passed[id(parameter)] = self._passed.get(id(parameter), 0) + 1
-            if self._passed[id(parameter)] > self.passes:
-                raise too_many_gradients(name, self.passes)
+        def counting(name: str, parameter: Tensor) -> Any:
+            def hook(_: Tensor) -> None:
+                alive = reference()
+                if alive is not None:
+                    alive._count(name, parameter)
 
-        return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+        for name, parameter in self._without_bucket():
+            if id(parameter) not in self._counters:
+                self._counters[id(parameter)] = counting(name, parameter)
+
+    def _count(self, name: str, parameter: Tensor) -> None:
+        self._are_sparse_reduced = False
+        self._passed[id(parameter)] = self._passed.get(id(parameter), 0) + 1
+        if self._passed[id(parameter)] > self.passes:
+            raise GradientOrderError(
+                f"{name} got gradient number {self._passed[id(parameter)]} before a step. {ADVICE}"
+            )
+
+    def _start_sparse(self, sparse: Sequence[Named]) -> list[Callable[[], None]]:
+        """Begin to reduce sparse gradients; returns what waits for them, in this order."""
+        if not sparse:
+            return []
+        used = torch.tensor([p.grad is not None for _, p in sparse], dtype=torch.uint8)
+        told = mpi_ops.allreduce_async_(
+            used, name=f"{self._name}.sparse", op=mpi_ops.Max, process_set=self._process_set
+        )
+        waits = [self._start_one_sparse(name, parameter) for name, parameter in sparse]
+
+        def finish() -> None:
+            mpi_ops.synchronize(told)
+            for (_, parameter), wait, is_used in zip(sparse, waits, used.tolist(), strict=True):
+                total = wait()
+                parameter.grad = total if is_used else None
+
+        return [finish]
+
+    def _start_one_sparse(self, name: str, parameter: Tensor) -> Callable[[], Tensor]:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64),
+                parameter.new_empty((0, *parameter.shape[1:])),
+                parameter.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        packed, context = self._ways.compression.compress(gradient)
+        op = mpi_ops.Average if self._ways.op == "average" else mpi_ops.Sum
+        wait = mpi_ops.sparse_allreduce_async(packed, f"{self._name}.{name}", op, self._process_set)
+
+        def finish() -> Tensor:
+            reduced: Tensor = self._ways.compression.decompress(wait(), context)
+            return reduced
+
+        return finish
 
 
-def too_many_gradients(name: str, passes: int) -> AssertionError:
-    """What is raised for one backward too many."""
-    return AssertionError(
-        f"Gradients were computed more than backward_passes_per_step times before call to step(): that of "
-        f"{name} for the time number {passes + 1}. Increase backward_passes_per_step to accumulate gradients "
-        f"locally, or call step() after each {passes}."
-    )
+def may_overflow(packed: Tensor, tensor: Tensor) -> bool:
+    """Whether a sum may leave the range of what was narrowed to float16: then its average divides first."""
+    return packed.dtype is torch.float16 and tensor.dtype is not torch.float16
 
 
-def _sparse_allreduce(
-    name: str, parameter: Tensor, ways: Ways, process_set: ProcessSet
-) -> Callable[[], None]:
-    """Begin to reduce a sparse gradient; returns what waits for it."""
-    from hpcpar.horovod.torch import mpi_ops
-
-    gradient = parameter.grad
-    if gradient is None:
-        gradient = torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64),
-            parameter.new_empty((0, *parameter.shape[1:])),
-            parameter.shape,
-        ).coalesce()
-    packed, context = ways.compression.compress(gradient)
-    op = mpi_ops.Average if ways.op == "average" else mpi_ops.Sum
-    wait = mpi_ops.sparse_allreduce_async(packed, name, op, process_set)
-
-    def finish() -> None:
-        parameter.grad = ways.compression.decompress(wait(), context)
-
-    return finish
+def _withdraw(serve: dict[str, Callable[[], None]], names: Sequence[str]) -> None:
+    for name in names:
+        serve.pop(name, None)

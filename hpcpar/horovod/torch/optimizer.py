@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,21 +58,37 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
+    return _wrap(
+        optimizer,
+        named_parameters,
+        {
+            "compression": compression,
+            "backward_passes_per_step": backward_passes_per_step,
+            "op": op,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "groups": groups,
+            "sparse_as_dense": sparse_as_dense,
+            "process_set": process_set,
+        },
+    )
+
+
+def _wrap(
+    optimizer: Optimizer,
+    named_parameters: Iterable[Any] | None,
+    settings: dict[str, Any],
+    *,
+    is_copy: bool = False,
+) -> Optimizer:
+    """An object of the optimizer's own attributes, whose class has our methods before the optimizer's."""
+    op = settings["op"]
     base = type(optimizer)
     mixin = _AdasumOptimizer if op == Adasum else _AveragingOptimizer
     cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     wrapped: Any = cls.__new__(cls)
     # A scheduler that was made before has put a `step` of its own into the optimizer, which is not ours.
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    wrapped._settings = {
-        "compression": compression,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "groups": groups,
-        "sparse_as_dense": sparse_as_dense,
-        "process_set": process_set,
-    }
+    wrapped._wrapped, wrapped._settings, wrapped._is_copy = optimizer, settings, is_copy
     wrapped._distribute(named_parameters)
     result: Optimizer = wrapped
     return result
@@ -81,7 +97,9 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
 class _Distributed(Optimizer):
     """What both kinds have in common: names, settings, and how to be copied."""
 
+    _wrapped: Optimizer
     _settings: dict[str, Any]
+    _is_copy: bool
     _parameter_names: dict[Tensor, str]
 
     def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
@@ -89,6 +107,10 @@ class _Distributed(Optimizer):
         _require_passes(passes)
         self._parameter_names = _named(self, named_parameters)
         self._is_alone = not basics.is_initialized() or not self._process_set.included() or self._size == 1
+
+    def _distribute_again(self) -> None:
+        """After a new start: use the engine that there is now."""
+        self._distribute([(name, parameter) for parameter, name in self._parameter_names.items()])
 
     @property
     def _process_set(self) -> ProcessSet:
@@ -101,6 +123,8 @@ class _Distributed(Optimizer):
 
     def _step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's step, on this rank's own gradients."""
+        # Schedulers that were made with it ask whether it has stepped.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]
         return super().step(closure) if closure is not None else super().step()
 
     def __reduce__(self) -> Any:
@@ -119,7 +143,16 @@ class _Distributed(Optimizer):
         return _rebuild, (base, {k: v for k, v in state.items() if _is_copied(k, v)}, names, settings)
 
 
-_OWN = ("_settings", "_parameter_names", "_gradients", "_is_alone", "_synchronized", "_should_synchronize")
+_OWN = (
+    "_wrapped",
+    "_settings",
+    "_is_copy",
+    "_parameter_names",
+    "_gradients",
+    "_is_alone",
+    "_synchronized",
+    "_should_synchronize",
+)
 
 
 def _is_copied(key: str, value: Any) -> bool:
@@ -136,7 +169,8 @@ def _rebuild(
     if not basics.is_initialized():
         return optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), **settings)
+    settings["process_set"] = global_process_set
+    return _wrap(optimizer, list(zip(names, parameters, strict=True)), settings, is_copy=True)
 
 
 class _AveragingOptimizer(_Distributed):
@@ -166,8 +200,18 @@ class _AveragingOptimizer(_Distributed):
         assert engine is not None, "this rank is included"
         named = [(name, parameter) for parameter, name in self._parameter_names.items()]
         self._gradients = Gradients(
-            named, self._process_set, engine, ways, settings["backward_passes_per_step"]
+            named,
+            self._process_set,
+            engine,
+            ways,
+            settings["backward_passes_per_step"],
+            is_copy=self._is_copy,
         )
+
+    def _distribute_again(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+        super()._distribute_again()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum the gradients of so many backwards before they are reduced, from the next step on."""
@@ -217,8 +261,7 @@ class _AveragingOptimizer(_Distributed):
                     self.synchronize()
             outcome = self._step_locally()
         self._synchronized = False
-        for synchronizer in self._gradients._synchronizers:
-            synchronizer.synchronized = False
+        self._gradients.next_step()
         return outcome
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -236,7 +279,7 @@ class _AveragingOptimizer(_Distributed):
         """Load into the wrapped optimizer; backwards are counted from zero again."""
         super().load_state_dict(state_dict)
         if self._gradients is not None:
-            self._gradients.reset()
+            self._gradients.recount()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, whose gradients are reduced from now on, too."""
@@ -255,11 +298,15 @@ class _AveragingOptimizer(_Distributed):
         with torch.enable_grad():
             loss = closure()
         self.synchronize()
-        for synchronizer in self._gradients._synchronizers if self._gradients else ():
-            synchronizer.synchronized = False
+        if self._gradients is not None:
+            self._gradients.next_step()
         mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True)
         mean = mpi_ops.allreduce_(mean, op=Average, process_set=self._process_set)
         return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
+
+
+# torch wraps a step that does not say so, to call hooks; the wrapped optimizer's own step calls them already.
+_AveragingOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
 class _AdasumOptimizer(_Distributed):
@@ -280,7 +327,9 @@ class _AdasumOptimizer(_Distributed):
         """Nothing: what is combined is made by `step`."""
 
     def skip_synchronize(self) -> Any:
-        """An error: there is no step without the combination."""
+        """An error, but for a rank alone: there is no step without the combination."""
+        if self._is_alone:
+            return nullcontext()
         raise AssertionError("skip_synchronize does not work with op=Adasum: step() combines what it changed")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -302,6 +351,9 @@ class _AdasumOptimizer(_Distributed):
             ):
                 parameter.copy_(old.add_(compression.decompress(change, context)))
         return outcome
+
+
+_AdasumOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
 def _named(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
@@ -339,7 +391,7 @@ def _grouped(groups: Groups, optimizer: Optimizer) -> list[list[Tensor]]:
     if groups is None:
         return []
     if isinstance(groups, int) and not isinstance(groups, bool):
-        if groups < 0:
+        if groups < 1:
             raise ValueError(f"groups={groups}: give a number of groups above 0, or lists of parameters")
         size = -(-len(held) // groups) if groups else 0
         return [held[start : start + size] for start in range(0, len(held), size)] if size else []

@@ -80,7 +80,8 @@ class OptimizerStateHandler(StateHandler):
         for group in self.value.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        _distribute_again(self.value)
+        if hasattr(self.value, "_distribute_again"):
+            self.value._distribute_again()
 
 
 class SamplerStateHandler(StateHandler):
@@ -232,16 +233,3 @@ class TorchState:
 
 def _handler_for(value: Any) -> type[StateHandler] | None:
     return next((handler for kind, handler in _registry if isinstance(value, kind)), None)
-
-
-def _distribute_again(optimizer: Any) -> None:
-    """Let a DistributedOptimizer use the engine that there is now, without its hooks for the last one."""
-    if not hasattr(optimizer, "_distribute"):
-        return
-    gradients = getattr(optimizer, "_gradients", None)
-    if gradients is not None:
-        for counter in gradients._counters:
-            counter.remove()
-        for synchronizer in gradients._synchronizers:
-            synchronizer.close()
-    optimizer._distribute([(name, parameter) for parameter, name in optimizer._parameter_names.items()])
