@@ -9,6 +9,7 @@ overtake each other differently on every rank.
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 import time
@@ -23,7 +24,7 @@ import torch
 from hpcpar.errors import HpcparError
 from hpcpar.horovod import responses
 from hpcpar.horovod.exceptions import HorovodInternalError
-from hpcpar.horovod.fusion import FusionBuffer
+from hpcpar.horovod.fusion import FusionBuffer, dtype_called
 from hpcpar.horovod.negotiation import RECORD_NBYTES, Negotiation, News, Ready, Request
 from hpcpar.horovod.responses import Course, Item, Room, Ticket
 from hpcpar.horovod.stall import StallInspector
@@ -75,10 +76,12 @@ class Engine:
         self.rank, self.size = comm.rank, comm.size
         self.timeline = timeline
         self.serve: dict[str, Callable[[], None]] = {}
+        self._shown: set[str] = set()
         self._comm, self._control, self._crew, self._knobs = comm, control, crew, knobs
         self._room = Room(
             comm,
             FusionBuffer(comm.allocate_shared(BUFFER_NBYTES, torch.uint8)),
+            self._show,
             "hierarchical" if knobs.hierarchical_allreduce else None,
             "hierarchical" if knobs.hierarchical_allgather else None,
         )
@@ -119,19 +122,21 @@ class Engine:
         with self._crew.lock:
             if self._failure is not None:
                 raise HorovodInternalError(self._failure)
+            opened = self._open
             for ticket in tickets:
-                if ticket.request.name in self._open:
+                if ticket.request.name in opened:
                     raise ValueError(
                         f"{ticket.request.name} was asked for a second time while the first is under way; "
                         f"synchronize the first, or give the second another name"
                     )
             for ticket in tickets:
-                self._open[ticket.request.name] = ticket
-                self._negotiation.ask(ticket.request)
+                request = ticket.request
+                opened[request.name] = ticket
+                self._negotiation.ask(request)
                 if ticket.tensor is not None:
                     self._gathered_nbytes += ticket.tensor.nbytes
                 if self.timeline is not None:
-                    self.timeline.negotiate_start(ticket.request.name, ticket.request.kind)
+                    self.timeline.negotiate_start(request.name, request.kind)
             now_s = time.perf_counter()
             if not self._gathering_s:
                 self._gathering_s = now_s
@@ -355,6 +360,7 @@ class Engine:
                 items.append(Item(found.request, ticket))
             elif ticket is not None:
                 self._end(ticket, HorovodInternalError(found.error))
+        self._show(items, "QUEUE")
         self._queue.extend(self._fused(items))
         last = self._negotiation.end_join()
         if last is not None and self._joining is not None:
@@ -381,8 +387,7 @@ class Engine:
                 yield _ALONE.get(request.kind, responses.barrier), [item]
                 continue
             of_group = request.group if self._knobs.disable_group_fusion else None
-            key = (request.kind, request.dtype, request.op, request.root, request.prescale, request.postscale)
-            key = (key, of_group)
+            key = (*request[1:3], *request[5:9], of_group)  # kind, element type, op, root and factors
             together, held = filling.get(key, ([], 0))
             if together and held + nbytes > threshold:
                 yield _FUSED[request.kind], together
@@ -402,7 +407,8 @@ class Engine:
                     self._carry_out(items[0])
                     continue
                 self._course, self._course_handle = (make(self._room, items), items), None
-                self._mark(items, begin=True)
+                if make not in _FUSED.values():
+                    self._show(items, f"MPI_{items[0].request.kind.upper()}")
             course, items = self._course
             try:
                 while self._course_handle is None or self._course_handle.done:
@@ -428,6 +434,7 @@ class Engine:
             if item.ticket is not None:
                 item.ticket.error = HorovodInternalError(str(error))
                 item.ticket.error.__cause__ = error
+        self._show_end([item])
         if item.ticket is not None:
             self._end(item.ticket, item.ticket.error)
 
@@ -435,7 +442,7 @@ class Engine:
         while self._finals and (self._finals[0][0] is None or self._finals[0][0].done):
             _, finish, items = self._finals.popleft()
             finish()
-            self._mark(items, begin=False)
+            self._show_end(items)
             for item in items:
                 if item.ticket is not None:
                     self._end(item.ticket, item.ticket.error)
@@ -445,19 +452,28 @@ class Engine:
         ticket.done = True
         self._open.pop(ticket.request.name, None)
 
-    def _mark(self, items: Sequence[Item], *, begin: bool) -> None:
-        """Tell the timeline what begins or ends."""
+    def _show(self, items: Sequence[Item], activity: str) -> None:
+        """Tell the timeline what is being done with these from now on."""
+        if self.timeline is None:
+            return
+        for item in items:
+            name = item.request.name
+            if name in self._shown:
+                self.timeline.activity_end(name)
+            else:
+                self._shown.add(name)
+                self.timeline.start(name, item.request.kind)
+            self.timeline.activity_start(name, activity)
+
+    def _show_end(self, items: Sequence[Item]) -> None:
         if self.timeline is None:
             return
         for request in (item.request for item in items):
-            if begin:
-                self.timeline.start(request.name, request.kind)
-                self.timeline.activity_start(request.name, f"MPI_{request.kind.upper()}")
-            else:
+            if request.name in self._shown:
+                self._shown.discard(request.name)
                 self.timeline.activity_end(request.name)
                 self.timeline.end(request.name, request.dtype, request.shape)
-        if not begin:
-            self.timeline.flush()
+        self.timeline.flush()
 
 
 class Crew:
@@ -513,10 +529,7 @@ class _Waited:
 
 
 def _nbytes(request: Request) -> int:
-    nbytes: int = getattr(torch, request.dtype).itemsize
-    for length in request.shape:
-        nbytes *= length
-    return nbytes
+    return math.prod(request.shape) * dtype_called(request.dtype).itemsize
 
 
 def _loads(piece: Any) -> News:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -70,6 +71,13 @@ class FusionBuffer:
     def give_back(self, layout: Layout) -> None:
         """What was taken is free again."""
         del self._taken[layout.start]
+
+
+@cache
+def dtype_called(name: str) -> torch.dtype:
+    """torch's type of that name: "float32"."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def scale(tensor: Tensor, factor: float) -> None:

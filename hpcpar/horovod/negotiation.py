@@ -72,10 +72,12 @@ class Request(NamedTuple):
         """A number that two requests have in common when they fit each other."""
         if not self.serial:
             return _digest(self)
-        # The same but for its number: one hash does for all of them. Plain multiples would not do: digests
-        # are added up, and 1 and 4 would look like 2 and 3.
-        number = self.serial * _STRIDE & _MASK
-        return (_digest(self._replace(name="", serial=0)) + (number ^ number >> 61) * _STRIDE) & _MASK
+        # The same but for its number: one hash does for all of them. The number goes in by steps that do not
+        # add up, because digests do: 1 and 4 must not look like 2 and 3, nor a 1, b 2 like b 1, a 2.
+        plain = self._replace(name=self.name.partition("_")[2], group=None, serial=0)
+        mixed = (_digest(plain) ^ self.serial * _STRIDE) & _MASK
+        mixed = (mixed ^ mixed >> 61) * _STRIDE & _MASK
+        return (mixed ^ mixed >> 67) * _STRIDE & _MASK
 
 
 @lru_cache(maxsize=4096)
@@ -85,8 +87,7 @@ def _digest(request: Request) -> int:
     return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=DIGEST_NBYTES).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """An operation that all ranks have come to.
 
     request   as a rank with data asked for it
@@ -120,7 +121,7 @@ class Negotiation:
         self._told: dict[str, Request] = {}
         self._record = b""
         self._orders: dict[bytes, tuple[str, ...]] = {}
-        self._is_joined = False
+        self._is_joined = self._told_joined = False
         self.joined: set[int] = set()
         self.last_joined: int | None = None
         self.heard: dict[str, dict[int, Request]] = {}
@@ -141,6 +142,7 @@ class Negotiation:
     def record(self) -> bytes:
         """What this rank brings to the round's AND; what it asks for from now on is for the next round."""
         self._told, self._new = self._new, {}
+        self._told_joined = self._is_joined
         if self._is_joined:
             self._record = b"\xff" * (2 * DIGEST_NBYTES) + b"\x00"
             return self._record
@@ -157,7 +159,7 @@ class Negotiation:
 
         It is this rank's own only if all are the same, and then it is so on every rank.
         """
-        if common != self._record or self._is_joined:
+        if common != self._record or self._told_joined:
             return None
         told = self._told
         if len(told) < 2:
@@ -171,7 +173,7 @@ class Negotiation:
 
     def news(self) -> News:
         """What this rank tells the others of this round."""
-        return News(tuple(self._told.values()), self._is_joined)
+        return News(tuple(self._told.values()), self._told_joined)
 
     def conclude_news(self, news: Sequence[News]) -> list[Ready]:
         """All ranks have told, in the order of their ranks: what is ready."""
@@ -192,17 +194,19 @@ class Negotiation:
 
     def _contradictions(self) -> list[Ready]:
         """Operations without names that have the same number, and are different ones on different ranks."""
-        numbered: dict[str, list[str]] = defaultdict(list)
+        numbered: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for name, asked in self.heard.items():
-            if next(iter(asked.values())).serial:
-                numbered[name.partition(".")[2]].append(name)
+            for rank, request in asked.items():
+                if request.serial:
+                    numbered[name.partition(".")[2].partition("_")[0]][rank].add(name)
         found = []
-        for number, names in sorted(numbered.items()):
-            everyone = {rank: request for name in names for rank, request in self.heard[name].items()}
-            if len(names) > 1 and self._is_complete(everyone):
-                error = objection({r: q._replace(name=number) for r, q in everyone.items()}, self._world)
-                requests = [next(iter(self.heard.pop(name).values())) for name in sorted(names)]
-                found += [Ready(request, error) for request in requests]
+        for number, names_of in sorted(numbered.items()):
+            names = sorted(set.union(*names_of.values()))
+            if all(names_of[rank] == set(names) for rank in names_of) or not self._is_complete(names_of):
+                continue
+            first = {rank: self.heard[min(own)][rank]._replace(name=number) for rank, own in names_of.items()}
+            error = objection(first, self._world)
+            found += [Ready(next(iter(self.heard.pop(name).values())), error) for name in names]
         return found
 
     def end_join(self) -> int | None:
@@ -221,7 +225,7 @@ class Negotiation:
             return ()
         return tuple(rank for rank in range(self._size) if rank not in asked and rank not in self.joined)
 
-    def _is_complete(self, asked: Mapping[int, Request]) -> bool:
+    def _is_complete(self, asked: Mapping[int, object]) -> bool:
         return all(rank in asked or rank in self.joined for rank in range(self._size))
 
     def _whole_groups(self, names: Sequence[str]) -> list[str]:
@@ -301,7 +305,7 @@ _ASPECTS: tuple[tuple[str, Callable[[Request], object], str], ...] = (
     ("prescale factors", lambda request: request.prescale, "gave {}"),
     ("postscale factors", lambda request: request.postscale, "gave {}"),
     ("devices", lambda request: request.device, "sent from {}"),
-    ("groups", lambda request: request.group and f"a group of {request.group[1]}", "named {}"),
+    ("groups", lambda request: f"a group of {request.group[1]}" if request.group else "no group", "named {}"),
     ("contents", lambda request: request.content, "brought {}"),
 )
 

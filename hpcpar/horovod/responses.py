@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor
 
 from hpcpar import partition
 from hpcpar.horovod.adasum import adasum
-from hpcpar.horovod.fusion import FusionBuffer, Layout, copy_all, divide, scale
+from hpcpar.horovod.fusion import FusionBuffer, Layout, copy_all, divide, dtype_called, scale
 from hpcpar.horovod.negotiation import Request
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator, Handle
+
+MEMCPY_IN, MEMCPY_OUT = "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"
 
 Course = Generator["Handle | None", None, "tuple[Handle | None, Callable[[], None]]"]
 
@@ -51,8 +53,7 @@ class Ticket:
     asked_s: float = field(default_factory=time.perf_counter)
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A ready operation: what it is, and this rank's part; None on a rank that has joined."""
 
     request: Request
@@ -69,11 +70,13 @@ class Item:
 class Room:
     """What a course works with.
 
+    show        tells the timeline, if there is one, what is being done with these items from now on
     allreduce_algorithm, allgather_algorithm   of the catalogue; None: chosen by size
     """
 
     comm: Communicator
     buffer: FusionBuffer
+    show: Callable[[Sequence[Item], str], None]
     allreduce_algorithm: str | None = None
     allgather_algorithm: str | None = None
 
@@ -81,16 +84,23 @@ class Room:
 def fused_allreduce(room: Room, items: Sequence[Item]) -> Course:
     """Several tensors of one type and operation as one, through the fusion buffer."""
     layout = yield from _take(room, items)
+    room.show(items, MEMCPY_IN)
     _pack(layout, items)
+    room.show(items, "MPI_ALLREDUCE")
     op = _op_of(items[0].request)
     handle = room.comm.start_allreduce(layout.flat, op, algorithm=room.allreduce_algorithm)
-    return handle, lambda: _unpack(room, layout, items)
+
+    def finish() -> None:
+        room.show(items, MEMCPY_OUT)
+        _unpack(room, layout, items)
+
+    return handle, finish
 
 
 def allreduce_at_once(room: Room, item: Item) -> bool:
     """A small tensor's all-reduce without anything else under way; False if there is no room for it."""
     request = item.request
-    layout = room.buffer.take(getattr(torch, request.dtype), (request.shape,))
+    layout = room.buffer.take(dtype_called(request.dtype), (request.shape,))
     if layout is None:
         return False
     _pack(layout, (item,))
@@ -122,7 +132,7 @@ def allreduce(room: Room, items: Sequence[Item]) -> Course:
     (item,) = items
     request, ticket = item.request, item.ticket
     if ticket is None:
-        source = target = torch.zeros(request.shape, dtype=getattr(torch, request.dtype))
+        source = target = torch.zeros(request.shape, dtype=dtype_called(request.dtype))
     else:
         source, target = _given(ticket), _output_of(ticket)
     if not target.is_contiguous() or not source.is_contiguous():
@@ -165,10 +175,13 @@ def fused_broadcast(room: Room, items: Sequence[Item]) -> Course:
     root = items[0].request.root
     layout = yield from _take(room, items)
     if room.comm.rank == root:
+        room.show(items, MEMCPY_IN)
         copy_all(layout.views, [_given(ticket) for ticket in tickets])
+    room.show(items, "MPI_BCAST")
     handle = room.comm.start_broadcast(layout.flat, root)
 
     def finish() -> None:
+        room.show(items, MEMCPY_OUT)
         copy_all([_output_of(ticket) for ticket in tickets], layout.views)
         room.buffer.give_back(layout)
 
@@ -254,7 +267,7 @@ def alltoall(room: Room, items: Sequence[Item]) -> Course:
     output = tensor.new_empty((int(received.sum()), *tensor.shape[1:]))
     ticket.result = output, torch.from_numpy(received.astype(np.int32))
     handle = comm.start_alltoall(
-        tensor.contiguous().view(-1),
+        tensor[: sum(ticket.splits)].contiguous().view(-1),  # rows that nobody asked for stay at home
         out=output.view(-1),
         send_counts=[count * width for count in ticket.splits],
         receive_counts=[count * width for count in received.tolist()],
@@ -270,7 +283,7 @@ def barrier(room: Room, items: Sequence[Item]) -> Course:
 
 def _take(room: Room, items: Sequence[Item]) -> Generator[None, None, Layout]:
     """Room in the buffer for these tensors, as soon as there is some."""
-    dtype = getattr(torch, items[0].request.dtype)
+    dtype = dtype_called(items[0].request.dtype)
     shapes = tuple(item.request.shape for item in items)
     while (layout := room.buffer.take(dtype, shapes)) is None:
         yield None
@@ -281,7 +294,7 @@ def _op_of(request: Request) -> str:
     """How a communicator calls it; it divides at the end, unless that must wait for the postscale factor."""
     if request.op != "average":
         return request.op
-    is_plain = request.postscale == 1.0 and getattr(torch, request.dtype).is_floating_point
+    is_plain = request.postscale == 1.0 and dtype_called(request.dtype).is_floating_point
     return "average" if is_plain else "sum"
 
 

@@ -292,7 +292,8 @@ class Gradients:
         self._covered.update(id(parameter) for _, parameter in [*dense, *sparse])
         self._sparse += sparse
         for _, parameter in dense:
-            self._counters.pop(id(parameter)).remove()
+            if id(parameter) in self._counters:
+                self._counters.pop(id(parameter)).remove()
         if not dense:
             return [], sparse
         comm = self._engine.borrow_communicator(self)

@@ -128,7 +128,7 @@ _REDUCIBLE = {
 _MOVABLE = _REDUCIBLE | {torch.bool, torch.complex64, torch.complex128}
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _MOVABLE}
 
-_Outstanding = tuple[Engine, list[Ticket], Callable[[list[Any]], Any]]
+_Outstanding = tuple[Engine, list[Ticket], Callable[[list[Any]], Any], "list[Tensor] | None"]
 _outstanding: dict[int, _Outstanding] = {}
 _numbers = itertools.count()
 
@@ -146,7 +146,7 @@ def poll(handle: int) -> bool:
     found = _outstanding.get(handle)
     if found is None:
         return True
-    engine, tickets, _ = found
+    engine, tickets, *_ = found
     done = [engine.poll(ticket) for ticket in tickets]
     return all(done)
 
@@ -159,7 +159,7 @@ def synchronize(handle: int) -> Any:
     found = _outstanding.pop(handle, None)
     if found is None:
         return None
-    engine, tickets, shape = found
+    engine, tickets, shape, given = found
     results, errors = [], []
     for ticket in tickets:
         try:
@@ -168,7 +168,7 @@ def synchronize(handle: int) -> Any:
             errors.append(error)
     if errors:
         raise errors[0]
-    return shape(results)
+    return shape(results if given is None else given)
 
 
 def allreduce_async(
@@ -576,7 +576,7 @@ def _allreduce(
     tickets = _tickets(
         engine, "allreduce", tensors, name, in_place, is_group=is_group, op=chosen, scaling=factors
     )
-    return _submit(engine, tickets, shape, tensors if in_place else None)
+    return _submit(engine, tickets, shape, list(tensors) if in_place else None)
 
 
 def _gathering(
@@ -648,11 +648,12 @@ def _tickets(
             f"a grouped {kind} of tensors on CPU and GPU was asked for; group those of one kind of device"
         )
     count = len(tensors)
-    base = name if name is not None else engine.unnamed(kind)[0].removeprefix(f"{kind}.")
-    group = (f"{kind}.{base}", count)
+    full, serial = engine.unnamed(kind) if name is None else (f"{kind}.{name}", 0)
+    base = full.removeprefix(f"{kind}.")
+    group = (full, count)
     names = [f"{base}_{number}of{count}" for number in range(1, count + 1)]
     return [
-        _ticket(engine, kind, tensor, own, in_place, op, scaling=scaling, group=group)
+        _ticket(engine, kind, tensor, own, in_place, op, scaling=scaling, group=group, serial=serial)
         for tensor, own in zip(tensors, names, strict=True)
     ]
 
@@ -667,8 +668,12 @@ def _ticket(
     root: int = -1,
     scaling: tuple[float, float] = (1.0, 1.0),
     group: tuple[str, int] | None = None,
+    serial: int = 0,
 ) -> Ticket:
-    full, serial = engine.unnamed(kind) if name is None else (f"{kind}.{name}", 0)
+    if name is None:
+        full, serial = engine.unnamed(kind)
+    else:
+        full = f"{kind}.{name}"
     device = "GPU" if tensor.is_cuda else "CPU"
     before, after = scaling
     shape = tuple(tensor.shape)
@@ -685,16 +690,12 @@ def _submit(
     engine: Engine,
     tickets: list[Ticket],
     shape: Callable[[list[Any]], Any],
-    given: Sequence[Tensor] | None = None,
+    given: list[Tensor] | None = None,
 ) -> int:
     """given   what the caller gets back of operations in place: his tensors, not our views of them"""
     engine.submit(tickets)
     handle = next(_numbers)
-    if given is None:
-        _outstanding[handle] = engine, tickets, shape
-    else:
-        own = list(given)
-        _outstanding[handle] = engine, tickets, lambda _: shape(own)
+    _outstanding[handle] = engine, tickets, shape, given
     return handle
 
 
@@ -736,7 +737,7 @@ def _require_adasum(engine: Engine, process_set: ProcessSet) -> None:
 def _require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
     if tensor.dtype not in known:
         raise ValueError(
-            f"{what} of {tensor.dtype} was asked for. Tensor type {tensor.type()} is not supported; convert it"
+            f"{what} of {tensor.dtype} was asked for. Tensor type {tensor.type()} is not supported"
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} of a {tensor.layout} tensor was asked for; use sparse_allreduce_async")

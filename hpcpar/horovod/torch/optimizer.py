@@ -300,7 +300,7 @@ class _AveragingOptimizer(_Distributed):
         self.synchronize()
         if self._gradients is not None:
             self._gradients.next_step()
-        mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True)
+        mean = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
         mean = mpi_ops.allreduce_(mean, op=Average, process_set=self._process_set)
         return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
 
