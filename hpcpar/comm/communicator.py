@@ -112,8 +112,8 @@ class Communicator(Objects):
         """This rank makes no more calls on this family: those who wait for it get a PeerLeftError."""
         self._family.watch.depart()
 
-    def while_waiting(self, inspect: Callable[[], None]) -> None:
-        """Have `inspect` called now and then in long waits of this family; what it raises ends the wait."""
+    def while_waiting(self, inspect: Callable[[tuple[int, ...]], None]) -> None:
+        """Have `inspect(missing world ranks)` called now and then in long waits, which it may end by an error."""
         self._family.watch.inspectors.append(inspect)
 
     def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:

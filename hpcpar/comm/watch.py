@@ -34,7 +34,8 @@ class Watch:
     """One rank's eye on its peers. Ranks are world ranks here.
 
     timeout_s   how long a wait may last before it is called a stall
-    inspectors  called at each look: for who wants to say more of a wait, or to end it by an error
+    inspectors  called at each look with the ranks that are missing: to say more of a wait, or to end it by
+                an error
     """
 
     def __init__(self, transport: Transport, timeout_s: float) -> None:
@@ -46,7 +47,7 @@ class Watch:
         self._begun: dict[str, int] = {}
         self._looked_s = 0.0
         self._asked_s = 0.0
-        self.inspectors: list[Callable[[], None]] = []
+        self.inspectors: list[Callable[[tuple[int, ...]], None]] = []
 
     def look(self, operation: Waited, waited_s: float) -> None:
         """Called now and then by a rank that has waited for `waited_s` seconds.
@@ -57,9 +58,9 @@ class Watch:
         if now_s - self._looked_s < SECONDS_BETWEEN_LOOKS:
             return
         self._looked_s = now_s
-        for inspect in self.inspectors:
-            inspect()
         missing = operation.waiting_for()
+        for inspect in self.inspectors:
+            inspect(missing)
         self._state = {
             "text": f"waits in {operation.name}, {operation.progress()}, for {_ranks(missing)}",
             "for": missing,

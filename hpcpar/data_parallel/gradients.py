@@ -188,7 +188,7 @@ class GradientSynchronizer:
                 "(step and clip_grad_norm_ call it if nobody has)"
             )
         self._refuse_thawed()
-        self._take_back()
+        self.take_back()
         self._complete_round()
 
     def zero(self, *, set_to_none: bool = True) -> None:
@@ -196,7 +196,7 @@ class GradientSynchronizer:
 
         Averages still under way are awaited first, with all other ranks: they, too, come here.
         """
-        self._take_back()
+        self.take_back()
         if self.round_open:
             self._complete_round()
         self.recount()
@@ -223,15 +223,15 @@ class GradientSynchronizer:
 
         What the buckets hold afterwards, and so the gradients here, is of no use.
         """
-        self._take_back()
+        self.take_back()
         for shipment in self._shipments:
             shipment.flat.zero_()
         bits = np.zeros(-(-len(self.parameters) // 8), dtype=np.uint8)
         started = [self._reduction.start(s.flat, s.bucket) for s in self._shipments]
         self._given_away = [*started, self._reduction.start_map(bits)]
 
-    def _take_back(self) -> None:
-        """What the others' averages were given must not be written to before they have it."""
+    def take_back(self) -> None:
+        """Wait until the others have what `reduce_nothing` gave them; only then may it be written to."""
         if self._given_away:
             for pending in self._given_away:
                 pending.wait()
@@ -277,7 +277,7 @@ class GradientSynchronizer:
 
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
-        self._take_back()
+        self.take_back()
         if self._arrived[index] or (self._accumulating and self.round_open):
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "

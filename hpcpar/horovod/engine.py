@@ -190,7 +190,7 @@ class Engine:
             return True
         self._crew.step()
         try:
-            self._inspect()
+            self._inspect(self.waiting_for())
         except HorovodInternalError as error:
             self._crew.fail(error)
         return False
@@ -270,16 +270,17 @@ class Engine:
                 found.update(handle.waiting_for())
         return tuple(sorted(found))
 
-    def late(self) -> Iterable[tuple[str, float, tuple[int, ...]]]:
-        """Operations that not all ranks have asked for: name, when this rank did, world ranks missing."""
+    def late(self, missing: tuple[int, ...]) -> Iterable[tuple[str, float, tuple[int, ...]]]:
+        """Operations that not all ranks have asked for, for the stall inspector."""
         world = self._comm.world_ranks
-        untold = self._round_handle.waiting_for() if self._round and self._round_handle else ()
-        names = {**dict.fromkeys(self._negotiation.heard, 0.0)}
-        names |= {name: ticket.asked_s for name, ticket in self._open.items()}
-        for name, asked_s in names.items():
-            missing = tuple(world[rank] for rank in self._negotiation.missing(name))
-            if missing or (untold and name not in self._negotiation.heard):
-                yield name, asked_s, missing or untold
+        for name in self._negotiation.heard:
+            asked_s = self._open[name].asked_s if name in self._open else 0.0
+            late = tuple(world[rank] for rank in self._negotiation.missing(name))
+            if late:
+                yield name, asked_s, late
+        others = tuple(rank for rank in missing if rank in world)
+        for name in self._negotiation.unanswered if others else ():
+            yield name, self._open[name].asked_s, others
 
     def free(self) -> None:
         """Give the communicators back. Collective, and nothing may be under way on any rank."""
@@ -307,10 +308,10 @@ class Engine:
         is_waiting = bool(self._negotiation.heard or self._joining) or any(
             not ticket.done for ticket in self._open.values()
         )
-        return is_waiting and not self._is_carrying_out and time.perf_counter() >= self._next_round_s
+        return is_waiting and not self.is_carrying_out and time.perf_counter() >= self._next_round_s
 
     @property
-    def _is_carrying_out(self) -> bool:
+    def is_carrying_out(self) -> bool:
         """Whether operations are ready that others will finish without another round."""
         return bool(self._course or self._queue or self._finals)
 
@@ -525,7 +526,7 @@ class _Waited:
         return self._engine.waiting_for()
 
     def progress(self) -> str:
-        return "which not all ranks have asked for" if list(self._engine.late()) else "under way"
+        return "under way" if self._engine.is_carrying_out else "which not all ranks have asked for"
 
 
 def _nbytes(request: Request) -> int:

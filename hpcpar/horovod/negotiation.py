@@ -131,6 +131,11 @@ class Negotiation:
         """Whether this rank has asked for something that it has not told yet."""
         return bool(self._new)
 
+    @property
+    def unanswered(self) -> list[str]:
+        """Operations that this rank has asked for, and has not heard of the others whether they do."""
+        return [name for name in (*self._told, *self._new) if name not in self.heard]
+
     def ask(self, request: Request) -> None:
         """This rank asks for an operation; of one name there is never more than one that is not ready."""
         self._new[request.name] = request
@@ -161,7 +166,7 @@ class Negotiation:
         """
         if common != self._record or self._told_joined:
             return None
-        told = self._told
+        told, self._told = self._told, {}
         if len(told) < 2:
             return [Ready(request, shortcoming(request)) for request in told.values()]
         order = self._orders.get(common)
@@ -177,6 +182,7 @@ class Negotiation:
 
     def conclude_news(self, news: Sequence[News]) -> list[Ready]:
         """All ranks have told, in the order of their ranks: what is ready."""
+        self._told = {}
         for rank, told in enumerate(news):
             for request in told.requests:
                 self.heard.setdefault(request.name, {})[rank] = request
@@ -289,11 +295,15 @@ def _root(request: Request) -> int:
 _ASPECTS: tuple[tuple[str, Callable[[Request], object], str], ...] = (
     ("operations", lambda request: request.kind, "asked for {}"),
     ("data types", lambda request: request.dtype, "sent {}"),
-    ("numbers of dimensions", lambda request: len(request.shape), "sent a tensor of {}"),
     (
         "tensor shapes",
         lambda request: str(list(request.shape)) if request.kind not in UNEVEN else "",
         "sent a tensor of shape {}",
+    ),
+    (
+        "numbers of dimensions",
+        lambda request: len(request.shape) if request.kind in UNEVEN else 0,
+        "sent a tensor of {} dimensions",
     ),
     (
         "tensor shapes after the first dimension",

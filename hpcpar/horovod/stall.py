@@ -24,8 +24,11 @@ MOST_SHOWN = 8
 class Watched(Protocol):
     """What the inspector must know of an engine."""
 
-    def late(self) -> Iterable[tuple[str, float, tuple[int, ...]]]:
-        """Operations that not all ranks have asked for: name, when this rank did, world ranks missing."""
+    def late(self, missing: tuple[int, ...]) -> Iterable[tuple[str, float, tuple[int, ...]]]:
+        """Operations that not all ranks have asked for: name, when this rank did, world ranks missing.
+
+        missing   world ranks that have not answered the last question
+        """
 
 
 class StallInspector:
@@ -38,33 +41,34 @@ class StallInspector:
         self._told: set[str] = set()
         self._last_s = 0.0
 
-    def inspect(self) -> None:
+    def inspect(self, missing: tuple[int, ...]) -> None:
         """Look, if it is time to.
 
+        missing  world ranks that this rank waits for just now
         errors   HorovodInternalError when a wait has lasted beyond HOROVOD_STALL_SHUTDOWN_TIME_SECONDS
         """
         now_s = time.perf_counter()
         if not self._knobs.stall_check or now_s - self._last_s < min(1.0, self._knobs.stall_check_s / 4):
             return
         self._last_s = now_s
-        late = [(name, asked_s, missing) for name, asked_s, missing in self._watched.late()]
+        late = list(self._watched.late(missing))
         names = {name for name, _, _ in late}
         self._first_seen_s = {name: s for name, s in self._first_seen_s.items() if name in names}
         self._told &= names
         waits = []
-        for name, asked_s, missing in late:
+        for name, asked_s, ranks in late:
             since_s = self._first_seen_s.setdefault(name, asked_s or now_s)
-            waits.append((now_s - since_s, name, missing))
+            waits.append((now_s - since_s, name, ranks))
         shutdown_s = self._knobs.stall_shutdown_s
-        lost = [(name, missing) for wait_s, name, missing in waits if 0 < shutdown_s < wait_s]
+        lost = [(name, ranks) for wait_s, name, ranks in waits if 0 < shutdown_s < wait_s]
         if lost:
             raise HorovodInternalError(
                 f"not asked for by all ranks within {format_duration(shutdown_s)} "
                 f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): {_told(lost)}"
             )
         fresh = [
-            (name, missing)
-            for wait_s, name, missing in waits
+            (name, ranks)
+            for wait_s, name, ranks in waits
             if wait_s > self._knobs.stall_check_s and name not in self._told
         ]
         if fresh:

@@ -317,6 +317,7 @@ class Gradients:
 
     def _reduce_nothing(self, index: int) -> None:
         synchronizer, schedule = self._synchronizers[index]
+        synchronizer.take_back()
         schedule.open()
         synchronizer.reduce_nothing()
 
