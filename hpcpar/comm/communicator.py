@@ -113,7 +113,7 @@ class Communicator(Objects):
         self._family.watch.depart()
 
     def while_waiting(self, inspect: Callable[[tuple[int, ...]], None]) -> None:
-        """Have `inspect(missing world ranks)` called now and then in long waits, which it may end by an error."""
+        """Have `inspect(missing world ranks)` called now and then in long waits; its errors end them."""
         self._family.watch.inspectors.append(inspect)
 
     def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:

@@ -140,7 +140,6 @@ class GradientSynchronizer:
         self._shipment_of: dict[int, _Shipment] = {}
         self._views: list[Tensor] = self._cut_views()
         self._accumulating = False
-        self._given_away: list[Pending] = []
         self._begin_round()
         self.synchronized = False
         hook = _weak_hook(self)
@@ -188,7 +187,6 @@ class GradientSynchronizer:
                 "(step and clip_grad_norm_ call it if nobody has)"
             )
         self._refuse_thawed()
-        self.take_back()
         self._complete_round()
 
     def zero(self, *, set_to_none: bool = True) -> None:
@@ -196,7 +194,6 @@ class GradientSynchronizer:
 
         Averages still under way are awaited first, with all other ranks: they, too, come here.
         """
-        self.take_back()
         if self.round_open:
             self._complete_round()
         self.recount()
@@ -217,25 +214,6 @@ class GradientSynchronizer:
     def round_open(self) -> bool:
         """Whether an averaging backward has begun whose averages nobody has waited for yet."""
         return self._round_open
-
-    def reduce_nothing(self) -> None:
-        """Take part in the others' averages with zeros, without waiting for them; not amid one's own.
-
-        What the buckets hold afterwards, and so the gradients here, is of no use.
-        """
-        self.take_back()
-        for shipment in self._shipments:
-            shipment.flat.zero_()
-        bits = np.zeros(-(-len(self.parameters) // 8), dtype=np.uint8)
-        started = [self._reduction.start(s.flat, s.bucket) for s in self._shipments]
-        self._given_away = [*started, self._reduction.start_map(bits)]
-
-    def take_back(self) -> None:
-        """Wait until the others have what `reduce_nothing` gave them; only then may it be written to."""
-        if self._given_away:
-            for pending in self._given_away:
-                pending.wait()
-            self._given_away.clear()
 
     def recount(self) -> None:
         """Count the backwards from zero again, where no averaging is under way."""
@@ -277,7 +255,6 @@ class GradientSynchronizer:
 
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
-        self.take_back()
         if self._arrived[index] or (self._accumulating and self.round_open):
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "

@@ -17,7 +17,6 @@ from hpcpar.comm import Communicator
 from hpcpar.errors import LaunchError
 from hpcpar.horovod import process_sets as sets
 from hpcpar.horovod.engine import Crew, Engine
-from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.timeline import Timeline
 from hpcpar.launch.knobs import Knobs
@@ -140,9 +139,8 @@ def shutdown() -> None:
         return
     context, _context = _context, None
     context.stop_timeline()
-    context.crew.fail(
-        HorovodInternalError("Horovod has been shut down: by shutdown(), or at the program's end")
-    )
+    for engine in context.crew.engines:
+        engine.close("Horovod has been shut down: by shutdown(), or at the program's end")
     for process_set in context.process_sets.values():
         process_set._detach()
     context.base.depart()

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,8 @@ FUSED_NBYTES = 4 * MiB
 """Most bytes of one fused message: a larger one is no quicker, and two of them keep both sides busy."""
 ALONE_FROM_NBYTES = 512 * KiB
 """A tensor as large as that is not worth two copies."""
+MOST_RETIRED = 64
+"""Optimizers that are gone, and whose first step a rank that has joined can still take part in."""
 EXACT_SIZE = 16
 """Up to so many ranks a round is one exchange of all with all, which knows exactly who is missing."""
 
@@ -56,12 +59,22 @@ _ALONE: dict[str, Callable[[Room, Sequence[Item]], Course]] = {
 _FUSED = {"allreduce": responses.fused_allreduce, "broadcast": responses.fused_broadcast}
 
 
+@dataclass(slots=True)
+class _Loan:
+    """A communicator that is lent, the borrower, and the schedule that uses it."""
+
+    comm: Communicator
+    borrower: weakref.ref[Any]
+    step: str
+
+
 class Engine:
     """Collectives by name between the ranks of one process set. Making one is collective.
 
     comm, control   communicators of the same ranks, for the data and for the rounds; nobody else uses them
     crew            the engines of all process sets, which move on together
     serve           what a rank that has joined does in another's schedule, by its name
+    users           who is to be closed when the engine is: objects with a `close`
     """
 
     def __init__(
@@ -100,7 +113,9 @@ class Engine:
         self._gathered_nbytes = 0
         self._joining: Ticket | None = None
         self._joins = self._unnamed = self._optimizers = 0
-        self._lent: list[tuple[Communicator, weakref.ref[object]]] = []
+        self._loans: list[_Loan] = []
+        self._retired: deque[str] = deque()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._failure: str | None = None
         self._inspect = StallInspector(knobs, self).inspect
         comm.while_waiting(self._inspect)
@@ -154,23 +169,49 @@ class Engine:
         """For what all ranks do together, and wait for, in a schedule that is being carried out."""
         return self._comm
 
-    def borrow_communicator(self, borrower: object) -> Communicator:
+    def lend_communicator(
+        self, borrower: object, step: str, serve: Callable[[Communicator], None]
+    ) -> Communicator:
         """One for the borrower's life: one that nobody has any more on any rank, or a new one.
 
+        step, serve   the schedule that will use it, and what a rank that has joined does in it; that goes on
+                      when the borrower is gone, until the communicator is lent again
         Only in an operation that is being carried out: the ranks agree, and wait for each other.
         """
-        free = np.array([reference() is None for _, reference in self._lent], dtype=np.uint8)
+        free = np.array([loan.borrower() is None for loan in self._loans], dtype=np.uint8)
         if free.size:
             self._comm.allreduce(free, "and")
-        for index, is_free in enumerate(free):
-            if is_free:
-                comm = self._lent[index][0]
-                self._lent[index] = comm, weakref.ref(borrower)
-                return comm
-        made = self._comm.split(0, self.rank, f"gradients {len(self._lent) + 1}")
-        assert made is not None, "every rank belongs to it"
-        self._lent.append((made.unchecked("gradients"), weakref.ref(borrower)))
-        return self._lent[-1][0]
+        if free.any():
+            loan = self._loans[int(free.argmax())]
+            self.serve.pop(loan.step, None)
+            loan.borrower, loan.step = weakref.ref(borrower), step
+        else:
+            made = self._comm.split(0, self.rank, f"gradients {len(self._loans) + 1}")
+            assert made is not None, "every rank belongs to it"
+            loan = _Loan(made.unchecked("gradients"), weakref.ref(borrower), step)
+            self._loans.append(loan)
+        comm = loan.comm
+        self.serve[step] = lambda: serve(comm)
+        return comm
+
+    def retire(self, step: str) -> None:
+        """A schedule whose owner is gone on this rank is served for a while; the oldest are forgotten."""
+        self._retired.append(step)
+        if len(self._retired) > MOST_RETIRED:
+            self.serve.pop(self._retired.popleft(), None)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """All ranks' objects, by rank; other operations go on meanwhile. All ranks call it in one order."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        pieces = []
+        for tensor in (torch.tensor([payload.numel()]), payload):
+            name, serial = self.unnamed("allgather")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            ticket = Ticket(Request(name, "allgather", dtype, tuple(tensor.shape), serial=serial), tensor)
+            self.submit([ticket])
+            pieces.append(self.wait(ticket))
+        lengths, everything = pieces
+        return [pickle.loads(piece.numpy().tobytes()) for piece in torch.split(everything, lengths.tolist())]
 
     def join(self) -> int:
         """This rank has no more data: take part in the others' reductions until all have joined.
@@ -282,9 +323,15 @@ class Engine:
         for name in self._negotiation.unanswered if others else ():
             yield name, self._open[name].asked_s, others
 
+    def close(self, reason: str) -> None:
+        """All that is under way fails, and those who use the engine let go of it."""
+        self.fail(reason)
+        for user in list(self.users):
+            user.close()
+
     def free(self) -> None:
         """Give the communicators back. Collective, and nothing may be under way on any rank."""
-        for comm in (self._comm, self._control, *(lent for lent, _ in self._lent)):
+        for comm in (self._comm, self._control, *(loan.comm for loan in self._loans)):
             comm.free()
 
     def _advance_round(self) -> bool:
@@ -428,7 +475,13 @@ class Engine:
         """A schedule: what all ranks know how to do, also those that have joined. Its errors are its own."""
         try:
             if item.ticket is None:
-                self.serve[item.request.name]()
+                serve = self.serve.get(item.request.name)
+                if serve is None:
+                    raise HorovodInternalError(
+                        f"{item.request.name}: this rank has joined and never had that optimizer; make it on "
+                        f"every rank before join()"
+                    )
+                serve()
             elif item.ticket.on_ready is not None:
                 item.ticket.on_ready()
         except HpcparError as error:

@@ -31,8 +31,6 @@ _STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """An odd number of many digits: its multiples differ in most of theirs."""
 RECORD_NBYTES = 2 * DIGEST_NBYTES + 1
 
-MOST_ORDERS = 256
-
 ROWS = ("allgather", "alltoall", "reducescatter")
 """Kinds that work on rows: on tensors with a first dimension."""
 UNEVEN = ("allgather", "alltoall")
@@ -120,7 +118,6 @@ class Negotiation:
         self._new: dict[str, Request] = {}
         self._told: dict[str, Request] = {}
         self._record = b""
-        self._orders: dict[bytes, tuple[str, ...]] = {}
         self._is_joined = self._told_joined = False
         self.joined: set[int] = set()
         self.last_joined: int | None = None
@@ -167,14 +164,7 @@ class Negotiation:
         if common != self._record or self._told_joined:
             return None
         told, self._told = self._told, {}
-        if len(told) < 2:
-            return [Ready(request, shortcoming(request)) for request in told.values()]
-        order = self._orders.get(common)
-        if order is None:
-            if len(self._orders) >= MOST_ORDERS:
-                self._orders.clear()
-            order = self._orders[common] = tuple(sorted(told))
-        return [Ready(told[name], shortcoming(told[name])) for name in order]
+        return [Ready(told[name], shortcoming(told[name])) for name in sorted(told)]
 
     def news(self) -> News:
         """What this rank tells the others of this round."""

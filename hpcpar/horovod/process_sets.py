@@ -94,7 +94,9 @@ def _register(context: Context, asked: ProcessSet | Sequence[int] | Any) -> Proc
     except ValueError as error:
         complaint = str(error)
     own = () if chosen is None else tuple(chosen.ranks or ())
-    told = context.base.allgather_object((complaint, chosen is not None and chosen.mpi_comm is not None, own))
+    told = context.engine.allgather_object(
+        (complaint, chosen is not None and chosen.mpi_comm is not None, own)
+    )
     wrong = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(told) if text]
     if wrong:
         raise ValueError("; ".join(dict.fromkeys(text.partition(": ")[2] for text in wrong)))
@@ -136,13 +138,13 @@ def remove(context: Context, process_set: ProcessSet) -> bool:
         return False
     assert number is not None
     engine = process_set._engine
-    is_idle = all(context.base.allgather_object(engine is None or not engine.is_busy))
+    is_idle = all(context.engine.allgather_object(engine is None or not engine.is_busy))
     if engine is not None:
         context.crew.engines.remove(engine)
         if is_idle:
             engine.free()
         else:
-            engine.fail(f"{process_set} was removed while this was under way")
+            engine.close(f"{process_set} was removed while this was under way")
     del context.process_sets[number]
     process_set._detach()
     return True

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES, Bucket
 from hpcpar.data_parallel.gradients import GradientSynchronizer
@@ -64,6 +64,13 @@ class Ways:
     groups: Sequence[Sequence[Tensor]]
     sparse_as_dense: bool
 
+    def reduce(self, comm: Communicator, packed: Tensor, dtype: torch.dtype) -> Any:
+        """Begin the reduction of gradients of this type that have been compressed."""
+        op, before = self.op, 1.0 / self.predivide
+        if op == "average" and may_overflow(packed.dtype, dtype):
+            op, before = "sum", before / comm.size
+        return comm.start_allreduce(packed, op, prescale_factor=before, postscale_factor=self.predivide)
+
     def __str__(self) -> str:
         """As ranks compare it."""
         name = getattr(self.compression, "__name__", type(self.compression).__name__)
@@ -94,44 +101,53 @@ class Schedule:
 
     name         by which ranks match the step
     parameters   in the order of the buckets' members
+    is_newcomer  tells whether a parameter without bucket has a gradient now
+    newcomers    whether there was one on some rank in the last step
     """
 
     def __init__(
-        self, engine: Engine, comm: Communicator, ways: Ways, name: str, parameters: Sequence[Tensor]
+        self,
+        engine: Engine,
+        comm: Communicator,
+        ways: Ways,
+        name: str,
+        parameters: Sequence[Tensor],
+        is_newcomer: Callable[[], bool],
     ) -> None:
+        self.newcomers = False
         self._engine = engine
         self._comm = comm
         self._ways = ways
         self._parameters = parameters
+        self._is_newcomer = is_newcomer
         self._request = Request(name, "schedule", content=f"{len(parameters)} parameters")
         self._ticket: Ticket | None = None
         self._is_open = False
         self._waiting: list[_BucketUnderWay] = []
 
     def start(self, flat: Tensor, bucket: Bucket) -> _BucketUnderWay:
-        compression = self._ways.compression
-        gradient = flat
-        if compression not in _ELEMENTWISE:
+        ways, gradient = self._ways, flat
+        if ways.compression not in _ELEMENTWISE:
             gradient = view_like(flat, 0, flat.numel(), self._parameters[bucket.members[0]])
-        packed, context = compression.compress(gradient)
-        op, before, after = self._ways.op, 1.0 / self._ways.predivide, self._ways.predivide
-        if op == "average" and may_overflow(packed, flat):
-            op, before = "sum", before / self._comm.size
-
-        def begin() -> Any:
-            return self._comm.start_allreduce(packed, op, prescale_factor=before, postscale_factor=after)
+        packed, context = ways.compression.compress(gradient)
 
         def finish(reduced: Tensor) -> None:
             if reduced is not flat:
-                gradient.copy_(compression.decompress(reduced, context))
+                gradient.copy_(ways.compression.decompress(reduced, context))
 
-        return self._admit(_BucketUnderWay(self, begin, finish))
+        return self._admit(_BucketUnderWay(self, lambda: ways.reduce(self._comm, packed, flat.dtype), finish))
 
-    def start_map(self, bits: Any) -> _BucketUnderWay:
-        def close(_: Any) -> None:
-            self._is_open, self._ticket = False, None
+    def start_map(self, bits: Any) -> _MapToCome:
+        return _MapToCome(self, bits)
 
-        return self._admit(_BucketUnderWay(self, lambda: self._comm.start_allreduce(bits, "or"), close))
+    def finish_map(self, bits: Any) -> None:
+        """The last collective of a step: which parameters have been used, and whether there are newcomers."""
+        told = np.append(bits, np.uint8(self._is_newcomer()))
+        self.await_all()
+        self._comm.allreduce(told, "or")
+        bits[:] = told[:-1]
+        self.newcomers = bool(told[-1])
+        self._is_open, self._ticket = False, None
 
     def await_all(self) -> None:
         """Wait until all ranks have come to the step, or have joined."""
@@ -155,6 +171,36 @@ class Schedule:
             self._engine.submit([self._ticket])
             self._engine.poll(self._ticket)
         return bucket
+
+
+class _MapToCome:
+    """The map leaves when it is waited for: only then have all gradients come, bucket or not."""
+
+    def __init__(self, schedule: Schedule, bits: Any) -> None:
+        self._schedule = schedule
+        self._bits = bits
+
+    def wait(self) -> None:
+        self._schedule.finish_map(self._bits)
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """What a rank that has joined brings to the others' steps, without their optimizer.
+
+    shapes   of the buckets, or of the gradients where each has a bucket; and their element types
+    """
+
+    ways: Ways
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    parameters: int
+
+    def bring(self, comm: Communicator) -> None:
+        """Begin all of a step's collectives; they are done when the others have come to them."""
+        for shape, dtype in self.shapes:
+            packed, _ = self.ways.compression.compress(torch.zeros(shape, dtype=dtype))
+            self.ways.reduce(comm, packed, dtype)
+        comm.start_allreduce(np.zeros(-(-self.parameters // 8) + 1, dtype=np.uint8), "or")
 
 
 class Gradients:
@@ -189,7 +235,9 @@ class Gradients:
         self._passed: dict[int, int] = {}
         self._counters: dict[int, Any] = {}
         self._count_those_without_bucket()
-        weakref.finalize(self, _withdraw, engine.serve, self._served)
+        self.is_closed = False
+        engine.users.add(self)
+        weakref.finalize(self, _retire_layouts, weakref.ref(engine), self._served)
         if not is_copy:
             self._take_name()
 
@@ -219,7 +267,8 @@ class Gradients:
                 synchronizer.synchronize()
         for wait in waits:
             wait()
-        if any(parameter.requires_grad for _, parameter in self._without_bucket()):
+        schedules = [schedule for _, schedule in self._synchronizers]
+        if self._without_bucket() and (not schedules or schedules[0].newcomers):
             self._lay_out()
         self._are_sparse_reduced = True
         self._passed.clear()
@@ -239,6 +288,7 @@ class Gradients:
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
+        self.is_closed = True
         for counter in self._counters.values():
             counter.remove()
         self._counters.clear()
@@ -247,7 +297,7 @@ class Gradients:
 
     def _take_name(self) -> None:
         self._name = self._engine.next_optimizer()
-        self._serve(self._layout_name, "_lay_out_nothing")
+        self._serve_layout()
 
     def _without_bucket(self) -> list[Named]:
         return [(name, p) for name, p in self.named if p.requires_grad and id(p) not in self._covered]
@@ -276,14 +326,10 @@ class Gradients:
                 wait()
         self._count_those_without_bucket()
 
-    def _lay_out_nothing(self) -> None:
-        """This rank has joined before the others laid out their gradients: it brings none."""
-        self._make()
-
     def _make(self) -> tuple[list[GradientSynchronizer], list[Named]]:
         """On all ranks, in one place: buckets for the gradients that some rank has; and the sparse ones."""
         self._layouts += 1
-        self._serve(self._layout_name, "_lay_out_nothing")
+        self._serve_layout()
         fresh = self._without_bucket()
         agree_on_parameters(fresh, self._engine.setup)
         kinds = self._agree_on_kinds(fresh)
@@ -296,10 +342,16 @@ class Gradients:
                 self._counters.pop(id(parameter)).remove()
         if not dense:
             return [], sparse
-        comm = self._engine.borrow_communicator(self)
         step = f"{self._name}.step.{self._layouts}"
-        schedule = Schedule(self._engine, comm, self._ways, step, [parameter for _, parameter in dense])
         most = max(1, self._ways.bucket_bytes) if self._ways.compression in _ELEMENTWISE else 1
+        parameters = [parameter for _, parameter in dense]
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
+        zeros = _Zeros(replace(self._ways, groups=()), shapes, len(parameters))
+        comm = self._engine.lend_communicator(self, step, zeros.bring)
+        reference = weakref.ref(self)
+        schedule = Schedule(
+            self._engine, comm, self._ways, step, parameters, lambda: _has_newcomer(reference)
+        )
         synchronizer = GradientSynchronizer(
             dense,
             comm,
@@ -311,27 +363,35 @@ class Gradients:
             reduction=schedule,
             advice=ADVICE,
         )
-        self._serve(step, "_reduce_nothing", len(self._synchronizers))
+        for bucket in synchronizer.buckets:
+            first = parameters[bucket.members[0]]
+            is_whole = self._ways.compression in _ELEMENTWISE
+            shapes.append(((bucket.numel,) if is_whole else tuple(first.shape), first.dtype))
         self._synchronizers.append((synchronizer, schedule))
         return [synchronizer], sparse
 
-    def _reduce_nothing(self, index: int) -> None:
-        synchronizer, schedule = self._synchronizers[index]
-        synchronizer.take_back()
-        schedule.open()
-        synchronizer.reduce_nothing()
-
-    def _serve(self, name: str, method: str, *arguments: Any) -> None:
-        """What this rank does in a step of that name once it has joined, while the optimizer is there."""
-        reference = weakref.ref(self)
+    def _serve_layout(self) -> None:
+        """What this rank does when the others lay out their gradients and it has joined, even without us."""
+        reference, engine, process_set = weakref.ref(self), self._engine, self._process_set
+        name, layouts, passes = self._name, self._layouts, self.passes
+        fresh = self._without_bucket()
+        shapes = [(of, torch.empty_like(parameter, device="meta")) for of, parameter in fresh]
+        places = {id(parameter): place for place, (_, parameter) in enumerate(fresh)}
+        groups = [[places[id(p)] for p in group if id(p) in places] for group in self._ways.groups]
+        ways = replace(self._ways, groups=())
 
         def serve() -> None:
             alive = reference()
-            if alive is not None:
-                getattr(alive, method)(*arguments)
+            if alive is None:
+                named = [(of, nn.Parameter(torch.empty_like(shape, device="cpu"))) for of, shape in shapes]
+                kept = replace(ways, groups=[[named[place][1] for place in group] for group in groups])
+                alive = Gradients(named, process_set, engine, kept, passes, is_copy=True)
+                alive._name, alive._layouts = name, layouts
+            alive._make()
 
-        self._engine.serve[name] = serve
-        self._served.append(name)
+        _forget_layouts(weakref.ref(engine), self._served)
+        self._served[:] = [self._layout_name]
+        engine.serve[self._layout_name] = serve
 
     def _agree_on_kinds(self, fresh: Sequence[Named]) -> list[int]:
         """Of each parameter, whether its gradient is dense or sparse where a rank has one; 0: none has."""
@@ -413,11 +473,27 @@ class Gradients:
         return finish
 
 
-def may_overflow(packed: Tensor, tensor: Tensor) -> bool:
+def may_overflow(packed: torch.dtype, given: torch.dtype) -> bool:
     """Whether a sum may leave the range of what was narrowed to float16: then its average divides first."""
-    return packed.dtype is torch.float16 and tensor.dtype is not torch.float16
+    return packed is torch.float16 and given is not torch.float16
 
 
-def _withdraw(serve: dict[str, Callable[[], None]], names: Sequence[str]) -> None:
-    for name in names:
-        serve.pop(name, None)
+def _has_newcomer(reference: weakref.ref[Gradients]) -> bool:
+    alive = reference()
+    return alive is not None and any(p.grad is not None for _, p in alive._without_bucket())
+
+
+def _forget_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> None:
+    """Layouts that have been made are not served any more."""
+    engine = reference()
+    if engine is not None:
+        for name in names:
+            engine.serve.pop(name, None)
+
+
+def _retire_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> None:
+    """Those of an optimizer that is gone are served a while longer: others may have more data."""
+    engine = reference()
+    if engine is not None:
+        for name in names:
+            engine.retire(name)

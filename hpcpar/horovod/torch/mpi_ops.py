@@ -250,7 +250,7 @@ def allreduce(
     compression   how it travels: Compression.none, .fp16, .bf16, or a Compressor of your own
     """
     packed, context = compression.compress(tensor)
-    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    arguments = _held(packed, tensor, (average, name, op, prescale_factor, postscale_factor, process_set))
     if packed.requires_grad and torch.is_grad_enabled():
         reduced = _Allreduce.apply(packed, *arguments)  # type: ignore[no-untyped-call]
     else:
@@ -287,6 +287,8 @@ def grouped_allreduce(
     """All-reduces that are done together, into new tensors; see `allreduce`."""
     packed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        arguments = _held(packed[0], tensors[0], arguments)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
         reduced = _GroupedAllreduce.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
     else:
@@ -568,7 +570,7 @@ def _allreduce(
     engine = _engine_of(process_set)
     chosen = _op(op, average)
     if chosen == "adasum":
-        _require_adasum(engine, process_set)
+        require_adasum(process_set)
     for tensor in tensors:
         _require_type("an all-reduce", tensor, _REDUCIBLE)
     factors = float(scaling[0]), float(scaling[1])
@@ -725,12 +727,13 @@ def _op(op: int | None, average: bool | None) -> str:
     return _OPS[op]
 
 
-def _require_adasum(engine: Engine, process_set: ProcessSet) -> None:
+def require_adasum(process_set: ProcessSet) -> None:
+    """Refuse Adasum where it is not defined: NotImplementedError."""
     if process_set is not global_process_set:
         raise NotImplementedError("Adasum is defined over all ranks here; it was asked for on a process set")
-    if engine.size & (engine.size - 1):
+    if size() & (size() - 1):
         raise NotImplementedError(
-            f"Adasum needs a number of ranks that is a power of two; there are {engine.size}"
+            f"Adasum needs a number of ranks that is a power of two; there are {size()}"
         )
 
 
@@ -761,6 +764,18 @@ def _splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int)
     if sum(rows) > length:
         raise ValueError(f"splits {rows} ask for {sum(rows)} rows, but the tensor has {length}")
     return rows
+
+
+_Arguments = tuple["bool | None", "str | None", "int | None", float, float, ProcessSet]
+
+
+def _held(packed: Tensor, given: Tensor, arguments: _Arguments) -> _Arguments:
+    """An average of what was narrowed to float16 divides first: a sum may leave its range."""
+    average, name, op, before, after, process_set = arguments
+    is_average = op == Average or (op is None and average is not False)
+    if packed.dtype is not torch.float16 or given.dtype is torch.float16 or not is_average:
+        return arguments
+    return None, name, Sum, before / (process_set.size() or 1), after, process_set
 
 
 class _Allreduce(torch.autograd.Function):

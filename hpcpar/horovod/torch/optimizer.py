@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.horovod import basics
+from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
@@ -106,7 +107,10 @@ class _Distributed(Optimizer):
         passes = self._settings["backward_passes_per_step"]
         _require_passes(passes)
         self._parameter_names = _named(self, named_parameters)
-        self._is_alone = not basics.is_initialized() or not self._process_set.included() or self._size == 1
+        basics.the_context()
+        if self._process_set.process_set_id is None:
+            raise ValueError(f"{self._process_set} is not registered; use hvd.add_process_set first")
+        self._is_alone = not self._process_set.included() or self._size == 1
 
     def _distribute_again(self) -> None:
         """After a new start: use the engine that there is now."""
@@ -225,9 +229,15 @@ class _AveragingOptimizer(_Distributed):
 
         Then step inside `skip_synchronize`.
         """
+        self._connect()
         if self._gradients is not None:
             self._gradients.synchronize()
         self._synchronized = True
+
+    def _connect(self) -> None:
+        """After shutdown() and init() use the engine that there is now."""
+        if self._gradients is not None and self._gradients.is_closed and basics.is_initialized():
+            self._distribute_again()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -244,6 +254,7 @@ class _AveragingOptimizer(_Distributed):
         closure   computes the loss with its backward; the average of all ranks' losses is what the wrapped
                   optimizer sees, so that all take the same path
         """
+        self._connect()
         if self._gradients is None:
             return self._step_locally(closure)
         if closure is not None:
@@ -266,6 +277,7 @@ class _AveragingOptimizer(_Distributed):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
+        self._connect()
         if self._gradients is not None:
             if self._gradients.is_under_way:
                 raise AssertionError(
@@ -318,6 +330,8 @@ class _AdasumOptimizer(_Distributed):
     def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
         super()._distribute(named_parameters)
         _grouped(self._settings["groups"], self)
+        if not self._is_alone:
+            mpi_ops.require_adasum(self._process_set)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """For compatibility: gradients add up locally until `step`, however often."""
@@ -339,18 +353,26 @@ class _AdasumOptimizer(_Distributed):
         parameters = [p for p in self._parameter_names if p.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         outcome = self._step_locally(closure)
-        compression = self._settings["compression"]
-        with torch.no_grad():
-            changes = [p.detach() - old for p, old in zip(parameters, before, strict=True)]
-            packed = [compression.compress(change) for change in changes]
-            combined = mpi_ops.grouped_allreduce(
-                [tensor for tensor, _ in packed], op=Adasum, process_set=self._process_set
-            )
-            for parameter, old, change, (_, context) in zip(
-                parameters, before, combined, packed, strict=True
-            ):
-                parameter.copy_(old.add_(compression.decompress(change, context)))
+        try:
+            self._combine(parameters, before)
+        except HorovodInternalError:
+            with torch.no_grad():
+                for parameter, old in zip(parameters, before, strict=True):
+                    parameter.copy_(old)
+            raise
         return outcome
+
+    @torch.no_grad()
+    def _combine(self, parameters: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        """Replace what this rank's step has changed by Adasum of all ranks' changes."""
+        compression = self._settings["compression"]
+        packed = [
+            compression.compress(parameter - old) for parameter, old in zip(parameters, before, strict=True)
+        ]
+        tensors = [tensor for tensor, _ in packed]
+        combined = mpi_ops.grouped_allreduce(tensors, op=Adasum, process_set=self._process_set)
+        for parameter, old, change, (_, context) in zip(parameters, before, combined, packed, strict=True):
+            parameter.copy_(old + compression.decompress(change, context))
 
 
 _AdasumOptimizer.step.hooked = True  # type: ignore[attr-defined]
