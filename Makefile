@@ -59,7 +59,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
-	    timeout --kill-after=10 300 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi -m mpi --quiet || exit 1; \
+	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi -m mpi --quiet || exit 1; \
 	done
 
 lint: $(STAMP)
@@ -72,6 +72,7 @@ bench: $(STAMP)
 	mkdir -p benchmarks/results
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/collectives.py --json benchmarks/results/collectives-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --json benchmarks/results/training-$(RANKS).jsonl
+	$(BIN)/python benchmarks/horovod.py -n $(RANKS) --json benchmarks/results/horovod-$(RANKS).jsonl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

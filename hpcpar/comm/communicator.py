@@ -112,9 +112,14 @@ class Communicator(Objects):
         """This rank makes no more calls on this family: those who wait for it get a PeerLeftError."""
         self._family.watch.depart()
 
-    def while_waiting(self, inspect: Callable[[tuple[int, ...]], None]) -> None:
-        """Have `inspect(missing world ranks)` called now and then in long waits; its errors end them."""
-        self._family.watch.inspectors.append(inspect)
+    def while_waiting(self, inspect: Callable[[tuple[int, ...]], None]) -> Callable[[], None]:
+        """Have `inspect(missing world ranks)` called now and then in long waits; its errors end them.
+
+        returns   what puts an end to that
+        """
+        inspectors = self._family.watch.inspectors
+        inspectors.append(inspect)
+        return lambda: inspectors.remove(inspect) if inspect in inspectors else None
 
     def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:
         """Return when `condition()` holds, which is to poke; it may start collectives, too.

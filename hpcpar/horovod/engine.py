@@ -118,7 +118,7 @@ class Engine:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._failure: str | None = None
         self._inspect = StallInspector(knobs, self).inspect
-        comm.while_waiting(self._inspect)
+        self._stop_inspecting = comm.while_waiting(self._inspect)
         crew.engines.append(self)
 
     def unnamed(self, kind: str) -> tuple[str, int]:
@@ -298,6 +298,7 @@ class Engine:
             ticket.error = HorovodInternalError(reason)
             ticket.done = True
         self._open.clear()
+        self._negotiation = Negotiation(self.size, self._comm.world_ranks)
         self._joining = self._round = self._course = None
         self._queue.clear()
         self._finals.clear()
@@ -326,11 +327,13 @@ class Engine:
     def close(self, reason: str) -> None:
         """All that is under way fails, and those who use the engine let go of it."""
         self.fail(reason)
+        self._stop_inspecting()
         for user in list(self.users):
             user.close()
 
     def free(self) -> None:
         """Give the communicators back. Collective, and nothing may be under way on any rank."""
+        self._stop_inspecting()
         for comm in (self._comm, self._control, *(loan.comm for loan in self._loans)):
             comm.free()
 

@@ -56,6 +56,25 @@ def test_a_bucket_of_no_bytes_is_refused() -> None:
         assign(floats(1), bucket_bytes=0)
 
 
+def test_a_group_has_a_bucket_of_its_own_whatever_its_size() -> None:
+    #   parameters    0   1   2   3   4   5        of 8 bytes each, 8 at most in a bucket
+    #   groups        a       a       b   b
+    #   buckets       3   2   3   1   0   0
+    buckets = assign(floats(*[2] * 6), bucket_bytes=8, first_bucket_bytes=8, groups=[[2, 0], [4, 5]])
+    assert [bucket.members for bucket in buckets] == [(5, 4), (3,), (1,), (2, 0)]
+    assert [bucket.edges for bucket in buckets] == [(0, 2, 4), (0, 2), (0, 2), (0, 2, 4)]
+
+
+def test_a_group_of_two_kinds_has_a_bucket_of_each() -> None:
+    half, single = Extent(2, 2, "float16"), Extent(2, 4, "float32")
+    buckets = assign([half, single, half, single, single], groups=[[0, 1, 2, 3]])
+    assert [bucket.members for bucket in buckets] == [(4,), (3, 1), (2, 0)]
+
+
+def test_empty_groups_and_no_groups_are_the_same() -> None:
+    assert assign(floats(1, 2, 3), groups=[[], []]) == assign(floats(1, 2, 3))
+
+
 extents = st.lists(
     st.builds(Extent, st.integers(0, 50), st.just(4), st.sampled_from(["a", "b"])), max_size=30
 )
@@ -80,3 +99,24 @@ def test_every_parameter_is_in_one_bucket_and_limits_hold(
     assert [min(bucket.members) for bucket in buckets] == sorted(
         (min(bucket.members) for bucket in buckets), reverse=True
     )
+
+
+@given(extents, st.integers(1, 300), st.lists(st.integers(0, 4), max_size=30))
+def test_what_is_grouped_shares_a_bucket_with_its_kind_and_with_nothing_else(
+    found: list[Extent], limit: int, chosen: list[int]
+) -> None:
+    # 0: in no group
+    number_of = dict(zip(range(len(found)), chosen, strict=False))
+    groups = [[i for i, number in number_of.items() if number == wanted] for wanted in range(1, 5)]
+    buckets = assign(found, bucket_bytes=limit, first_bucket_bytes=limit, groups=groups)
+    of_bucket = {member: bucket for bucket in buckets for member in bucket.members}
+    assert sorted(member for bucket in buckets for member in bucket.members) == list(range(len(found)))
+    for group in groups:
+        for kind in {found[member].kind for member in group}:
+            together = [member for member in group if found[member].kind == kind]
+            assert {of_bucket[member].members for member in together} == {tuple(reversed(together))}
+    alone = [index for index in range(len(found)) if not number_of.get(index)]
+    others = assign([found[index] for index in alone], bucket_bytes=limit, first_bucket_bytes=limit)
+    assert [tuple(alone[member] for member in bucket.members) for bucket in others] == [
+        bucket.members for bucket in buckets if set(bucket.members) <= set(alone)
+    ]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import GradientSynchronizer
+from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.errors import BufferTypeError, MismatchError, OperationError
 
 
@@ -301,7 +303,7 @@ def test_a_backward_after_the_averaging_one_is_refused(accumulating: bool) -> No
 
     for rank, message in enumerate(on_ranks(2, body)):
         assert (
-            f"rank {rank}: a second gradient of p0 came when its bucket was due to leave or gone" in message
+            f"rank {rank}: gradient number 2 of p0 came when its bucket was due to leave or gone" in message
         )
         assert "all microbatches but the last inside no_sync()" in message
 
@@ -379,3 +381,215 @@ def test_a_closed_synchronizer_leaves_gradients_alone() -> None:
     synchronizer.close()
     named[0][1].sum().backward()
     assert not synchronizer.round_open
+
+
+# Several backwards a round
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_the_last_of_the_passes_sends_the_sum(passes: int) -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0], [2.0])
+        synchronizer = GradientSynchronizer(named, comm, passes=passes)
+        for _ in range(3):
+            comm.traffic.reset()
+            for number in range(1, passes + 1):
+                assert not synchronizer.round_open
+                assert comm.traffic.nbytes_sent() == 0
+                ((comm.rank + number) * named[0][1].sum() + named[1][1].sum()).backward()
+            assert synchronizer.round_open
+            assert synchronizer._departed == 1
+            synchronizer.synchronize()
+            assert comm.traffic.nbytes_sent() > 0
+            assert gradients(named) == [[0.5 * passes + passes * (passes + 1) / 2], [float(passes)]]
+            synchronizer.zero()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_synchronizing_before_the_last_pass_averages_what_there_is(taken: int) -> None:
+    def body(comm: Communicator) -> list[list[list[float] | None]]:
+        named = parameters([1.0])
+        synchronizer = GradientSynchronizer(named, comm, passes=3)
+        found = []
+        for _ in range(2):
+            for _ in range(taken):
+                (named[0][1].sum() * 2 * comm.rank).backward()
+            synchronizer.synchronize()
+            found.append(gradients(named))
+            synchronizer.zero()
+        return found
+
+    assert on_ranks(2, body) == [[[[float(taken)] if taken else None]] * 2] * 2
+
+
+def test_a_parameter_with_fewer_gradients_than_passes_leaves_when_it_is_waited_for() -> None:
+    def body(comm: Communicator) -> list[list[float] | None]:
+        named = parameters([1.0], [2.0], [3.0])
+        synchronizer = GradientSynchronizer(named, comm, passes=2)
+        (named[0][1].sum() * (comm.rank + 1)).backward()
+        (named[1][1].sum() if comm.rank == 0 else named[0][1].sum()).backward()
+        synchronizer.synchronize()
+        return gradients(named)
+
+    assert on_ranks(2, body) == [[[2.0], [0.5], None]] * 2
+
+
+def test_one_gradient_more_than_passes_is_refused_with_its_number() -> None:
+    def body(comm: Communicator) -> str:
+        named = parameters([1.0])
+        synchronizer = GradientSynchronizer(named, comm, passes=2, advice="Say so before.")
+        for _ in range(2):
+            named[0][1].sum().backward()
+        with pytest.raises(AssertionError) as caught:
+            named[0][1].sum().backward()
+        synchronizer.synchronize()
+        return str(caught.value)
+
+    for rank, message in enumerate(on_ranks(2, body)):
+        assert message.startswith(f"rank {rank}: gradient number 3 of p0 came when its bucket was due")
+        assert message.endswith("Say so before.")
+
+
+@pytest.mark.parametrize("forget", ["zero", "recount"])
+def test_passes_can_be_counted_from_the_beginning_again(forget: str) -> None:
+    def body(comm: Communicator) -> tuple[bool, list[list[float] | None]]:
+        named = parameters([1.0])
+        synchronizer = GradientSynchronizer(named, comm, passes=2)
+        (named[0][1].sum() * 10).backward()
+        synchronizer.zero() if forget == "zero" else synchronizer.recount()
+        named[0][1].sum().backward()
+        began_early = synchronizer.round_open
+        named[0][1].sum().backward()
+        synchronizer.synchronize()
+        return began_early, gradients(named)
+
+    kept = 10.0 if forget == "recount" else 0.0
+    assert on_ranks(2, body) == [(False, [[2.0 + kept]])] * 2
+
+
+def test_recounting_while_averages_are_under_way_does_nothing() -> None:
+    def body(comm: Communicator) -> list[list[float] | None]:
+        named = parameters([1.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        named[0][1].sum().backward()
+        synchronizer.recount()
+        with pytest.raises(OperationError, match="gradient number 2 of p0"):
+            named[0][1].sum().backward()
+        synchronizer.synchronize()
+        named[0][1].grad = None
+        named[0][1].sum().backward()
+        synchronizer.synchronize()
+        return gradients(named)
+
+    assert on_ranks(2, body) == [[[1.0]]] * 2
+
+
+# Groups
+
+
+def test_parameters_of_a_group_travel_in_one_bucket() -> None:
+    def body(comm: Communicator) -> tuple[list[tuple[int, ...]], list[list[float] | None], int, int]:
+        named = parameters([1.0], [2.0], [3.0], [4.0])
+        tensors = [parameter for _, parameter in named]
+        stranger = torch.ones(1)
+        synchronizer = GradientSynchronizer(
+            named,
+            comm,
+            bucket_bytes=8,
+            first_bucket_bytes=8,
+            groups=[[tensors[0], tensors[3], stranger], [stranger]],
+        )
+        comm.traffic.reset()
+        sum(p.sum() * (i + 1) * (comm.rank + 1) for i, p in enumerate(tensors)).backward()
+        synchronizer.synchronize()
+        sent = comm.traffic.nbytes_sent("allreduce")
+        members = [bucket.members for bucket in synchronizer.buckets]
+        return members, gradients(named), sent, synchronizer.expected_nbytes()
+
+    found = on_ranks(2, body)
+    for members, averages, _, _ in found:
+        assert members == [(2,), (1,), (3, 0)]
+        assert averages == [[1.5], [3.0], [4.5], [6.0]]
+    assert sum(sent for _, _, sent, _ in found) == found[0][3]
+
+
+# Sparse gradients as dense ones
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_sparse_gradients_are_averaged_as_dense_ones_where_that_is_asked_for(
+    passes: int, set_to_none: bool
+) -> None:
+    def body(comm: Communicator) -> list[list[list[float]]]:
+        table = nn.Embedding(3, 1, sparse=True, dtype=torch.float64)
+        synchronizer = GradientSynchronizer(
+            table.named_parameters(), comm, passes=passes, sparse_as_dense=True
+        )
+        found = []
+        for _ in range(2):
+            for _ in range(passes):
+                table(torch.tensor([comm.rank, comm.rank, 2])).sum().backward()
+            synchronizer.synchronize()
+            assert table.weight.grad.layout is torch.strided
+            found.append(table.weight.grad[:, 0].tolist())
+            synchronizer.zero(set_to_none=set_to_none)
+        return found
+
+    assert on_ranks(2, body) == [[[1.0 * passes, 1.0 * passes, 1.0 * passes]] * 2] * 2
+
+
+# A reduction of one's own
+
+
+class Doubling:
+    """Sums twice what it is given, and tells what happened."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.events: list[object] = []
+
+    def start(self, flat: Tensor, bucket: Bucket) -> Doubled:
+        assert flat.numel() == bucket.numel
+        self.events.append(bucket.members)
+        return Doubled(self, bucket.members, flat, self.comm.start_allreduce(flat))
+
+    def start_map(self, bits: Any) -> Doubled:
+        self.events.append("map")
+        return Doubled(self, "map", None, self.comm.start_allreduce(bits, "or"))
+
+
+class Doubled:
+    def __init__(self, by: Doubling, what: object, flat: Tensor | None, handle: Any) -> None:
+        self.by, self.what, self.flat, self.handle = by, what, flat, handle
+
+    def wait(self) -> None:
+        self.handle.wait()
+        if self.flat is not None:
+            self.flat.mul_(2)
+        self.by.events.append(("waited", self.what))
+
+
+def test_a_reduction_is_begun_bucket_by_bucket_with_the_map_last_and_awaited_once() -> None:
+    def body(comm: Communicator) -> tuple[list[object], list[list[float] | None]]:
+        named = parameters([1.0], [2.0], [3.0])
+        doubling = Doubling(comm)
+        synchronizer = GradientSynchronizer(
+            named, comm, bucket_bytes=8, first_bucket_bytes=8, reduction=doubling
+        )
+        for _ in range(2):
+            doubling.events.clear()
+            (named[0][1] * (comm.rank + 1) + named[2][1]).sum().backward()
+            synchronizer.synchronize()
+            found = gradients(named)
+            synchronizer.zero()
+        return doubling.events, found
+
+    for events, found in on_ranks(2, body):
+        begun = [event for event in events if not (isinstance(event, tuple) and event[0] == "waited")]
+        waited = [event[1] for event in events if isinstance(event, tuple) and event[0] == "waited"]
+        assert begun == [(2,), (1,), (0,), "map"]
+        assert waited == [(2,), (1,), (0,), "map"]
+        assert found == [[6.0], None, [4.0]]

@@ -79,9 +79,11 @@ def test_code_sees_its_arguments(folder: Path) -> None:
     }
 
 
-def test_every_rank_finds_horovods_variables(folder: Path) -> None:
+def test_every_rank_finds_horovods_variables_once_it_is_initialized(folder: Path) -> None:
     code = """
 import os
+import horovod.torch as hvd
+hvd.init()
 print(*(os.environ["HOROVOD_" + name] for name in ("RANK", "SIZE", "LOCAL_SIZE", "CROSS_SIZE")))
 """
     done = start("-c", code, cwd=folder)

@@ -42,6 +42,9 @@ def test_results_come_back_by_rank() -> None:
 
 def test_the_older_spelling_of_the_number_works_and_ranks_see_horovods_variables() -> None:
     def told() -> list[str]:
+        import hpcpar.horovod.torch as hvd
+
+        hvd.init()
         return [os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK")] + [
             str("HPCPAR_RUN_TOKEN" in os.environ)
         ]

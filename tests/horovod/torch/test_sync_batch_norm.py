@@ -207,8 +207,10 @@ def test_evaluation_exchanges_nothing() -> None:
 
 @pytest.mark.mpi
 def test_a_process_set_is_a_batch_of_its_own() -> None:
+    if hvd.size() == 1:
+        pytest.skip("one rank has no subsets")
+    evens = hvd.ProcessSet(range(0, hvd.size(), 2))
     hvd.shutdown()
-    evens = hvd.ProcessSet(range(0, 1 if hvd_size() < 3 else hvd_size(), 2))
     hvd.init(process_sets=[evens])
     ours, plain = layers(nn.BatchNorm1d, dtype=torch.float64)
     layer = hvd.SyncBatchNorm(3, process_set=evens, dtype=torch.float64)
@@ -221,13 +223,6 @@ def test_a_process_set_is_a_batch_of_its_own() -> None:
     start = 4 * evens.rank() if evens.included() else 0
     hvd.shutdown()
     torch.testing.assert_close(found, expected[start : start + 4])
-
-
-def hvd_size() -> int:
-    hvd.init()
-    size: int = hvd.size()
-    hvd.shutdown()
-    return size
 
 
 @pytest.mark.mpi
