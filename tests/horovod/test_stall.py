@@ -23,7 +23,7 @@ class Watched:
     waiting: list[Late] = field(default_factory=list)
     asked: int = 0
 
-    def late(self) -> list[Late]:
+    def late(self, missing: tuple[int, ...]) -> list[Late]:
         self.asked += 1
         return self.waiting
 
@@ -47,7 +47,7 @@ def test_a_wait_is_told_of_once_after_its_time_with_name_and_ranks(clock, caplog
     told = []
     for s in range(0, 40, 2):
         clock.s = 100.0 + s
-        inspector.inspect()
+        inspector.inspect(())
         told.append((s, messages(caplog)))
     told = [(s, texts) for s, texts in told if texts]
     assert len(told) == 1
@@ -61,23 +61,23 @@ def test_what_comes_later_is_told_of_by_itself_and_anew_after_it_was_done(clock,
     watched = Watched([("a", 100.0, (1,))])
     inspector = StallInspector(Knobs(stall_check_s=1.0), watched)
     clock.s = 102.0
-    inspector.inspect()
+    inspector.inspect(())
     assert ["a waits for rank 1" in text for text in messages(caplog)] == [True]
     watched.waiting.append(("b", 102.0, (2,)))
     clock.s = 104.0
-    inspector.inspect()
+    inspector.inspect(())
     (text,) = messages(caplog)
     assert "b waits for rank 2" in text
     assert "a waits" not in text
     watched.waiting = []
     clock.s = 105.0
-    inspector.inspect()
+    inspector.inspect(())
     watched.waiting = [("a", 105.0, (1,))]
     clock.s = 105.9
-    inspector.inspect()
+    inspector.inspect(())
     assert messages(caplog) == []
     clock.s = 107.0
-    inspector.inspect()
+    inspector.inspect(())
     assert len(messages(caplog)) == 1
 
 
@@ -85,13 +85,13 @@ def test_what_others_asked_for_counts_from_when_it_was_first_seen(clock, caplog)
     """This rank has not asked: it does not know since when the others wait."""
     watched = Watched([("theirs", 0.0, (0,))])
     inspector = StallInspector(Knobs(stall_check_s=2.0), watched)
-    inspector.inspect()
+    inspector.inspect(())
     assert messages(caplog) == []
     clock.s += 1.9
-    inspector.inspect()
+    inspector.inspect(())
     assert messages(caplog) == []
     clock.s += 1.0
-    inspector.inspect()
+    inspector.inspect(())
     assert len(messages(caplog)) == 1
 
 
@@ -99,10 +99,10 @@ def test_the_shutdown_time_ends_the_wait_with_names_and_ranks(clock, caplog):
     watched = Watched([("allreduce.loss", 100.0, (1,)), ("young", 104.0, (2,))])
     inspector = StallInspector(Knobs(stall_check_s=2.0, stall_shutdown_s=5.0), watched)
     clock.s = 104.9
-    inspector.inspect()
+    inspector.inspect(())
     clock.s = 105.9
     with pytest.raises(HorovodInternalError) as raised:
-        inspector.inspect()
+        inspector.inspect(())
     text = str(raised.value)
     assert "allreduce.loss waits for rank 1" in text
     assert "young" not in text
@@ -113,7 +113,7 @@ def test_the_shutdown_time_ends_the_wait_with_names_and_ranks(clock, caplog):
 def test_a_shutdown_time_of_zero_is_never(clock, caplog):
     inspector = StallInspector(Knobs(stall_check_s=1.0), Watched([("a", 100.0, (1,))]))
     clock.s = 1e9
-    inspector.inspect()
+    inspector.inspect(())
     assert len(messages(caplog)) == 1
 
 
@@ -121,7 +121,7 @@ def test_nothing_is_told_where_the_check_is_switched_off(clock, caplog):
     watched = Watched([("a", 100.0, (1,))])
     inspector = StallInspector(Knobs(stall_check=False, stall_check_s=1.0, stall_shutdown_s=2.0), watched)
     clock.s = 1e6
-    inspector.inspect()
+    inspector.inspect(())
     assert messages(caplog) == []
     assert watched.asked == 0
 
@@ -130,7 +130,7 @@ def test_many_are_counted_and_a_few_are_named(clock, caplog):
     watched = Watched([(f"loss.{number}", 100.0, (1,)) for number in range(stall.MOST_SHOWN + 92)])
     inspector = StallInspector(Knobs(stall_check_s=1.0), watched)
     clock.s = 102.0
-    inspector.inspect()
+    inspector.inspect(())
     (text,) = messages(caplog)
     assert text.count("waits for rank 1") == stall.MOST_SHOWN
     assert "and 92 more" in text
@@ -142,5 +142,5 @@ def test_looking_often_costs_nothing(clock, caplog):
     inspector = StallInspector(Knobs(stall_check_s=60.0), watched)
     for _ in range(10_000):
         clock.s += 1e-4
-        inspector.inspect()
+        inspector.inspect(())
     assert watched.asked <= 3
