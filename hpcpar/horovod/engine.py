@@ -99,7 +99,9 @@ class Engine:
             "hierarchical" if knobs.hierarchical_allgather else None,
         )
         self._negotiation = Negotiation(comm.size, comm.world_ranks)
-        self._record = np.zeros(RECORD_NBYTES, dtype=np.uint8)
+        # A tensor, which a communicator knows again a little sooner than an array, and its bytes.
+        self._record = torch.zeros(RECORD_NBYTES, dtype=torch.uint8)
+        self._record_bytes = self._record.numpy().data
         self._round_algorithm = "direct" if self.size <= EXACT_SIZE else "recursive_doubling"
         self._round: Generator[Handle, None, list[Ready]] | None = None
         self._round_handle: Handle | None = None
@@ -260,15 +262,16 @@ class Engine:
         with self._crew.lock:
             if len(self._open) > 1 or self._round is not None or not self._negotiation.has_news:
                 return False
-            if any(engine.is_busy and engine is not self for engine in self._crew.engines):
-                return False
+            for engine in self._crew.engines:
+                if engine is not self and engine.is_busy:
+                    return False
             nbytes = _nbytes(request)
             if nbytes > min(self._knobs.fusion_threshold_nbytes, ALONE_FROM_NBYTES - 1):
                 return False
-            self._record[:] = np.frombuffer(self._negotiation.record(), dtype=np.uint8)
+            self._record_bytes[:] = self._negotiation.record()
             self._control.allreduce(self._record, "and", algorithm=self._round_algorithm)
             self._gathering_s, self._gathered_nbytes = 0.0, 0
-            ready = self._negotiation.conclude(self._record.tobytes())
+            ready = self._negotiation.conclude(self._record_bytes.tobytes())
             if ready is None:
                 self._round = self._tell_more()
                 return False
@@ -372,9 +375,9 @@ class Engine:
             self.timeline.mark_cycle()
         self._gathering_s, self._gathered_nbytes = 0.0, 0
         had_news = negotiation.has_news
-        self._record[:] = np.frombuffer(negotiation.record(), dtype=np.uint8)
+        self._record_bytes[:] = negotiation.record()
         yield control.start_allreduce(self._record, "and", algorithm=self._round_algorithm)
-        ready = negotiation.conclude(self._record.tobytes())
+        ready = negotiation.conclude(self._record_bytes.tobytes())
         if ready is None:
             ready = yield from self._tell_more()
         else:

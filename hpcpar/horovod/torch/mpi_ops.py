@@ -250,7 +250,9 @@ def allreduce(
     compression   how it travels: Compression.none, .fp16, .bf16, or a Compressor of your own
     """
     packed, context = compression.compress(tensor)
-    arguments = _held(packed, tensor, (average, name, op, prescale_factor, postscale_factor, process_set))
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    if packed is not tensor:
+        arguments = _held(packed, tensor, arguments)
     if packed.requires_grad and torch.is_grad_enabled():
         reduced = _Allreduce.apply(packed, *arguments)  # type: ignore[no-untyped-call]
     else:
