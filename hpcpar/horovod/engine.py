@@ -284,7 +284,7 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """Whether anything is to be done."""
-        return bool(self._open or self._joining or self._round or self._finals)
+        return bool(self._open or self._joining or self._round or self.is_carrying_out)
 
     def advance(self) -> None:
         """Do all that can be done without waiting."""
