@@ -246,7 +246,7 @@ def test_ranks_on_this_host_by_name_write_into_files(tmp_path: Path) -> None:
         *(
             "--as-horovod",
             "-c",
-            "import os, horovod.torch as hvd; hvd.init(); print(hvd.size(), os.environ['HOROVOD_CYCLE_TIME'])",
+            "import os, horovod.torch as h; h.init(); print(h.size(), os.environ['HOROVOD_CYCLE_TIME'])",
         ),
     )
     assert done.returncode == 0, done.stderr
