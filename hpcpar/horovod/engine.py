@@ -260,7 +260,9 @@ class Engine:
         if request.kind != "allreduce" or self.timeline is not None or request.op == "adasum":
             return False
         with self._crew.lock:
-            if len(self._open) > 1 or self._round is not None or not self._negotiation.has_news:
+            # Another thread may have come in between, and the operation that is open now be its own.
+            is_ours_alone = len(self._open) == 1 and self._open.get(request.name) is ticket
+            if not is_ours_alone or self._round is not None or not self._negotiation.has_news:
                 return False
             for engine in self._crew.engines:
                 if engine is not self and engine.is_busy:
