@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator, run_loopback
     from hpcpar.comm.world import init
-    from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
+    from hpcpar.data_parallel import (
+        DistributedOptimizer,
+        Precision,
+        broadcast_parameters,
+        fully_shard,
+        summon_full_parameters,
+    )
     from hpcpar.mesh import Layout, Mesh
 
 __version__ = "0.1.0"
@@ -27,7 +33,10 @@ _HOME = {
     "Communicator": "hpcpar.comm",
     "run_loopback": "hpcpar.comm",
     "DistributedOptimizer": "hpcpar.data_parallel",
+    "Precision": "hpcpar.data_parallel",
     "broadcast_parameters": "hpcpar.data_parallel",
+    "fully_shard": "hpcpar.data_parallel",
+    "summon_full_parameters": "hpcpar.data_parallel",
     "Layout": "hpcpar.mesh",
     "Mesh": "hpcpar.mesh",
 }
@@ -37,10 +46,13 @@ __all__ = [
     "DistributedOptimizer",
     "Layout",
     "Mesh",
+    "Precision",
     "__version__",
     "broadcast_parameters",
+    "fully_shard",
     "init",
     "run_loopback",
+    "summon_full_parameters",
 ]
 
 

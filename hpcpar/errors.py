@@ -55,6 +55,14 @@ class SharedMemoryError(HpcparError, RuntimeError):
     """Memory that the ranks of a node would share is not to be had."""
 
 
+class OffloadError(HpcparError, RuntimeError):
+    """Optimizer states that cannot be kept where they were to be."""
+
+
+class ShardedParameterError(HpcparError, RuntimeError):
+    """A parameter was used where only its shards are there."""
+
+
 class ConfigError(HpcparError, ValueError):
     """A configuration with a key or a value that is not understood; the message names the key."""
 

@@ -82,6 +82,15 @@ class Communicator(Objects):
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         return sharing.allocate(self, self._arena, shape, dtype)
 
+    def allocate_common(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """An array of zeros that is the same memory on all ranks, which must be on one node. Collective.
+
+        What one rank writes the others read: a barrier must lie between. The memory goes with the last
+        reference on any rank.
+        errors   OperationError, SharedMemoryError on every rank where there is none such
+        """
+        return sharing.allocate_common(self, (shape,) if isinstance(shape, int) else tuple(shape), dtype)
+
     def free_shared(self, array: Any) -> None:
         """Give the memory of an `allocate_shared` back as soon as the last reference to it is gone.
 

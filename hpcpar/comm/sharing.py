@@ -67,6 +67,30 @@ def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtyp
     return from_octets(own, shape, dtype)
 
 
+def allocate_common(comm: Communicator, shape: Sequence[int], dtype: Any) -> Any:
+    """An array of zeros that is the same memory on every rank. Collective.
+
+    errors   OperationError on every rank when they are not all on one node, and
+             SharedMemoryError when that has no memory that they can share
+    """
+    with comm.together("allocating memory that all ranks have in common"):
+        nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
+        if comm.size > 1 and len(ranks_here(comm)) < comm.size:
+            raise OperationError(
+                f"memory that all {comm.size} ranks of {comm.name} have in common was asked for, but they "
+                f"are on {len(set(comm.nodes))} nodes; ask for it among the ranks of one node"
+            )
+    if comm.size == 1:
+        return from_octets(None, shape, dtype)
+    segment, _ = _map_together(comm, max(ALIGNED, nbytes))
+    if segment is None:
+        raise SharedMemoryError(
+            f"rank {comm.rank}: {nbytes} bytes that all {comm.size} ranks of {comm.name} have in common are "
+            f"not to be had; the warning before says why. Do without (shared_parameters=False)"
+        )
+    return from_octets(segment.part(0, nbytes), shape, dtype)
+
+
 def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
     """Give the memory of `allocate` back, once nobody holds an array in it. Collective."""
     with comm.together("giving shared memory back"):

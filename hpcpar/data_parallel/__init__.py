@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from hpcpar.data_parallel.broadcast import broadcast_parameters, expected_broadcast_nbytes
+from hpcpar.data_parallel.fully_sharded import fully_shard, summon_full_parameters
 from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.optimizer import DistributedOptimizer
+from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.traffic import allreduce_nbytes, expected_nbytes
 
 __all__ = [
     "DistributedOptimizer",
     "GradientSynchronizer",
+    "Precision",
     "allreduce_nbytes",
     "broadcast_parameters",
     "expected_broadcast_nbytes",
     "expected_nbytes",
+    "fully_shard",
+    "summon_full_parameters",
 ]

@@ -39,17 +39,19 @@ class Bucket:
     """Parameters that lie one after another in a flat buffer.
 
     members   their indices, in the order in which they lie
-    edges     where each starts, in elements, and at last where the buffer ends
+    edges     where each starts, in elements, and at last where the last one ends
+    padding   elements after it, so that the buffer can be cut into equal shards
     """
 
     members: tuple[int, ...]
     edges: tuple[int, ...]
     itemsize: int
     kind: Hashable
+    padding: int = 0
 
     @property
     def numel(self) -> int:
-        return self.edges[-1]
+        return self.edges[-1] + self.padding
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +64,12 @@ def assign(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     groups: Sequence[Sequence[int]] = (),
+    shards: int = 1,
 ) -> tuple[Bucket, ...]:
     """Put every parameter into one bucket, last registered first.
 
     groups   parameters that are to share a bucket, whatever its size, as far as they are of one kind
+    shards   into how many equal ones a bucket is to be cut: it is padded to a multiple of that
 
     A bucket holds one kind and at most `bucket_bytes` (the first of each kind `first_bucket_bytes`),
     except that a parameter larger than that has a bucket of its own. Buckets are numbered in the
@@ -93,10 +97,11 @@ def assign(
             members = filling[extent.kind] = []
         members.append(index)
     full += [*filling.values(), *together.values()]
-    return tuple(_bucket(members, extents) for members in sorted(full, key=min, reverse=True))
+    return tuple(bucket_of(members, extents, shards) for members in sorted(full, key=min, reverse=True))
 
 
-def _bucket(members: Sequence[int], extents: Sequence[Extent]) -> Bucket:
+def bucket_of(members: Sequence[int], extents: Sequence[Extent], shards: int = 1) -> Bucket:
+    """The bucket of these members, which are of one kind."""
     first = extents[members[0]]
     edges = offsets([extents[member].numel for member in members])
-    return Bucket(tuple(members), edges, first.itemsize, first.kind)
+    return Bucket(tuple(members), edges, first.itemsize, first.kind, -edges[-1] % shards)

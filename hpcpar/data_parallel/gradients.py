@@ -17,14 +17,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, assign
+from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Extent, assign
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent, view_like
+from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
 from hpcpar.data_parallel.traffic import expected_nbytes
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 
@@ -36,37 +37,6 @@ ADVICE = (
     "Run the backwards of all microbatches but the last inside no_sync(), and step() or zero_grad() before "
     "the next"
 )
-
-
-class Pending(Protocol):
-    """A reduction under way."""
-
-    def wait(self) -> Any:
-        """Return when it is complete."""
-
-
-class Reduction(Protocol):
-    """How buckets are reduced. Each is begun in the same order on all ranks."""
-
-    def start(self, flat: Tensor, bucket: Bucket) -> Pending:
-        """Begin to replace a bucket, whose memory is `flat`, by its reduction over all ranks."""
-
-    def start_map(self, bits: Any) -> Pending:
-        """Begin to or the maps of used parameters, which ends the round."""
-
-
-class Averaging:
-    """Averages over the ranks of a communicator."""
-
-    def __init__(self, dp_comm: Communicator, algorithm: str | None = None) -> None:
-        self._comm = dp_comm
-        self._algorithm = algorithm
-
-    def start(self, flat: Tensor, bucket: Bucket) -> Pending:
-        return self._comm.start_allreduce(flat, "average", algorithm=self._algorithm)
-
-    def start_map(self, bits: Any) -> Pending:
-        return self._comm.start_allreduce(bits, "or", algorithm=self._algorithm)
 
 
 @dataclass(slots=True)
@@ -98,9 +68,12 @@ class GradientSynchronizer:
     groups            positions of parameters that are to share a bucket
     sparse_as_dense   sparse gradients are made dense; else they are an error
     reduction         how a bucket is reduced; None: averaged by `algorithm`
+    shards            into how many equal ones each bucket is to be cut
     advice            what to say to who brings a gradient too many
 
     Making one is collective: every rank must hold the same parameters (MismatchError).
+
+    used   of each parameter, whether it got a gradient on any rank, as of the last `synchronize`
     """
 
     def __init__(
@@ -115,6 +88,7 @@ class GradientSynchronizer:
         groups: Iterable[Iterable[Tensor]] = (),
         sparse_as_dense: bool = False,
         reduction: Reduction | None = None,
+        shards: int = 1,
         advice: str = ADVICE,
     ) -> None:
         everything = distinct(named_parameters)
@@ -130,16 +104,18 @@ class GradientSynchronizer:
         self.parameters = [tensor for _, tensor in trainable]
         self._frozen = [(name, tensor) for name, tensor in everything if not tensor.requires_grad]
         positions = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self.buckets = assign(
-            [extent(parameter) for parameter in self.parameters],
+        self.buckets = bucketed(
+            self.parameters,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
             groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
+            shards=shards,
         )
         self._shipments = [_Shipment(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
         self._shipment_of: dict[int, _Shipment] = {}
         self._views: list[Tensor] = self._cut_views()
         self._accumulating = False
+        self.used: list[int] = []
         self._begin_round()
         self.synchronized = False
         hook = _weak_hook(self)
@@ -328,9 +304,9 @@ class GradientSynchronizer:
                 shipment.handle = None
         if self._usage_handle is not None:
             self._usage_handle.wait()
-            used = np.unpackbits(self._usage_bits, count=len(self.parameters))
+            self.used = np.unpackbits(self._usage_bits, count=len(self.parameters)).tolist()
             for index, parameter in enumerate(self.parameters):
-                if used[index] and parameter.grad is None:
+                if self.used[index] and parameter.grad is None:
                     parameter.grad = self._views[index]
         self._begin_round()
         self.synchronized = True
@@ -342,6 +318,18 @@ class GradientSynchronizer:
                     f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
                     "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
                 )
+
+
+def bucketed(
+    parameters: Iterable[Tensor], dtype: torch.dtype | None = None, **limits: Any
+) -> tuple[Bucket, ...]:
+    """The buckets of these parameters, or of what they will be in another type; `limits` as of `assign`."""
+    extents = [extent(parameter) for parameter in parameters]
+    if dtype is not None:
+        extents = [
+            Extent(parameter.numel(), dtype.itemsize, (dtype, parameter.device)) for parameter in parameters
+        ]
+    return assign(extents, **limits)
 
 
 def _weak_hook(synchronizer: GradientSynchronizer) -> Callable[[int], Callable[[Tensor], None]]:

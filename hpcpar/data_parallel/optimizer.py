@@ -2,40 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpcpar.data_parallel.blocks import Block, gather_into_blocks
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from hpcpar.data_parallel.gradients import GradientSynchronizer
-from hpcpar.data_parallel.parameters import Named, distinct
-from hpcpar.errors import OperationError
+from hpcpar.data_parallel.elementwise import require_elementwise
+from hpcpar.data_parallel.fully_sharded import Sharding, sharding_of
+from hpcpar.data_parallel.gradients import GradientSynchronizer, bucketed
+from hpcpar.data_parallel.norms import GradientNorm, wide
+from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, view_as
+from hpcpar.data_parallel.precision import LossScaler, Precision
+from hpcpar.data_parallel.publication import Publication
+from hpcpar.data_parallel.reduction import Averaging
+from hpcpar.data_parallel.scattered import ScatteredGradients
+from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened
+from hpcpar.data_parallel.storage import storage_of
+from hpcpar.data_parallel.traffic import ByCollective, expected_traffic
+from hpcpar.errors import OffloadError, OperationError
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+
+SplitOver = Mapping[str, Sequence["Communicator"]]
 
 
 class DistributedOptimizer(Optimizer):
     """A torch optimizer whose every step is taken on the average gradient of `dp_comm`'s ranks.
 
         optimizer = DistributedOptimizer(AdamW(model.parameters()), model.named_parameters(), mesh.dp)
-        with optimizer.no_sync():               # all microbatches but the last: nothing is sent
+        with optimizer.no_sync():               # all microbatches but the last
             loss(microbatch).backward()
         loss(last_microbatch).backward()        # averages travel while this runs
         optimizer.clip_grad_norm_(1.0)          # waits for them
         optimizer.step()
         optimizer.zero_grad()
 
-    The optimizer is held, not copied: its groups, state and state_dict are this one's, so
-    learning-rate schedulers and checkpoints see no difference. Of `named_parameters` those that the
-    optimizer holds are averaged; it may name more. With k microbatches, divide each loss by k.
+    What each rank keeps, and sends for k microbatches, of a model of Φ parameters on p ranks:
+
+        zero_stage   parameters   gradients   optimizer state   traffic / ((p - 1)/p)
+        0            all          all         all               2Φ
+        1            all          all         its shard         2Φ
+        2            all          its shard   its shard         (k + 1)Φ
+        3            its shard    its shard   its shard         3kΦ, by `hpcpar.fully_shard(model, …)` before
+
+    The optimizer is held, not copied: its groups are this one's, so learning-rate schedulers see no
+    difference. From stage 1 on, and with precision or offload, it steps on flat pieces of parameters, and
+    must treat each element by itself; `.grad` is None once gradients are averages, which
+    `named_gradients` shows. Of `named_parameters` those that the optimizer holds are averaged; it may name
+    more. With k microbatches, divide each loss by k. All ranks must start with the same parameters
+    (`broadcast_parameters`).
+
+    zero_stage         0 to 3; None: 3 for a model that is fully sharded, else 0
+    precision          "bfloat16", "float16" or a `Precision`: parameters and gradients of that type, and
+                       float32 master weights and optimizer state
+    offload            "cpu": master weights and state in host memory, and the step there; a directory: in
+                       files there. None: where the parameters are
+    shared_parameters  stages 1 and 2, all ranks on one node: the parameters exist once for all of them
+    model              whose modules wait for their new parameters when they are called: the all-gather of
+                       stages 1 and 2 goes on under the next forward. Whoever reads parameters in another way
+                       calls `wait_for_parameters` first. None: `step` waits
+    split_over         by name, further communicators over whose ranks a parameter is split, for the norm;
+                       all others are the same on all ranks, and count once
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
-    name, MismatchError (on every rank) when ranks hold different parameters.
+    name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
+    different parameters; OffloadError, SharedMemoryError.
+    source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, sections 5 and 7
     """
 
     # Deliberately without super().__init__(): every attribute of an Optimizer is the inner one's.
@@ -45,6 +85,12 @@ class DistributedOptimizer(Optimizer):
         named_parameters: Iterable[Named],
         dp_comm: Communicator,
         *,
+        zero_stage: int | None = None,
+        precision: Precision | str | torch.dtype | None = None,
+        offload: str | Path | None = None,
+        shared_parameters: bool = False,
+        model: nn.Module | None = None,
+        split_over: SplitOver | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         algorithm: str | None = None,
@@ -59,10 +105,19 @@ class DistributedOptimizer(Optimizer):
         self._bucketing: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "first_bucket_bytes": first_bucket_bytes,
-            "algorithm": algorithm,
         }
+        self._algorithm = algorithm
         self._named = distinct(named_parameters)
-        self._synchronizer = self._make_synchronizer()
+        self._sharding = sharding_of([parameter for _, parameter in self._named])
+        self.zero_stage = self._stage(zero_stage)
+        self.precision = Precision.of(precision) if self._sharding is None else self._sharding.precision
+        self._offload = offload
+        self._common = shared_parameters
+        self._model = model
+        self._split_over = dict(split_over or {})
+        self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
+        self._refuse_contradictions(precision)
+        self._build()
 
     def __getattr__(self, name: str) -> Any:
         # Step and state-dict hooks, defaults and whatever a particular optimizer adds live in it.
@@ -71,7 +126,8 @@ class DistributedOptimizer(Optimizer):
         return getattr(self.inner, name)
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer over {self.dp_comm.size} ranks of {self.inner!r}"
+        stage = f", ZeRO-{self.zero_stage}" if self.zero_stage else ""
+        return f"DistributedOptimizer over {self.dp_comm.size} ranks{stage} of {self.inner!r}"
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -82,32 +138,36 @@ class DistributedOptimizer(Optimizer):
         return self.inner.state
 
     @property
-    def synchronizer(self) -> GradientSynchronizer:
-        """Buckets, flat gradients and the traffic of one step."""
+    def synchronizer(self) -> GradientSynchronizer | ScatteredGradients:
+        """Buckets, flat gradients and whether they are averages."""
         return self._synchronizer
 
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """What a step works on; none where the optimizer steps on whole parameters."""
+        return () if self._update is None else self._update.blocks
+
+    # --- gradients --------------------------------------------------------------------------------
+
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside add to the gradients and send nothing: for all microbatches but the last."""
+        """For the backwards of all microbatches but the last: they add to the gradients.
+
+        In stages 0 and 1 nothing is sent meanwhile. In 2 and 3 every backward sends, as no rank has room
+        for whole gradients.
+        """
         return self._synchronizer.no_sync()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale that keeps float16 gradients from underflow: call backward() on that."""
+        return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
 
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
         self._synchronizer.synchronize()
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the inner optimizer on averaged gradients; collective.
-
-        closure   computes the loss with its backward, perhaps several times (LBFGS); the average loss
-                  over all ranks is returned to the inner optimizer, so that all take the same path
-        """
-        if closure is None:
-            self._ensure_synchronized()
-            outcome = self.inner.step()
-        else:
-            outcome = self.inner.step(lambda: self._averaged(closure))
-        # One synchronization for each step, also where a rank's next backward brings no gradient.
-        self._synchronizer.synchronized = False
-        return outcome
+        self._factor = 1.0 / self.scaler.scale
+        if self._update is not None:
+            for parameter in self._synchronizer.parameters:
+                parameter.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; averages still under way are awaited first.
@@ -117,36 +177,171 @@ class DistributedOptimizer(Optimizer):
         """
         self._synchronizer.zero(set_to_none=set_to_none)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before.
+    @torch.no_grad()
+    def named_gradients(self) -> Iterator[tuple[str, slice, Tensor]]:
+        """(name, elements, their average gradient) of what this rank will step on; may be written to.
 
-        The norm is that of the average gradient, waited for if it is still under way; every rank finds
-        the same bits. As torch.nn.utils.clip_grad_norm_, but one kernel per bucket.
+        Elements are counted in the order in which a parameter lies in memory, and the gradient is flat.
+        A scaled loss's gradients are scaled. Waits for averages.
         """
         self._ensure_synchronized()
-        flats = self._synchronizer.flats
+        names = self._synchronizer.names
+        if self._update is None:
+            for name, parameter in zip(names, self._synchronizer.parameters, strict=True):
+                if parameter.grad is not None:
+                    yield name, slice(0, parameter.numel()), flat_view(parameter.grad)
+            return
+        for block, gradient in zip(self._update.blocks, self._gradients(), strict=True):
+            for piece in block.shard.pieces:
+                if self._synchronizer.used[piece.member]:
+                    yield (
+                        names[piece.member],
+                        slice(piece.start, piece.stop),
+                        gradient[piece.offset : piece.end],
+                    )
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before.
+
+        The norm is that of the whole average gradient, of whose shards each rank adds its own; waited for if
+        it is still under way; every rank finds the same bits. As torch.nn.utils.clip_grad_norm_.
+        """
+        self._ensure_synchronized()
+        flats = self._gradients()
         if not flats:
             return torch.zeros(())
-        norms: list[Tensor] = [
-            torch.linalg.vector_norm(flat, norm_type, dtype=_norm_dtype(flat)) for flat in flats
-        ]
-        total: Tensor = torch.linalg.vector_norm(
-            torch.stack([norm.to(norms[0]) for norm in norms]), norm_type
-        )
+        total = self._norm.of(flats, norm_type) * abs(self._factor)
+        if error_if_nonfinite and not total.isfinite():
+            raise OperationError(
+                f"the norm of the gradients is {total.item()}, on every rank; look for the first layer whose "
+                "output is not finite, or lower the learning rate"
+            )
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         # On a GPU, asking for the value would make the host wait; multiplying by 1 is cheaper there.
         if coefficient.device.type != "cpu" or not coefficient.item() >= 1:
-            for flat in flats:
-                flat.mul_(coefficient.to(device=flat.device, dtype=_norm_dtype(flat)))
+            if self._update is not None:
+                self._factor *= coefficient.item()
+            else:
+                for flat in flats:
+                    flat.mul_(coefficient.to(device=flat.device, dtype=wide(flat)))
         return total
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, equal on every rank."""
-        return self.inner.state_dict()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Bring every element of the average gradient to between -clip_value and clip_value."""
+        self._ensure_synchronized()
+        limit = clip_value / abs(self._factor) if self._factor else clip_value
+        for flat in self._gradients():
+            flat.clamp_(-limit, limit)
+
+    def gradients_are_finite(self) -> bool:
+        """Whether the average gradients hold neither NaN nor infinity on any rank; all ranks agree."""
+        self._ensure_synchronized()
+        return self._norm.is_finite(self._gradients())
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the inner optimizer on averaged gradients; collective.
+
+        closure   computes the loss with its backward, perhaps several times (LBFGS); the average loss
+                  over all ranks is returned to the inner optimizer, so that all take the same path
+
+        With a scaled loss, a step whose gradients are not finite on some rank is skipped by all, and counted
+        in `scaler.skipped`. OffloadError on every rank when one of them cannot keep its state.
+        """
+        if self._update is not None:
+            outcome = None if closure is None else self._averaged(closure)
+            self._ensure_synchronized()
+            self._step_on_shards(self._update)
+        elif closure is None:
+            self._ensure_synchronized()
+            outcome = self.inner.step()
+        else:
+            outcome = self.inner.step(lambda: self._averaged(closure))
+        # One synchronization for each step, also where a rank's next backward brings no gradient.
+        self._synchronizer.synchronized = False
+        return outcome
+
+    def _step_on_shards(self, update: ShardedStep) -> None:
+        self._refuse_own_gradients()
+        if self.scaler.scale != 1.0 or self.scaler.dynamic:
+            finite = self._norm.is_finite(self._gradients())
+            self.scaler.update(overflow=not finite)
+            if not finite:
+                return
+        self._publication.before()
+        failure: OffloadError | None = None
+        try:
+            update.run(self._gradients(), self._synchronizer.used, self._factor, self._publication.start)
+        except OffloadError as error:
+            failure = error
+        self._publication.rest()
+        if update.may_fail:
+            self.dp_comm.agree(failure, "keeping the optimizer's state")
+        if self._model is None:
+            self._publication.wait()
+
+    def wait_for_parameters(self) -> None:
+        """Return when the parameters of the last step are here; only with `model`, else `step` has waited."""
+        self._publication.wait()
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def state_dict(self, root: int | None = None) -> dict[str, Any]:
+        """The inner optimizer's, of whole parameters, whatever the stage. Collective from stage 1 on.
+
+        root   the only rank that gets it, others an empty one; None: all do
+        Master weights are among each parameter's state as "master_weight".
+        """
+        if self._update is None:
+            return self.inner.state_dict()
+        whole = self._whole_states(self._update, root)
+        if root is not None and self.dp_comm.rank != root:
+            return {}
+        with self._showing(whole):
+            state = self.inner.state_dict()
+        return {**state, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the inner optimizer; every rank loads the same."""
-        self.inner.load_state_dict(state_dict)
+        """Load what `state_dict` or the plain optimizer's gave, of any stage and number of ranks.
+
+        Every rank loads the same; collective from stage 1 on. Where there are master weights in it, the
+        parameters become those.
+        """
+        state_dict = dict(state_dict)
+        scale = state_dict.pop("loss_scale", None)
+        if scale is not None:
+            self.scaler.load_state_dict(scale)
+        if self._update is None:
+            self._load_plain(state_dict)
+            return
+        states: dict[int, State] = state_dict["state"]
+        with self._showing({}):
+            self.inner.load_state_dict({**state_dict, "state": {}})
+        held = [id(p) for group in self.inner.param_groups for p in group["params"]]
+        number_in_state = {key: number for number, key in enumerate(held)}
+        layouts = self._update.layouts
+
+        def state_of(member: int) -> State:
+            saved = states.get(number_in_state[id(self._synchronizer.parameters[member])], {})
+            return flattened(saved, layouts[member])
+
+        self.load_states(state_of)
+
+    def load_states(self, state_of: Callable[[int], State]) -> None:
+        """Take the states of whole parameters, flat, by their number in `synchronizer.names`. Collective."""
+        assert self._update is not None, "asked for by those who know that there are pieces"
+        self._publication.before()
+        self._update.load_states(state_of)
+        self._publication.rest()
+        self._publication.wait()
+
+    def take_parameters(self) -> None:
+        """Parameters were written to, on all ranks alike: master weights follow. Collective."""
+        if self._update is not None:
+            self._update.refresh_masters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, given as (name, parameter) pairs unless named at construction; collective.
@@ -158,29 +353,191 @@ class DistributedOptimizer(Optimizer):
                 "add_param_group was called while gradients are under way; call it between step() and the "
                 "next backward"
             )
+        if self._sharding is not None:
+            raise OperationError(
+                "add_param_group was called for a fully sharded model, whose units are fixed; give the "
+                "optimizer all parameters when it is made"
+            )
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         named = [member for member in members if not isinstance(member, Tensor)]
         tensors = [member if isinstance(member, Tensor) else member[1] for member in members]
         self._named = distinct([*self._named, *named])
         _require_names([{"params": tensors}], self._named)
+        before = self.state_dict() if self._update is not None else None
+        self.close()
+        if before is not None:
+            self._forget_pieces()
         self.inner.add_param_group({**param_group, "params": tensors})
+        self._build()
+        if before is not None:
+            groups = self.inner.state_dict()["param_groups"]
+            self.load_state_dict({**before, "param_groups": groups})
+
+    def close(self) -> None:
+        """Take all hooks off parameters and model. Collective."""
+        self._publication.close()
         self._synchronizer.close()
-        self._synchronizer = self._make_synchronizer()
 
-    def expected_nbytes(self, steps: int = 1) -> int:
-        """Bytes that all ranks together send as allreduce for so many steps, by theory."""
-        return self._synchronizer.expected_nbytes(steps)
+    def expected_traffic(
+        self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0
+    ) -> ByCollective:
+        """Bytes that all ranks together send by collective, by theory.
 
-    def _make_synchronizer(self) -> GradientSynchronizer:
+        backwards   in each step: microbatches
+        forwards    without a backward, in all: they gather parameters in stage 3
+        norms       gradient norms in each step (clip_grad_norm_, gradients_are_finite, a scaled step)
+        """
+        total = expected_traffic(
+            self.dp_comm,
+            self._synchronizer.buckets,
+            stage=self.zero_stage,
+            steps=steps,
+            backwards=backwards,
+            norms=norms,
+            algorithm=self._algorithm,
+            dtype=None if self.precision is None else self.precision.reduction,
+            gathered=not self._common,
+        )
+        if self._sharding is None:
+            return total
+        return total | self._sharding.expected_traffic(steps * backwards + forwards, steps * backwards)
+
+    # --- building ---------------------------------------------------------------------------------
+
+    def _stage(self, asked: int | None) -> int:
+        if asked is None:
+            return 0 if self._sharding is None else 3
+        if asked not in (0, 1, 2, 3):
+            raise OperationError(f"zero_stage={asked!r}; there are 0, 1, 2 and 3")
+        if (asked == 3) != (self._sharding is not None):
+            raise OperationError(
+                "zero_stage=3 needs a model that is sharded: call hpcpar.fully_shard(model, comm) before the "
+                "optimizer is made"
+                if asked == 3
+                else f"zero_stage={asked}, but the model is fully sharded; leave zero_stage out, or give 3"
+            )
+        return asked
+
+    def _refuse_contradictions(self, precision: Any) -> None:
+        if self._sharding is not None and precision is not None and Precision.of(precision) != self.precision:
+            raise OperationError(
+                "precision was given to the optimizer of a fully sharded model; give it to fully_shard"
+            )
+        if self._common and self.zero_stage not in (1, 2):
+            raise OperationError(
+                f"shared_parameters=True with zero_stage={self.zero_stage}: only stages 1 and 2 keep whole "
+                "parameters of which each rank updates a part; for 3 give it to fully_shard"
+            )
+        if self._is_managed:
+            require_elementwise(self.inner)
+
+    @property
+    def _is_managed(self) -> bool:
+        """Whether the optimizer steps on pieces, not on the parameters themselves."""
+        return bool(self.zero_stage) or self.precision is not None or self._offload is not None
+
+    def _build(self) -> None:
         _require_names(self.inner.param_groups, self._named)
         held = {id(parameter) for group in self.inner.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in self._named if id(parameter) in held]
-        return GradientSynchronizer(named, self.dp_comm, **self._bucketing)
+        self._factor = 1.0
+        self._update: ShardedStep | None = None
+        sharding, size = self._sharding, self.dp_comm.size
+        if sharding is not None:
+            agree_on_parameters(named, self.dp_comm)
+            sharding.require_all(named)
+            sharding.on_written.append(self.take_parameters)
+            self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
+            blocks: Sequence[Block] = sharding.blocks
+        elif self.zero_stage == 2:
+            blocks = self._make_blocks(named)
+            trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+            self._synchronizer = ScatteredGradients(
+                [name for name, _ in trainable],
+                [parameter for _, parameter in trainable],
+                [block.bucket for block in blocks],
+                self.dp_comm,
+                dtype=None if self.precision is None else self.precision.reduction,
+                algorithm=self._algorithm,
+            )
+        else:
+            blocks = self._make_blocks(named) if self._is_managed else []
+            self._averaging = Averaging(
+                self.dp_comm,
+                self._algorithm,
+                scattered=self.zero_stage == 1,
+                dtype=None if self.precision is None else self.precision.reduction,
+            )
+            self._synchronizer = GradientSynchronizer(
+                named,
+                self.dp_comm,
+                **self._bucketing,
+                algorithm=self._algorithm,
+                reduction=self._averaging,
+                shards=size if self.zero_stage else 1,
+            )
+        self._publication: Publication | Sharding = sharding or Publication(
+            blocks if self.zero_stage else [],
+            self._synchronizer.parameters,
+            self.dp_comm,
+            common=self._common,
+            model=self._model,
+        )
+        if self._is_managed:
+            device = blocks[0].own.device if blocks else torch.device("cpu")
+            with self.dp_comm.together("making room for the optimizer's state"):
+                self._update = ShardedStep(
+                    self.inner,
+                    self._synchronizer.parameters,
+                    blocks,
+                    precision=self.precision,
+                    storage=storage_of(self._offload, device),
+                    layouts=None if sharding is None else sharding.layouts,
+                )
+        self._norm = GradientNorm(
+            self._synchronizer.names,
+            self._synchronizer.buckets,
+            self.dp_comm,
+            sharded=self.zero_stage > 0,
+            split_over=self._split_over,
+        )
+
+    def _make_blocks(self, named: Sequence[Named]) -> list[Block]:
+        agree_on_parameters(named, self.dp_comm)
+        dtype = None if self.precision is None else self.precision.parameters
+        for _, parameter in self._named:
+            if dtype is not None and not parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        return gather_into_blocks(
+            trainable,
+            bucketed(
+                trainable, dtype=dtype, shards=self.dp_comm.size if self.zero_stage else 1, **self._bucketing
+            ),
+            self.dp_comm,
+            dtype=dtype,
+            sharded=self.zero_stage > 0,
+            common=self._common,
+        )
+
+    def _gradients(self) -> list[Tensor]:
+        """The average gradients that this rank has, flat, by bucket."""
+        if isinstance(self._synchronizer, ScatteredGradients):
+            return self._synchronizer.shards
+        return [self._averaging.average(bucket) for bucket in self._synchronizer.buckets]
 
     def _ensure_synchronized(self) -> None:
         if not self._synchronizer.synchronized:
-            self._synchronizer.synchronize()
+            self.synchronize()
+
+    def _refuse_own_gradients(self) -> None:
+        for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):
+            if parameter.grad is not None:
+                raise OperationError(
+                    f"the gradient of {name} was set after gradients had been averaged, and zero_stage="
+                    f"{self.zero_stage} steps on shards of averages; change those of named_gradients()"
+                )
 
     def _averaged(self, closure: Callable[[], Any]) -> Any:
         """Run the closure; leave average gradients, and return the average loss in the type it gave."""
@@ -190,6 +547,64 @@ class DistributedOptimizer(Optimizer):
         mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(1)
         self.dp_comm.allreduce(mean, "average")
         return mean[0].to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
+
+    def _whole_states(self, update: ShardedStep, root: int | None) -> dict[Tensor, State]:
+        """By parameter, its state as a whole, in its shape; on `root`, or everywhere."""
+        whole: dict[int, State] = defaultdict(dict)
+        for mine in update.states_by_block():
+            if self.zero_stage == 0:
+                told: list[Any] | None = [mine]
+            elif root is None:
+                told = self.dp_comm.allgather_object(mine)
+            else:
+                told = self.dp_comm.gather_object(mine, root)
+            for piece, state in (pair for of_rank in told or [] for pair in of_rank):
+                numel = self._synchronizer.parameters[piece.member].numel()
+                for key, value in state.items():
+                    if not isinstance(value, Tensor) or value.dim() == 0:
+                        whole[piece.member][key] = value
+                        continue
+                    held = whole[piece.member].setdefault(key, torch.zeros(numel, dtype=value.dtype))
+                    held[piece.start : piece.stop] = value
+        return {
+            self._synchronizer.parameters[member]: {
+                key: view_as(value, 0, value.numel(), update.layouts[member])
+                if isinstance(value, Tensor) and value.dim() > 0
+                else value
+                for key, value in state.items()
+            }
+            for member, state in whole.items()
+        }
+
+    @contextmanager
+    def _showing(self, states: Mapping[Tensor, State]) -> Iterator[None]:
+        """Let the inner optimizer's state be that of whole parameters."""
+        pieces = self.inner.state
+        self.inner.state = defaultdict(dict, states)
+        try:
+            yield
+        finally:
+            self.inner.state = pieces
+
+    def _forget_pieces(self) -> None:
+        self.inner.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def _load_plain(self, state_dict: dict[str, Any]) -> None:
+        masters: dict[int, Tensor] = {}
+        states = {number: dict(state) for number, state in state_dict["state"].items()}
+        for number, state in states.items():
+            if MASTER in state:
+                masters[number] = state.pop(MASTER)
+        self.inner.load_state_dict({**state_dict, "state": states})
+        held = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        for number, master in masters.items():
+            held[number].copy_(master)
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _require_names(groups: Iterable[dict[str, Any]], named: Iterable[Named]) -> None:
@@ -203,10 +618,3 @@ def _require_names(groups: Iterable[dict[str, Any]], named: Iterable[Named]) -> 
             f"{len(unnamed)} of the optimizer's {len(held)} parameters have no name (shapes {shown}); pass "
             "the named_parameters() of every model whose parameters it holds, or (name, parameter) pairs"
         )
-
-
-def _norm_dtype(flat: Tensor) -> torch.dtype:
-    """The real type in which a norm is accumulated: at least single precision."""
-    if flat.is_complex():
-        return flat.dtype
-    return torch.promote_types(flat.dtype, torch.float32)

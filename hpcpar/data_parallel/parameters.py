@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from hpcpar.data_parallel.buckets import Extent
@@ -93,15 +94,35 @@ def _first_difference(mine: Sequence[str], reference: Sequence[str]) -> str | No
     return f"has {len(mine)} of them, rank 0 has {len(reference)}; the first {kind} is {odd[common]}"
 
 
-def view_like(flat: Tensor, start: int, stop: int, tensor: Tensor) -> Tensor:
-    """Elements start to stop of a flat buffer, seen in the shape and, where dense, the strides of `tensor`.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a tensor whose elements fill their memory."""
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """A tensor's own layout where it is dense, in whatever order; else that of its contiguous copy.
 
     A gradient that lies in memory as its parameter does keeps the optimizer's element-wise kernels fast.
     """
-    part = flat[start:stop]
     if _is_dense(tensor):
-        return part.as_strided(tensor.shape, tensor.stride())
-    return part.view(tensor.shape)
+        return tuple(tensor.shape), tuple(tensor.stride())
+    return tuple(tensor.shape), tuple(torch.empty(tensor.shape, device="meta").stride())
+
+
+def view_as(flat: Tensor, start: int, stop: int, layout: Layout) -> Tensor:
+    """Elements start to stop of a flat buffer, seen in a layout."""
+    return flat[start:stop].as_strided(*layout)
+
+
+def view_like(flat: Tensor, start: int, stop: int, tensor: Tensor) -> Tensor:
+    """Elements start to stop of a flat buffer, seen as the tensor is."""
+    return view_as(flat, start, stop, layout_of(tensor))
+
+
+def in_memory_order(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor's elements, flat, in the order in which they would lie in memory in this layout."""
+    laid = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
+    laid.copy_(tensor.detach())
+    return laid.as_strided((laid.numel(),), (1,))
 
 
 def _is_dense(tensor: Tensor) -> bool:

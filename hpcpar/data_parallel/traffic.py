@@ -11,6 +11,8 @@ from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
+    import torch
+
     from hpcpar.comm import Communicator
 
 
@@ -56,6 +58,31 @@ def allreduce_nbytes(
     raise OperationError(f"no theory of the bytes of an allreduce by {name!r}")
 
 
+def reduce_scatter_nbytes(
+    comm: Communicator, nbytes: int, *, algorithm: str | None = None, dtype: str = ANY, op: str = "sum"
+) -> int:
+    """Bytes that all ranks of `comm` send in one reduce-scatter of S = `nbytes` into equal pieces.
+
+    (p-1)S                 by every algorithm of ours: what is not one's own goes out once
+    (p-1)S + (p-m)S/p      by recursive halving, m the largest power of two up to p: its fold
+    0                      native
+    """
+    size = comm.size
+    name = comm.algorithm_for("reduce_scatter", nbytes, named=algorithm, dtype=dtype, op=op)
+    if name == NATIVE:
+        return 0
+    fold = size - (1 << (size.bit_length() - 1)) if name == "recursive_halving" else 0
+    return (size - 1) * nbytes + fold * nbytes // size
+
+
+def allgather_nbytes(
+    comm: Communicator, nbytes: int, *, algorithm: str | None = None, dtype: str = ANY
+) -> int:
+    """Bytes that all ranks of `comm` send in one all-gather of equal shards, S = `nbytes` in all: (p-1)S."""
+    name = comm.algorithm_for("allgather", nbytes, named=algorithm, dtype=dtype)
+    return 0 if name == NATIVE else (comm.size - 1) * nbytes
+
+
 def _doubled(size: int) -> int:
     """Vectors that all ranks send in a recursive doubling with its fold."""
     members = 1 << (size.bit_length() - 1)
@@ -74,16 +101,62 @@ def expected_nbytes(
     Per synchronization every bucket is all-reduced once, and a map with one bit for each parameter;
     inner microbatches send nothing, so synchronizations are optimizer steps.
     """
+    steps = expected_traffic(comm, tuple(buckets), stage=0, steps=synchronizations, algorithm=algorithm)
+    return steps.get("allreduce", 0)
+
+
+ByCollective = dict[str, int]
+"""Bytes by the name of the collective."""
+
+NORM_NBYTES = 8
+
+
+def expected_traffic(
+    comm: Communicator,
+    buckets: Iterable[Bucket],
+    *,
+    stage: int,
+    steps: int = 1,
+    backwards: int = 1,
+    norms: int = 0,
+    algorithm: str | None = None,
+    dtype: torch.dtype | None = None,
+    gathered: bool = True,
+) -> ByCollective:
+    """Bytes that all ranks of `comm` together send for the gradients and parameters of so many steps.
+
+    stage       0: every bucket is all-reduced once a step; 1: reduce-scattered once, and its parameters
+                all-gathered; 2: reduce-scattered in each of `backwards`, parameters once; 3: as 2, but its
+                parameters are gathered as `hpcpar.fully_shard` says, which is not counted here
+    norms       gradient norms in a step, of one number each; stage 0 needs none
+    dtype       in which gradients are summed; None: their own
+    gathered    parameters travel; no: all ranks have them in common
+
+    In every stage a map with one bit for each parameter is all-reduced once a step.
+    """
     held = list(buckets)
     parameters = sum(len(bucket.members) for bucket in held)
     if not parameters:
-        return 0
-    travelling = [(bucket.nbytes, dtype_of(bucket), "average") for bucket in held]
-    travelling.append((usage_map_nbytes(parameters), "uint8", "or"))
-    return synchronizations * sum(
-        allreduce_nbytes(comm, nbytes, algorithm=algorithm, dtype=dtype, op=op)
-        for nbytes, dtype, op in travelling
-    )
+        return {}
+    named = algorithm if stage == 0 else None
+    map_nbytes = usage_map_nbytes(parameters)
+    reduced = allreduce_nbytes(comm, map_nbytes, algorithm=named, dtype="uint8", op="or")
+    total: ByCollective = {}
+    for bucket in held:
+        gradient = dtype_of(bucket) if dtype is None else str(dtype).removeprefix("torch.")
+        nbytes = bucket.nbytes if dtype is None else bucket.numel * dtype.itemsize
+        if stage == 0:
+            reduced += allreduce_nbytes(comm, nbytes, algorithm=algorithm, dtype=gradient, op="average")
+            continue
+        scattered = reduce_scatter_nbytes(comm, nbytes, algorithm=algorithm, dtype=gradient, op="average")
+        times = steps * (1 if stage == 1 else backwards)
+        total["reduce_scatter"] = total.get("reduce_scatter", 0) + times * scattered
+        if stage < 3 and gathered:
+            shards = steps * allgather_nbytes(comm, bucket.nbytes, dtype=dtype_of(bucket))
+            total["allgather"] = total.get("allgather", 0) + shards
+    if stage:
+        reduced += norms * allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
+    return {"allreduce": steps * reduced, **total}
 
 
 def broadcast_nbytes(comm: Communicator, buckets: Iterable[Bucket]) -> int:

@@ -53,7 +53,8 @@ class SelfAttention(nn.Module):
 
     def _heads(self, projected: Tensor) -> Tensor:
         """[B, S, A·D] -> [B, A, S, D], for as many heads as this rank's projection gives."""
-        return projected.view(*projected.shape[:-1], -1, self.head_size).transpose(1, 2)
+        heads = projected.shape[-1] // self.head_size  # not -1: a batch may be empty
+        return projected.view(*projected.shape[:-1], heads, self.head_size).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

@@ -10,10 +10,11 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from hpcpar.comm import Communicator
 from hpcpar.data import Prepared, prepare
-from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
+from hpcpar.data_parallel import DistributedOptimizer, Precision, broadcast_parameters, fully_shard
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
 from hpcpar.models import Llama
+from hpcpar.models.initialise import initial_value
 from hpcpar.training.config import Config, OptimizerSection
 from hpcpar.units import MiB
 
@@ -52,25 +53,56 @@ def prepare_data(config: Config, comm: Communicator, *, say: Callable[[str], Non
 
 
 def build_model(config: Config, vocabulary: int, device: torch.device, dp_comm: Communicator) -> Llama:
-    """The same model on every rank."""
-    model = Llama(config.model_config_for(vocabulary), seed=config.model.seed)
-    model = model.to(device=device, dtype=getattr(torch, config.train.dtype))
+    """The same model on every rank; with zero_stage = 3, of each of whose layers a rank has its shard."""
+    sizes, section = config.model_config_for(vocabulary), config.optimizer
+    if section.zero_stage == 3:
+        seed = config.model.seed
+        with torch.device("meta"):
+            model = Llama(sizes, seed=None).to(_plain_dtype(config))
+        fully_shard(
+            model,
+            dp_comm,
+            precision=precision_of(config),
+            prefetch=section.prefetch,
+            shared_parameters=section.shared_parameters,
+            values=lambda name, _: initial_value(sizes, name, seed),
+            device=device,
+        )
+        return model
+    model = Llama(sizes, seed=config.model.seed).to(device=device, dtype=_plain_dtype(config))
     broadcast_parameters(model, dp_comm)
     return model
 
 
-def build_optimizer(
-    section: OptimizerSection, model: nn.Module, dp_comm: Communicator
-) -> DistributedOptimizer:
-    """The optimizer that the section names, on gradients averaged over `dp_comm`."""
+def build_optimizer(config: Config, model: nn.Module, dp_comm: Communicator) -> DistributedOptimizer:
+    """The optimizer that the configuration names, on gradients averaged over `dp_comm`."""
+    section = config.optimizer
     return DistributedOptimizer(
         plain_optimizer(section, model),
         model.named_parameters(),
         dp_comm,
+        zero_stage=section.zero_stage,
+        precision=precision_of(config),
+        offload=section.offload,
+        shared_parameters=section.shared_parameters and section.zero_stage < 3,
+        model=model if section.zero_stage in (1, 2) else None,
         bucket_bytes=int(section.bucket_mib * MiB),
         first_bucket_bytes=int(section.first_bucket_mib * MiB),
         algorithm=section.algorithm,
     )
+
+
+def precision_of(config: Config) -> Precision | None:
+    """Mixed precision where the run's type has 16 bits, or something else is asked for that goes with it."""
+    name, section = config.train.precision, config.optimizer
+    if name in ("float32", "float64") and section.reduction is None and section.moments is None:
+        return None
+    return Precision(name, reduction=section.reduction, moments=section.moments)
+
+
+def _plain_dtype(config: Config) -> torch.dtype:
+    """What a model is made in before it gets mixed precision."""
+    return torch.float64 if config.train.precision == "float64" else torch.float32
 
 
 def plain_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:

@@ -88,6 +88,8 @@ class TrainSection(Section):
     threads            of torch on each rank; None = the rank's share of its node's cores
     evaluate_every     steps between held-out losses; 0 = at the end only
     held_out_batches   global batches of held-out text in one such loss
+    precision          type of parameters and gradients; with bfloat16 and float16 the optimizer keeps float32
+                       master weights, and float16 scales its loss
     """
 
     steps: int = Field(default=500, gt=0)
@@ -96,7 +98,7 @@ class TrainSection(Section):
     microbatch: int = Field(default=8, gt=0)
     seed: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "float64"] = "float32"
+    precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     threads: int | None = Field(default=None, gt=0)
     evaluate_every: int = Field(default=100, ge=0)
     held_out_batches: int = Field(default=8, gt=0)
@@ -108,7 +110,13 @@ class OptimizerSection(Section):
     clip_norm      largest norm of the whole gradient; 0 = no clipping
     weight_decay   of matrices; vectors (the norms) are never decayed
     bucket_mib     gradients that travel together; the first bucket is smaller, to leave sooner
-    algorithm      of the gradients' all-reduce (ring, rabenseifner, …); None = chosen by size
+    algorithm      of the gradients' all-reduce, or from stage 1 on reduce-scatter (ring, …); None = by size
+    zero_stage     what is spread over ranks: 1 optimizer state, 2 gradients, too, 3 parameters, too
+    offload        a directory for the optimizer's state, or "cpu" for host memory; None = with the parameters
+    reduction      type in which gradients are summed over ranks; None = theirs
+    moments        type in which the optimizer's moments are kept; None = float32
+    shared_parameters   the parameters exist once for all ranks, which are on one node
+    prefetch       layers that stage 3 gathers ahead
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -121,6 +129,12 @@ class OptimizerSection(Section):
     bucket_mib: float = Field(default=25.0, gt=0)
     first_bucket_mib: float = Field(default=1.0, gt=0)
     algorithm: str | None = None
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    offload: str | None = None
+    reduction: Literal["float32"] | None = None
+    moments: Literal["bfloat16", "float16"] | None = None
+    shared_parameters: bool = False
+    prefetch: int = Field(default=1, ge=0)
 
 
 class ScheduleSection(Section):

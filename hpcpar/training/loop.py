@@ -93,7 +93,9 @@ class Run:
             len(self.data.shards.train), config.train.sequence, config.train.global_batch, config.train.seed
         )
         self.model = build_model(config, self.data.shards.vocabulary, self.device, self.mesh.dp)
-        self.optimizer = build_optimizer(config.optimizer, self.model, self.mesh.dp)
+        # Before the optimizer may give the parameters another type.
+        self._start_nbytes = expected_broadcast_nbytes(self.model, self.mesh.dp)
+        self.optimizer = build_optimizer(config, self.model, self.mesh.dp)
         self.first_step = self._prepare_directory(resume)
 
     @property
@@ -205,7 +207,7 @@ class Run:
             self.optimizer,
             tokens,
             targets,
-            microbatch=self.config.train.microbatch,
+            microbatches=self._microbatches(self.config.train.global_batch),
             global_tokens=self.tokens_per_step,
             clip_norm=self.config.optimizer.clip_norm or math.inf,
             trace=trace,
@@ -239,12 +241,21 @@ class Run:
 
     def _held_out_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of the held-out windows, the same every time, a microbatch at a time."""
-        train, dp = self.config.train, self.mesh.dp
-        windows = self.held_out_data.spread(train.held_out_batches * train.global_batch)
-        start, stop = bounds(len(windows), dp.size)[dp.rank]
-        for first in range(start, stop, train.microbatch):
-            some = windows[first : min(first + train.microbatch, stop)]
+        dp, windows = self.mesh.dp, self._held_out_windows
+        first, last = bounds(len(windows), dp.size)[dp.rank]
+        for start, stop in bounds(last - first, self._microbatches(len(windows))):
+            some = windows[first + start : first + stop]
             yield self._to_device(self.held_out_data.batch(some))
+
+    @property
+    def _held_out_windows(self) -> Sequence[int]:
+        train = self.config.train
+        return self.held_out_data.spread(train.held_out_batches * train.global_batch)
+
+    def _microbatches(self, sequences: int) -> int:
+        """Into how many microbatches each rank cuts its share, so that all ranks do the same."""
+        largest_share = -(-sequences // self.mesh.dp.size)
+        return -(-largest_share // self.config.train.microbatch)
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return batch[0].to(self.device), batch[1].to(self.device)
@@ -323,10 +334,17 @@ class Run:
         dp, losses = self.mesh.dp, self._losses
         cuts = self._stretches()
         evaluations = max(1, sum(self._is_evaluated(stop) for _, stop in cuts))
+        traffic = self.optimizer.expected_traffic(
+            self._steps_left,
+            backwards=self._microbatches(self.config.train.global_batch),
+            forwards=evaluations * self._microbatches(len(self._held_out_windows)),
+            norms=1 if self.optimizer.scaler.dynamic is False else 2,
+        )
+        start = {} if self.optimizer.zero_stage == 3 else {(dp.name, "broadcast"): self._start_nbytes}
         losses_nbytes = [8 * (stop - start) for start, stop in cuts] + [16] * evaluations
         return {
-            (dp.name, "allreduce"): self.optimizer.expected_nbytes(self._steps_left),
-            (dp.name, "broadcast"): expected_broadcast_nbytes(self.model, dp),
+            **{(dp.name, collective): nbytes for collective, nbytes in traffic.items()},
+            **start,
             (losses.name, "allreduce"): sum(
                 allreduce_nbytes(losses, n, dtype="float64") for n in losses_nbytes
             ),

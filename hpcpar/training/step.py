@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hpcpar.comm import Communicator, Trace
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import next_token_loss
+from hpcpar.partition import bounds
 from hpcpar.training.timeline import span
 
 
@@ -33,7 +34,7 @@ def train_step(
     tokens: Tensor,
     targets: Tensor,
     *,
-    microbatch: int,
+    microbatches: int,
     global_tokens: int,
     clip_norm: float,
     trace: Trace | None = None,
@@ -41,7 +42,7 @@ def train_step(
     """Forward, backward, and the optimizer on the gradient of the whole global batch's mean loss.
 
     tokens, targets   [B, S], this rank's part of the global batch; B may differ between ranks
-    microbatch        sequences worked on at once; only the last one's backward sends gradients
+    microbatches      into how many parts they are cut, the same on every rank; a part may be empty
     global_tokens     in the global batch, over all ranks
     clip_norm         largest norm of the gradient; inf = no clipping
 
@@ -50,16 +51,16 @@ def train_step(
     """
     ranks = optimizer.dp_comm.size
     optimizer.zero_grad(set_to_none=False)
-    pieces = list(zip(torch.split(tokens, microbatch), torch.split(targets, microbatch), strict=True))
     loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
-    for number, (some_tokens, some_targets) in enumerate(pieces):
-        last = number == len(pieces) - 1
+    for number, (start, stop) in enumerate(bounds(len(tokens), microbatches)):
+        last = number == microbatches - 1
         with nullcontext() if last else optimizer.no_sync():
             with span(trace, "forward", microbatch=number):
-                loss = next_token_loss(model(some_tokens), some_targets, reduction="sum") / global_tokens
+                logits = model(tokens[start:stop])
+                loss = next_token_loss(logits, targets[start:stop], reduction="sum") / global_tokens
             with span(trace, "backward", microbatch=number):
                 # The optimizer averages over ranks where the global mean asks for a sum.
-                (loss * ranks).backward()  # type: ignore[no-untyped-call]
+                optimizer.scale_loss(loss * ranks).backward()  # type: ignore[no-untyped-call]
         loss_share += loss.detach()
     with span(trace, "wait for gradients"):
         optimizer.synchronize()
@@ -73,7 +74,7 @@ def train_step(
 def held_out_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], comm: Communicator) -> float:
     """Mean loss in nats per token over all ranks' batches of (tokens, targets) [B, S]; collective.
 
-    A rank may have fewer batches than others, or none.
+    Each rank brings as many batches, of which some may be empty.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     was_training = model.training

@@ -313,7 +313,7 @@ def test_the_theory_of_a_run_is_that_of_its_steps() -> None:
                         loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return comm.traffic.nbytes_sent("allreduce"), optimizer.expected_nbytes(4)
+        return comm.traffic.nbytes_sent("allreduce"), optimizer.expected_traffic(4)["allreduce"]
 
     for size in (1, 2, 3, 4):
         found = run_loopback(size, body)
@@ -333,5 +333,5 @@ def test_counted_bytes_on_mpi_equal_the_theory(world: Communicator) -> None:
             optimizer.step()
             optimizer.zero_grad()
         sent = dp.traffic.nbytes_sent("allreduce")
-    found = world.allgather_object((sent, optimizer.expected_nbytes(3)))
+    found = world.allgather_object((sent, optimizer.expected_traffic(3)["allreduce"]))
     assert sum(sent for sent, _ in found) == found[0][1]

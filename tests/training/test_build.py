@@ -29,7 +29,7 @@ def test_sgd_has_its_momentum() -> None:
 
 
 def test_the_model_is_the_same_on_every_rank_and_of_the_dtype_asked_for() -> None:
-    config = parse(SMALL + 'dtype = "float64"\n', source="x")
+    config = parse(SMALL + 'precision = "float64"\n', source="x")
     models = run_loopback(2, lambda comm: build_model(config, 256, torch.device("cpu"), comm))
     for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert first.dtype == torch.float64

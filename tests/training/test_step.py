@@ -10,7 +10,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.models import Llama, LlamaConfig, next_token_loss
 from hpcpar.partition import bounds
 from hpcpar.training.build import build_optimizer, plain_optimizer
-from hpcpar.training.config import OptimizerSection
+from hpcpar.training.config import Config, OptimizerSection
 from hpcpar.training.step import held_out_loss, train_step
 
 CONFIG = LlamaConfig(vocab_size=11, hidden_size=8, layers=1, heads=2, kv_heads=1, ffn_size=16, max_sequence=6)
@@ -52,7 +52,7 @@ def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch
 
     def work(comm: Communicator) -> tuple[list[Tensor], list[float]]:
         mine = model()
-        optimizer = build_optimizer(section, mine, comm)
+        optimizer = build_optimizer(Config(optimizer=section), mine, comm)
         start, stop = bounds(sequences, comm.size)[comm.rank]
         losses = []
         for step in range(steps):
@@ -62,7 +62,7 @@ def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch
                 optimizer,
                 tokens[start:stop],
                 targets[start:stop],
-                microbatch=2,
+                microbatches=3,
                 global_tokens=sequences * SEQUENCE,
                 clip_norm=section.clip_norm,
             )
@@ -79,9 +79,11 @@ def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch
 
 def test_no_clipping_leaves_the_gradient_and_tells_its_norm() -> None:
     mine = model()
-    optimizer = build_optimizer(OptimizerSection(name="sgd"), mine, Communicator.alone())
+    optimizer = build_optimizer(Config(optimizer=OptimizerSection(name="sgd")), mine, Communicator.alone())
     tokens, targets = global_batch(0, 2)
-    result = train_step(mine, optimizer, tokens, targets, microbatch=2, global_tokens=12, clip_norm=math.inf)
+    result = train_step(
+        mine, optimizer, tokens, targets, microbatches=3, global_tokens=12, clip_norm=math.inf
+    )
     gradients = [parameter.grad.flatten() for parameter in mine.parameters() if parameter.grad is not None]
     assert float(result.gradient_norm) == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-12)
 

@@ -1,0 +1,73 @@
+"""What a step works on: buckets of parameters in flat memory, of which this rank updates its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.parameters import view_like
+from hpcpar.data_parallel.shards import Shard, shard_of
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One bucket's parameters.
+
+    shard   which elements are this rank's
+    own     those, with the padding at their end
+    flat    all elements one after another, of which `own` is a view then; None where only shards are kept
+    """
+
+    bucket: Bucket
+    shard: Shard
+    own: Tensor
+    flat: Tensor | None = None
+
+    @property
+    def held(self) -> Tensor:
+        """This rank's elements without padding."""
+        return self.own[: self.shard.end]
+
+
+@torch.no_grad()
+def gather_into_blocks(
+    parameters: Sequence[Tensor],
+    buckets: Sequence[Bucket],
+    dp_comm: Communicator,
+    *,
+    dtype: torch.dtype | None,
+    sharded: bool,
+    common: bool,
+) -> list[Block]:
+    """Move parameters, whose values and identity stay, into flat memory, a bucket at a time.
+
+    dtype     that they get; None: their own
+    sharded   each rank owns its shard of a block, else all of it
+    common    the memory is the same for all ranks, who are on one node. Collective then
+    """
+    rank, size = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
+    blocks = []
+    for bucket in buckets:
+        first = parameters[bucket.members[0]]
+        kind = dtype or first.dtype
+        if common:
+            flat = dp_comm.allocate_common(bucket.numel, kind)
+        else:
+            flat = torch.empty(bucket.numel, dtype=kind, device=first.device)
+        flat[bucket.edges[-1] :] = 0
+        for member, start, stop in zip(bucket.members, bucket.edges[:-1], bucket.edges[1:], strict=True):
+            parameter = parameters[member]
+            view = view_like(flat, start, stop, parameter)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        shard = shard_of(bucket, rank, size)
+        blocks.append(Block(bucket, shard, flat[shard.start : shard.stop], flat))
+    return blocks

@@ -1,0 +1,67 @@
+"""Which optimizers may work on pieces of parameters: those that treat every element by itself.
+
+The ones of torch that do not are known by name, with the reason. Any other is tried: once on a small matrix
+as a whole, once on the same numbers in two flat pieces. What it makes of them must be the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpcpar.errors import OperationError
+
+WHOLE = {
+    "LBFGS": "its search direction is a product of the gradients of all parameters",
+    "SparseAdam": "it takes sparse gradients, and shards hold dense ones",
+    "Adafactor": "it keeps the means of a matrix's rows and columns",
+    "Muon": "it makes the whole matrix of a layer's momentum orthogonal",
+}
+"""Optimizers of torch that need whole tensors, and what for."""
+
+TRIAL_STEPS = 3
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """OperationError unless the optimizer does the same to pieces of parameters as to the whole."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.") and kind.__name__ in WHOLE:
+            raise _refusal(optimizer, WHOLE[kind.__name__])
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return
+    try:
+        whole, pieces = _tried(optimizer, whole=True), _tried(optimizer, whole=False)
+    except Exception as error:
+        raise _refusal(optimizer, f"tried on flat pieces of a matrix it says: {error}") from error
+    if not torch.allclose(whole, pieces, rtol=1e-9, atol=1e-12):
+        raise _refusal(optimizer, "tried on a matrix and on its pieces it gives different values")
+
+
+def _refusal(optimizer: Optimizer, reason: str) -> OperationError:
+    return OperationError(
+        f"{type(optimizer).__name__} cannot work on shards: {reason}. Take zero_stage=0, without precision "
+        f"and offload, or an optimizer that treats every element by itself: SGD, Adam, AdamW, Adagrad, …"
+    )
+
+
+def _tried(optimizer: Optimizer, *, whole: bool) -> Tensor:
+    """What some steps of an optimizer of this kind make of the same 4 × 6 numbers."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    parts = [value.clone()] if whole else list(torch.split(value.reshape(-1).clone(), 17))
+    parameters = [nn.Parameter(part) for part in parts]
+    trial = object.__new__(type(optimizer))
+    # Without `step`, which a scheduler may have bound to the optimizer itself.
+    trial.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
+    for _ in range(TRIAL_STEPS):
+        gradient = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+        gradients = [gradient] if whole else torch.split(gradient.reshape(-1), 17)
+        for parameter, part in zip(parameters, gradients, strict=True):
+            parameter.grad = part
+        trial.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

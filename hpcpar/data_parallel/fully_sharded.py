@@ -1,0 +1,723 @@
+"""ZeRO-3: every rank keeps a shard of each unit's parameters, and has the whole only while it is used.
+
+    forward     root ┬ layer 0 ┬ layer 1 ┬ layer 2                        gather │ compute │ free
+                     └ gather 1└ gather 2│                                the next unit is gathered meanwhile
+    backward           layer 2 ┬ layer 1 ┬ layer 0 ┬ root
+                     ┌ gather 1└ gather 0│         │
+                     │  dW2 ─> reduce-scatter ─> own shard of the gradient
+
+The root's own parameters and those of the last layer are kept from forward to backward, which needs them
+next.
+
+A parameter keeps its identity. While it is gathered its memory is a part of its unit's; otherwise it has
+its shape and no values: to use it then is an error. What autograd saved of a unit lies in the unit's
+storage, which is given back and taken anew, so backward finds the gathered values where forward left them.
+source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.3;
+         Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, sections 3 and 4
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from hpcpar.data_parallel.blocks import Block
+from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
+from hpcpar.data_parallel.parameters import Layout, Named, agree_on_parameters, layout_of, view_as
+from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.scattered import ScatteredGradients
+from hpcpar.data_parallel.shards import Shard, shard_of
+from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
+from hpcpar.data_parallel.units import Place, Policy, UnitPlan, plan_units, tensors_in
+from hpcpar.errors import OperationError, ShardedParameterError
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+    from hpcpar.comm.progress import Handle
+
+Values = Callable[[str, Tensor], Tensor]
+"""(a parameter's name, itself, perhaps on the meta device) -> its whole value, the same on all ranks."""
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of a fully sharded model. To use one that is not gathered is a ShardedParameterError."""
+
+    hpcpar_unit: Unit | None = None
+    hpcpar_name: str
+
+    hpcpar_sharding: Callable[[], Sharding | None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            absent = [value for value in (*args, *kwargs.values()) if _is_absent(value)]
+            if not absent:
+                return func(*args, **kwargs)
+            result = func(*args, **kwargs) if func not in _WRITES else None
+        # Whatever is no tensor (its size, its type) says nothing about values.
+        if func in _WRITES or (isinstance(result, Tensor) and func not in _HARMLESS):
+            raise absent[0].hpcpar_absence(getattr(func, "__name__", "an operation"))
+        return result
+
+    def hpcpar_absence(self, doing: str) -> ShardedParameterError:
+        """The error of who uses it while it is not gathered."""
+        unit = "" if self.hpcpar_unit is None else self.hpcpar_unit.name
+        return ShardedParameterError(
+            f"{self.hpcpar_name} was used by {doing} outside of its unit {unit or 'the model'!r}, where a "
+            "rank has only a shard of it. Use it inside the forward of that module, choose a unit around all "
+            "modules that use it (policy=), or look at it inside `with hpcpar.summon_full_parameters(model):`"
+        )
+
+
+def _is_absent(value: object) -> bool:
+    if type(value) is not ShardedParameter:
+        return False
+    return value.hpcpar_unit is not None and not value.hpcpar_unit.is_gathered
+
+
+_HARMLESS = {
+    *(getattr(Tensor, name).__get__ for name in ("grad", "data")),
+    *(
+        Tensor.detach,
+        Tensor.requires_grad_,
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+    ),
+}
+"""What returns a tensor, and says nothing about the values of the one that it was given."""
+
+_WRITES = {
+    Tensor.copy_,
+    Tensor.zero_,
+    Tensor.fill_,
+    Tensor.normal_,
+    Tensor.uniform_,
+    Tensor.add_,
+    Tensor.mul_,
+}
+
+
+@dataclass(eq=False)
+class Held:
+    """A block of a unit: the parameters of one element type, trainable or frozen.
+
+    flat      the memory of the whole, given back while the unit is not gathered
+    views     of `flat`, one for each parameter
+    """
+
+    block: Block
+    parameters: list[ShardedParameter]
+    flat: Tensor
+    views: list[Tensor]
+    absent: list[Tensor]
+
+
+class Unit:
+    """Modules whose parameters are gathered and freed together.
+
+    keeps   it stays gathered from forward to backward
+    common  all ranks have its memory in common: it is never freed, and to gather it is to wait for all ranks
+    """
+
+    def __init__(self, plan: UnitPlan, held: list[Held], dp_comm: Communicator, *, common: bool) -> None:
+        self.name = plan.name
+        self.module = plan.module
+        self.held = held
+        self.keeps = False
+        self._comm = dp_comm
+        self._common = common
+        self._handles: list[Handle] = []
+        self.is_gathered = common
+        self.is_coming = False
+        self.has_frozen = any(not p.requires_grad for each in held for p in each.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its parameters, gathered."""
+        return sum(each.flat.numel() * each.flat.element_size() for each in self.held)
+
+    @property
+    def is_here(self) -> bool:
+        return self.is_gathered or self.is_coming
+
+    def start_gather(self) -> None:
+        """Begin to bring its parameters together. Collective."""
+        if self.is_here:
+            return
+        self.is_coming = True
+        for each in self.held:
+            storage = each.flat.untyped_storage()
+            storage.resize_(each.flat.numel() * each.flat.element_size())
+            own: Any = each.block.own
+            flat: Any = each.flat
+            if flat.device.type == "cpu":
+                # Seen as NumPy arrays by torch itself, storage could never be given back.
+                own, flat = own.view(torch.uint8), _octets(flat)
+            self._handles.append(self._comm.start_allgather(own, out=flat))
+
+    def gather(self) -> None:
+        """Return when its parameters are there. Collective."""
+        self.start_gather()
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+        if self.is_coming:
+            for each in self.held:
+                for parameter, view in zip(each.parameters, each.views, strict=True):
+                    parameter.data = view
+            self.is_coming, self.is_gathered = False, True
+
+    def changed(self) -> None:
+        """This rank has new values in its part of the common memory: who uses them waits for all ranks."""
+        self._handles.append(self._comm.start_barrier())
+
+    def free(self) -> None:
+        """Keep this rank's shards alone."""
+        if self._common or not self.is_here:
+            return
+        self.gather()  # what others still write to may not be given back
+        for each in self.held:
+            for parameter, absent in zip(each.parameters, each.absent, strict=True):
+                parameter.data = absent
+            each.flat.untyped_storage().resize_(0)
+        self.is_gathered = False
+
+
+def _octets(flat: Tensor) -> NDArray[np.uint8]:
+    """The memory of a tensor, which the caller keeps alive."""
+    memory: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+class Sharding:
+    """A model whose parameters are sharded over `dp_comm`; kept by the model itself.
+
+    units       in the order of registration, the root's first
+    blocks      of trainable parameters, in the order in which their gradients leave
+    gradients   of them, each rank's shards
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        dp_comm: Communicator,
+        *,
+        precision: Precision | None,
+        prefetch: int,
+        common: bool,
+    ) -> None:
+        self.units = units
+        self.dp_comm = dp_comm
+        self.precision = precision
+        self._prefetch = prefetch
+        self._common = common
+        self._order: list[Unit] = []
+        self._is_order_known = False
+        self._in_backward = False
+        units[0].keeps = units[-1].keeps = True
+        self.gathers = 0
+        trainable = [
+            (unit, held) for unit in reversed(units) for held in unit.held if held.parameters[0].requires_grad
+        ]
+        self.blocks = [held.block for _, held in trainable]
+        self._unit_of = {block.bucket: unit for (unit, _), block in zip(trainable, self.blocks, strict=True)}
+        self._left = dict.fromkeys(units, 0)
+        parameters = sorted(
+            (number, parameter)
+            for _, held in trainable
+            for number, parameter in zip(held.block.bucket.members, held.parameters, strict=True)
+        )
+        self.parameters = [parameter for _, parameter in parameters]
+        self.names = [parameter.hpcpar_name for parameter in self.parameters]
+        layouts = {
+            number: layout_of(view)
+            for _, held in trainable
+            for number, view in zip(held.block.bucket.members, held.views, strict=True)
+        }
+        self.layouts: list[Layout] = [layouts[number] for number in range(len(layouts))]
+        self.gradients = ScatteredGradients(
+            self.names,
+            self.parameters,
+            [block.bucket for block in self.blocks],
+            dp_comm,
+            dtype=None if precision is None else precision.reduction,
+            layouts=self.layouts,
+        )
+        self.gradients.gone = self._on_gone
+        self.on_written: list[Callable[[], None]] = []
+        for unit in units:
+            unit.module.register_forward_pre_hook(self._entering(unit), with_kwargs=True, prepend=True)
+            unit.module.register_forward_hook(self._leaving(unit))
+        for unit in units:
+            for held in unit.held:
+                for parameter in held.parameters:
+                    parameter.hpcpar_sharding = weakref.ref(self)
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def _entering(self, unit: Unit) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            recomputing = torch._C._current_graph_task_id() != -1
+            if unit is self.units[0] and not recomputing:
+                self._begin_forward()
+            self._bring(unit)
+            if recomputing:
+                return
+            if not self._is_order_known and unit not in self._order:
+                self._order.append(unit)
+            self._look_ahead(unit, 1)
+            if unit.has_frozen and torch.is_grad_enabled():
+                inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
+                if inputs:
+                    torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
+
+        return enter
+
+    def _leaving(self, unit: Unit) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # recomputed for a backward, which goes on with it
+            trains = torch.is_grad_enabled() and output is not None
+            differentiable = (
+                [tensor for tensor in tensors_in(output) if tensor.requires_grad] if trains else []
+            )
+            for tensor in differentiable:
+                tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
+            if (
+                trains
+                and not differentiable
+                and any(p.requires_grad for h in unit.held for p in h.parameters)
+            ):
+                unit.free()
+                raise OperationError(
+                    f"unit {unit.name!r} returned a {type(output).__name__} without a tensor that has a "
+                    "gradient, so its backward could not be seen coming; return tensors, or tuples, lists or "
+                    "dictionaries of them"
+                )
+            if not (trains and unit.keeps):
+                unit.free()
+            if unit is self.units[0]:
+                self._end_forward(trains)
+
+        return leave
+
+    def _begin_forward(self) -> None:
+        self._in_backward = False
+
+    def _end_forward(self, trains: bool) -> None:
+        if not self._is_order_known:
+            self._is_order_known = True
+            for unit in self.units:
+                unit.keeps = unit in (self.units[0], self._order[-1])
+        for unit in self.units:
+            if not (trains and unit.keeps):
+                unit.free()
+
+    def _bring(self, unit: Unit) -> None:
+        if not unit.is_here:
+            self.gathers += 1
+        unit.gather()
+
+    def _look_ahead(self, unit: Unit, direction: int) -> None:
+        """Begin to gather the units that come after this one in forward (1) or backward (-1)."""
+        if not self._is_order_known:
+            return
+        place = self._order.index(unit)
+        for distance in range(1, self._prefetch + 1):
+            ahead = place + direction * distance
+            if 0 <= ahead < len(self._order) and not self._order[ahead].is_here:
+                self.gathers += 1
+                self._order[ahead].start_gather()
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def _before_backward(self, unit: Unit) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self.gradients.expect_backward()
+            for each in self.units:
+                self._left[each] = sum(held.parameters[0].requires_grad for held in each.held)
+            Variable._execution_engine.queue_callback(self._end_backward)
+        self._bring(unit)
+        self._look_ahead(unit, -1)
+
+    def _on_gone(self, bucket: Bucket) -> None:
+        """All gradients of a block have been taken."""
+        unit = self._unit_of[bucket]
+        self._left[unit] -= 1
+        if not self._left[unit] and not unit.has_frozen and self._in_backward:
+            unit.free()
+
+    def _on_inputs(self, unit: Unit) -> None:
+        """The gradients of all that went into a unit are there: its frozen parameters are done."""
+        if self._left[unit] <= 0:
+            unit.free()
+
+    def _end_backward(self) -> None:
+        self.gradients.end_backward()
+        self._in_backward = False
+        self.release()
+
+    # --- for the optimizer, and for looking at parameters -----------------------------------------
+
+    def release(self) -> None:
+        """Free all units."""
+        for unit in self.units:
+            unit.free()
+
+    def before(self) -> None:
+        """No rank reads the parameters as they are any more. Collective."""
+        self.release()
+        if self._common:
+            for unit in self.units:
+                unit.gather()
+            self.dp_comm.barrier()
+
+    def start(self, number: int) -> None:
+        """This rank's shard of a block is new: whoever gathers its unit next has it."""
+
+    def rest(self) -> None:
+        """All shards are new. Collective."""
+        if self._common:
+            for unit in self._order or self.units:
+                unit.changed()
+
+    def wait(self) -> None:
+        """Units wait for their own parameters."""
+
+    def close(self) -> None:
+        """The model stays sharded."""
+
+    def require_all(self, named: Sequence[Named]) -> None:
+        """OperationError unless these are all trainable parameters of the model."""
+        missing = [
+            name
+            for name, p in zip(self.names, self.parameters, strict=True)
+            if not any(p is q for _, q in named)
+        ]
+        if missing:
+            raise OperationError(
+                "the optimizer of a fully sharded model must hold all of its trainable parameters, but "
+                f"{missing[0]} and {len(missing) - 1} others are missing; freeze them "
+                "(requires_grad_(False)) before fully_shard"
+            )
+
+    @contextmanager
+    def summoned(self, *, write_back: bool) -> Iterator[None]:
+        for unit in self.units:
+            unit.gather()
+        try:
+            yield
+        finally:
+            if write_back:
+                for unit in self.units:
+                    for held in unit.held:
+                        shard = held.block.shard
+                        held.block.own.copy_(held.flat[shard.start : shard.stop])
+            self.release()
+            if write_back:
+                for tell in self.on_written:
+                    tell()
+
+    def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
+        """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
+
+        Every unit is gathered in forward, and again in backward unless it is kept.
+        """
+        if self._common:
+            return {}
+        total = 0
+        for unit in self.units:
+            times = forwards + (0 if unit.keeps else backwards)
+            for held in unit.held:
+                bucket = held.block.bucket
+                total += times * allgather_nbytes(self.dp_comm, bucket.nbytes, dtype=dtype_of(bucket))
+        return {"allgather": total}
+
+
+def fully_shard(
+    model: nn.Module,
+    dp_comm: Communicator,
+    *,
+    policy: Policy | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    prefetch: int = 1,
+    shared_parameters: bool = False,
+    values: Values | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Shard a model's parameters over `dp_comm`, in place; returns it. Collective.
+
+        model = Llama(config, seed=None)                     # under torch.device("meta") if it is large
+        hpcpar.fully_shard(model, comm, values=lambda name, p: initial_value(config, name, seed=0))
+        optimizer = hpcpar.DistributedOptimizer(AdamW(model.parameters()), model.named_parameters(), comm)
+
+    policy             (name, module) -> is it a unit; None: every layer, a member of an outermost ModuleList
+    precision          as of DistributedOptimizer: type of parameters and gradients
+    prefetch           units that are gathered ahead
+    shared_parameters  all ranks on one node: the parameters exist once for all, and nothing is gathered
+    values             whole initial values, the same on all ranks, asked for one parameter at a time; None:
+                       rank 0's parameters, or, on the meta device, what the modules' reset_parameters draws
+    device             where parameters are to be; None: where they are; the CPU for those of the meta device
+
+    Calls of the model, backwards, and what follows from them are collective from now on; every rank must call
+    the units in the same order, in the same number of forwards and backwards.
+    errors   OperationError for a model that is sharded already or a policy that makes no sense;
+             MismatchError on every rank when models differ
+    """
+    if prefetch < 0:
+        raise OperationError(f"prefetch={prefetch}; give 0 or more units")
+    if any(isinstance(parameter, ShardedParameter) for parameter in model.parameters()):
+        raise OperationError("the model is fully sharded already")
+    precision = Precision.of(precision)
+    plans = plan_units(model, policy)
+    agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters], dp_comm)
+    source = _Source(model, dp_comm, values)
+    numbers = {
+        id(parameter): number
+        for number, parameter in enumerate(
+            p for plan in plans for _, p, _ in plan.parameters if p.requires_grad
+        )
+    }
+    units = []
+    for plan in plans:
+        held = _hold(plan, numbers, dp_comm, source, precision, device, common=shared_parameters)
+        unit = Unit(plan, held, dp_comm, common=shared_parameters)
+        for each in held:
+            for parameter in each.parameters:
+                parameter.hpcpar_unit = unit
+        units.append(unit)
+    source.fill_buffers(device)
+    if shared_parameters:
+        dp_comm.barrier()
+    sharding = Sharding(units, dp_comm, precision=precision, prefetch=prefetch, common=shared_parameters)
+    model.__dict__["_hpcpar_sharding"] = sharding
+    model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+    return model
+
+
+@contextmanager
+def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[None]:
+    """Inside, a fully sharded model's parameters are all there, for evaluation or export. Collective.
+
+    write_back   what has been written to them, on all ranks alike, is kept, in master weights, too
+
+    A model that is not sharded is left as it is.
+    """
+    sharding = _sharding_in(model)
+    if sharding is None:
+        yield
+        return
+    with sharding.summoned(write_back=write_back):
+        yield
+
+
+def _sharding_in(model: nn.Module) -> Sharding | None:
+    return model.__dict__.get("_hpcpar_sharding")
+
+
+def sharding_of(parameters: Sequence[Tensor]) -> Sharding | None:
+    """The sharding that parameters belong to; None: they are ordinary ones."""
+    found = {p.hpcpar_sharding() for p in parameters if isinstance(p, ShardedParameter)}
+    if len(found) > 1:
+        raise OperationError(
+            "the parameters belong to several fully sharded models; give each its own optimizer"
+        )
+    return next(iter(found), None)
+
+
+def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    sharding = _sharding_in(model)
+    if sharding is not None and not all(unit.is_gathered for unit in sharding.units):
+        raise ShardedParameterError(
+            "the state_dict() of a fully sharded model was asked for, of which this rank has shards only; do "
+            "it inside `with hpcpar.summon_full_parameters(model):`, or save it by hpcpar.checkpoint.save"
+        )
+
+
+def _hold(
+    plan: UnitPlan,
+    numbers: dict[int, int],
+    dp_comm: Communicator,
+    source: _Source,
+    precision: Precision | None,
+    device: torch.device | str | None,
+    *,
+    common: bool,
+) -> list[Held]:
+    """A unit's blocks: its parameters by element type and whether they are trained."""
+    kinds: dict[Any, list[tuple[str, nn.Parameter, list[Place]]]] = {}
+    for entry in plan.parameters:
+        parameter = entry[1]
+        floats = precision is not None and parameter.is_floating_point()
+        dtype = precision.parameters if precision is not None and floats else parameter.dtype
+        place = torch.device(device or "cpu") if parameter.is_meta else parameter.device
+        kinds.setdefault((dtype, place, parameter.requires_grad), []).append(entry)
+    return [
+        _hold_kind(
+            entries, [numbers.get(id(p), -1) for _, p, _ in entries], dtype, place, dp_comm, source, common
+        )
+        for (dtype, place, _), entries in kinds.items()
+    ]
+
+
+@torch.no_grad()
+def _hold_kind(
+    entries: list[tuple[str, nn.Parameter, list[Place]]],
+    members: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    dp_comm: Communicator,
+    source: _Source,
+    common: bool,
+) -> Held:
+    layouts = [layout_of(parameter) for _, parameter, _ in entries]
+    extents = [Extent(math.prod(shape), dtype.itemsize, (dtype, device)) for shape, _ in layouts]
+    cut = bucket_of(range(len(entries)), extents, dp_comm.size)
+    bucket = replace(cut, members=tuple(members))
+    shard = shard_of(bucket, dp_comm.rank, dp_comm.size)
+    if common:
+        flat = dp_comm.allocate_common(bucket.numel, dtype)
+        own = flat[shard.start : shard.stop]
+    else:
+        flat = torch.empty(bucket.numel, dtype=dtype, device=device)
+        length = shard.stop - shard.start
+        # The other ranks of this node read it where it lies.
+        own = dp_comm.allocate_shared(length, dtype) if device.type == "cpu" else flat.new_zeros(length)
+    places = list(zip(bucket.edges[:-1], bucket.edges[1:], strict=True))
+    own.copy_(source.shard(entries, bucket, layouts, places, shard, dtype, device))
+    absent = [torch.full((), math.nan, dtype=dtype, device=device).expand(shape) for shape, _ in layouts]
+    views = [
+        view_as(flat, start, stop, layout) for (start, stop), layout in zip(places, layouts, strict=True)
+    ]
+    if not common:
+        flat.untyped_storage().resize_(0)
+    parameters = [
+        _sharded(name, parameter, owners, value)
+        for (name, parameter, owners), value in zip(entries, views if common else absent, strict=True)
+    ]
+    return Held(Block(bucket, shard, own), parameters, flat, views, absent)
+
+
+def _sharded(name: str, parameter: nn.Parameter, owners: list[Place], value: Tensor) -> ShardedParameter:
+    """The parameter itself as a sharded one; a new one in the place of one of the meta device."""
+    if parameter.is_meta:
+        parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        for module, own_name in owners:
+            module._parameters[own_name] = parameter
+    parameter.data = value
+    parameter.__class__ = ShardedParameter
+    assert isinstance(parameter, ShardedParameter), "just made one"
+    parameter.hpcpar_name = name
+    return parameter
+
+
+class _Source:
+    """Where initial values come from: a function, rank 0's parameters, or the modules' reset_parameters."""
+
+    def __init__(self, model: nn.Module, dp_comm: Communicator, values: Values | None) -> None:
+        self._model = model
+        self._comm = dp_comm
+        self._values = values
+        self._drawn: dict[tuple[int, str], Tensor] = {}
+        self._seed = dp_comm.broadcast_object(int(torch.randint(2**31, ()).item()))
+        self._name_of = {id(module): name for name, module in model.named_modules()}
+
+    def shard(
+        self,
+        entries: list[tuple[str, nn.Parameter, list[Place]]],
+        bucket: Bucket,
+        layouts: Sequence[Layout],
+        places: Sequence[tuple[int, int]],
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """This rank's shard of a block. Collective where values are rank 0's."""
+        is_local = self._values is not None or all(parameter.is_meta for _, parameter, _ in entries)
+        whole = None
+        if is_local or self._comm.rank == 0:
+            whole = torch.zeros(bucket.numel, dtype=dtype, device=device)
+            for (name, parameter, owners), layout, (start, stop) in zip(
+                entries, layouts, places, strict=True
+            ):
+                view_as(whole, start, stop, layout).copy_(self._value(name, parameter, owners))
+        if is_local:
+            assert whole is not None, "just filled"
+            return whole[shard.start : shard.stop]
+        own = torch.empty(shard.stop - shard.start, dtype=dtype, device=device)
+        counts = [shard.stop - shard.start] * self._comm.size
+        scattered: Tensor = self._comm.scatter(whole, out=own, counts=counts)
+        return scattered
+
+    def fill_buffers(self, device: torch.device | str | None) -> None:
+        """Buffers of the meta device become those that reset_parameters makes."""
+        for module in self._model.modules():
+            if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+                self._reset(module, torch.device(device or "cpu"))
+
+    def _value(self, name: str, parameter: nn.Parameter, owners: list[Place]) -> Tensor:
+        if self._values is not None:
+            value = self._values(name, parameter)
+            if value.shape != parameter.shape:
+                raise OperationError(
+                    f"values({name!r}) gave a tensor of shape {list(value.shape)} for a parameter of "
+                    f"{list(parameter.shape)}; give the whole parameter's"
+                )
+            return value
+        if not parameter.is_meta:
+            return parameter.detach()
+        module, own_name = owners[0]
+        if (id(module), own_name) not in self._drawn:
+            self._reset(module, torch.device("cpu"))
+        return self._drawn.pop((id(module), own_name))
+
+    def _reset(self, module: nn.Module, device: torch.device) -> None:
+        """Let a module draw its own parameters and buffers, the same on all ranks."""
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise OperationError(
+                f"{self._name_of[id(module)] or 'the model'} ({type(module).__name__}) is on the meta device "
+                "and has no reset_parameters() to draw its values; pass values=, or build it on a real device"
+            )
+        held = dict(module._parameters)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+        drawn = {
+            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
+            for name, p in held.items()
+            if p is not None
+        }
+        module._parameters.update(drawn)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                torch.manual_seed(parameter_seed(self._name_of[id(module)], self._seed))
+                reset()
+        finally:
+            module._parameters.update(held)
+        for name, value in drawn.items():
+            before = held[name]
+            if before is not None and before.is_meta:
+                self._drawn[id(module), name] = value.detach()
+
+
+def parameter_seed(name: str, seed: int) -> int:
+    """A seed for what belongs to one name: 63 bits of SHA-256."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,116 @@
+"""The norm of a gradient of which every rank has a part.
+
+A parameter that is split over several axes counts once for each of its parts, one that is the same on
+several ranks counts once: sums of powers are added over the ranks that a parameter is split over, and over
+no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.shards import shard_of
+from hpcpar.errors import OperationError
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+class GradientNorm:
+    """Norms of gradients that lie flat, a tensor for each bucket.
+
+    names        of the parameters, as numbered in the buckets
+    sharded      each rank has its shard of every bucket, else the whole of it
+    split_over   by name, further communicators over whose ranks a parameter is split
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        buckets: Sequence[Bucket],
+        dp_comm: Communicator,
+        *,
+        sharded: bool,
+        split_over: Mapping[str, Sequence[Communicator]],
+    ) -> None:
+        unknown = sorted(set(split_over) - set(names))
+        if unknown:
+            raise OperationError(
+                f"split_over names {unknown[0]!r}, which is none of the optimizer's {len(names)} parameters"
+            )
+        self._dp_comm = dp_comm if sharded else None
+        self._comms = list(dict.fromkeys(tuple(split_over.get(name, ())) for name in names))
+        self._split = any(self._comms)
+        kinds = {name: self._comms.index(tuple(split_over.get(name, ()))) for name in names}
+        rank, size = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
+        self._places = [
+            [
+                (kinds[names[piece.member]], piece.offset, piece.end)
+                for piece in shard_of(bucket, rank, size).pieces
+            ]
+            for bucket in buckets
+        ]
+
+    def of(self, flats: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients; the same bits on every rank. Collective. In float32, or as they are."""
+        if norm_type <= 0:
+            raise OperationError(f"norm_type={norm_type}; give a number above 0, or inf")
+        largest = math.isinf(norm_type)
+        sums = [torch.zeros((), dtype=torch.float64) for _ in self._comms]
+        for kind, part in self._parts(flats):
+            norm = torch.linalg.vector_norm(part, norm_type, dtype=wide(part)).cpu().double()
+            sums[kind] = torch.maximum(sums[kind], norm) if largest else sums[kind] + norm**norm_type
+        sums_now = torch.stack(sums)
+        if self._dp_comm is not None:
+            sums_now = _combined(sums_now, self._dp_comm, largest)
+        totals = []
+        for total, comms in zip(torch.split(sums_now, 1), self._comms, strict=True):
+            for comm in comms:
+                total = _combined(total, comm, largest)
+            totals.append(total)
+        together = torch.cat(totals)
+        result = together.max() if largest else together.sum() ** (1 / norm_type)
+        return result.to(
+            device=flats[0].device, dtype=flats[0].abs().dtype if flats[0].is_complex() else wide(flats[0])
+        )
+
+    def is_finite(self, flats: Sequence[Tensor]) -> bool:
+        """Whether all gradients on all ranks are finite; all ranks agree. Collective."""
+        broken = torch.zeros(1, dtype=torch.float64)
+        for flat in flats:
+            # A sum keeps every NaN and infinity, and is cheaper than looking at each element.
+            if not flat.sum(dtype=torch.promote_types(flat.dtype, torch.float64)).isfinite():
+                broken += 1
+        comms = dict.fromkeys(comm for kind in self._comms for comm in kind)
+        for comm in [*([] if self._dp_comm is None else [self._dp_comm]), *comms]:
+            comm.allreduce(broken)
+        return not broken.item()
+
+    def _parts(self, flats: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        if not self._split:
+            return [(0, flat) for flat in flats]
+        return [
+            (kind, flat[start:stop])
+            for flat, places in zip(flats, self._places, strict=True)
+            for kind, start, stop in places
+        ]
+
+
+def _combined(values: Tensor, comm: Communicator, largest: bool) -> Tensor:
+    if not largest:
+        return comm.allreduce(values.clone())  # type: ignore[no-any-return]
+    # A maximum over ranks may lose a NaN, a sum never does.
+    lost = comm.allreduce(values.isnan().double())
+    found = comm.allreduce(values.nan_to_num(nan=0.0, posinf=math.inf), "max")
+    return torch.where(lost > 0, math.nan, found)
+
+
+def wide(flat: Tensor) -> torch.dtype:
+    """The type in which a norm is accumulated: at least single precision."""
+    return flat.dtype if flat.is_complex() else torch.promote_types(flat.dtype, torch.float32)

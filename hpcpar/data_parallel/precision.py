@@ -1,0 +1,118 @@
+"""Mixed precision: in which types parameters, gradients, master weights and moments are kept.
+
+    bytes per parameter    parameters   gradients   master weights   Adam's moments
+    float32                4            4           -                4 + 4            16
+    bfloat16, float16      2            2           4                4 + 4            16
+    the same, moments      2            2           4                2 + 2            12
+
+Small steps are lost when they are added to 16-bit weights, so the optimizer works on float32 master weights,
+of which the parameters are a rounded copy. Gradients of float16 underflow, so its loss is scaled.
+source   Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740, sections 3.1 and 3.2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpcpar.errors import OperationError
+
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+LARGEST_SCALE = 2.0**24
+
+
+def dtype_named(name: str | torch.dtype, what: str) -> torch.dtype:
+    """A real floating-point type by its name; OperationError for anything else."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise OperationError(
+            f"{what}={name!r} is no type to train in; give float64, float32, bfloat16 or float16"
+        )
+    return dtype
+
+
+@dataclass(frozen=True, init=False)
+class Precision:
+    """In which types what is kept. Types by name or as torch.dtype.
+
+    parameters   of the model, and of its gradients; of 16 bits: there are float32 master weights
+    reduction    what gradients are summed over ranks and kept in after that; None: as they are
+    moments      what the optimizer's state of one value per element is kept in between steps; None: as the
+                 optimizer makes it. bfloat16 halves it, at 2⁻⁹ of relative error a step
+    loss_scale   "dynamic", a number, or None for no scaling; by default dynamic for float16 alone
+    """
+
+    parameters: torch.dtype
+    reduction: torch.dtype | None
+    moments: torch.dtype | None
+    loss_scale: float | str | None
+
+    def __init__(
+        self,
+        parameters: str | torch.dtype,
+        *,
+        reduction: str | torch.dtype | None = None,
+        moments: str | torch.dtype | None = None,
+        loss_scale: float | str | None = "default",
+    ) -> None:
+        kept = dtype_named(parameters, "parameters")
+        if loss_scale == "default":
+            loss_scale = "dynamic" if kept == torch.float16 else None
+        is_number = isinstance(loss_scale, int | float) and 0 < loss_scale < 2.0**127
+        if not (loss_scale is None or loss_scale == "dynamic" or is_number):
+            raise OperationError(f'loss_scale={loss_scale!r}; give "dynamic", a number above 0, or None')
+        values = {
+            "parameters": kept,
+            "reduction": None if reduction is None else dtype_named(reduction, "reduction"),
+            "moments": None if moments is None else dtype_named(moments, "moments"),
+            "loss_scale": loss_scale,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, value: Precision | str | torch.dtype | None) -> Precision | None:
+        """Of a type's name, with the rest as usual for it; None and a Precision are themselves."""
+        if value is None or isinstance(value, Precision):
+            return value
+        return cls(dtype_named(value, "precision"))
+
+
+def master_dtype(parameters: torch.dtype, precision: Precision | None) -> torch.dtype:
+    """What the optimizer works in: the parameters' own type, or float32 for those of 16 bits if asked."""
+    return torch.float32 if precision is not None and parameters.itemsize < 4 else parameters
+
+
+class LossScaler:
+    """The factor that a loss is multiplied by so that its gradients do not underflow.
+
+    dynamic   halved when a gradient overflows, whose step is then skipped; doubled after GROWTH_INTERVAL
+              steps without. All ranks call `update` with the same, and so keep the same scale
+    skipped   steps that were skipped, in all
+    """
+
+    def __init__(self, scale: float | str | None) -> None:
+        self.dynamic = scale == "dynamic"
+        self.scale = INITIAL_SCALE if self.dynamic else 1.0 if scale is None else float(scale)
+        self.skipped = 0
+        self._good = 0
+
+    def update(self, *, overflow: bool) -> None:
+        """A step was skipped for its overflow, or taken."""
+        if overflow:
+            self.skipped += 1
+            self._good = 0
+            if self.dynamic:
+                self.scale = max(1.0, self.scale / 2)
+            return
+        self._good += 1
+        if self.dynamic and self._good % GROWTH_INTERVAL == 0:
+            self.scale = min(LARGEST_SCALE, self.scale * 2)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good": self._good, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale, self._good, self.skipped = state["scale"], int(state["good"]), int(state["skipped"])

@@ -1,0 +1,109 @@
+"""New parameters on their way from the rank that updated them to all others.
+
+step        block 2 │ block 1 │ block 0            (blocks are numbered from the model's end)
+             └ all-gather ─ ─ ─ ─ ─ ─ ─┐
+                       └ all-gather ─ ─│─ ─ ─┐
+                                 └ ─ ─ │─ ─ ─│─ ─ ─┐
+forward                         embed ─┴ layers ───┴ head       each awaited just before it is needed
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hpcpar.data_parallel.blocks import Block
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+    from hpcpar.comm.progress import Handle
+
+
+class Publication:
+    """Makes each rank's part of the blocks everybody's.
+
+    common   all ranks have the blocks' memory in common: nothing is to be sent, but all must have written
+    blocks   none where every rank updates all parameters itself
+    model    whose modules wait, each for its own parameters, when they are next called; None: nobody waits
+             but `wait`
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        parameters: Sequence[Tensor],
+        dp_comm: Communicator,
+        *,
+        common: bool,
+        model: nn.Module | None,
+    ) -> None:
+        self._blocks = blocks
+        self._comm = dp_comm
+        self._common = common
+        self._under_way: dict[int, Handle] = {}
+        self._started: set[int] = set()
+        self._hooks: list[Any] = []
+        if model is not None:
+            self._watch(model, parameters)
+
+    def before(self) -> None:
+        """All ranks have read what they need of the parameters as they are; to be called before a step."""
+        self.wait()
+        self._started.clear()
+        if self._common:
+            self._comm.barrier()
+
+    def start(self, number: int) -> None:
+        """This rank's part of a block is new. In the same order on all ranks."""
+        if not self._blocks:
+            return
+        self._started.add(number)
+        if self._common:
+            self._under_way[number] = self._comm.start_barrier()
+        else:
+            block = self._blocks[number]
+            self._under_way[number] = self._comm.start_allgather(block.own, out=block.flat)
+
+    def rest(self) -> None:
+        """So are all blocks that have not been since `before`."""
+        for number in reversed(range(len(self._blocks))):
+            if number not in self._started:
+                self.start(number)
+
+    def wait(self, numbers: Sequence[int] | None = None) -> None:
+        """Return when these blocks, by default all, are new on this rank."""
+        for number in list(self._under_way) if numbers is None else numbers:
+            handle = self._under_way.pop(number, None)
+            if handle is not None:
+                handle.wait()
+
+    def close(self) -> None:
+        """Wait for all, and take the hooks off the model."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _watch(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        number_of = {
+            id(parameters[member]): number
+            for number, block in enumerate(self._blocks)
+            for member in block.bucket.members
+        }
+        reference = weakref.ref(self)
+
+        def wait(numbers: Sequence[int] | None) -> None:
+            alive = reference()
+            if alive is not None and alive._under_way:
+                alive.wait(numbers)
+
+        for module in model.modules():
+            held = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
+            if held:
+                needed = tuple(sorted(held))
+                self._hooks.append(module.register_forward_pre_hook(lambda *_, n=needed: wait(n)))
+        hook = model.register_state_dict_pre_hook(lambda *_: wait(None))  # type: ignore[no-untyped-call]
+        self._hooks.append(hook)

@@ -1,0 +1,74 @@
+"""How a bucket of gradients becomes an average: whole on every rank, or each rank's shard of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpcpar.data_parallel.buckets import Bucket
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> Any:
+        """Return when it is complete."""
+
+
+class Reduction(Protocol):
+    """How buckets are reduced. Each is begun in the same order on all ranks."""
+
+    def start(self, flat: Tensor, bucket: Bucket) -> Pending:
+        """Begin to replace a bucket, whose memory is `flat`, by its reduction over all ranks."""
+
+    def start_map(self, bits: Any) -> Pending:
+        """Begin to or the maps of used parameters, which ends the round."""
+
+
+class Averaging:
+    """Averages over the ranks of a communicator.
+
+    scattered   each rank keeps its own shard alone; what then lies in the rest of the bucket means nothing
+    dtype       what sums are worked out and kept in; None: as the gradients are
+    """
+
+    def __init__(
+        self,
+        dp_comm: Communicator,
+        algorithm: str | None = None,
+        *,
+        scattered: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._comm = dp_comm
+        self._algorithm = algorithm
+        self._scattered = scattered
+        self._dtype = dtype
+        self._averages: dict[Bucket, Tensor] = {}
+
+    def start(self, flat: Tensor, bucket: Bucket) -> Pending:
+        data = flat if self._dtype in (None, flat.dtype) else flat.to(self._dtype)
+        self._averages[bucket] = self._kept(data)
+        if self._scattered:
+            return self._comm.start_reduce_scatter(data, "average", algorithm=self._algorithm)
+        return self._comm.start_allreduce(data, "average", algorithm=self._algorithm)
+
+    def start_map(self, bits: Any) -> Pending:
+        # An algorithm that was named for the scatter is none of the all-reduce.
+        algorithm = None if self._scattered else self._algorithm
+        return self._comm.start_allreduce(bits, "or", algorithm=algorithm)
+
+    def average(self, bucket: Bucket) -> Tensor:
+        """What this rank has of the bucket's last average, flat; complete once waited for."""
+        return self._averages[bucket]
+
+    def _kept(self, data: Tensor) -> Tensor:
+        if not self._scattered:
+            return data
+        length = data.numel() // self._comm.size
+        return data[self._comm.rank * length : (self._comm.rank + 1) * length]

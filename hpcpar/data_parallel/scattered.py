@@ -1,0 +1,358 @@
+"""Gradients that exist in shards only: ZeRO-2's, and those of ZeRO-3's units.
+
+    backward    dW5   dW4   dW3   dW2   dW1   dW0
+    bucket 0   [dW5 │ dW4] full ─> reduce-scatter ─ ─ ─> shard 0 += average of the own part
+    bucket 1               [dW3 │ dW2] full ─> reduce-scatter ─ ─ ─> shard 1 += …
+    memory      room A       room B       room A again
+
+A gradient is copied into its bucket's room as soon as it is there, and freed. There are two rooms, as large
+as the largest bucket: while one is under way the other is filled. Every backward sends; what has arrived is
+added to the shard, so with several microbatches the shards accumulate and no whole gradient ever exists.
+source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.parameters import Layout, layout_of, view_as
+from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+    from hpcpar.comm.progress import Handle
+
+ROOMS = 2
+
+
+class Room:
+    """Memory that a bucket's gradients lie in on their way, and the bucket that it is lent to."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.octets = memory
+        self.tenant: _Passage | None = None
+        self._flats: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The first of its memory as so many elements; always the same tensor, which calls are known by."""
+        key = numel, dtype
+        if key not in self._flats:
+            self._flats[key] = self.octets[: numel * dtype.itemsize].view(dtype)
+        return self._flats[key]
+
+
+@dataclass
+class _Passage:
+    """A bucket on its way through the current backward.
+
+    shard      this rank's part of the average, over all backwards so far
+    filled     whether the shard holds anything yet
+    missing    members whose gradient has not come
+    arrived    members whose gradient has come and lies in `.grad` still
+    flat       the room's memory while the bucket has one
+    handle     the reduce-scatter under way
+    """
+
+    bucket: Bucket
+    shard: Tensor
+    filled: bool = False
+    missing: int = 0
+    arrived: list[int] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
+    room: Room | None = None
+    flat: Tensor | None = None
+    handle: Handle | None = None
+
+
+class ScatteredGradients:
+    """Averages gradients over `dp_comm` in every backward, each rank its shards; see the top of the file.
+
+    names, parameters   those that get gradients; collective, the same on every rank
+    buckets             of these parameters, padded for the ranks of `dp_comm`; they leave in this order
+    dtype               of the sums and of the shards; None: of the gradients
+    layouts             of the parameters; None: as they lie now
+
+    shards   of each bucket this rank's part of the sum of all averages since the last `zero`
+    used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        buckets: Sequence[Bucket],
+        dp_comm: Communicator,
+        *,
+        dtype: torch.dtype | None = None,
+        algorithm: str | None = None,
+        layouts: Sequence[Layout] | None = None,
+    ) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.buckets = tuple(buckets)
+        self.dp_comm = dp_comm
+        self._algorithm = algorithm
+        types = [dtype or parameters[bucket.members[0]].dtype for bucket in buckets]
+        devices = [parameters[bucket.members[0]].device for bucket in buckets]
+        lengths = [bucket.numel // dp_comm.size for bucket in buckets]
+        self._passages = [
+            _Passage(bucket, torch.zeros(length, dtype=dtype, device=device))
+            for bucket, length, dtype, device in zip(buckets, lengths, types, devices, strict=True)
+        ]
+        self._of = {member: passage for passage in self._passages for member in passage.bucket.members}
+        self._places = {
+            member: (start, stop)
+            for bucket in buckets
+            for member, start, stop in zip(bucket.members, bucket.edges[:-1], bucket.edges[1:], strict=True)
+        }
+        self._layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
+        self._rooms = self._make_rooms(types, devices)
+        self.used: list[int] = [0] * len(self.parameters)
+        self.synchronized = False
+        self.gone: Callable[[Bucket], None] | None = None
+        """Called when the bucket's last gradient of a backward has been taken: its parameters are done."""
+        self._accumulating = False
+        self._in_backward = False
+        self._next = self._backwards = 0
+        self._had = [False] * len(self.parameters)
+        hook = _weak_hook(self)
+        self._hooks: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def _make_rooms(self, types: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Room]:
+        nbytes = max(
+            (bucket.numel * dtype.itemsize for bucket, dtype in zip(self.buckets, types, strict=True)),
+            default=0,
+        )
+        if len(set(devices)) > 1:
+            raise OperationError(
+                f"parameters of one optimizer lie on {', '.join(map(str, set(devices)))}; use one"
+            )
+        rooms = min(ROOMS, len(self.buckets))
+        if devices and devices[0].type != "cpu":
+            return [Room(torch.empty(nbytes, dtype=torch.uint8, device=devices[0])) for _ in range(rooms)]
+        return [Room(self.dp_comm.allocate_shared(nbytes, torch.uint8)) for _ in range(rooms)]
+
+    # --- as a synchronizer ------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> list[Tensor]:
+        return [passage.shard for passage in self._passages]
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes of the rooms: what this takes beside the shards."""
+        return sum(room.octets.nbytes for room in self._rooms)
+
+    @property
+    def round_open(self) -> bool:
+        """Whether there are gradients that no `synchronize` has waited for."""
+        return self._backwards > 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all microbatches but the last. Here every backward sends: the shards accumulate."""
+        outer, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = outer
+
+    def synchronize(self) -> None:
+        """Wait until all shards are averages; collective, once after the last backward before a step."""
+        if self._accumulating:
+            raise OperationError(
+                "gradients were to be averaged inside no_sync(); leave it for the last microbatch's "
+                "backward, then step"
+            )
+        if self.synchronized:
+            raise OperationError(
+                "the gradients are averages already; call synchronize() once after each backward "
+                "(step and clip_grad_norm_ call it if nobody has)"
+            )
+        if not self._backwards:  # here; other ranks may have had one
+            self._open_backward()
+        self.end_backward()
+        self._harvest_all()
+        bits = np.packbits(np.array(self._had, dtype=bool))
+        self.dp_comm.allreduce(bits, "or")
+        self.used = np.unpackbits(bits, count=len(self.parameters)).tolist()
+        self._had = [False] * len(self.parameters)
+        self._backwards = 0
+        self.synchronized = True
+
+    def zero(self, *, set_to_none: bool = True) -> None:
+        """Forget all gradients; what is under way is awaited first, with all other ranks."""
+        self.end_backward()
+        self._harvest_all()
+        for passage in self._passages:
+            passage.filled = False
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._backwards = 0
+        self._had = [False] * len(self.parameters)
+        self.synchronized = False
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # --- a backward -------------------------------------------------------------------------------
+
+    def expect_backward(self) -> None:
+        """A backward has begun: at its end, whatever it did not bring counts as zero."""
+        if not self._in_backward:
+            self._open_backward()
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _open_backward(self) -> None:
+        self._harvest_all()
+        self._in_backward = True
+        self._backwards += 1
+        self.synchronized = False
+        self._next = 0
+        for passage in self._passages:
+            passage.missing = len(passage.bucket.members)
+            passage.taken.clear()
+
+    def _on_gradient(self, index: int) -> None:
+        """Autograd has made `.grad` of parameter `index`."""
+        self.expect_backward()
+        passage = self._of[index]
+        if index in passage.taken or index in passage.arrived:
+            raise GradientOrderError(
+                f"rank {self.dp_comm.rank}: {self.names[index]} got a second gradient in one backward, as "
+                f"with torch.utils.checkpoint's use_reentrant=True; pass use_reentrant=False"
+            )
+        self._had[index] = True
+        passage.arrived.append(index)
+        passage.missing -= 1
+        self._accept()
+        self.dp_comm.poke()
+
+    def end_backward(self) -> None:
+        """Whatever has not come by now counts as zero, and leaves."""
+        if not self._in_backward:
+            return
+        for passage in self._passages[self._next :]:
+            passage.missing = 0
+        self._accept()
+        self._in_backward = False
+
+    def _accept(self) -> None:
+        """Take gradients into rooms, and send what is complete: in index order on every rank."""
+        while self._next < len(self._passages):
+            passage = self._passages[self._next]
+            if passage.room is None and (passage.arrived or not passage.missing):
+                self._lodge(passage, self._free_room())
+            self._take(passage)
+            if passage.missing:
+                break
+            self._send(passage)
+            self._next += 1
+        # One further ahead may come in where nobody has to wait for it.
+        for passage in self._passages[self._next + 1 :]:
+            if passage.arrived:
+                if passage.room is None:
+                    room = next((room for room in self._rooms if room.tenant is None), None)
+                    if room is None or self._is_last_room(room):
+                        continue
+                    self._lodge(passage, room)
+                self._take(passage)
+
+    def _is_last_room(self, room: Room) -> bool:
+        """Whether the bucket whose turn is next would have to wait if this room were given away."""
+        return self._passages[self._next].room is None and not any(
+            other.tenant is None for other in self._rooms if other is not room
+        )
+
+    def _free_room(self) -> Room:
+        for room in self._rooms:
+            if room.tenant is None:
+                return room
+        # Those under way left in order: the first of them is done first.
+        first = next(passage for passage in self._passages if passage.handle is not None)
+        return self._harvest(first)
+
+    def _lodge(self, passage: _Passage, room: Room) -> None:
+        room.tenant = passage
+        passage.room = room
+        passage.flat = room.flat(passage.bucket.numel, passage.shard.dtype)
+
+    def _take(self, passage: _Passage) -> None:
+        """Copy the gradients that have come into the bucket's room, and free them."""
+        if passage.flat is None:
+            return
+        for index in passage.arrived:
+            parameter = self.parameters[index]
+            gradient = parameter.grad
+            assert gradient is not None, "its hook has been called"
+            if gradient.layout is not torch.strided:
+                raise BufferTypeError(
+                    f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
+                    "build the layer with sparse=False"
+                )
+            start, stop = self._places[index]
+            view_as(passage.flat, start, stop, self._layouts[index]).copy_(gradient.detach())
+            parameter.grad = None
+            passage.taken.add(index)
+        passage.arrived.clear()
+
+    def _send(self, passage: _Passage) -> None:
+        assert passage.flat is not None, "it has a room"
+        for member in passage.bucket.members:
+            if member not in passage.taken:
+                passage.flat[slice(*self._places[member])] = 0
+        if passage.bucket.padding:
+            passage.flat[-passage.bucket.padding :] = 0
+        if self.gone is not None:
+            self.gone(passage.bucket)
+        passage.handle = self.dp_comm.start_reduce_scatter(passage.flat, "average", algorithm=self._algorithm)
+
+    def _harvest(self, passage: _Passage) -> Room:
+        """Wait for a bucket under way and add what has come to its shard; its room is free again."""
+        assert passage.handle is not None, "it is under way"
+        assert passage.room is not None, "it came from there"
+        arrived = passage.handle.wait()
+        if passage.filled:
+            passage.shard.add_(arrived)
+        else:
+            passage.shard.copy_(arrived)
+        passage.filled = True
+        room = passage.room
+        room.tenant = passage.room = passage.flat = passage.handle = None
+        return room
+
+    def _harvest_all(self) -> None:
+        for passage in self._passages:
+            if passage.handle is not None:
+                self._harvest(passage)
+
+
+def _weak_hook(gradients: ScatteredGradients) -> Callable[[int], Callable[[Tensor], None]]:
+    """Hooks that die with the object: a forgotten one must not answer in the next one's stead."""
+    reference = weakref.ref(gradients)
+
+    def hook_of(index: int) -> Callable[[Tensor], None]:
+        def hook(_: Any) -> None:
+            alive = reference()
+            if alive is not None:
+                alive._on_gradient(index)
+
+        return hook
+
+    return hook_of

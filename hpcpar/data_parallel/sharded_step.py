@@ -1,0 +1,293 @@
+"""The step of an elementwise optimizer on the pieces of parameters that this rank owns.
+
+    for each block:   gradients of the own shard ─> in the masters' type, scaled ─> optimizer on its pieces
+                      masters ─> rounded into the own part of the parameters ─> published to the other ranks
+
+The optimizer that the user made is the one that steps: for the time of a step its groups hold pieces in the
+parameters' stead, with all their options, so schedulers and whatever else changes options see no difference.
+Its state is that of pieces; `state_by_parameter` tells what it would be of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpcpar.data_parallel.blocks import Block
+from hpcpar.data_parallel.parameters import Layout, in_memory_order, layout_of
+from hpcpar.data_parallel.precision import Precision, master_dtype
+from hpcpar.data_parallel.shards import Piece
+from hpcpar.data_parallel.storage import Resident, Storage
+
+MASTER = "master_weight"
+"""The key under which states hold a parameter's master weights."""
+
+State = dict[str, Any]
+
+
+class _Part:
+    """A piece of a parameter as the optimizer sees it: a flat tensor of its own."""
+
+    __slots__ = ("piece", "tensor")
+
+    def __init__(self, piece: Piece, tensor: Tensor) -> None:
+        self.piece = piece
+        self.tensor = tensor
+
+
+class ShardedStep:
+    """Steps an optimizer on this rank's pieces.
+
+    inner        the optimizer, whose groups hold `parameters`
+    parameters   numbered as the pieces' members are
+    blocks       their memory, in the order of the buckets
+    precision    None: the parameters are their own masters
+    storage      where masters and states are between steps; None: where they were made
+    layouts      of the parameters; None: as they lie now
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        parameters: Sequence[Tensor],
+        blocks: Sequence[Block],
+        *,
+        precision: Precision | None,
+        storage: Storage | None = None,
+        layouts: Sequence[Layout] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.blocks = list(blocks)
+        self.parameters = list(parameters)
+        self.layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
+        self._precision = precision
+        self._storage = storage or Resident()
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(inner.param_groups)
+            for parameter in group["params"]
+        }
+        whole = self._taken_states()
+        self.masters: list[Tensor] = []
+        self._is_apart: list[bool] = []
+        self._parts: list[list[_Part]] = []
+        for number, block in enumerate(self.blocks):
+            master = self._make_master(block)
+            self.masters.append(master)
+            self._is_apart.append(master.data_ptr() != block.own.data_ptr())
+            self._parts.append(
+                [_Part(piece, master[piece.offset : piece.end]) for piece in block.shard.pieces]
+            )
+            content = [(part.tensor, inner.state[part.tensor]) for part in self._parts[number]]
+            self._storage.adopt(number, content, master)
+        if whole:
+            self.load_states(whole.get)
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(
+        self,
+        gradients: Sequence[Tensor],
+        used: Sequence[int],
+        factor: float,
+        publish: Callable[[int], None],
+    ) -> None:
+        """One step of every piece that got a gradient.
+
+        gradients   of each block, those of this rank's shard
+        used        of each parameter, whether it got one at all
+        factor      that they are multiplied by first
+        publish     is told the number of each block whose own part of the parameters is new; blocks come
+                    in the order in which a forward needs them
+        """
+        order = list(reversed(range(len(self.blocks))))
+        with self._hooks_once():
+            for turn, number in enumerate(order):
+                self._storage.fetch(number, following=order[turn + 1 :])
+                self._widen_moments(number)
+                self._step_block(number, gradients[number], used, factor)
+                self._narrow_moments(number)
+                if self._is_apart[number]:
+                    self.blocks[number].held.copy_(self.masters[number])
+                self._storage.park(number)
+                publish(number)
+        self._storage.settle()
+
+    def _step_block(self, number: int, gradient: Tensor, used: Sequence[int], factor: float) -> None:
+        master = self.masters[number]
+        own = gradient.to(device=master.device, dtype=master.dtype)
+        if factor != 1.0:
+            own = own.mul_(factor) if own is not gradient else own * factor
+        stepping = [part for part in self._parts[number] if used[part.piece.member]]
+        if not stepping:
+            return
+        for part in stepping:
+            part.tensor.grad = own[part.piece.offset : part.piece.end]
+        with self._on(stepping):
+            self.inner.step()
+        for part in stepping:
+            part.tensor.grad = None
+
+    @contextmanager
+    def _on(self, parts: Sequence[_Part]) -> Iterator[None]:
+        """Let the optimizer's groups hold these pieces in the parameters' stead."""
+        groups = self.inner.param_groups
+        members = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = []
+            for part in parts:
+                groups[self._group_of[id(self.parameters[part.piece.member])]]["params"].append(part.tensor)
+            yield
+        finally:
+            for group, held in zip(groups, members, strict=True):
+                group["params"] = held
+
+    @contextmanager
+    def _hooks_once(self) -> Iterator[None]:
+        """The optimizer's hooks are of the whole step, not of each block's."""
+        before, after = self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks
+        for hook in list(before.values()):
+            hook(self.inner, (), {})
+        self.inner._optimizer_step_pre_hooks = type(before)()
+        self.inner._optimizer_step_post_hooks = type(after)()
+        try:
+            yield
+        finally:
+            self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks = before, after
+        for hook in list(after.values()):
+            hook(self.inner, (), {})
+
+    # --- masters and moments ----------------------------------------------------------------------
+
+    def _make_master(self, block: Block) -> Tensor:
+        held = block.held
+        dtype = master_dtype(held.dtype, self._precision)
+        if dtype == held.dtype and self._storage.is_resident:
+            return held
+        return held.to(device=self._storage.device, dtype=dtype, copy=True)
+
+    def refresh_masters(self, numbers: Sequence[int] | None = None) -> None:
+        """Take the masters from the parameters, which somebody has written to."""
+        for number in range(len(self.blocks)) if numbers is None else numbers:
+            self._storage.fetch(number)
+            if self._is_apart[number]:
+                self.masters[number].copy_(self.blocks[number].held)
+            self._storage.park(number)
+        self._storage.settle()
+
+    def _narrow_moments(self, number: int) -> None:
+        if self._precision is not None and self._precision.moments is not None:
+            self._cast_moments(number, self._precision.moments)
+
+    def _widen_moments(self, number: int) -> None:
+        if self._precision is not None and self._precision.moments is not None:
+            self._cast_moments(number, self.masters[number].dtype)
+
+    def _cast_moments(self, number: int, dtype: torch.dtype) -> None:
+        for part in self._parts[number]:
+            state = self.inner.state.get(part.tensor, {})
+            for key, value in state.items():
+                if is_elementwise(value, part.piece.numel):
+                    state[key] = value.to(dtype)
+
+    # --- states -----------------------------------------------------------------------------------
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether a step may fail on one rank alone, for want of room."""
+        return not self._storage.is_safe
+
+    def states_by_block(self) -> Iterator[list[tuple[Piece, State]]]:
+        """Of each block the pieces with their states, master weights among them.
+
+        What is given may be used until the next is asked for.
+        """
+        for number, parts in enumerate(self._parts):
+            self._storage.fetch(number)
+            found = []
+            for part in parts:
+                state = dict(self.inner.state[part.tensor])
+                if self._has_master(number):
+                    state[MASTER] = part.tensor
+                found.append((part.piece, state))
+            yield found
+            self._storage.park(number, changed=False)
+        self._storage.settle()
+
+    @torch.no_grad()
+    def load_states(self, state_of: Callable[[int], State | None]) -> None:
+        """Take every piece's part of whole parameters' `flattened` states, by number; None: it has none.
+
+        Master weights among them become the parameters.
+        """
+        for number in range(len(self.blocks)):
+            self._storage.fetch(number)
+            for part in self._parts[number]:
+                whole = dict(state_of(part.piece.member) or {})
+                master = whole.pop(MASTER, None)
+                if master is not None:
+                    part.tensor.copy_(master[part.piece.start : part.piece.stop])
+                    self.blocks[number].own[part.piece.offset : part.piece.end].copy_(part.tensor)
+                self._set_state(number, part, whole)
+            self._narrow_moments(number)
+            self._storage.park(number)
+        self._storage.settle()
+
+    def _set_state(self, number: int, part: _Part, whole: State) -> None:
+        numel = self.parameters[part.piece.member].numel()
+        state = self.inner.state[part.tensor]  # the same dictionary as ever: a storage knows it
+        state.clear()
+        for key, value in whole.items():
+            if is_elementwise(value, numel):
+                own = value[part.piece.start : part.piece.stop]
+                master = self.masters[number]
+                dtype = master.dtype if value.is_floating_point() else value.dtype
+                state[key] = own.to(device=master.device, dtype=dtype, copy=True)
+            else:
+                state[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def _has_master(self, number: int) -> bool:
+        return self.masters[number].dtype != self.blocks[number].own.dtype
+
+    def _taken_states(self) -> dict[int, State]:
+        """The states that the optimizer has of whole parameters, which it forgets."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        held = [parameter for parameter in self.inner.state if id(parameter) in numbers]
+        taken = {numbers[id(parameter)]: dict(self.inner.state.pop(parameter)) for parameter in held}
+        return {number: flattened(state, self.layouts[number]) for number, state in taken.items()}
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    def nbytes(self) -> int:
+        """Bytes of master weights and states of this rank, wherever they are; counters of steps left out."""
+        masters = [master for master, apart in zip(self.masters, self._is_apart, strict=True) if apart]
+        states = [
+            value
+            for parts in self._parts
+            for part in parts
+            for value in self.inner.state[part.tensor].values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
+        return sum(tensor.nbytes for tensor in masters + states) + self._storage.nbytes()
+
+
+def is_elementwise(value: Any, numel: int) -> bool:
+    """Whether a value of a state has an element for each of the parameter's, and is no counter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
+
+
+def flattened(state: Mapping[str, Any], layout: Layout) -> State:
+    """A whole parameter's state with what has an element for each of the parameter's in memory order."""
+    numel = math.prod(layout[0])
+    return {
+        key: in_memory_order(value.reshape(layout[0]), layout) if is_elementwise(value, numel) else value
+        for key, value in state.items()
+    }

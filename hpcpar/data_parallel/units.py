@@ -1,0 +1,114 @@
+"""Which modules of a model are gathered and freed together, and which parameters they have.
+
+    model ─ embed                      root unit    embed.weight, norm.weight, head.weight
+          ├ layers.0 ─ attention       unit         layers.0.*
+          │          └ mlp
+          ├ layers.1 ─ …               unit         layers.1.*
+          ├ norm
+          └ head
+
+A parameter belongs to the innermost unit that holds all modules which have it. So one that is tied between
+two units belongs to a unit around both, at the outermost the whole model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from hpcpar.errors import OperationError
+
+Policy = Callable[[str, nn.Module], bool]
+"""(name of a module, the module) -> whether it is a unit."""
+
+Place = tuple[nn.Module, str]
+"""A module, and the name by which it has a parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnitPlan:
+    """A unit before anything is sharded.
+
+    name         of its module in the model; "" for the model itself
+    parameters   (full name, parameter, all places that have it), each once, as registered
+    """
+
+    name: str
+    module: nn.Module
+    parameters: list[tuple[str, nn.Parameter, list[Place]]]
+
+
+def layers_policy(model: nn.Module) -> Policy:
+    """Every member of a ModuleList that is in no other: the layers of a transformer."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    layers = {
+        f"{name}.{index}".lstrip(".")
+        for name in outer
+        for index, _ in model.get_submodule(name).named_children()
+    }
+    return lambda name, module: name in layers
+
+
+def plan_units(model: nn.Module, policy: Policy | None = None) -> list[UnitPlan]:
+    """The units of a model as registered, the root's first; each has parameters or is the root.
+
+    Raises OperationError for a policy that chooses what cannot be called, or nothing at all.
+    """
+    chosen = policy or layers_policy(model)
+    names = [name for name, module in model.named_modules() if name and chosen(name, module)]
+    for name in names:
+        module = model.get_submodule(name)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+            raise OperationError(
+                f"the policy makes {name} a unit, which is a {type(module).__name__} and is never called, so "
+                "its parameters would never be gathered; choose its members"
+            )
+    if policy is not None and not names:
+        raise OperationError(
+            "the policy chooses none of the model's modules; it is given (name, module) of each"
+        )
+    owners = ["", *names]
+    of_unit: dict[str, list[tuple[str, nn.Parameter, list[Place]]]] = {name: [] for name in owners}
+    for full_name, parameter, places, homes in _parameters(model):
+        # The innermost unit around all of the modules that have it.
+        common = [owner for owner in owners if all(_within(home, owner) for home in homes)]
+        of_unit[max(common, key=lambda owner: len(owner.split(".")) if owner else 0)].append(
+            (full_name, parameter, places)
+        )
+    return [
+        UnitPlan(name, model.get_submodule(name), of_unit[name])
+        for name in owners
+        if of_unit[name] or name == ""
+    ]
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place], list[str]]]:
+    """Each parameter once: first name, itself, all places, and the names of the modules that have it."""
+    found: dict[int, tuple[str, nn.Parameter, list[Place], list[str]]] = {}
+    for module_name, module in model.named_modules():
+        for own_name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{module_name}.{own_name}" if module_name else own_name
+            entry = found.setdefault(id(parameter), (full, parameter, [], []))
+            entry[2].append((module, own_name))
+            entry[3].append(module_name)
+    return list(found.values())
+
+
+def _within(module_name: str, unit_name: str) -> bool:
+    return not unit_name or module_name == unit_name or module_name.startswith(f"{unit_name}.")
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors in a module's input or output, through tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    if isinstance(value, dict):
+        return [tensor for each in value.values() for tensor in tensors_in(each)]
+    return []
