@@ -1,12 +1,14 @@
 """Which optimizers may work on pieces of parameters: those that treat every element by itself.
 
-The ones of torch that do not are known by name, with the reason. Any other is tried: once on a small matrix
-as a whole, once on the same numbers in two flat pieces. What it makes of them must be the same.
+The ones of torch that do not are known by name, with the reason. Any other is tried with the options of each
+of its groups: once on a small matrix as a whole, once on the same numbers in two flat pieces. What it makes of
+them must be the same, and must not be what it was given.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,9 @@ WHOLE = {
 
 TRIAL_STEPS = 3
 
+TRIAL_RATE = 0.01
+"""The learning rate of a trial where it is 0 as yet: a step of nothing would tell nothing."""
+
 
 def require_elementwise(optimizer: Optimizer) -> None:
     """OperationError unless the optimizer does the same to pieces of parameters as to the whole."""
@@ -32,12 +37,18 @@ def require_elementwise(optimizer: Optimizer) -> None:
             raise _refusal(optimizer, WHOLE[kind.__name__])
     if type(optimizer).__module__.startswith("torch.optim"):
         return
-    try:
-        whole, pieces = _tried(optimizer, whole=True), _tried(optimizer, whole=False)
-    except Exception as error:
-        raise _refusal(optimizer, f"tried on flat pieces of a matrix it says: {error}") from error
-    if not torch.allclose(whole, pieces, rtol=1e-9, atol=1e-12):
-        raise _refusal(optimizer, "tried on a matrix and on its pieces it gives different values")
+    for group in optimizer.param_groups:
+        try:
+            start = _tried(optimizer, group, whole=True, steps=0)
+            whole, pieces = (
+                _tried(optimizer, group, whole=whole, steps=TRIAL_STEPS) for whole in (True, False)
+            )
+        except Exception as error:
+            raise _refusal(optimizer, f"tried on flat pieces of a matrix it says: {error}") from error
+        if not torch.allclose(whole, pieces, rtol=1e-9, atol=1e-12):
+            raise _refusal(optimizer, "tried on a matrix and on its pieces it gives different values")
+        if torch.equal(whole, start):
+            raise _refusal(optimizer, "tried on a matrix it changes nothing, so nobody can tell")
 
 
 def _refusal(optimizer: Optimizer, reason: str) -> OperationError:
@@ -47,8 +58,8 @@ def _refusal(optimizer: Optimizer, reason: str) -> OperationError:
     )
 
 
-def _tried(optimizer: Optimizer, *, whole: bool) -> Tensor:
-    """What some steps of an optimizer of this kind make of the same 4 × 6 numbers."""
+def _tried(optimizer: Optimizer, group: dict[str, Any], *, whole: bool, steps: int) -> Tensor:
+    """What some steps of an optimizer of this kind, with this group's options, make of the same 4 × 6 numbers."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     parts = [value.clone()] if whole else list(torch.split(value.reshape(-1).clone(), 17))
@@ -57,8 +68,11 @@ def _tried(optimizer: Optimizer, *, whole: bool) -> Tensor:
     # Without `step`, which a scheduler may have bound to the optimizer itself.
     trial.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
     trial.state = defaultdict(dict)
-    trial.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
-    for _ in range(TRIAL_STEPS):
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    trial.param_groups = [{**group, "params": parameters}]
+    if "lr" in group and not group["lr"]:
+        trial.param_groups[0]["lr"] = TRIAL_RATE
+    for _ in range(steps):
         gradient = torch.randn(4, 6, generator=generator, dtype=torch.float64)
         gradients = [gradient] if whole else torch.split(gradient.reshape(-1), 17)
         for parameter, part in zip(parameters, gradients, strict=True):

@@ -259,7 +259,8 @@ class Sharding:
             layouts=self.layouts,
         )
         self.gradients.gone = self._on_gone
-        self.on_written: list[Callable[[], None]] = []
+        self.on_written: Callable[[], Callable[[], None] | None] = lambda: None
+        """The optimizer's answer to parameters that were written to, if it still lives."""
         for unit in units:
             unit.module.register_forward_pre_hook(self._entering(unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(self._leaving(unit))
@@ -430,9 +431,9 @@ class Sharding:
                         shard = held.block.shard
                         held.block.own.copy_(held.flat[shard.start : shard.stop])
             self.release()
-            if write_back:
-                for tell in self.on_written:
-                    tell()
+            tell = self.on_written()
+            if write_back and tell is not None:
+                tell()
 
     def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.

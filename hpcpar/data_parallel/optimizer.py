@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -163,8 +164,11 @@ class DistributedOptimizer(Optimizer):
 
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
+        if self._update is not None:
+            self._refuse_leftovers()
         self._synchronizer.synchronize()
         self._factor = 1.0 / self.scaler.scale
+        self._overflow = None
         if self._update is not None:
             for parameter in self._synchronizer.parameters:
                 parameter.grad = None
@@ -176,6 +180,7 @@ class DistributedOptimizer(Optimizer):
         set_to_none=False   the buckets are filled with zeros and the next backward adds to them
         """
         self._synchronizer.zero(set_to_none=set_to_none)
+        self._is_used_up = False
 
     @torch.no_grad()
     def named_gradients(self) -> Iterator[tuple[str, slice, Tensor]]:
@@ -231,6 +236,7 @@ class DistributedOptimizer(Optimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the average gradient to between -clip_value and clip_value."""
         self._ensure_synchronized()
+        self._has_overflow()  # what is clipped looks finite
         limit = clip_value / abs(self._factor) if self._factor else clip_value
         for flat in self._gradients():
             flat.clamp_(-limit, limit)
@@ -255,6 +261,7 @@ class DistributedOptimizer(Optimizer):
             outcome = None if closure is None else self._averaged(closure)
             self._ensure_synchronized()
             self._step_on_shards(self._update)
+            self._is_used_up = True
         elif closure is None:
             self._ensure_synchronized()
             outcome = self.inner.step()
@@ -266,10 +273,10 @@ class DistributedOptimizer(Optimizer):
 
     def _step_on_shards(self, update: ShardedStep) -> None:
         self._refuse_own_gradients()
-        if self.scaler.scale != 1.0 or self.scaler.dynamic:
-            finite = self._norm.is_finite(self._gradients())
-            self.scaler.update(overflow=not finite)
-            if not finite:
+        if self._is_scaled:
+            overflow = self._has_overflow()
+            self.scaler.update(overflow=overflow)
+            if overflow:
                 return
         self._publication.before()
         failure: OffloadError | None = None
@@ -282,6 +289,16 @@ class DistributedOptimizer(Optimizer):
             self.dp_comm.agree(failure, "keeping the optimizer's state")
         if self._model is None:
             self._publication.wait()
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.scaler.dynamic or self.scaler.scale != 1.0
+
+    def _has_overflow(self) -> bool:
+        """Whether averages of a scaled loss's gradients, as they arrived, are too large for their type."""
+        if self._overflow is None:
+            self._overflow = self._is_scaled and not self._norm.is_finite(self._gradients())
+        return self._overflow
 
     def wait_for_parameters(self) -> None:
         """Return when the parameters of the last step are here; only with `model`, else `step` has waited."""
@@ -371,13 +388,15 @@ class DistributedOptimizer(Optimizer):
         self.inner.add_param_group({**param_group, "params": tensors})
         self._build()
         if before is not None:
-            groups = self.inner.state_dict()["param_groups"]
+            with self._showing({}):
+                groups = self.inner.state_dict()["param_groups"]
             self.load_state_dict({**before, "param_groups": groups})
 
     def close(self) -> None:
-        """Take all hooks off parameters and model. Collective."""
+        """Take all hooks off parameters and model. Collective. A fully sharded model stays what it is."""
         self._publication.close()
-        self._synchronizer.close()
+        if self._sharding is None:
+            self._synchronizer.close()
 
     def expected_traffic(
         self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0
@@ -439,15 +458,17 @@ class DistributedOptimizer(Optimizer):
 
     def _build(self) -> None:
         _require_names(self.inner.param_groups, self._named)
-        held = {id(parameter) for group in self.inner.param_groups for parameter in group["params"]}
-        named = [(name, parameter) for name, parameter in self._named if id(parameter) in held]
+        self._held = {id(parameter) for group in self.inner.param_groups for parameter in group["params"]}
+        named = [(name, parameter) for name, parameter in self._named if id(parameter) in self._held]
         self._factor = 1.0
+        self._overflow: bool | None = None
+        self._is_used_up = False
         self._update: ShardedStep | None = None
         sharding, size = self._sharding, self.dp_comm.size
         if sharding is not None:
             agree_on_parameters(named, self.dp_comm)
             sharding.require_all(named)
-            sharding.on_written.append(self.take_parameters)
+            sharding.on_written = weakref.WeakMethod(self.take_parameters)
             self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
             blocks: Sequence[Block] = sharding.blocks
         elif self.zero_stage == 2:
@@ -510,6 +531,12 @@ class DistributedOptimizer(Optimizer):
             if dtype is not None and not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        for name, parameter in named:
+            if dtype is not None and parameter.requires_grad and not parameter.is_floating_point():
+                raise OperationError(
+                    f"{name} is of {str(parameter.dtype).removeprefix('torch.')}, which precision= cannot turn "
+                    f"into {str(dtype).removeprefix('torch.')}; leave precision out"
+                )
         return gather_into_blocks(
             trainable,
             bucketed(
@@ -530,6 +557,21 @@ class DistributedOptimizer(Optimizer):
     def _ensure_synchronized(self) -> None:
         if not self._synchronizer.synchronized:
             self.synchronize()
+
+    def _refuse_leftovers(self) -> None:
+        """OperationError where a step on shards would leave out what a step on the whole would not."""
+        if self._is_used_up:
+            raise OperationError(
+                "gradients were to be averaged that add to those of the last step, and shards keep no sums "
+                "from step to step; call zero_grad() after each step()"
+            )
+        trained = {id(parameter) for parameter in self._synchronizer.parameters}
+        for name, parameter in self._named:
+            if parameter.grad is not None and id(parameter) not in trained and id(parameter) in self._held:
+                raise OperationError(
+                    f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
+                    "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
+                )
 
     def _refuse_own_gradients(self) -> None:
         for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):

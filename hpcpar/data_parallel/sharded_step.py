@@ -118,6 +118,8 @@ class ShardedStep:
                     self.blocks[number].held.copy_(self.masters[number])
                 self._storage.park(number)
                 publish(number)
+        # Of whoever watches the order of step and scheduler: this rank may have had no piece to step on.
+        self.inner._opt_called = True  # type: ignore[attr-defined]
         self._storage.settle()
 
     def _step_block(self, number: int, gradient: Tensor, used: Sequence[int], factor: float) -> None:

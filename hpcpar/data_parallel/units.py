@@ -26,6 +26,9 @@ Policy = Callable[[str, nn.Module], bool]
 Place = tuple[nn.Module, str]
 """A module, and the name by which it has a parameter."""
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called."""
+
 
 @dataclass(frozen=True, eq=False)
 class UnitPlan:
@@ -41,15 +44,25 @@ class UnitPlan:
 
 
 def layers_policy(model: nn.Module) -> Policy:
-    """Every member of a ModuleList that is in no other: the layers of a transformer."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    layers = {
-        f"{name}.{index}".lstrip(".")
-        for name in outer
-        for index, _ in model.get_submodule(name).named_children()
-    }
-    return lambda name, module: name in layers
+    """Every member of a ModuleList that is in no other: the layers of a transformer.
+
+    Of a member that is a container itself, and so is never called, the members.
+    """
+    layers: list[str] = []
+    for name, module in model.named_modules():  # outer ones first
+        if isinstance(module, nn.ModuleList) and not any(_within(name, layer) for layer in layers):
+            layers += [member for member in _members(name, module) if member not in layers]
+    chosen = frozenset(layers)
+    return lambda name, module: name in chosen
+
+
+def _members(name: str, container: nn.Module) -> list[str]:
+    """Names of what is called of a container."""
+    found = []
+    for own_name, member in container.named_children():
+        full = f"{name}.{own_name}".lstrip(".")
+        found += _members(full, member) if isinstance(member, _CONTAINERS) else [full]
+    return found
 
 
 def plan_units(model: nn.Module, policy: Policy | None = None) -> list[UnitPlan]:
@@ -61,7 +74,7 @@ def plan_units(model: nn.Module, policy: Policy | None = None) -> list[UnitPlan]
     names = [name for name, module in model.named_modules() if name and chosen(name, module)]
     for name in names:
         module = model.get_submodule(name)
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        if isinstance(module, _CONTAINERS):
             raise OperationError(
                 f"the policy makes {name} a unit, which is a {type(module).__name__} and is never called, so "
                 "its parameters would never be gathered; choose its members"

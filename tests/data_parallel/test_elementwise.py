@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpcpar.comm import Communicator
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.data_parallel.elementwise import WHOLE, require_elementwise
+from hpcpar.errors import OperationError
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))]
+
+
+class Signs(Optimizer):
+    """Element by element, of nobody's library."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                held = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                held.mul_(group["momentum"]).add_(parameter.grad)
+                parameter.sub_(group["lr"] * held.sign())
+
+
+class Trusting(torch.optim.SGD):
+    """LARS: every tensor's step is in proportion to its norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = parameter.norm() / parameter.grad.norm().clamp(min=1e-12)
+                    parameter.sub_(group["lr"] * ratio * parameter.grad)
+
+
+class Chosen(Signs):
+    """Some groups are stepped on as matrices, as by those who mix Muon and AdamW."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    whole = parameter.grad.norm() if group.get("matrices") else 1.0
+                    parameter.sub_(group["lr"] * parameter.grad / whole)
+
+
+class Around(Optimizer):
+    """Another optimizer in a wrapper, which is the one that steps: on tensors that it knows itself."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {"lr": 0.1})
+        self.wrapped = inner
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.wrapped.step()
+
+
+class Shaped(Signs):
+    """Refuses what is no matrix."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if any(parameter.dim() != 2 for group in self.param_groups for parameter in group["params"]):
+            raise ValueError("only matrices, please")
+        super().step()
+
+
+@pytest.mark.parametrize("name", sorted(set(WHOLE) & set(vars(torch.optim))))
+def test_optimizers_of_whole_tensors_are_refused_by_name_and_reason(name: str) -> None:
+    parameters = [nn.Parameter(torch.ones(4, 3))]
+    optimizer = getattr(torch.optim, name)(parameters)
+    with pytest.raises(OperationError, match=f"{name} cannot work on shards: {WHOLE[name]}"):
+        require_elementwise(optimizer)
+    heir = type("Mine", (type(optimizer),), {})(parameters)
+    with pytest.raises(OperationError, match=f"Mine cannot work on shards: {WHOLE[name]}"):
+        require_elementwise(heir)
+
+
+def test_every_other_optimizer_of_torch_passes_its_own_trial() -> None:
+    # They are taken by their names; the trial, which is for others, must agree.
+    found = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type)
+        and issubclass(kind, Optimizer)
+        and kind is not Optimizer
+        and name not in WHOLE
+    }
+    assert len(found) >= 11
+    for kind in found.values():
+        require_elementwise(type("Mine", (kind,), {})(weights()))
+
+
+def test_an_optimizer_that_treats_elements_by_themselves_is_accepted() -> None:
+    optimizer = Signs(weights())
+    require_elementwise(optimizer)
+    assert not optimizer.state, "it was tried on other tensors"
+    assert all(torch.equal(p, torch.ones_like(p)) for p in optimizer.param_groups[0]["params"])
+
+
+def test_an_optimizer_of_norms_is_refused_by_trial() -> None:
+    with pytest.raises(OperationError, match="Trusting cannot work on shards: tried on a matrix and on its"):
+        require_elementwise(Trusting(weights(), lr=0.1))
+
+
+def test_a_learning_rate_that_is_still_zero_hides_nothing() -> None:
+    optimizer = Trusting(weights(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    with pytest.raises(OperationError, match="gives different values"):
+        require_elementwise(optimizer)
+    warming_up = Signs(weights(), lr=0.0)
+    require_elementwise(warming_up)
+    assert warming_up.param_groups[0]["lr"] == 0
+
+
+def test_every_group_is_tried() -> None:
+    matrix, bias = weights()
+    groups = [{"params": [bias]}, {"params": [matrix], "matrices": True}]
+    with pytest.raises(OperationError, match="gives different values"):
+        require_elementwise(Chosen(groups))
+    require_elementwise(Chosen(groups[:1]))
+
+
+def test_an_optimizer_that_steps_on_nothing_of_its_own_is_refused() -> None:
+    optimizer = Around(torch.optim.SGD(weights(), lr=0.1))
+    with pytest.raises(OperationError, match="Around cannot work on shards: tried on .* it changes nothing"):
+        require_elementwise(optimizer)
+
+
+def test_an_optimizer_that_fails_on_pieces_is_refused_with_its_own_words() -> None:
+    with pytest.raises(
+        OperationError, match="tried on flat pieces of a matrix it says: only matrices, please"
+    ):
+        require_elementwise(Shaped(weights()))
+
+
+def test_the_trial_calls_none_of_the_users_hooks() -> None:
+    optimizer = Signs(weights())
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    require_elementwise(optimizer)
+    assert called == []
+
+
+def test_an_optimizer_with_a_scheduler_is_tried_without_it() -> None:
+    optimizer = Signs(weights())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    require_elementwise(optimizer)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        scheduler.step()
+    assert [str(each.message)[:40] for each in told] == ["Detected call of `lr_scheduler.step()` b"]
+
+
+def test_what_is_refused_for_shards_is_taken_for_whole_parameters() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Trusting(model.parameters(), lr=0.1)
+    DistributedOptimizer(optimizer, model.named_parameters(), Communicator.alone())
+    for options in ({"zero_stage": 1}, {"precision": "bfloat16"}, {"offload": "cpu"}):
+        with pytest.raises(OperationError, match="Take zero_stage=0, without precision and offload"):
+            DistributedOptimizer(
+                Trusting(model.parameters(), lr=0.1),
+                model.named_parameters(),
+                Communicator.alone(),
+                **options,
+            )
+
+
+def test_a_step_of_somebody_elses_optimizer_is_the_same_on_pieces() -> None:
+    def stepped(stage: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = DistributedOptimizer(
+            Signs(model.parameters()), model.named_parameters(), Communicator.alone(), zero_stage=stage
+        )
+        for _ in range(3):
+            model(torch.arange(3.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = stepped(0)
+    assert all(torch.equal(a, b) for stage in (1, 2) for a, b in zip(stepped(stage), plain, strict=True))
