@@ -51,41 +51,38 @@ Values = Callable[[str, Tensor], Tensor]
 """(a parameter's name, itself, perhaps on the meta device) -> its whole value, the same on all ranks."""
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter of a fully sharded model. To use one that is not gathered is a ShardedParameterError."""
+class AbsentParameter(nn.Parameter):
+    """What a parameter of a fully sharded model is while it is not gathered; to use it is an error."""
 
-    hpcpar_unit: Unit | None = None
     hpcpar_name: str
-
-    hpcpar_sharding: Callable[[], Sharding | None]
+    hpcpar_unit_name: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        absent = next(value for value in _flattened([args, kwargs]) if type(value) is AbsentParameter)
         with torch._C.DisableTorchFunctionSubclass():
-            absent = [value for value in (*args, *kwargs.values()) if _is_absent(value)]
-            if not absent:
-                return func(*args, **kwargs)
             result = func(*args, **kwargs) if func not in _WRITES else None
         # Whatever is no tensor (its size, its type) says nothing about values.
         if func in _WRITES or (isinstance(result, Tensor) and func not in _HARMLESS):
-            raise absent[0].hpcpar_absence(getattr(func, "__name__", "an operation"))
+            doing = getattr(func, "__name__", "an operation")
+            raise ShardedParameterError(
+                f"{absent.hpcpar_name} was used by {doing} outside of its unit "
+                f"{absent.hpcpar_unit_name or 'the model'!r}, where a rank has only a shard of it. Use it "
+                "inside the forward of that module, choose a unit around all modules that use it (policy=), "
+                "or look at it inside `with hpcpar.summon_full_parameters(model):`"
+            )
         return result
 
-    def hpcpar_absence(self, doing: str) -> ShardedParameterError:
-        """The error of who uses it while it is not gathered."""
-        unit = "" if self.hpcpar_unit is None else self.hpcpar_unit.name
-        return ShardedParameterError(
-            f"{self.hpcpar_name} was used by {doing} outside of its unit {unit or 'the model'!r}, where a "
-            "rank has only a shard of it. Use it inside the forward of that module, choose a unit around all "
-            "modules that use it (policy=), or look at it inside `with hpcpar.summon_full_parameters(model):`"
-        )
 
-
-def _is_absent(value: object) -> bool:
-    if type(value) is not ShardedParameter:
-        return False
-    return value.hpcpar_unit is not None and not value.hpcpar_unit.is_gathered
+def _flattened(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flattened(each)
+    elif isinstance(value, dict):
+        yield from _flattened(list(value.values()))
+    else:
+        yield value
 
 
 _HARMLESS = {
@@ -121,7 +118,7 @@ class Held:
     """
 
     block: Block
-    parameters: list[ShardedParameter]
+    parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
     absent: list[Tensor]
@@ -179,6 +176,7 @@ class Unit:
         if self.is_coming:
             for each in self.held:
                 for parameter, view in zip(each.parameters, each.views, strict=True):
+                    parameter.__class__ = nn.Parameter
                     parameter.data = view
             self.is_coming, self.is_gathered = False, True
 
@@ -194,6 +192,7 @@ class Unit:
         for each in self.held:
             for parameter, absent in zip(each.parameters, each.absent, strict=True):
                 parameter.data = absent
+                parameter.__class__ = AbsentParameter
             each.flat.untyped_storage().resize_(0)
         self.is_gathered = False
 
@@ -243,7 +242,7 @@ class Sharding:
             for number, parameter in zip(held.block.bucket.members, held.parameters, strict=True)
         )
         self.parameters = [parameter for _, parameter in parameters]
-        self.names = [parameter.hpcpar_name for parameter in self.parameters]
+        self.names = [parameter.hpcpar_name for parameter in self.parameters]  # type: ignore[attr-defined]
         layouts = {
             number: layout_of(view)
             for _, held in trainable
@@ -266,7 +265,7 @@ class Sharding:
         for unit in units:
             for held in unit.held:
                 for parameter in held.parameters:
-                    parameter.hpcpar_sharding = weakref.ref(self)
+                    parameter.hpcpar_sharding = weakref.ref(self)  # type: ignore[attr-defined]
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -482,7 +481,7 @@ def fully_shard(
     """
     if prefetch < 0:
         raise OperationError(f"prefetch={prefetch}; give 0 or more units")
-    if any(isinstance(parameter, ShardedParameter) for parameter in model.parameters()):
+    if any(hasattr(parameter, "hpcpar_sharding") for parameter in model.parameters()):
         raise OperationError("the model is fully sharded already")
     precision = Precision.of(precision)
     plans = plan_units(model, policy)
@@ -500,7 +499,7 @@ def fully_shard(
         unit = Unit(plan, held, dp_comm, common=shared_parameters)
         for each in held:
             for parameter in each.parameters:
-                parameter.hpcpar_unit = unit
+                parameter.hpcpar_unit_name = unit.name  # type: ignore[attr-defined]
         units.append(unit)
     source.fill_buffers(device)
     if shared_parameters:
@@ -533,7 +532,7 @@ def _sharding_in(model: nn.Module) -> Sharding | None:
 
 def sharding_of(parameters: Sequence[Tensor]) -> Sharding | None:
     """The sharding that parameters belong to; None: they are ordinary ones."""
-    found = {p.hpcpar_sharding() for p in parameters if isinstance(p, ShardedParameter)}
+    found = {p.hpcpar_sharding() for p in parameters if hasattr(p, "hpcpar_sharding")}
     if len(found) > 1:
         raise OperationError(
             "the parameters belong to several fully sharded models; give each its own optimizer"
@@ -608,22 +607,24 @@ def _hold_kind(
     if not common:
         flat.untyped_storage().resize_(0)
     parameters = [
-        _sharded(name, parameter, owners, value)
+        _sharded(name, parameter, owners, value, absent=not common)
         for (name, parameter, owners), value in zip(entries, views if common else absent, strict=True)
     ]
     return Held(Block(bucket, shard, own), parameters, flat, views, absent)
 
 
-def _sharded(name: str, parameter: nn.Parameter, owners: list[Place], value: Tensor) -> ShardedParameter:
-    """The parameter itself as a sharded one; a new one in the place of one of the meta device."""
+def _sharded(
+    name: str, parameter: nn.Parameter, owners: list[Place], value: Tensor, *, absent: bool
+) -> nn.Parameter:
+    """The parameter itself with another value; a new one in the place of one of the meta device."""
     if parameter.is_meta:
         parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for module, own_name in owners:
             module._parameters[own_name] = parameter
     parameter.data = value
-    parameter.__class__ = ShardedParameter
-    assert isinstance(parameter, ShardedParameter), "just made one"
-    parameter.hpcpar_name = name
+    parameter.hpcpar_name = name  # type: ignore[attr-defined]
+    if absent:
+        parameter.__class__ = AbsentParameter
     return parameter
 
 
