@@ -35,6 +35,7 @@ from torch.autograd import Variable
 
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
+from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
 from hpcpar.data_parallel.parameters import Layout, Named, agree_on_parameters, layout_of, view_as
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.scattered import ScatteredGradients
@@ -128,18 +129,20 @@ class Unit:
     """Modules whose parameters are gathered and freed together.
 
     keeps   it stays gathered from forward to backward
-    common  all ranks have its memory in common: it is never freed, and to gather it is to wait for all ranks
+    once    its memory exists once on each node: it is never freed, and to gather it is to wait for all ranks
     """
 
-    def __init__(self, plan: UnitPlan, held: list[Held], dp_comm: Communicator, *, common: bool) -> None:
+    def __init__(
+        self, plan: UnitPlan, held: list[Held], dp_comm: Communicator, *, once: NodeCopy | None
+    ) -> None:
         self.name = plan.name
         self.module = plan.module
         self.held = held
         self.keeps = False
         self._comm = dp_comm
-        self._common = common
-        self._handles: list[Handle] = []
-        self.is_gathered = common
+        self._once = once
+        self._handles: list[Handle | Arrival] = []
+        self.is_gathered = once is not None
         self.is_coming = False
         self.has_frozen = any(not p.requires_grad for each in held for p in each.parameters)
 
@@ -181,12 +184,13 @@ class Unit:
             self.is_coming, self.is_gathered = False, True
 
     def changed(self) -> None:
-        """This rank has new values in its part of the common memory: who uses them waits for all ranks."""
-        self._handles.append(self._comm.start_barrier())
+        """This rank has new values in its shards of the node's memory: who uses them waits for all ranks."""
+        if self._once is not None:
+            self._handles += [self._once.start(each.flat, each.block.own) for each in self.held]
 
     def free(self) -> None:
         """Keep this rank's shards alone."""
-        if self._common or not self.is_here:
+        if self._once is not None or not self.is_here:
             return
         self.gather()  # what others still write to may not be given back
         for each in self.held:
@@ -218,13 +222,13 @@ class Sharding:
         *,
         precision: Precision | None,
         prefetch: int,
-        common: bool,
+        once: NodeCopy | None,
     ) -> None:
         self.units = units
         self.dp_comm = dp_comm
         self.precision = precision
         self._prefetch = prefetch
-        self._common = common
+        self._once = once
         self._order: list[Unit] = []
         self._is_order_known = False
         self._in_backward = False
@@ -382,7 +386,7 @@ class Sharding:
     def before(self) -> None:
         """No rank reads the parameters as they are any more. Collective."""
         self.release()
-        if self._common:
+        if self._once is not None:
             for unit in self.units:
                 unit.gather()
             self.dp_comm.barrier()
@@ -392,9 +396,8 @@ class Sharding:
 
     def rest(self) -> None:
         """All shards are new. Collective."""
-        if self._common:
-            for unit in self._order or self.units:
-                unit.changed()
+        for unit in self._order or self.units:
+            unit.changed()
 
     def wait(self) -> None:
         """Units wait for their own parameters."""
@@ -438,7 +441,7 @@ class Sharding:
 
         Every unit is gathered in forward, and again in backward unless it is kept.
         """
-        if self._common:
+        if self._once is not None:
             return {}
         total = 0
         for unit in self.units:
@@ -469,7 +472,8 @@ def fully_shard(
     policy             (name, module) -> is it a unit; None: every layer, a member of an outermost ModuleList
     precision          as of DistributedOptimizer: type of parameters and gradients
     prefetch           units that are gathered ahead
-    shared_parameters  all ranks on one node: the parameters exist once for all, and nothing is gathered
+    shared_parameters  on CPUs: the parameters exist once on each node, for all of its ranks; only between
+                       nodes are they gathered, once after a step
     values             whole initial values, the same on all ranks, asked for one parameter at a time; None:
                        rank 0's parameters, or, on the meta device, what the modules' reset_parameters draws
     device             where parameters are to be; None: where they are; the CPU for those of the meta device
@@ -493,18 +497,19 @@ def fully_shard(
             p for plan in plans for _, p, _ in plan.parameters if p.requires_grad
         )
     }
+    once = NodeCopy(dp_comm) if shared_parameters else None
     units = []
     for plan in plans:
-        held = _hold(plan, numbers, dp_comm, source, precision, device, common=shared_parameters)
-        unit = Unit(plan, held, dp_comm, common=shared_parameters)
+        held = _hold(plan, numbers, dp_comm, source, precision, device, once)
+        unit = Unit(plan, held, dp_comm, once=once)
         for each in held:
             for parameter in each.parameters:
                 parameter.hpcpar_unit_name = unit.name  # type: ignore[attr-defined]
         units.append(unit)
     source.fill_buffers(device)
-    if shared_parameters:
-        dp_comm.barrier()
-    sharding = Sharding(units, dp_comm, precision=precision, prefetch=prefetch, common=shared_parameters)
+    for unit in units:
+        unit.changed()
+    sharding = Sharding(units, dp_comm, precision=precision, prefetch=prefetch, once=once)
     model.__dict__["_hpcpar_sharding"] = sharding
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
     return model
@@ -556,8 +561,7 @@ def _hold(
     source: _Source,
     precision: Precision | None,
     device: torch.device | str | None,
-    *,
-    common: bool,
+    once: NodeCopy | None,
 ) -> list[Held]:
     """A unit's blocks: its parameters by element type and whether they are trained."""
     kinds: dict[Any, list[tuple[str, nn.Parameter, list[Place]]]] = {}
@@ -569,7 +573,7 @@ def _hold(
         kinds.setdefault((dtype, place, parameter.requires_grad), []).append(entry)
     return [
         _hold_kind(
-            entries, [numbers.get(id(p), -1) for _, p, _ in entries], dtype, place, dp_comm, source, common
+            entries, [numbers.get(id(p), -1) for _, p, _ in entries], dtype, place, dp_comm, source, once
         )
         for (dtype, place, _), entries in kinds.items()
     ]
@@ -583,15 +587,15 @@ def _hold_kind(
     device: torch.device,
     dp_comm: Communicator,
     source: _Source,
-    common: bool,
+    once: NodeCopy | None,
 ) -> Held:
     layouts = [layout_of(parameter) for _, parameter, _ in entries]
     extents = [Extent(math.prod(shape), dtype.itemsize, (dtype, device)) for shape, _ in layouts]
     cut = bucket_of(range(len(entries)), extents, dp_comm.size)
     bucket = replace(cut, members=tuple(members))
     shard = shard_of(bucket, dp_comm.rank, dp_comm.size)
-    if common:
-        flat = dp_comm.allocate_common(bucket.numel, dtype)
+    if once is not None:
+        flat = once.allocate(bucket.numel, dtype)
         own = flat[shard.start : shard.stop]
     else:
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
@@ -604,11 +608,11 @@ def _hold_kind(
     views = [
         view_as(flat, start, stop, layout) for (start, stop), layout in zip(places, layouts, strict=True)
     ]
-    if not common:
+    if once is None:
         flat.untyped_storage().resize_(0)
     parameters = [
-        _sharded(name, parameter, owners, value, absent=not common)
-        for (name, parameter, owners), value in zip(entries, views if common else absent, strict=True)
+        _sharded(name, parameter, owners, value, absent=once is None)
+        for (name, parameter, owners), value in zip(entries, absent if once is None else views, strict=True)
     ]
     return Held(Block(bucket, shard, own), parameters, flat, views, absent)
 
