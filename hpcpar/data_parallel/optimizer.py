@@ -70,8 +70,8 @@ class DistributedOptimizer(Optimizer):
     model              whose modules wait for their new parameters when they are called: the all-gather of
                        stages 1 and 2 goes on under the next forward. Whoever reads parameters in another way
                        calls `wait_for_parameters` first. None: `step` waits
-    bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory for
-                       two buckets
+    bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
+                       for two buckets
     split_over         by name, further communicators over whose ranks a parameter is split, for the norm;
                        all others are the same on all ranks, and count once
 
@@ -111,7 +111,7 @@ class DistributedOptimizer(Optimizer):
         self.zero_stage = self._stage(zero_stage)
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if self.zero_stage < 2 else ROOM_BYTES
-        self._bucketing = {
+        self._bucketing: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "first_bucket_bytes": min(first_bucket_bytes, bucket_bytes),
         }
