@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.node_copy import NodeCopy
 from hpcpar.data_parallel.parameters import view_like
 from hpcpar.data_parallel.shards import Shard, shard_of
 
@@ -45,21 +46,21 @@ def gather_into_blocks(
     *,
     dtype: torch.dtype | None,
     sharded: bool,
-    common: bool,
+    once: NodeCopy | None,
 ) -> list[Block]:
     """Move parameters, whose values and identity stay, into flat memory, a bucket at a time.
 
     dtype     that they get; None: their own
     sharded   each rank owns its shard of a block, else all of it
-    common    the memory is the same for all ranks, who are on one node. Collective then
+    once      there is one such memory on each node. Collective then
     """
     rank, size = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
     blocks = []
     for bucket in buckets:
         first = parameters[bucket.members[0]]
         kind = dtype or first.dtype
-        if common:
-            flat = dp_comm.allocate_common(bucket.numel, kind)
+        if once is not None:
+            flat = once.allocate(bucket.numel, kind)
         else:
             flat = torch.empty(bucket.numel, dtype=kind, device=first.device)
         flat[bucket.edges[-1] :] = 0

@@ -35,6 +35,7 @@ from torch.autograd import Variable
 
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
+from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
 from hpcpar.data_parallel.parameters import Layout, Named, agree_on_parameters, layout_of, view_as
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.scattered import ScatteredGradients
@@ -51,41 +52,38 @@ Values = Callable[[str, Tensor], Tensor]
 """(a parameter's name, itself, perhaps on the meta device) -> its whole value, the same on all ranks."""
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter of a fully sharded model. To use one that is not gathered is a ShardedParameterError."""
+class AbsentParameter(nn.Parameter):
+    """What a parameter of a fully sharded model is while it is not gathered; to use it is an error."""
 
-    hpcpar_unit: Unit | None = None
     hpcpar_name: str
-
-    hpcpar_sharding: Callable[[], Sharding | None]
+    hpcpar_unit_name: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        absent = next(value for value in _flattened([args, kwargs]) if type(value) is AbsentParameter)
         with torch._C.DisableTorchFunctionSubclass():
-            absent = [value for value in (*args, *kwargs.values()) if _is_absent(value)]
-            if not absent:
-                return func(*args, **kwargs)
             result = func(*args, **kwargs) if func not in _WRITES else None
         # Whatever is no tensor (its size, its type) says nothing about values.
         if func in _WRITES or (isinstance(result, Tensor) and func not in _HARMLESS):
-            raise absent[0].hpcpar_absence(getattr(func, "__name__", "an operation"))
+            doing = getattr(func, "__name__", "an operation")
+            raise ShardedParameterError(
+                f"{absent.hpcpar_name} was used by {doing} outside of its unit "
+                f"{absent.hpcpar_unit_name or 'the model'!r}, where a rank has only a shard of it. Use it "
+                "inside the forward of that module, choose a unit around all modules that use it (policy=), "
+                "or look at it inside `with hpcpar.summon_full_parameters(model):`"
+            )
         return result
 
-    def hpcpar_absence(self, doing: str) -> ShardedParameterError:
-        """The error of who uses it while it is not gathered."""
-        unit = "" if self.hpcpar_unit is None else self.hpcpar_unit.name
-        return ShardedParameterError(
-            f"{self.hpcpar_name} was used by {doing} outside of its unit {unit or 'the model'!r}, where a "
-            "rank has only a shard of it. Use it inside the forward of that module, choose a unit around all "
-            "modules that use it (policy=), or look at it inside `with hpcpar.summon_full_parameters(model):`"
-        )
 
-
-def _is_absent(value: object) -> bool:
-    if type(value) is not ShardedParameter:
-        return False
-    return value.hpcpar_unit is not None and not value.hpcpar_unit.is_gathered
+def _flattened(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flattened(each)
+    elif isinstance(value, dict):
+        yield from _flattened(list(value.values()))
+    else:
+        yield value
 
 
 _HARMLESS = {
@@ -121,7 +119,7 @@ class Held:
     """
 
     block: Block
-    parameters: list[ShardedParameter]
+    parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
     absent: list[Tensor]
@@ -131,18 +129,20 @@ class Unit:
     """Modules whose parameters are gathered and freed together.
 
     keeps   it stays gathered from forward to backward
-    common  all ranks have its memory in common: it is never freed, and to gather it is to wait for all ranks
+    once    its memory exists once on each node: it is never freed, and to gather it is to wait for all ranks
     """
 
-    def __init__(self, plan: UnitPlan, held: list[Held], dp_comm: Communicator, *, common: bool) -> None:
+    def __init__(
+        self, plan: UnitPlan, held: list[Held], dp_comm: Communicator, *, once: NodeCopy | None
+    ) -> None:
         self.name = plan.name
         self.module = plan.module
         self.held = held
         self.keeps = False
         self._comm = dp_comm
-        self._common = common
-        self._handles: list[Handle] = []
-        self.is_gathered = common
+        self._once = once
+        self._handles: list[Handle | Arrival] = []
+        self.is_gathered = once is not None
         self.is_coming = False
         self.has_frozen = any(not p.requires_grad for each in held for p in each.parameters)
 
@@ -179,21 +179,24 @@ class Unit:
         if self.is_coming:
             for each in self.held:
                 for parameter, view in zip(each.parameters, each.views, strict=True):
+                    parameter.__class__ = nn.Parameter
                     parameter.data = view
             self.is_coming, self.is_gathered = False, True
 
     def changed(self) -> None:
-        """This rank has new values in its part of the common memory: who uses them waits for all ranks."""
-        self._handles.append(self._comm.start_barrier())
+        """This rank has new values in its shards of the node's memory: who uses them waits for all ranks."""
+        if self._once is not None:
+            self._handles += [self._once.start(each.flat, each.block.own) for each in self.held]
 
     def free(self) -> None:
         """Keep this rank's shards alone."""
-        if self._common or not self.is_here:
+        if self._once is not None or not self.is_here:
             return
         self.gather()  # what others still write to may not be given back
         for each in self.held:
             for parameter, absent in zip(each.parameters, each.absent, strict=True):
                 parameter.data = absent
+                parameter.__class__ = AbsentParameter
             each.flat.untyped_storage().resize_(0)
         self.is_gathered = False
 
@@ -219,13 +222,13 @@ class Sharding:
         *,
         precision: Precision | None,
         prefetch: int,
-        common: bool,
+        once: NodeCopy | None,
     ) -> None:
         self.units = units
         self.dp_comm = dp_comm
         self.precision = precision
         self._prefetch = prefetch
-        self._common = common
+        self._once = once
         self._order: list[Unit] = []
         self._is_order_known = False
         self._in_backward = False
@@ -243,7 +246,7 @@ class Sharding:
             for number, parameter in zip(held.block.bucket.members, held.parameters, strict=True)
         )
         self.parameters = [parameter for _, parameter in parameters]
-        self.names = [parameter.hpcpar_name for parameter in self.parameters]
+        self.names = [parameter.hpcpar_name for parameter in self.parameters]  # type: ignore[attr-defined]
         layouts = {
             number: layout_of(view)
             for _, held in trainable
@@ -267,7 +270,7 @@ class Sharding:
         for unit in units:
             for held in unit.held:
                 for parameter in held.parameters:
-                    parameter.hpcpar_sharding = weakref.ref(self)
+                    parameter.hpcpar_sharding = weakref.ref(self)  # type: ignore[attr-defined]
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -384,7 +387,7 @@ class Sharding:
     def before(self) -> None:
         """No rank reads the parameters as they are any more. Collective."""
         self.release()
-        if self._common:
+        if self._once is not None:
             for unit in self.units:
                 unit.gather()
             self.dp_comm.barrier()
@@ -394,9 +397,8 @@ class Sharding:
 
     def rest(self) -> None:
         """All shards are new. Collective."""
-        if self._common:
-            for unit in self._order or self.units:
-                unit.changed()
+        for unit in self._order or self.units:
+            unit.changed()
 
     def wait(self) -> None:
         """Units wait for their own parameters."""
@@ -440,7 +442,7 @@ class Sharding:
 
         Every unit is gathered in forward, and again in backward unless it is kept.
         """
-        if self._common:
+        if self._once is not None:
             return {}
         total = 0
         for unit in self.units:
@@ -471,7 +473,8 @@ def fully_shard(
     policy             (name, module) -> is it a unit; None: every layer, a member of an outermost ModuleList
     precision          as of DistributedOptimizer: type of parameters and gradients
     prefetch           units that are gathered ahead
-    shared_parameters  all ranks on one node: the parameters exist once for all, and nothing is gathered
+    shared_parameters  on CPUs: the parameters exist once on each node, for all of its ranks; only between
+                       nodes are they gathered, once after a step
     values             whole initial values, the same on all ranks, asked for one parameter at a time; None:
                        rank 0's parameters, or, on the meta device, what the modules' reset_parameters draws
     device             where parameters are to be; None: where they are; the CPU for those of the meta device
@@ -483,7 +486,7 @@ def fully_shard(
     """
     if prefetch < 0:
         raise OperationError(f"prefetch={prefetch}; give 0 or more units")
-    if any(isinstance(parameter, ShardedParameter) for parameter in model.parameters()):
+    if any(hasattr(parameter, "hpcpar_sharding") for parameter in model.parameters()):
         raise OperationError("the model is fully sharded already")
     precision = Precision.of(precision)
     plans = plan_units(model, policy)
@@ -495,18 +498,19 @@ def fully_shard(
             p for plan in plans for _, p, _ in plan.parameters if p.requires_grad
         )
     }
+    once = NodeCopy(dp_comm) if shared_parameters else None
     units = []
     for plan in plans:
-        held = _hold(plan, numbers, dp_comm, source, precision, device, common=shared_parameters)
-        unit = Unit(plan, held, dp_comm, common=shared_parameters)
+        held = _hold(plan, numbers, dp_comm, source, precision, device, once)
+        unit = Unit(plan, held, dp_comm, once=once)
         for each in held:
             for parameter in each.parameters:
-                parameter.hpcpar_unit = unit
+                parameter.hpcpar_unit_name = unit.name  # type: ignore[attr-defined]
         units.append(unit)
     source.fill_buffers(device)
-    if shared_parameters:
-        dp_comm.barrier()
-    sharding = Sharding(units, dp_comm, precision=precision, prefetch=prefetch, common=shared_parameters)
+    for unit in units:
+        unit.changed()
+    sharding = Sharding(units, dp_comm, precision=precision, prefetch=prefetch, once=once)
     model.__dict__["_hpcpar_sharding"] = sharding
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
     return model
@@ -534,7 +538,7 @@ def _sharding_in(model: nn.Module) -> Sharding | None:
 
 def sharding_of(parameters: Sequence[Tensor]) -> Sharding | None:
     """The sharding that parameters belong to; None: they are ordinary ones."""
-    found = {p.hpcpar_sharding() for p in parameters if isinstance(p, ShardedParameter)}
+    found = {p.hpcpar_sharding() for p in parameters if hasattr(p, "hpcpar_sharding")}
     if len(found) > 1:
         raise OperationError(
             "the parameters belong to several fully sharded models; give each its own optimizer"
@@ -558,8 +562,7 @@ def _hold(
     source: _Source,
     precision: Precision | None,
     device: torch.device | str | None,
-    *,
-    common: bool,
+    once: NodeCopy | None,
 ) -> list[Held]:
     """A unit's blocks: its parameters by element type and whether they are trained."""
     kinds: dict[Any, list[tuple[str, nn.Parameter, list[Place]]]] = {}
@@ -571,7 +574,7 @@ def _hold(
         kinds.setdefault((dtype, place, parameter.requires_grad), []).append(entry)
     return [
         _hold_kind(
-            entries, [numbers.get(id(p), -1) for _, p, _ in entries], dtype, place, dp_comm, source, common
+            entries, [numbers.get(id(p), -1) for _, p, _ in entries], dtype, place, dp_comm, source, once
         )
         for (dtype, place, _), entries in kinds.items()
     ]
@@ -585,15 +588,15 @@ def _hold_kind(
     device: torch.device,
     dp_comm: Communicator,
     source: _Source,
-    common: bool,
+    once: NodeCopy | None,
 ) -> Held:
     layouts = [layout_of(parameter) for _, parameter, _ in entries]
     extents = [Extent(math.prod(shape), dtype.itemsize, (dtype, device)) for shape, _ in layouts]
     cut = bucket_of(range(len(entries)), extents, dp_comm.size)
     bucket = replace(cut, members=tuple(members))
     shard = shard_of(bucket, dp_comm.rank, dp_comm.size)
-    if common:
-        flat = dp_comm.allocate_common(bucket.numel, dtype)
+    if once is not None:
+        flat = once.allocate(bucket.numel, dtype)
         own = flat[shard.start : shard.stop]
     else:
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
@@ -606,25 +609,27 @@ def _hold_kind(
     views = [
         view_as(flat, start, stop, layout) for (start, stop), layout in zip(places, layouts, strict=True)
     ]
-    if not common:
+    if once is None:
         flat.untyped_storage().resize_(0)
     parameters = [
-        _sharded(name, parameter, owners, value)
-        for (name, parameter, owners), value in zip(entries, views if common else absent, strict=True)
+        _sharded(name, parameter, owners, value, absent=once is None)
+        for (name, parameter, owners), value in zip(entries, absent if once is None else views, strict=True)
     ]
     return Held(Block(bucket, shard, own), parameters, flat, views, absent)
 
 
-def _sharded(name: str, parameter: nn.Parameter, owners: list[Place], value: Tensor) -> ShardedParameter:
-    """The parameter itself as a sharded one; a new one in the place of one of the meta device."""
+def _sharded(
+    name: str, parameter: nn.Parameter, owners: list[Place], value: Tensor, *, absent: bool
+) -> nn.Parameter:
+    """The parameter itself with another value; a new one in the place of one of the meta device."""
     if parameter.is_meta:
         parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for module, own_name in owners:
             module._parameters[own_name] = parameter
     parameter.data = value
-    parameter.__class__ = ShardedParameter
-    assert isinstance(parameter, ShardedParameter), "just made one"
-    parameter.hpcpar_name = name
+    parameter.hpcpar_name = name  # type: ignore[attr-defined]
+    if absent:
+        parameter.__class__ = AbsentParameter
     return parameter
 
 

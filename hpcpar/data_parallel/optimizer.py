@@ -18,12 +18,13 @@ from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.data_parallel.fully_sharded import Sharding, sharding_of
 from hpcpar.data_parallel.gradients import GradientSynchronizer, bucketed
+from hpcpar.data_parallel.node_copy import NodeCopy
 from hpcpar.data_parallel.norms import GradientNorm, wide
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, view_as
 from hpcpar.data_parallel.precision import LossScaler, Precision
 from hpcpar.data_parallel.publication import Publication
 from hpcpar.data_parallel.reduction import Averaging
-from hpcpar.data_parallel.scattered import ScatteredGradients
+from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
 from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened
 from hpcpar.data_parallel.storage import storage_of
 from hpcpar.data_parallel.traffic import ByCollective, expected_traffic
@@ -66,10 +67,12 @@ class DistributedOptimizer(Optimizer):
                        float32 master weights and optimizer state
     offload            "cpu": master weights and state in host memory, and the step there; a directory: in
                        files there. None: where the parameters are
-    shared_parameters  stages 1 and 2, all ranks on one node: the parameters exist once for all of them
+    shared_parameters  stages 1 and 2, on CPUs: the parameters exist once on each node, for all of its ranks
     model              whose modules wait for their new parameters when they are called: the all-gather of
                        stages 1 and 2 goes on under the next forward. Whoever reads parameters in another way
                        calls `wait_for_parameters` first. None: `step` waits
+    bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
+                       for two buckets
     split_over         by name, further communicators over whose ranks a parameter is split, for the norm;
                        all others are the same on all ranks, and count once
 
@@ -92,7 +95,7 @@ class DistributedOptimizer(Optimizer):
         shared_parameters: bool = False,
         model: nn.Module | None = None,
         split_over: SplitOver | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         algorithm: str | None = None,
     ) -> None:
@@ -103,14 +106,16 @@ class DistributedOptimizer(Optimizer):
             )
         self.inner = optimizer
         self.dp_comm = dp_comm
-        self._bucketing: dict[str, Any] = {
-            "bucket_bytes": bucket_bytes,
-            "first_bucket_bytes": first_bucket_bytes,
-        }
         self._algorithm = algorithm
         self._named = distinct(named_parameters)
         self._sharding = sharding_of([parameter for _, parameter in self._named])
         self.zero_stage = self._stage(zero_stage)
+        if bucket_bytes is None:
+            bucket_bytes = BUCKET_BYTES if self.zero_stage < 2 else ROOM_BYTES
+        self._bucketing: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "first_bucket_bytes": min(first_bucket_bytes, bucket_bytes),
+        }
         self.precision = Precision.of(precision) if self._sharding is None else self._sharding.precision
         self._offload = offload
         self._common = shared_parameters
@@ -463,6 +468,7 @@ class DistributedOptimizer(Optimizer):
         self._factor = 1.0
         self._overflow: bool | None = None
         self._is_used_up = False
+        self._once = NodeCopy(self.dp_comm) if self._common else None
         self._update: ShardedStep | None = None
         sharding, size = self._sharding, self.dp_comm.size
         if sharding is not None:
@@ -502,7 +508,7 @@ class DistributedOptimizer(Optimizer):
             blocks if self.zero_stage else [],
             self._synchronizer.parameters,
             self.dp_comm,
-            common=self._common,
+            once=self._once,
             model=self._model,
         )
         if self._is_managed:
@@ -545,7 +551,7 @@ class DistributedOptimizer(Optimizer):
             self.dp_comm,
             dtype=dtype,
             sharded=self.zero_stage > 0,
-            common=self._common,
+            once=self._once,
         )
 
     def _gradients(self) -> list[Tensor]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hpcpar.data_parallel.blocks import Block
+from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class Publication:
     """Makes each rank's part of the blocks everybody's.
 
-    common   all ranks have the blocks' memory in common: nothing is to be sent, but all must have written
+    once     the blocks exist once on each node
     blocks   none where every rank updates all parameters itself
     model    whose modules wait, each for its own parameters, when they are next called; None: nobody waits
              but `wait`
@@ -37,13 +38,13 @@ class Publication:
         parameters: Sequence[Tensor],
         dp_comm: Communicator,
         *,
-        common: bool,
+        once: NodeCopy | None,
         model: nn.Module | None,
     ) -> None:
         self._blocks = blocks
         self._comm = dp_comm
-        self._common = common
-        self._under_way: dict[int, Handle] = {}
+        self._once = once
+        self._under_way: dict[int, Handle | Arrival] = {}
         self._started: set[int] = set()
         self._hooks: list[Any] = []
         if model is not None:
@@ -53,7 +54,7 @@ class Publication:
         """All ranks have read what they need of the parameters as they are; to be called before a step."""
         self.wait()
         self._started.clear()
-        if self._common:
+        if self._once is not None:
             self._comm.barrier()
 
     def start(self, number: int) -> None:
@@ -61,10 +62,11 @@ class Publication:
         if not self._blocks:
             return
         self._started.add(number)
-        if self._common:
-            self._under_way[number] = self._comm.start_barrier()
+        block = self._blocks[number]
+        assert block.flat is not None, "only in stage 3 are there blocks of shards alone"
+        if self._once is not None:
+            self._under_way[number] = self._once.start(block.flat, block.own)
         else:
-            block = self._blocks[number]
             self._under_way[number] = self._comm.start_allgather(block.own, out=block.flat)
 
     def rest(self) -> None:

@@ -27,12 +27,15 @@ from torch.autograd import Variable
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.parameters import Layout, layout_of, view_as
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
+from hpcpar.units import MiB
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
     from hpcpar.comm.progress import Handle
 
 ROOMS = 2
+ROOM_BYTES = 4 * MiB
+"""Usual size of a bucket that has to have room beside the shards."""
 
 
 class Room:

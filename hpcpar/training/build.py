@@ -86,7 +86,7 @@ def build_optimizer(config: Config, model: nn.Module, dp_comm: Communicator) -> 
         offload=section.offload,
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
         model=model if section.zero_stage in (1, 2) else None,
-        bucket_bytes=int(section.bucket_mib * MiB),
+        bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
         first_bucket_bytes=int(section.first_bucket_mib * MiB),
         algorithm=section.algorithm,
     )

@@ -109,7 +109,8 @@ class OptimizerSection(Section):
 
     clip_norm      largest norm of the whole gradient; 0 = no clipping
     weight_decay   of matrices; vectors (the norms) are never decayed
-    bucket_mib     gradients that travel together; the first bucket is smaller, to leave sooner
+    bucket_mib     gradients that travel together, None = as usual for the stage; the first bucket is smaller,
+                   to leave sooner
     algorithm      of the gradients' all-reduce, or from stage 1 on reduce-scatter (ring, …); None = by size
     zero_stage     what is spread over ranks: 1 optimizer state, 2 gradients, too, 3 parameters, too
     offload        a directory for the optimizer's state, or "cpu" for host memory; None = with the parameters
@@ -126,7 +127,7 @@ class OptimizerSection(Section):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
-    bucket_mib: float = Field(default=25.0, gt=0)
+    bucket_mib: float | None = Field(default=None, gt=0)
     first_bucket_mib: float = Field(default=1.0, gt=0)
     algorithm: str | None = None
     zero_stage: Literal[0, 1, 2, 3] = 0
