@@ -1,8 +1,8 @@
 """Which optimizers may work on pieces of parameters: those that treat every element by itself.
 
-The ones of torch that do not are known by name, with the reason. Any other is tried with the options of each
-of its groups: once on a small matrix as a whole, once on the same numbers in two flat pieces. What it makes of
-them must be the same, and must not be what it was given.
+The ones of torch that do not are known by name, with the reason. Any other is tried, with the options of each
+of its groups: once on a small matrix as a whole, once on the same numbers in two flat pieces. What it makes
+of them must be the same, and must not be what it was given.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _refusal(optimizer: Optimizer, reason: str) -> OperationError:
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any], *, whole: bool, steps: int) -> Tensor:
-    """What some steps of an optimizer of this kind, with this group's options, make of the same 4 × 6 numbers."""
+    """What some steps of an optimizer of this kind, with a group's options, make of 4 × 6 numbers."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     parts = [value.clone()] if whole else list(torch.split(value.reshape(-1).clone(), 17))

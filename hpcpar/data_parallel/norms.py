@@ -3,12 +3,20 @@
 A parameter that is split over several axes counts once for each of its parts, one that is the same on
 several ranks counts once: sums of powers are added over the ranks that a parameter is split over, and over
 no others.
+
+    parameters split over     tp, pp   ─ sum over tp ─┐
+                              pp       ───────────────┴ sum over pp ─┐
+                              nothing  ──────────────────────────────┴ norm
+
+So every communicator is used once, also where its ranks hold parameters that are split in other ways, as
+those of a pipeline do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +35,8 @@ class GradientNorm:
 
     names        of the parameters, as numbered in the buckets
     sharded      each rank has its shard of every bucket, else the whole of it
-    split_over   by name, further communicators over whose ranks a parameter is split
+    split_over   by name, further communicators over whose ranks a parameter is split; in the same order for
+                 all parameters, and last those whose ranks hold different parameters
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class GradientNorm:
         self._dp_comm = dp_comm if sharded else None
         self._comms = list(dict.fromkeys(tuple(split_over.get(name, ())) for name in names))
         self._split = any(self._comms)
+        self._order = _in_common_order(self._comms)
         kinds = {name: self._comms.index(tuple(split_over.get(name, ()))) for name in names}
         rank, size = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
         self._places = [
@@ -62,20 +72,25 @@ class GradientNorm:
         if norm_type <= 0:
             raise OperationError(f"norm_type={norm_type}; give a number above 0, or inf")
         largest = math.isinf(norm_type)
+        add = torch.maximum if largest else torch.add
         sums = [torch.zeros((), dtype=torch.float64) for _ in self._comms]
         for kind, part in self._parts(flats):
-            norm = torch.linalg.vector_norm(part, norm_type, dtype=wide(part)).cpu().double()
-            sums[kind] = torch.maximum(sums[kind], norm) if largest else sums[kind] + norm**norm_type
-        sums_now = torch.stack(sums)
+            if part.numel():
+                norm = torch.linalg.vector_norm(part, norm_type, dtype=wide(part)).cpu().double()
+                sums[kind] = add(sums[kind], norm if largest else norm**norm_type)
+        stacked = torch.stack(sums)
         if self._dp_comm is not None:
-            sums_now = _combined(sums_now, self._dp_comm, largest)
-        totals = []
-        for total, comms in zip(torch.split(sums_now, 1), self._comms, strict=True):
-            for comm in comms:
-                total = _combined(total, comm, largest)
-            totals.append(total)
-        together = torch.cat(totals)
-        result = together.max() if largest else together.sum() ** (1 / norm_type)
+            stacked = _combined(stacked, self._dp_comm, largest)
+        # Each sum beside the communicators that it is still to be added up over.
+        open_sums: dict[tuple[Communicator, ...], Tensor] = dict(zip(self._comms, stacked, strict=True))
+        for comm in self._order:
+            due = [kind for kind in open_sums if kind and kind[0] is comm]
+            combined = _combined(torch.stack([open_sums.pop(kind) for kind in due]), comm, largest)
+            for kind, total in zip(due, combined, strict=True):
+                rest = kind[1:]
+                open_sums[rest] = add(open_sums[rest], total) if rest in open_sums else total
+        (total,) = open_sums.values()
+        result = total if largest else total ** (1 / norm_type)
         return result.to(
             device=flats[0].device, dtype=flats[0].abs().dtype if flats[0].is_complex() else wide(flats[0])
         )
@@ -87,8 +102,7 @@ class GradientNorm:
             # A sum keeps every NaN and infinity, and is cheaper than looking at each element.
             if not flat.sum(dtype=torch.promote_types(flat.dtype, torch.float64)).isfinite():
                 broken += 1
-        comms = dict.fromkeys(comm for kind in self._comms for comm in kind)
-        for comm in [*([] if self._dp_comm is None else [self._dp_comm]), *comms]:
+        for comm in [*([] if self._dp_comm is None else [self._dp_comm]), *self._order]:
             comm.allreduce(broken)
         return not broken.item()
 
@@ -100,6 +114,21 @@ class GradientNorm:
             for flat, places in zip(flats, self._places, strict=True)
             for kind, start, stop in places
         ]
+
+
+def _in_common_order(kinds: Sequence[Sequence[Communicator]]) -> list[Communicator]:
+    """All communicators of these lists in one list that is in the order of each of them."""
+    after: dict[Communicator, dict[Communicator, None]] = {}  # and not sets, whose order is any
+    for kind in kinds:
+        for number, comm in enumerate(kind):
+            after.setdefault(comm, {}).update(dict.fromkeys(kind[:number]))
+    try:
+        return list(TopologicalSorter(after).static_order())
+    except CycleError as error:
+        names = ", ".join(comm.name for comm in error.args[1][1:])
+        raise OperationError(
+            f"split_over lists the communicators {names} in different orders for different parameters; use one"
+        ) from error
 
 
 def _combined(values: Tensor, comm: Communicator, largest: bool) -> Tensor:

@@ -540,8 +540,8 @@ class DistributedOptimizer(Optimizer):
         for name, parameter in named:
             if dtype is not None and parameter.requires_grad and not parameter.is_floating_point():
                 raise OperationError(
-                    f"{name} is of {str(parameter.dtype).removeprefix('torch.')}, which precision= cannot turn "
-                    f"into {str(dtype).removeprefix('torch.')}; leave precision out"
+                    f"{name} is of {str(parameter.dtype).removeprefix('torch.')}, which precision= cannot "
+                    f"turn into {str(dtype).removeprefix('torch.')}; leave precision out"
                 )
         return gather_into_blocks(
             trainable,

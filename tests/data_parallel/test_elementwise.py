@@ -139,7 +139,7 @@ def test_every_group_is_tried() -> None:
 
 def test_an_optimizer_that_steps_on_nothing_of_its_own_is_refused() -> None:
     optimizer = Around(torch.optim.SGD(weights(), lr=0.1))
-    with pytest.raises(OperationError, match="Around cannot work on shards: tried on .* it changes nothing"):
+    with pytest.raises(OperationError, match=r"Around cannot work on shards: tried on .* it changes nothing"):
         require_elementwise(optimizer)
 
 

@@ -167,7 +167,7 @@ def plain(
             model.zero_grad()
             (functional.mse_loss(model(inputs), targets) * scale).backward()
             of_ranks.append([parameter.grad.float() for parameter in model.parameters()])
-        for master, parameter, *gradients in zip(masters, model.parameters(), *of_ranks, strict=True):
+        for master, *gradients in zip(masters, *of_ranks, strict=True):
             master.grad = (sum(gradients) / size).to(reduction or dtype).float() / scale
         optimizer.step()
         with torch.no_grad():
@@ -309,7 +309,7 @@ def test_what_is_done_to_gradients_does_not_hide_an_overflow(stage: int) -> None
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()
         with summon_full_parameters(model):
-            return optimizer.scaler.skipped, optimizer.scaler.scale, float(model.bias.sum())
+            return optimizer.scaler.skipped, optimizer.scaler.scale, model.bias.sum().item()
 
     assert run_loopback(2, body) == [(1, INITIAL_SCALE / 2, 5.0)] * 2
 

@@ -445,7 +445,9 @@ def test_a_gradient_that_is_set_after_averaging_is_an_error(stage: int) -> None:
     backward(Communicator.alone(), model)
     optimizer.synchronize()
     model.head.weight.grad = torch.ones(3, 4, dtype=torch.float64)
-    with pytest.raises(OperationError, match="the gradient of head.weight was set after gradients had been"):
+    with pytest.raises(
+        OperationError, match=r"the gradient of head\.weight was set after gradients had been"
+    ):
         optimizer.step()
 
 
@@ -461,7 +463,7 @@ def test_a_gradient_that_no_backward_made_is_no_silent_loss(stage: int) -> None:
         optimizer.step()
         assert_near([model.head.weight.detach()], [start - 0.1])
     else:
-        with pytest.raises(OperationError, match="the gradient of head.weight was set by hand"):
+        with pytest.raises(OperationError, match=r"the gradient of head\.weight was set by hand"):
             optimizer.step()
 
 
@@ -474,7 +476,7 @@ def test_a_parameter_that_was_frozen_when_the_optimizer_was_made_may_not_get_a_g
     optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), Communicator.alone(), stage)
     model.head.requires_grad_(True)
     backward(Communicator.alone(), model)
-    with pytest.raises(OperationError, match="head.weight was frozen when its optimizer was made"):
+    with pytest.raises(OperationError, match=r"head\.weight was frozen when its optimizer was made"):
         optimizer.step()
 
 
