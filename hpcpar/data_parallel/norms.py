@@ -74,10 +74,10 @@ class GradientNorm:
         largest = math.isinf(norm_type)
         add = torch.maximum if largest else torch.add
         sums = [torch.zeros((), dtype=torch.float64) for _ in self._comms]
-        for kind, part in self._parts(flats):
+        for number, part in self._parts(flats):
             if part.numel():
                 norm = torch.linalg.vector_norm(part, norm_type, dtype=wide(part)).cpu().double()
-                sums[kind] = add(sums[kind], norm if largest else norm**norm_type)
+                sums[number] = add(sums[number], norm if largest else norm**norm_type)
         stacked = torch.stack(sums)
         if self._dp_comm is not None:
             stacked = _combined(stacked, self._dp_comm, largest)
@@ -127,7 +127,7 @@ def _in_common_order(kinds: Sequence[Sequence[Communicator]]) -> list[Communicat
     except CycleError as error:
         names = ", ".join(comm.name for comm in error.args[1][1:])
         raise OperationError(
-            f"split_over lists the communicators {names} in different orders for different parameters; use one"
+            f"split_over lists the communicators {names} in other orders for other parameters; use one"
         ) from error
 
 

@@ -123,6 +123,7 @@ class DistributedOptimizer(Optimizer):
         self._split_over = dict(split_over or {})
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
+        self._overflow: bool | None = None
         self._build()
 
     def __getattr__(self, name: str) -> Any:
@@ -466,7 +467,6 @@ class DistributedOptimizer(Optimizer):
         self._held = {id(parameter) for group in self.inner.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in self._named if id(parameter) in self._held]
         self._factor = 1.0
-        self._overflow: bool | None = None
         self._is_used_up = False
         self._once = NodeCopy(self.dp_comm) if self._common else None
         self._update: ShardedStep | None = None

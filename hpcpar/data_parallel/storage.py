@@ -15,6 +15,7 @@ source   Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840;
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import tempfile
@@ -124,6 +125,7 @@ class OnDisk(Storage):
             ) from error
         self._files: dict[int, _File] = {}
         self._writing: Future[None] | None = None
+        self._written: _File | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hpcpar-offload")
         self._remover = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
@@ -151,6 +153,7 @@ class OnDisk(Storage):
             except OSError as error:
                 raise _explained(file.path, buffer.nbytes, error) from error
             self._writing = self._threads.submit(_write, file.path, buffer)
+            self._written = file
             file.nbytes = buffer.nbytes
         for each in file.fields:
             _put(each, torch.empty(0, dtype=each.dtype))
@@ -166,7 +169,8 @@ class OnDisk(Storage):
         return sum(file.nbytes for file in self._files.values())
 
     def _begin_reading(self, file: _File) -> Future[Tensor]:
-        self.settle()  # it may be the one that is being written
+        if file is self._written:
+            self.settle()
         file.reading = self._threads.submit(_read, file.path, file.nbytes)
         return file.reading
 
@@ -183,7 +187,9 @@ class OnDisk(Storage):
         if is_as_read:
             assert file.buffer is not None, "just seen"
             return file.buffer
-        return torch.cat([each.tensor.detach().reshape(-1).view(torch.uint8) for each in fields])
+        tensors = [each.tensor.detach().reshape(-1).view(torch.uint8) for each in fields]
+        buffer = _memory(sum(tensor.numel() for tensor in tensors))
+        return torch.cat(tensors, out=buffer) if tensors else buffer
 
     @staticmethod
     def _show(file: _File) -> None:
@@ -222,7 +228,14 @@ def _put(each: _Field, value: Tensor) -> None:
     if each.key is None:
         each.tensor.data = value
     else:
-        each.state[each.key] = value
+        each.tensor = each.state[each.key] = value
+
+
+def _memory(nbytes: int) -> Tensor:
+    """Memory that the system has back as soon as it is freed, which malloc keeps in part, for each thread."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
 
 
 def _reserve(path: Path, nbytes: int) -> None:
@@ -249,7 +262,7 @@ def _write(path: Path, buffer: Tensor) -> None:
 
 
 def _read(path: Path, nbytes: int) -> Tensor:
-    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    buffer = _memory(nbytes)
     octets = memoryview(buffer.numpy().data)
     try:
         with path.open("rb", buffering=0) as file:

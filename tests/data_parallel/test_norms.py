@@ -225,7 +225,7 @@ def test_ranks_may_hold_other_parameters_split_in_other_ways(kinds: tuple[tuple[
 def test_parameters_split_in_contradictory_orders_are_refused() -> None:
     a, b = Communicator.alone(), Communicator.alone()
     buckets = [Bucket((0, 1), (0, 1, 2), 8, "float64")]
-    with pytest.raises(OperationError, match="in different orders for different parameters; use one"):
+    with pytest.raises(OperationError, match="in other orders for other parameters; use one"):
         GradientNorm(["p", "q"], buckets, a, sharded=False, split_over={"p": [a, b], "q": [b, a]})
 
 
