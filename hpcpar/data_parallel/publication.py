@@ -103,9 +103,15 @@ class Publication:
                 alive.wait(numbers)
 
         for module in model.modules():
-            held = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
+            needed_by_it = module.parameters(recurse=_reads_its_childrens(module))
+            held = {number_of[id(p)] for p in needed_by_it if id(p) in number_of}
             if held:
                 needed = tuple(sorted(held))
                 self._hooks.append(module.register_forward_pre_hook(lambda *_, n=needed: wait(n)))
-        hook = model.register_state_dict_pre_hook(lambda *_: wait(None))  # type: ignore[no-untyped-call]
-        self._hooks.append(hook)
+            hook = module.register_state_dict_pre_hook(lambda *_: wait(None))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+
+
+def _reads_its_childrens(module: nn.Module) -> bool:
+    """Whether a module uses its children's parameters without calling them, as torch's attention does."""
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
