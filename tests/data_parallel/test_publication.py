@@ -215,7 +215,9 @@ def test_nodes_of_different_sizes_cannot_share(stage: int) -> None:
     assert all("shared_parameters=True needs the same number of ranks on each node" in each for each in told)
 
 
-@pytest.mark.parametrize(("stage", "words"), [(0, "only stages 1 and 2"), (3, "for 3 give it to fully_shard")])
+@pytest.mark.parametrize(
+    ("stage", "words"), [(0, "only stages 1 and 2"), (3, "for 3 give it to fully_shard")]
+)
 def test_stages_that_cannot_share_say_so(stage: int, words: str) -> None:
     model = Network()
     if stage == 3:
