@@ -418,10 +418,7 @@ def join_gloo(world: Communicator, cleanup: ExitStack) -> None:
         store: Any = distributed.FileStore(path, world.size)  # type: ignore[attr-defined]
     else:
         store = tcp_store(world)
-    # torch's hook collects what the one before it prints; ours ends the job before that could come out.
-    hook = sys.excepthook
     distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    sys.excepthook = hook
     cleanup.callback(distributed.destroy_process_group)
 
 
