@@ -62,7 +62,7 @@ class FailureHooks:
         rank, size = self._transport.rank, self._transport.size
         lines = traceback.format_exception(kind, error, trace)
         summary = traceback.format_exception_only(kind, error)[-1].strip()
-        # torch.distributed's own hook calls the one before it with sys.stderr replaced, for good if that ends us.
+        # torch.distributed's own hook calls the one before it with sys.stderr replaced, to print it later.
         stream = sys.__stderr__ or sys.stderr
         # One write, so that the lines of several ranks do not mix.
         stream.write(
