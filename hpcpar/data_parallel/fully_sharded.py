@@ -36,10 +36,17 @@ from torch.autograd import Variable
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
 from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
-from hpcpar.data_parallel.parameters import Layout, Named, agree_on_parameters, layout_of, view_as
+from hpcpar.data_parallel.parameters import (
+    Layout,
+    Named,
+    OwnPiece,
+    agree_on_parameters,
+    layout_of,
+    view_as,
+)
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.scattered import ScatteredGradients
-from hpcpar.data_parallel.shards import Shard, shard_of
+from hpcpar.data_parallel.shards import Shard, pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.units import Place, Policy, UnitPlan, plan_units, tensors_in
 from hpcpar.errors import OperationError, ShardedParameterError
@@ -419,6 +426,41 @@ class Sharding:
                 "(requires_grad_(False)) before fully_shard"
             )
 
+    def every_parameter(self) -> Iterator[nn.Parameter]:
+        """Trainable or frozen, each once."""
+        return (parameter for unit in self.units for held in unit.held for parameter in held.parameters)
+
+    def own_pieces(self) -> Iterator[tuple[OwnPiece, Tensor]]:
+        """This rank's part of every parameter, trainable or frozen, and its values, flat."""
+        for unit in self.units:
+            for held in unit.held:
+                block = held.block
+                places = range(len(held.parameters))
+                for piece in pieces_between(places, block.bucket.edges, block.shard.start, block.shard.stop):
+                    parameter: Any = held.parameters[piece.member]
+                    layout = layout_of(held.views[piece.member])
+                    own = OwnPiece(parameter.hpcpar_name, parameter, layout, piece.start, piece.stop)
+                    yield own, block.own[piece.offset : piece.end]
+
+    @torch.no_grad()
+    def load(self, values_of: Callable[[OwnPiece], Tensor | None]) -> None:
+        """Take values, flat, of this rank's pieces; None: they stay. Master weights follow. Collective."""
+        self.before()
+        with self.dp_comm.together("loading parameters"):
+            trained = False
+            for piece, own in self.own_pieces():
+                values = values_of(piece)
+                if values is not None:
+                    own.copy_(values)
+                    trained |= piece.parameter.requires_grad
+            if trained:
+                self._tell_written()
+        self.rest()
+
+    def _tell_written(self) -> None:
+        for tell in self.on_written:
+            tell()
+
     @contextmanager
     def summoned(self, *, write_back: bool) -> Iterator[None]:
         for unit in self.units:
@@ -433,8 +475,7 @@ class Sharding:
                         held.block.own.copy_(held.flat[shard.start : shard.stop])
             self.release()
             if write_back:
-                for tell in self.on_written:
-                    tell()
+                self._tell_written()
 
     def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
@@ -547,6 +588,8 @@ def sharding_of(parameters: Sequence[Tensor]) -> Sharding | None:
 
 def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     sharding = _sharding_in(model)
+    if keep_vars:
+        return  # the parameters themselves, which refuse by themselves to be used
     if sharding is not None and not all(unit.is_gathered for unit in sharding.units):
         raise ShardedParameterError(
             "the state_dict() of a fully sharded model was asked for, of which this rank has shards only; do "

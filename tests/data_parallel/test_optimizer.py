@@ -113,6 +113,28 @@ def test_a_rank_without_elements_of_a_block_keeps_nothing_of_it_on_disk(tmp_path
     assert on_disk == run_loopback(4, lambda comm: body(comm, None), check=False)
 
 
+def test_a_fixed_loss_scale_is_not_loaded_into_a_dynamic_one_nor_the_other_way_round() -> None:
+    def scaled(precision: str) -> DistributedOptimizer:
+        model = linear()
+        return DistributedOptimizer(
+            torch.optim.SGD(model.parameters()),
+            model.named_parameters(),
+            Communicator.alone(),
+            precision=precision,
+        )
+
+    dynamic, fixed = scaled("float16"), scaled("bfloat16")
+    before = dynamic.scaler.scale
+    dynamic.scaler.update(overflow=True)
+    fixed.load_state_dict(dynamic.state_dict())
+    assert (fixed.scaler.scale, fixed.scaler.skipped) == (1.0, 1)
+    dynamic.load_state_dict(scaled("bfloat16").state_dict())
+    assert dynamic.scaler.scale == before / 2
+    other = scaled("float16")
+    other.load_state_dict(dynamic.state_dict())
+    assert other.scaler.scale == before / 2
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.3, 1e3])
 def test_clipping_is_that_of_torch_on_the_average_gradient(norm_type: float, max_norm: float) -> None:
