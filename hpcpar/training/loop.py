@@ -96,6 +96,7 @@ class Run:
         # Before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(self.model, self.mesh.dp)
         self.optimizer = build_optimizer(config, self.model, self.mesh.dp)
+        self._resumed = False
         self.first_step = self._prepare_directory(resume)
 
     @property
@@ -294,6 +295,7 @@ class Run:
                 self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
             return 0
         restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        self._resumed = True
         self._warn_of_changes(restored.extra.get("config", {}))
         self._say(f"resuming after step {restored.step} from {found}")
         return restored.step
@@ -339,6 +341,7 @@ class Run:
             backwards=self._microbatches(self.config.train.global_batch),
             forwards=evaluations * self._microbatches(len(self._held_out_windows)),
             norms=1 if self.optimizer.scaler.dynamic is False else 2,
+            loads=1 if self._resumed else 0,
         )
         start = {} if self.optimizer.zero_stage == 3 else {(dp.name, "broadcast"): self._start_nbytes}
         losses_nbytes = [8 * (stop - start) for start, stop in cuts] + [16] * evaluations

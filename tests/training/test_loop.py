@@ -133,6 +133,50 @@ def test_a_resumed_run_goes_on_bit_for_bit(config_of: MakeConfig) -> None:
     assert losses(parts) == losses(whole)[4:]
 
 
+def half_of(config: Config, size: int) -> None:
+    """Train 4 of 8 steps, save, and be gone."""
+
+    def interrupted(comm: Communicator) -> None:
+        run = Run(config, comm)
+        run._steps(0, 4, None)
+        run._save(4)
+
+    run_loopback(size, interrupted, check=False)
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_of_every_stage_is_resumed_bit_for_bit(
+    config_of: MakeConfig, stage: int, precision: str
+) -> None:
+    options = f"optimizer.zero_stage={stage}", f"train.precision={precision}"
+    whole, parts = config_of(*options, name="whole"), config_of(*options, name="parts")
+    uninterrupted = run_loopback(3, lambda comm: Run(whole, comm).train(), check=False)[0]
+    half_of(parts, 3)
+    resumed = run_loopback(3, lambda comm: Run(parts, comm, resume=True).train(), check=False)[0]
+    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
+    assert losses(parts) == losses(whole)[4:]
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks_before", "after", "ranks_after"),
+    [(0, 1, 3, 3), (1, 3, 2, 2), (2, 2, 0, 1), (3, 3, 1, 2), (3, 2, 0, 3), (0, 2, 1, 1)],
+)
+def test_a_run_is_resumed_in_another_stage_on_other_ranks(
+    config_of: MakeConfig, before: int, ranks_before: int, after: int, ranks_after: int
+) -> None:
+    whole = trained(config_of(name="whole"))[0]
+    half_of(config_of(f"optimizer.zero_stage={before}", name="parts"), ranks_before)
+    config = config_of(f"optimizer.zero_stage={after}", name="parts")
+    resumed = trained(config, ranks_after, resume=True)[0]
+    # float64: only the order of summation differs.
+    assert resumed.held_out_loss == pytest.approx(whole.held_out_loss, abs=1e-10)
+    assert losses(config) == pytest.approx(losses(config_of(name="whole"))[4:], abs=1e-10)
+    deviations = {line.collective: line.deviation for line in resumed.traffic if line.communicator == "dp"}
+    assert set(deviations.values()) <= {0, None}, deviations
+    assert all(deviations.get(name, 0) == 0 for name in ("allreduce", "reduce_scatter", "allgather"))
+
+
 def test_resuming_a_finished_run_only_evaluates_it(config_of: MakeConfig) -> None:
     first = trained(config_of())[0]
     again = trained(config_of(), resume=True)[0]
