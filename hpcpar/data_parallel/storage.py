@@ -63,6 +63,9 @@ class Storage:
         """Bytes that are kept elsewhere than in the memory of parameters."""
         return 0
 
+    peak_nbytes = 0
+    """The most bytes of blocks that were in memory at once for a while."""
+
 
 class Resident(Storage):
     """All stays where it is."""
@@ -122,6 +125,8 @@ class OnDisk(Storage):
             raise OffloadError(
                 f"offload={str(directory)!r} cannot be written to: {error.strerror}"
             ) from error
+        self.peak_nbytes = 0
+        self._written: _File | None = None
         self._files: dict[int, _File] = {}
         self._writing: Future[None] | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hpcpar-offload")
@@ -140,6 +145,7 @@ class OnDisk(Storage):
             self._show(file)
         if following and self._files[following[0]].buffer is None:
             self._begin_reading(self._files[following[0]])
+        self._note_peak()
 
     def park(self, number: int, *, changed: bool = True) -> None:
         file = self._files[number]
@@ -151,7 +157,8 @@ class OnDisk(Storage):
             except OSError as error:
                 raise _explained(file.path, buffer.nbytes, error) from error
             self._writing = self._threads.submit(_write, file.path, buffer)
-            file.nbytes = buffer.nbytes
+            self._written, file.nbytes = file, buffer.nbytes
+            self._note_peak()
         for each in file.fields:
             _put(each, torch.empty(0, dtype=each.dtype))
         file.master.data = torch.empty(0, dtype=file.master.dtype)
@@ -160,13 +167,24 @@ class OnDisk(Storage):
     def settle(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
+            self._written = None
             writing.result()
 
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self._files.values())
 
+    def _note_peak(self) -> None:
+        """Blocks that are here, are being read or are being written."""
+        here = (
+            file.nbytes
+            for file in self._files.values()
+            if file.buffer is not None or file.reading is not None or file is self._written
+        )
+        self.peak_nbytes = max(self.peak_nbytes, sum(here))
+
     def _begin_reading(self, file: _File) -> Future[Tensor]:
-        self.settle()  # it may be the one that is being written
+        if file is self._written:
+            self.settle()
         file.reading = self._threads.submit(_read, file.path, file.nbytes)
         return file.reading
 
@@ -224,7 +242,8 @@ def _put(each: _Field, value: Tensor) -> None:
     if each.key is None:
         each.tensor.data = value
     else:
-        each.state[each.key] = value
+        # The field, too, lets go of what it held: a view of a block would keep all of it in memory.
+        each.state[each.key] = each.tensor = value
 
 
 def _reserve(path: Path, nbytes: int) -> None:
