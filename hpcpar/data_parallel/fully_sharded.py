@@ -132,6 +132,32 @@ class Held:
     absent: list[Tensor]
 
 
+@dataclass
+class Gathered:
+    """Units that are whole, or about to be, at one time: now, and at most since it was last asked to forget.
+
+    nbytes   of their parameters, with the padding
+    """
+
+    units: int = 0
+    nbytes: int = 0
+    peak_units: int = 0
+    peak_nbytes: int = 0
+
+    def add(self, unit: Unit) -> None:
+        self.units += 1
+        self.nbytes += unit.nbytes
+        self.peak_units = max(self.peak_units, self.units)
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def remove(self, unit: Unit) -> None:
+        self.units -= 1
+        self.nbytes -= unit.nbytes
+
+    def forget_peak(self) -> None:
+        self.peak_units, self.peak_nbytes = self.units, self.nbytes
+
+
 class Unit:
     """Modules whose parameters are gathered and freed together.
 
@@ -150,6 +176,7 @@ class Unit:
         self._once = once
         self._handles: list[Handle | Arrival] = []
         self.is_gathered = once is not None
+        self.gathered = Gathered()
         self.is_coming = False
         self.has_frozen = any(not p.requires_grad for each in held for p in each.parameters)
 
@@ -167,6 +194,7 @@ class Unit:
         if self.is_here:
             return
         self.is_coming = True
+        self.gathered.add(self)
         for each in self.held:
             storage = each.flat.untyped_storage()
             storage.resize_(each.flat.numel() * each.flat.element_size())
@@ -206,6 +234,7 @@ class Unit:
                 parameter.__class__ = AbsentParameter
             each.flat.untyped_storage().resize_(0)
         self.is_gathered = False
+        self.gathered.remove(self)
 
 
 def _octets(flat: Tensor) -> NDArray[np.uint8]:
@@ -220,6 +249,8 @@ class Sharding:
     units       in the order of registration, the root's first
     blocks      of trainable parameters, in the order in which their gradients leave
     gradients   of them, each rank's shards
+    once        where the parameters exist once on each node
+    gathered    how much of the model is whole on this rank, now and at most
     """
 
     def __init__(
@@ -235,7 +266,10 @@ class Sharding:
         self.dp_comm = dp_comm
         self.precision = precision
         self._prefetch = prefetch
-        self._once = once
+        self.once = once
+        self.gathered = Gathered()
+        for unit in units:
+            unit.gathered = self.gathered
         self._order: list[Unit] = []
         self._is_order_known = False
         self._in_backward = False
@@ -393,7 +427,7 @@ class Sharding:
     def before(self) -> None:
         """No rank reads the parameters as they are any more. Collective."""
         self.release()
-        if self._once is not None:
+        if self.once is not None:
             for unit in self.units:
                 unit.gather()
             self.dp_comm.barrier()
@@ -482,7 +516,7 @@ class Sharding:
 
         Every unit is gathered in forward, and again in backward unless it is kept.
         """
-        if self._once is not None:
+        if self.once is not None:
             return {}
         total = 0
         for unit in self.units:
@@ -564,7 +598,7 @@ def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Ite
 
     A model that is not sharded is left as it is.
     """
-    sharding = _sharding_in(model)
+    sharding = sharding_in(model)
     if sharding is None:
         yield
         return
@@ -572,7 +606,7 @@ def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Ite
         yield
 
 
-def _sharding_in(model: nn.Module) -> Sharding | None:
+def sharding_in(model: nn.Module) -> Sharding | None:
     return model.__dict__.get("_hpcpar_sharding")
 
 
@@ -587,7 +621,7 @@ def sharding_of(parameters: Sequence[Tensor]) -> Sharding | None:
 
 
 def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
-    sharding = _sharding_in(model)
+    sharding = sharding_in(model)
     if keep_vars:
         return  # the parameters themselves, which refuse by themselves to be used
     if sharding is not None and not all(unit.is_gathered for unit in sharding.units):

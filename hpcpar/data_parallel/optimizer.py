@@ -160,6 +160,28 @@ class DistributedOptimizer(Optimizer):
         """What a step works on; none where the optimizer steps on whole parameters."""
         return () if self._update is None else self._update.blocks
 
+    @property
+    def update(self) -> ShardedStep | None:
+        """What steps on the blocks; None where the optimizer steps on whole parameters."""
+        return self._update
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Of a fully sharded model."""
+        return self._sharding
+
+    @property
+    def once(self) -> NodeCopy | None:
+        """Where the parameters exist once on each node."""
+        return self._once if self._sharding is None else self._sharding.once
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """What this rank has of averages; in stages 0 and 1 perhaps in copies, of another type."""
+        if isinstance(self._synchronizer, ScatteredGradients):
+            return self._synchronizer.shards
+        return self._averaging.averages
+
     # --- gradients --------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -270,6 +270,22 @@ class ShardedStep:
 
     # --- figures ----------------------------------------------------------------------------------
 
+    @property
+    def storage(self) -> Storage:
+        """Where masters and states are between steps."""
+        return self._storage
+
+    def masters_apart(self) -> list[tuple[Block, Tensor]]:
+        """Master weights that are not the parameters themselves; empty ones while they are on disk."""
+        triples = zip(self.blocks, self.masters, self._is_apart, strict=True)
+        return [(block, master) for block, master, apart in triples if apart]
+
+    def pieces_with_states(self) -> Iterator[tuple[Piece, State]]:
+        """Every piece of this rank with its state as it lies now; tensors that are on disk are empty."""
+        for parts in self._parts:
+            for part in parts:
+                yield part.piece, self.inner.state[part.tensor]
+
     def nbytes(self) -> int:
         """Bytes of master weights and states of this rank, wherever they are; counters of steps left out."""
         masters = [master for master, apart in zip(self.masters, self._is_apart, strict=True) if apart]
