@@ -117,6 +117,24 @@ def test_bytes_of_gradients_and_of_the_common_start_are_exactly_the_theory(confi
     assert lines["dp", "allreduce"].nbytes_sent > 8 * 2 * 2 * 8 * 4000  # steps · 2(p-1) · bytes · parameters
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_is_the_formula_and_is_told_to_people_and_in_the_summary(
+    config_of: MakeConfig, stage: int
+) -> None:
+    config = config_of(f"optimizer.zero_stage={stage}", "train.steps=2")
+    consoles = [Console(file=io.StringIO(), width=80) for _ in range(2)]
+    outcomes = run_loopback(2, lambda comm: Run(config, comm, console=consoles[comm.rank]).train())
+    assert outcomes[0].memory == outcomes[1].memory
+    summary = json.loads((config.output.directory / "summary.json").read_text())
+    assert summary["memory"] == outcomes[0].memory.as_record()
+    assert summary["memory"]["formula"] == ["32Φ", "16Φ + 16Φ/p", "8Φ + 24Φ/p", "32Φ/p"][stage]
+    assert summary["memory"]["unexplained_nbytes"] == 0
+    assert summary["memory"]["worst"]["peak_activations_nbytes"] > 0
+    said = consoles[0].file.getvalue()  # type: ignore[attr-defined]
+    assert f"ZeRO-{stage}, {summary['memory']['formula']}" in said
+    assert "activations" in said
+
+
 def test_a_resumed_run_goes_on_bit_for_bit(config_of: MakeConfig) -> None:
     whole, parts = config_of(name="whole"), config_of("output.checkpoint_every=4", name="parts")
     uninterrupted = trained(whole, 2)[0]
@@ -182,6 +200,7 @@ def test_resuming_a_finished_run_only_evaluates_it(config_of: MakeConfig) -> Non
     again = trained(config_of(), resume=True)[0]
     assert (again.first_step, again.steps, again.loss) == (8, 8, None)
     assert again.held_out_loss == first.held_out_loss
+    assert again.memory.worst.peak_activations_nbytes is None
 
 
 def test_resuming_where_nothing_is_starts_at_the_first_step(config_of: MakeConfig) -> None:
