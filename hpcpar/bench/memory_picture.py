@@ -41,7 +41,7 @@ BAR_INCHES = 0.62
 class Bar:
     """One way of training, on the rank that needs most; bytes in memory by part.
 
-    state    measured; of what all ranks have in common the rank's share
+    state    measured; of what a node's ranks have in common the rank's share
     theory   by the formula, of what is in memory
     beyond   at most, during a step
     disk     of the formula, what is in files
@@ -64,16 +64,16 @@ class Bar:
 def bar(record: Record) -> Bar:
     """The bar of a benchmark's line."""
     worst = record["worst"]
-    ranks = worst["ranks"]
+    sharers = worst["sharers"]
     state, theory = {}, {}
     for what in STATE:
         line = worst["state"][what]
         in_memory = line["device_nbytes"] + line["host_nbytes"]
-        state[what] = in_memory + line["common_nbytes"] / ranks
+        state[what] = in_memory + line["common_nbytes"] / sharers
         # A line is in one place as a whole.
         theory[what] = 0.0 if line["disk_nbytes"] else line["formula_nbytes"]
         if line["common_nbytes"]:
-            theory[what] /= ranks
+            theory[what] /= sharers
     variant = record.get("variant", "plain")
     label = f"ZeRO-{record['stage']}" + ("" if variant == "plain" else f", {variant}")
     beyond = {name: worst[key] for key, (name, _, _) in BEYOND.items() if worst[key]}

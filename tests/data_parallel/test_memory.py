@@ -305,6 +305,18 @@ def test_what_ranks_have_in_common_counts_once(stage: int) -> None:
     assert apart.state_nbytes - common.state_nbytes == saved
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_ranks_have_in_common_counts_once_on_each_node(stage: int) -> None:
+    def work(comm: Communicator) -> MemoryReport:
+        return reported(comm, stage, precision="bfloat16", shared_parameters=True)
+
+    report = run_loopback(4, work, nodes=[0, 0, 1, 1], shared_memory=True)[0]
+    assert all(each.unexplained_nbytes == 0 for each in report.of_ranks)
+    assert {(each.ranks, each.sharers) for each in report.of_ranks} == {(4, 2)}
+    own = sum(line.host_nbytes for each in report.of_ranks for line in each.state.values())
+    assert report.state_nbytes - own == 2 * report.worst.state[PARAMETERS].common_nbytes
+
+
 def test_units_are_counted_while_they_are_whole() -> None:
     def work(comm: Communicator) -> list[tuple[int, int, int]]:
         model, optimizer = trained(comm, 3)
