@@ -49,7 +49,6 @@ from training_peers import PEERS, PHASES, Peer, Recipe, Task, absent, build, joi
 
 import hpcpar
 from hpcpar.comm import Communicator
-from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.launch import binding
 from hpcpar.models import PRESETS, LlamaConfig
 from hpcpar.units import MiB, format_nbytes
@@ -72,11 +71,13 @@ class Turn:
     """What one rank's turn took.
 
     step_s, cpu_s   by its steps
+    exposed_s       that its program stood still for hpcpar's communication, by its steps
     phases_s        of each step
     """
 
     step_s: float
     cpu_s: float
+    exposed_s: float
     phases_s: list[list[float]]
     loss: float
 
@@ -87,6 +88,8 @@ class Result:
 
     step_s         in each turn, of the slowest rank
     cpu_s          in each turn, processor time of all threads for a step, mean of the ranks that work
+    exposed_s      median over turns of what the slowest rank stood still in a step for communication that
+                   computation did not hide; None for whom hpcpar does not carry it
     phases_s       medians over all steps of rank 0
     peak_nbytes    most resident memory of any rank during steps, above what it held without the peer
     shared_nbytes  the same with pages that ranks share divided among them, the most at the ends of phases
@@ -98,6 +101,7 @@ class Result:
     peer: str
     step_s: list[float]
     cpu_s: list[float]
+    exposed_s: float | None
     phases_s: dict[str, float]
     tokens_per_step: int
     peak_nbytes: int | None
@@ -160,7 +164,7 @@ def arguments() -> argparse.Namespace:
         "--threads", type=int, default=0, help="torch threads per rank (default: cores / ranks here)"
     )
     parser.add_argument(
-        "--bucket-mib", type=float, default=BUCKET_BYTES / MiB, help="of all that have buckets"
+        "--bucket-mib", type=float, help="of all that have buckets (default: as each has them)"
     )
     parser.add_argument(
         "--shared-parameters", action="store_true", help="hpcpar 1 to 3 hold one copy of them on a node"
@@ -181,7 +185,7 @@ def make_task(world: Communicator, options: argparse.Namespace) -> Task:
         start_dtype=dtype,
         sequence=options.sequence,
         batch=options.batch,
-        bucket_bytes=round(options.bucket_mib * MiB),
+        bucket_bytes=None if options.bucket_mib is None else round(options.bucket_mib * MiB),
         shared_parameters=options.shared_parameters,
     )
 
@@ -330,13 +334,20 @@ def take_turn(peer: Peer, task: Task, steps: int) -> Turn | None:
     if peer.share is None:
         return None
     phases_s = []
+    waited_s = seconds_waited(task.world)
     cpu_s, start_s = time.process_time(), time.perf_counter()
     for _ in range(steps):
         loss, marks = peer.step()
         phases_s.append([stop - start for start, stop in pairwise(marks)])
     peer.settle()
     step_s, cpu_s = (time.perf_counter() - start_s) / steps, (time.process_time() - cpu_s) / steps
-    return Turn(step_s, cpu_s, phases_s, loss)
+    exposed_s = (seconds_waited(task.world) - waited_s) / steps
+    return Turn(step_s, cpu_s, exposed_s, phases_s, loss)
+
+
+def seconds_waited(world: Communicator) -> float:
+    """In all that this rank has communicated through hpcpar."""
+    return sum(row.seconds_waited for traffic in world.traffics().values() for row in traffic.rows())
 
 
 def take_turns(peers: Sequence[Peer], task: Task, rounds: int, steps: int) -> dict[str, list[Turn | None]]:
@@ -371,6 +382,7 @@ def measure(names: Sequence[str], task: Task, options: argparse.Namespace) -> li
                 peer=name,
                 step_s=[max(turn.step_s for turn in of_ranks) for of_ranks in turns],
                 cpu_s=[statistics.mean(turn.cpu_s for turn in of_ranks) for of_ranks in turns],
+                exposed_s=exposed_s(turns) if name.startswith("hpcpar") else None,
                 phases_s=dict(zip(PHASES, map(statistics.median, phases), strict=True)),
                 tokens_per_step=sequences * task.sequence,
                 peak_nbytes=memory[name][0],
@@ -380,6 +392,10 @@ def measure(names: Sequence[str], task: Task, options: argparse.Namespace) -> li
             )
         )
     return results
+
+
+def exposed_s(turns: Sequence[Sequence[Turn]]) -> float:
+    return statistics.median(max(turn.exposed_s for turn in of_ranks) for of_ranks in turns)
 
 
 def header(task: Task, options: argparse.Namespace) -> dict[str, Any]:
@@ -443,7 +459,7 @@ def report(about: dict[str, Any], results: Sequence[Result]) -> None:
 
 
 def print_figures(results: Sequence[Result]) -> None:
-    titles = ["step", "quartiles", "tokens/s", "cpu", "efficiency", "memory", "shared", *PHASES]
+    titles = ["step", "quartiles", "tokens/s", "cpu", "exposed", "efficiency", "memory", "shared", *PHASES]
     print(f"{'peer':<17}" + "".join(f"{title:>15}" for title in titles))
     for result in results:
         low, high = result.quartiles_s()
@@ -453,6 +469,7 @@ def print_figures(results: Sequence[Result]) -> None:
             f"{low * 1e3:.1f}-{high * 1e3:.1f}",
             f"{result.tokens_per_s:,.0f}",
             f"{result.median_cpu_s * 1e3:.1f}",
+            "-" if result.exposed_s is None else f"{result.exposed_s * 1e3:.1f}",
             "-" if efficiency is None else f"{efficiency:.3f}",
             *("-" if n is None else format_nbytes(n) for n in (result.peak_nbytes, result.shared_nbytes)),
             *(f"{result.phases_s[phase] * 1e3:.1f}" for phase in PHASES),

@@ -32,7 +32,7 @@ from torch import Tensor, distributed, nn
 import hpcpar
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
-from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES
+from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.models import Llama, LlamaConfig, next_token_loss
 from hpcpar.units import MiB
 
@@ -67,7 +67,7 @@ class Task:
     start_dtype: torch.dtype
     sequence: int
     batch: int
-    bucket_bytes: int
+    bucket_bytes: int | None
     shared_parameters: bool = False
 
     @property
@@ -183,7 +183,6 @@ class Hpcpar(Peer):
             settings = {"zero_stage": 3}
         else:
             settings["bucket_bytes"] = task.bucket_bytes
-            settings["first_bucket_bytes"] = min(FIRST_BUCKET_BYTES, task.bucket_bytes)
             if self.stage or precision:
                 settings |= {"zero_stage": self.stage, "model": self.model, **precision, **shared}
         self.publishes = "model" in settings
@@ -217,7 +216,9 @@ class Ddp(Peer):
         super().__init__(name, task, recipe)
         self.optimizer = self.make_optimizer(recipe)
         self.module = nn.parallel.DistributedDataParallel(
-            self.model, bucket_cap_mb=task.bucket_bytes / MiB, gradient_as_bucket_view=True
+            self.model,
+            bucket_cap_mb=(task.bucket_bytes or BUCKET_BYTES) / MiB,
+            gradient_as_bucket_view=True,
         )
 
     def make_optimizer(self, recipe: Recipe) -> torch.optim.Optimizer:
@@ -315,7 +316,7 @@ class DeepSpeed(Peer):
 
     def __init__(self, name: str, task: Task, recipe: Recipe) -> None:
         super().__init__(name, task, recipe)
-        bucket_elements = task.bucket_bytes // (2 if task.low_precision else 4)
+        bucket_elements = (task.bucket_bytes or BUCKET_BYTES) // (2 if task.low_precision else 4)
         settings = {
             "train_micro_batch_size_per_gpu": task.batch,
             "gradient_accumulation_steps": 1,
@@ -417,10 +418,7 @@ def join_gloo(world: Communicator, cleanup: ExitStack) -> None:
         store: Any = distributed.FileStore(path, world.size)  # type: ignore[attr-defined]
     else:
         store = tcp_store(world)
-    # torch's hook collects what the one before it prints; ours ends the job before that could come out.
-    hook = sys.excepthook
     distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    sys.excepthook = hook
     cleanup.callback(distributed.destroy_process_group)
 
 

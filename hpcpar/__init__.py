@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         Precision,
         broadcast_parameters,
         fully_shard,
+        memory_report,
         summon_full_parameters,
+        watch_activations,
     )
     from hpcpar.mesh import Layout, Mesh
 
@@ -36,7 +38,9 @@ _HOME = {
     "Precision": "hpcpar.data_parallel",
     "broadcast_parameters": "hpcpar.data_parallel",
     "fully_shard": "hpcpar.data_parallel",
+    "memory_report": "hpcpar.data_parallel",
     "summon_full_parameters": "hpcpar.data_parallel",
+    "watch_activations": "hpcpar.data_parallel",
     "Layout": "hpcpar.mesh",
     "Mesh": "hpcpar.mesh",
 }
@@ -51,8 +55,10 @@ __all__ = [
     "broadcast_parameters",
     "fully_shard",
     "init",
+    "memory_report",
     "run_loopback",
     "summon_full_parameters",
+    "watch_activations",
 ]
 
 

@@ -1,4 +1,7 @@
-"""Reading a checkpoint: every rank verifies every bit, and nothing is changed until all have."""
+"""Reading a checkpoint: each rank verifies a part, and nothing is changed until all found theirs whole.
+
+Each rank then reads what it needs: of what it owns in pieces those elements alone, whoever wrote them.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpcpar.checkpoint import random_state
 from hpcpar.checkpoint.catalogue import latest
 from hpcpar.checkpoint.manifest import MANIFEST, Manifest
-from hpcpar.checkpoint.model_state import check_fits, fill
-from hpcpar.checkpoint.optimizer_state import restored_state
-from hpcpar.checkpoint.save import MODEL, OPTIMIZER, RANDOM, STATE
+from hpcpar.checkpoint.model_state import check_fits, model_tensors
+from hpcpar.checkpoint.optimizer_state import SavedStates
+from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM, STATE
+from hpcpar.checkpoint.stored import Files, Stored, from_record
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.data_parallel.fully_sharded import sharding_of
+from hpcpar.data_parallel.parameters import OwnPiece
+from hpcpar.data_parallel.sharded_step import MASTER
 from hpcpar.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,22 +63,30 @@ def load(
     restore_random  with another number of ranks than saved it, only ranks that there were then
                     find their states; the others keep theirs
 
-    Nothing of model, optimizer or random numbers is touched unless every rank found every file whole
-    and of this model.
+    What was saved by one stage of ZeRO and one number of ranks is loaded into any others. Where it has
+    master weights, or the optimizer (or the fully sharded model) has a precision, floating-point types may
+    differ: parameters and master weights become the most exact values that there are. Nothing of model,
+    optimizer or random numbers is touched unless every file was found whole, and by every rank to be of its
+    model.
 
     errors  CheckpointError that names the file, what was expected and what was found; of several
             ranks, PeerFailedError on every one, with that text
     """
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer.wait_for_parameters()
     with comm.together(f"looking for a checkpoint in {path}"):
         own_choice = _choose(Path(path)) if comm.rank == 0 else None
     chosen = Path(comm.broadcast_object(None if own_choice is None else str(own_choice)))
-    with comm.together(f"loading the checkpoint {chosen}"):
-        content = _Content.read(chosen)
-        check_fits(model, content.model, content.aliases, str(chosen / MODEL))
-        optimizer_content = None if optimizer is None else content.optimizer_for(optimizer, model)
-    fill(model, content.model, content.aliases)
-    if optimizer is not None and optimizer_content is not None:
-        optimizer.load_state_dict(optimizer_content)
+    doing = f"loading the checkpoint {chosen}"
+    with comm.together(doing):
+        manifest = Manifest.read(chosen)
+        manifest.check_content(chosen, rank=comm.rank, size=comm.size)
+    with comm.together(doing):
+        content = _Content.read(chosen, manifest)
+        filling = _Filling(content, model, optimizer)
+    with comm.together(doing):
+        filling.fill_whole()
+    filling.fill_pieces()
     restored = restore_random and comm.rank < content.ranks
     if restored:
         random_state.restore(content.random_of(comm.rank), content.state["random"][comm.rank])
@@ -92,28 +107,32 @@ def _choose(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Content:
-    """A checkpoint's files, verified and read."""
+    """What a verified checkpoint holds; of tensors, where they are."""
 
     path: Path
     state: dict[str, Any]
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor] | None
-    random: dict[str, Tensor]
+    files: Files
+    model: dict[str, Stored]
+    optimizer: SavedStates | None
 
     @classmethod
-    def read(cls, path: Path) -> _Content:
-        manifest = Manifest.read(path)
-        manifest.check_content(path)
+    def read(cls, path: Path, manifest: Manifest) -> _Content:
         for name in (STATE, MODEL, RANDOM):
             if name not in manifest.files:
                 raise CheckpointError(f"{path} is not a checkpoint of this program: it has no {name}")
-        return cls(
-            path=path,
-            state=json.loads((path / STATE).read_text()),
-            model=_tensors(path / MODEL),
-            optimizer=_tensors(path / OPTIMIZER) if OPTIMIZER in manifest.files else None,
-            random=_tensors(path / RANDOM),
-        )
+        state = json.loads((path / STATE).read_text())
+        pieces = json.loads((path / PIECES).read_text()) if PIECES in manifest.files else {}
+        files = Files(path)
+
+        def tensors(file: str, kind: str) -> dict[str, Stored]:
+            records = pieces.get(kind, {})
+            return files.all_in(file) | {name: from_record(name, record) for name, record in records.items()}
+
+        optimizer = None
+        if OPTIMIZER in manifest.files:
+            where = str(path / OPTIMIZER)
+            optimizer = SavedStates(tensors(OPTIMIZER, "optimizer"), state["optimizer"], files, where)
+        return cls(path, state, files, tensors(MODEL, "model"), optimizer)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -124,26 +143,94 @@ class _Content:
     def ranks(self) -> int:
         return len(self.state["random"])
 
-    def optimizer_for(self, optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-        if self.optimizer is None:
-            raise CheckpointError(
-                f"{self.path} was saved without an optimizer, but there is one to restore; "
-                f"load with optimizer=None to begin with a fresh one"
-            )
-        where = str(self.path / OPTIMIZER)
-        return restored_state(optimizer, model, self.optimizer, self.state["optimizer"], where)
+    @property
+    def has_masters(self) -> bool:
+        return self.optimizer is not None and self.optimizer.has_masters
+
+    def value(self, name: str, dtype: torch.dtype) -> Stored:
+        """Of a parameter or buffer, what comes nearest to its value in a type: master weights, if need be."""
+        first = self.aliases.get(name, name)
+        stored = self.model[first]
+        master = None if self.optimizer is None else self.optimizer.master(first)
+        return stored if master is None or stored.dtype == dtype else master
 
     def random_of(self, rank: int) -> dict[str, Tensor]:
-        prefix = f"{rank}/"
         return {
-            name.removeprefix(prefix): tensor
-            for name, tensor in self.random.items()
-            if name.startswith(prefix)
+            name.removeprefix(f"{rank}/"): stored.whole(self.files)
+            for name, stored in self.files.all_in(RANDOM).items()
+            if name.startswith(f"{rank}/")
         }
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+class _Filling:
+    """A checkpoint on its way into a model and an optimizer, which it is found to fit when this is made."""
+
+    def __init__(self, content: _Content, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._content = content
+        self._sharding = sharding_of(list(model.parameters()))
+        has_pieces = isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces
+        self._on_pieces = optimizer if isinstance(optimizer, DistributedOptimizer) and has_pieces else None
+        self._on_wholes = None if has_pieces else optimizer
+        precisions = [getattr(owner, "precision", None) for owner in (self._sharding, optimizer)]
+        check_fits(
+            model,
+            content.model,
+            content.aliases,
+            str(content.path / MODEL),
+            precision_may_differ=content.has_masters or any(precisions),
+        )
+        self._tensors, _ = model_tensors(model)
+        self._name_of = {id(value): name for name, value in self._tensors.items()}
+        if optimizer is not None:
+            saved = self._saved_states
+            self._state_dict = saved.state_dict(optimizer, model)
+            if self._on_wholes is not None:
+                self._state_dict["state"] = saved.whole_states(optimizer, model)
+        # What the optimizer has pieces of is brought by these.
+        stepped = () if self._on_pieces is None else self._on_pieces.synchronizer.parameters
+        self._brought = {id(parameter) for parameter in stepped}
+
+    @torch.no_grad()
+    def fill_whole(self) -> None:
+        """All that is not in pieces. Memory stays, so that views of it (buckets, ties) stay what they are."""
+        sharded = () if self._sharding is None else self._sharding.every_parameter()
+        elsewhere = self._brought | {id(parameter) for parameter in sharded}
+        for name, value in self._tensors.items():
+            if id(value) not in elsewhere and value.numel():
+                value.copy_(self._content.value(name, value.dtype).whole(self._content.files))
+        if self._on_wholes is not None:
+            self._on_wholes.load_state_dict(self._state_dict)
+
+    def fill_pieces(self) -> None:
+        """Of all that is in pieces this rank's. Collective."""
+        if self._sharding is not None:
+            self._sharding.load(self._values_of)
+        if self._on_pieces is not None:
+            self._on_pieces.load_own_states(self._state_of, self._state_dict)
+
+    @property
+    def _saved_states(self) -> SavedStates:
+        if self._content.optimizer is None:
+            raise CheckpointError(
+                f"{self._content.path} was saved without an optimizer, but there is one to restore; "
+                f"load with optimizer=None to begin with a fresh one"
+            )
+        return self._content.optimizer
+
+    def _values_of(self, piece: OwnPiece) -> Tensor | None:
+        if id(piece.parameter) in self._brought:
+            return None
+        return self._read(
+            piece, self._content.value(self._name_of[id(piece.parameter)], piece.parameter.dtype)
+        )
+
+    def _state_of(self, piece: OwnPiece) -> dict[str, Any]:
+        """The optimizer's state of a piece, and in any case its values as master weights."""
+        name = self._name_of[id(piece.parameter)]
+        first = self._content.aliases.get(name, name)
+        saved = self._saved_states
+        values = saved.master(first) or self._content.model[first]
+        return {MASTER: self._read(piece, values), **saved.state_of(first, piece)}
+
+    def _read(self, piece: OwnPiece, stored: Stored) -> Tensor:
+        return stored.elements(self._content.files, piece.start, piece.stop, piece.layout)

@@ -6,14 +6,19 @@ safetensors by itself noticed none of 200 flipped bits, `torch.load` two; with t
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcpar.durable import sha256
 from hpcpar.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+"""1 had whole tensors alone."""
+
+READABLE = (1, 2)
 MANIFEST = "manifest.json"
 
 
@@ -24,6 +29,11 @@ class Entry:
     nbytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> Entry:
+        """Of a file as it lies there now."""
+        return cls(path.stat().st_size, sha256(path))
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -31,17 +41,12 @@ class Manifest:
 
     step: int
     files: dict[str, Entry]
-
-    @classmethod
-    def of(cls, directory: Path, step: int) -> Manifest:
-        """Of the files that lie in a directory now."""
-        paths = sorted(path for path in directory.iterdir() if path.name != MANIFEST)
-        return cls(step, {path.name: Entry(path.stat().st_size, sha256(path)) for path in paths})
+    format: int = FORMAT
 
     def text(self) -> str:
         """The one way to write it down, sealed with its own SHA-256: any other text is damage."""
         files = {name: vars(entry) for name, entry in sorted(self.files.items())}
-        content = {"format": FORMAT, "step": self.step, "files": files}
+        content = {"format": self.format, "step": self.step, "files": files}
         seal = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         return json.dumps(content | {"seal": seal}, indent=1) + "\n"
 
@@ -58,11 +63,14 @@ class Manifest:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged: {error}; {_ADVICE}") from error
-        if isinstance(content, dict) and content.get("format") not in (None, FORMAT):
-            raise CheckpointError(f"{path} has format {content['format']}, this version reads {FORMAT}")
+        if isinstance(content, dict) and content.get("format") not in (None, *READABLE):
+            readable = " and ".join(map(str, READABLE))
+            raise CheckpointError(f"{path} has format {content['format']}, this version reads {readable}")
         try:
             manifest = cls(
-                content["step"], {name: Entry(**entry) for name, entry in content["files"].items()}
+                content["step"],
+                {name: Entry(**entry) for name, entry in content["files"].items()},
+                content["format"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}; {_ADVICE}") from error
@@ -83,16 +91,34 @@ class Manifest:
             if found != entry.nbytes:
                 raise CheckpointError(f"{path} should have {entry.nbytes} bytes, but has {found}; {_ADVICE}")
 
-    def check_content(self, directory: Path) -> None:
-        """CheckpointError unless every bit of every file is as it was written; about 1 s per GB."""
+    def check_content(self, directory: Path, *, rank: int, size: int) -> None:
+        """CheckpointError unless every bit of this rank's part of the files is as it was written.
+
+        About 1 s per GB. Between them `size` ranks look at every file.
+        """
         self.check_sizes(directory)
-        for name, entry in self.files.items():
-            found = sha256(directory / name)
-            if found != entry.sha256:
+        for name in parts({name: entry.nbytes for name, entry in self.files.items()}, size)[rank]:
+            expected = self.files[name].sha256
+            try:
+                found = sha256(directory / name)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {directory / name}: {error.strerror}") from error
+            if found != expected:
                 raise CheckpointError(
-                    f"{directory / name} is damaged: its SHA-256 should be {entry.sha256[:16]}…, "
+                    f"{directory / name} is damaged: its SHA-256 should be {expected[:16]}…, "
                     f"but is {found[:16]}…; {_ADVICE}"
                 )
+
+
+def parts(nbytes: Mapping[str, int], size: int) -> list[list[str]]:
+    """Names shared out among `size` ranks, so that each has about as many bytes: the largest first."""
+    shares: list[list[str]] = [[] for _ in range(size)]
+    loads = [(0, rank) for rank in range(size)]
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(name)
+        heapq.heappush(loads, (load + nbytes[name], rank))
+    return shares
 
 
 _ADVICE = "use another checkpoint, or copy this one again from where it is whole"

@@ -1,20 +1,13 @@
-"""A model's parameters and buffers, by name, and the way back into a model that is built alike."""
+"""A model's parameters and buffers, by name, and whether a checkpoint is of a model that is built alike."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
+from hpcpar.checkpoint.stored import Stored
 from hpcpar.errors import CheckpointError
-
-
-def on_cpu(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor with a storage of its own, as safetensors wants it."""
-    value = tensor.detach().cpu().contiguous()
-    shares = value.untyped_storage().nbytes() != value.nbytes
-    return value.clone() if shares else value
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -30,18 +23,26 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             )
         first = first_names.setdefault(id(value), name)
         if first == name:
-            tensors[name] = on_cpu(value)
+            tensors[name] = value
         else:
             aliases[name] = first
     return tensors, aliases
 
 
 def check_fits(
-    model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], where: str
+    model: nn.Module,
+    stored: Mapping[str, Stored],
+    aliases: Mapping[str, str],
+    where: str,
+    *,
+    precision_may_differ: bool,
 ) -> None:
-    """CheckpointError that names the first tensors which are missing, too many, or of another form."""
+    """CheckpointError that names the first tensors which are missing, too many, or of another form.
+
+    precision_may_differ   a floating-point type may be another one
+    """
     expected = model.state_dict(keep_vars=True)
-    found = dict(tensors) | {name: tensors[first] for name, first in aliases.items()}
+    found = dict(stored) | {name: stored[first] for name, first in aliases.items()}
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]
     if missing or unexpected:
@@ -54,15 +55,10 @@ def check_fits(
             )
         )
     for name, value in expected.items():
-        if found[name].shape != value.shape or found[name].dtype != value.dtype:
+        dtype = found[name].dtype
+        rounds = precision_may_differ and dtype.is_floating_point and value.dtype.is_floating_point
+        if found[name].shape != tuple(value.shape) or (dtype != value.dtype and not rounds):
             raise CheckpointError(
-                f"{where} is of another model: {name} there is {tuple(found[name].shape)} "
-                f"{found[name].dtype}, in the model {tuple(value.shape)} {value.dtype}"
+                f"{where} is of another model: {name} there is {found[name].shape} "
+                f"{dtype}, in the model {tuple(value.shape)} {value.dtype}"
             )
-
-
-@torch.no_grad()
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
-    """Copy into the model's own memory, so that views of it (buckets, ties) stay what they are."""
-    for name, value in model.state_dict(keep_vars=True).items():
-        value.copy_(tensors[aliases.get(name, name)])

@@ -62,11 +62,13 @@ class FailureHooks:
         rank, size = self._transport.rank, self._transport.size
         lines = traceback.format_exception(kind, error, trace)
         summary = traceback.format_exception_only(kind, error)[-1].strip()
+        # torch.distributed's own hook calls the one before it with sys.stderr replaced, to print it later.
+        stream = sys.__stderr__ or sys.stderr
         # One write, so that the lines of several ranks do not mix.
-        sys.stderr.write(
+        stream.write(
             f"hpcpar: rank {rank} of {size} (pid {os.getpid()}) failed and ends the job:\n{''.join(lines)}"
         )
-        sys.stderr.flush()
+        stream.flush()
         self._guard.aborting(summary)
         time.sleep(RELAY_S)
         self._transport.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from hpcpar.data_parallel.activations import watch_activations
 from hpcpar.data_parallel.broadcast import broadcast_parameters, expected_broadcast_nbytes
 from hpcpar.data_parallel.fully_sharded import fully_shard, summon_full_parameters
 from hpcpar.data_parallel.gradients import GradientSynchronizer
+from hpcpar.data_parallel.memory import MemoryReport, memory_report
 from hpcpar.data_parallel.optimizer import DistributedOptimizer
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.traffic import allreduce_nbytes, expected_nbytes
@@ -12,11 +14,14 @@ from hpcpar.data_parallel.traffic import allreduce_nbytes, expected_nbytes
 __all__ = [
     "DistributedOptimizer",
     "GradientSynchronizer",
+    "MemoryReport",
     "Precision",
     "allreduce_nbytes",
     "broadcast_parameters",
     "expected_broadcast_nbytes",
     "expected_nbytes",
     "fully_shard",
+    "memory_report",
     "summon_full_parameters",
+    "watch_activations",
 ]

@@ -36,10 +36,17 @@ from torch.autograd import Variable
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
 from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
-from hpcpar.data_parallel.parameters import Layout, Named, agree_on_parameters, layout_of, view_as
+from hpcpar.data_parallel.parameters import (
+    Layout,
+    Named,
+    OwnPiece,
+    agree_on_parameters,
+    layout_of,
+    view_as,
+)
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.scattered import ScatteredGradients
-from hpcpar.data_parallel.shards import Shard, shard_of
+from hpcpar.data_parallel.shards import Shard, pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.units import Place, Policy, UnitPlan, plan_units, tensors_in
 from hpcpar.errors import OperationError, ShardedParameterError
@@ -125,6 +132,32 @@ class Held:
     absent: list[Tensor]
 
 
+@dataclass
+class Gathered:
+    """Units that are whole, or about to be, at one time: now, and at most since it was last asked to forget.
+
+    nbytes   of their parameters, with the padding
+    """
+
+    units: int = 0
+    nbytes: int = 0
+    peak_units: int = 0
+    peak_nbytes: int = 0
+
+    def add(self, unit: Unit) -> None:
+        self.units += 1
+        self.nbytes += unit.nbytes
+        self.peak_units = max(self.peak_units, self.units)
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def remove(self, unit: Unit) -> None:
+        self.units -= 1
+        self.nbytes -= unit.nbytes
+
+    def forget_peak(self) -> None:
+        self.peak_units, self.peak_nbytes = self.units, self.nbytes
+
+
 class Unit:
     """Modules whose parameters are gathered and freed together.
 
@@ -143,6 +176,7 @@ class Unit:
         self._once = once
         self._handles: list[Handle | Arrival] = []
         self.is_gathered = once is not None
+        self.gathered = Gathered()
         self.is_coming = False
         self.has_frozen = any(not p.requires_grad for each in held for p in each.parameters)
 
@@ -160,6 +194,7 @@ class Unit:
         if self.is_here:
             return
         self.is_coming = True
+        self.gathered.add(self)
         for each in self.held:
             storage = each.flat.untyped_storage()
             storage.resize_(each.flat.numel() * each.flat.element_size())
@@ -199,6 +234,7 @@ class Unit:
                 parameter.__class__ = AbsentParameter
             each.flat.untyped_storage().resize_(0)
         self.is_gathered = False
+        self.gathered.remove(self)
 
 
 def _octets(flat: Tensor) -> NDArray[np.uint8]:
@@ -213,6 +249,8 @@ class Sharding:
     units       in the order of registration, the root's first
     blocks      of trainable parameters, in the order in which their gradients leave
     gradients   of them, each rank's shards
+    once        where the parameters exist once on each node
+    gathered    how much of the model is whole on this rank, now and at most
     """
 
     def __init__(
@@ -228,7 +266,10 @@ class Sharding:
         self.dp_comm = dp_comm
         self.precision = precision
         self._prefetch = prefetch
-        self._once = once
+        self.once = once
+        self.gathered = Gathered()
+        for unit in units:
+            unit.gathered = self.gathered
         self._order: list[Unit] = []
         self._is_order_known = False
         self._in_backward = False
@@ -387,7 +428,7 @@ class Sharding:
     def before(self) -> None:
         """No rank reads the parameters as they are any more. Collective."""
         self.release()
-        if self._once is not None:
+        if self.once is not None:
             for unit in self.units:
                 unit.gather()
             self.dp_comm.barrier()
@@ -420,6 +461,41 @@ class Sharding:
                 "(requires_grad_(False)) before fully_shard"
             )
 
+    def every_parameter(self) -> Iterator[nn.Parameter]:
+        """Trainable or frozen, each once."""
+        return (parameter for unit in self.units for held in unit.held for parameter in held.parameters)
+
+    def own_pieces(self) -> Iterator[tuple[OwnPiece, Tensor]]:
+        """This rank's part of every parameter, trainable or frozen, and its values, flat."""
+        for unit in self.units:
+            for held in unit.held:
+                block = held.block
+                places = range(len(held.parameters))
+                for piece in pieces_between(places, block.bucket.edges, block.shard.start, block.shard.stop):
+                    parameter: Any = held.parameters[piece.member]
+                    layout = layout_of(held.views[piece.member])
+                    own = OwnPiece(parameter.hpcpar_name, parameter, layout, piece.start, piece.stop)
+                    yield own, block.own[piece.offset : piece.end]
+
+    @torch.no_grad()
+    def load(self, values_of: Callable[[OwnPiece], Tensor | None]) -> None:
+        """Take values, flat, of this rank's pieces; None: they stay. Master weights follow. Collective."""
+        self.before()
+        with self.dp_comm.together("loading parameters"):
+            trained = False
+            for piece, own in self.own_pieces():
+                values = values_of(piece)
+                if values is not None:
+                    own.copy_(values)
+                    trained |= piece.parameter.requires_grad
+            if trained:
+                self._tell_written()
+        self.rest()
+
+    def _tell_written(self) -> None:
+        for tell in self.on_written:
+            tell()
+
     @contextmanager
     def summoned(self, *, write_back: bool) -> Iterator[None]:
         for unit in self.units:
@@ -433,16 +509,15 @@ class Sharding:
                         shard = held.block.shard
                         held.block.own.copy_(held.flat[shard.start : shard.stop])
             self.release()
-            tell = self.on_written()
-            if write_back and tell is not None:
-                tell()
+            if write_back:
+                self._tell_written()
 
     def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
 
         Every unit is gathered in forward, and again in backward unless it is kept.
         """
-        if self._once is not None:
+        if self.once is not None:
             return {}
         total = 0
         for unit in self.units:
@@ -524,7 +599,7 @@ def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Ite
 
     A model that is not sharded is left as it is.
     """
-    sharding = _sharding_in(model)
+    sharding = sharding_in(model)
     if sharding is None:
         yield
         return
@@ -532,7 +607,7 @@ def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Ite
         yield
 
 
-def _sharding_in(model: nn.Module) -> Sharding | None:
+def sharding_in(model: nn.Module) -> Sharding | None:
     return model.__dict__.get("_hpcpar_sharding")
 
 
@@ -547,7 +622,9 @@ def sharding_of(parameters: Sequence[Tensor]) -> Sharding | None:
 
 
 def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
-    sharding = _sharding_in(model)
+    sharding = sharding_in(model)
+    if keep_vars:
+        return  # the parameters themselves, which refuse by themselves to be used
     if sharding is not None and not all(unit.is_gathered for unit in sharding.units):
         raise ShardedParameterError(
             "the state_dict() of a fully sharded model was asked for, of which this rank has shards only; do "

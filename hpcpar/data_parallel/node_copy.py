@@ -45,6 +45,11 @@ class NodeCopy:
             assert self._across is not None, "every rank has a place on its node"
             self._counterparts = self._across.allgather_object(dp_comm.rank)
 
+    @property
+    def ranks(self) -> int:
+        """How many have one memory in common."""
+        return self._node.size
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of zeros that this node's ranks have in common. Collective."""
         flat: Tensor = self._node.allocate_common(numel, dtype)

@@ -20,12 +20,20 @@ from hpcpar.data_parallel.fully_sharded import Sharding, sharding_of
 from hpcpar.data_parallel.gradients import GradientSynchronizer, bucketed
 from hpcpar.data_parallel.node_copy import NodeCopy
 from hpcpar.data_parallel.norms import GradientNorm, wide
-from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, view_as
+from hpcpar.data_parallel.parameters import (
+    Named,
+    OwnPiece,
+    agree_on_parameters,
+    distinct,
+    layout_of,
+    view_as,
+)
 from hpcpar.data_parallel.precision import LossScaler, Precision
 from hpcpar.data_parallel.publication import Publication
 from hpcpar.data_parallel.reduction import Averaging
 from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
-from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened
+from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened, is_elementwise, part_of
+from hpcpar.data_parallel.shards import Piece
 from hpcpar.data_parallel.storage import storage_of
 from hpcpar.data_parallel.traffic import ByCollective, expected_traffic
 from hpcpar.errors import OffloadError, OperationError
@@ -153,6 +161,28 @@ class DistributedOptimizer(Optimizer):
     def blocks(self) -> Sequence[Block]:
         """What a step works on; none where the optimizer steps on whole parameters."""
         return () if self._update is None else self._update.blocks
+
+    @property
+    def update(self) -> ShardedStep | None:
+        """What steps on the blocks; None where the optimizer steps on whole parameters."""
+        return self._update
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Of a fully sharded model."""
+        return self._sharding
+
+    @property
+    def once(self) -> NodeCopy | None:
+        """Where the parameters exist once on each node."""
+        return self._once if self._sharding is None else self._sharding.once
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """What this rank has of averages; in stages 0 and 1 perhaps in copies, of another type."""
+        if isinstance(self._synchronizer, ScatteredGradients):
+            return self._synchronizer.shards
+        return self._averaging.averages
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -333,33 +363,104 @@ class DistributedOptimizer(Optimizer):
         Every rank loads the same; collective from stage 1 on. Where there are master weights in it, the
         parameters become those.
         """
-        state_dict = dict(state_dict)
-        scale = state_dict.pop("loss_scale", None)
-        if scale is not None:
-            self.scaler.load_state_dict(scale)
         if self._update is None:
             self._load_plain(state_dict)
             return
         states: dict[int, State] = state_dict["state"]
-        with self._showing({}):
-            self.inner.load_state_dict({**state_dict, "state": {}})
         held = [id(p) for group in self.inner.param_groups for p in group["params"]]
         number_in_state = {key: number for number, key in enumerate(held)}
-        layouts = self._update.layouts
 
-        def state_of(member: int) -> State:
-            saved = states.get(number_in_state[id(self._synchronizer.parameters[member])], {})
-            return flattened(saved, layouts[member])
+        def state_of(piece: OwnPiece) -> State:
+            whole = flattened(states.get(number_in_state[id(piece.parameter)], {}), piece.layout)
+            return part_of(whole, piece.start, piece.stop, piece.parameter.numel())
 
-        self.load_states(state_of)
+        self.load_own_states(state_of, state_dict)
 
-    def load_states(self, state_of: Callable[[int], State]) -> None:
-        """Take the states of whole parameters, flat, by their number in `synchronizer.names`. Collective."""
-        assert self._update is not None, "asked for by those who know that there are pieces"
+    @property
+    def steps_on_pieces(self) -> bool:
+        """Whether states are of flat pieces of parameters, not of the parameters themselves."""
+        return self._update is not None
+
+    def own_states(self) -> Iterator[tuple[OwnPiece, State]]:
+        """What this rank steps on, and the state of it, flat; master weights are among them. Sends nothing.
+
+        A state may be used until the next is asked for.
+        """
+        if self._update is not None:
+            for mine in self._update.states_by_block():
+                for piece, state in mine:
+                    yield self._own_piece(piece), state
+            return
+        for whole in self._whole_pieces():
+            yield whole, flattened(self.inner.state.get(whole.parameter, {}), whole.layout)
+
+    def load_own_states(
+        self, state_of: Callable[[OwnPiece], Mapping[str, Any]], state_dict: Mapping[str, Any]
+    ) -> None:
+        """Take states as `own_states` gives them, of the pieces of this optimizer. Collective.
+
+        state_of     is asked once for each piece. Where it tells master weights, the parameters become those
+        state_dict   whose "param_groups" and "loss_scale" are loaded, too
+        errors       of `state_of` on any rank: PeerFailedError on all
+        """
+        if self._update is None:
+            held = [p for group in self.inner.param_groups for p in group["params"]]
+            number_in_state = {id(parameter): number for number, parameter in enumerate(held)}
+            with self.dp_comm.together("loading the optimizer's state"):
+                states = {
+                    number_in_state[id(piece.parameter)]: _in_shape(state_of(piece), piece)
+                    for piece in self._whole_pieces()
+                }
+                self._load_plain({**state_dict, "state": {n: state for n, state in states.items() if state}})
+            return
         self._publication.before()
-        self._update.load_states(state_of)
+        with self.dp_comm.together("loading the optimizer's state"):
+            with self._showing({}):
+                self.inner.load_state_dict(_plain(state_dict, {}))
+            self._load_scale(state_dict)
+            self._update.load_states(lambda piece: state_of(self._own_piece(piece)))
         self._publication.rest()
         self._publication.wait()
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, which only the same rank of as many, in the same stage, can load.
+
+        "pieces"         {parameter's name: {"elements": (start, stop), "state": {key: flat copy}}}; elements
+                         are counted in the order in which the parameter lies in memory
+        "param_groups"   as in `state_dict`
+        Nothing is sent. `hpcpar.checkpoint.save` writes what any number of ranks can load, in any stage.
+        """
+        pieces = {
+            piece.name: {
+                "elements": (piece.start, piece.stop),
+                "state": {
+                    key: value.detach().clone() if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                },
+            }
+            for piece, state in self.own_states()
+        }
+        with self._showing({}):
+            groups = self.inner.state_dict()["param_groups"]
+        return {"pieces": pieces, "param_groups": groups, "loss_scale": self.scaler.state_dict()}
+
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `sharded_state_dict` gave on this rank. Collective.
+
+        errors   OperationError where the pieces are not this rank's; of several ranks, PeerFailedError on all
+        """
+        saved = state_dict["pieces"]
+        found = {name: tuple(piece["elements"]) for name, piece in saved.items()}
+        with self.dp_comm.together("loading a sharded state"):
+            mine = {piece.name: (piece.start, piece.stop) for piece in self._own_pieces()}
+            if mine != found:
+                name = min(name for name in mine.keys() | found.keys() if mine.get(name) != found.get(name))
+                raise OperationError(
+                    f"the state is of other pieces than this rank has: of {name} it has elements "
+                    f"{found.get(name, 'none')}, where {mine.get(name, 'none')} are needed; load it with the "
+                    "stage, number of ranks and bucket sizes that it was made with, or use hpcpar.checkpoint"
+                )
+        self.load_own_states(lambda piece: saved[piece.name]["state"], state_dict)
 
     def take_parameters(self) -> None:
         """Parameters were written to, on all ranks alike: master weights follow. Collective."""
@@ -405,13 +506,14 @@ class DistributedOptimizer(Optimizer):
             self._synchronizer.close()
 
     def expected_traffic(
-        self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0
+        self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0, loads: int = 0
     ) -> ByCollective:
         """Bytes that all ranks together send by collective, by theory.
 
         backwards   in each step: microbatches
         forwards    without a backward, in all: they gather parameters in stage 3
         norms       gradient norms in each step (clip_grad_norm_, gradients_are_finite, a scaled step)
+        loads       of states, in all: they bring new parameters, too
         """
         total = expected_traffic(
             self.dp_comm,
@@ -420,6 +522,7 @@ class DistributedOptimizer(Optimizer):
             steps=steps,
             backwards=backwards,
             norms=norms,
+            loads=loads,
             algorithm=self._algorithm,
             dtype=None if self.precision is None else self.precision.reduction,
             gathered=not self._common,
@@ -637,17 +740,58 @@ class DistributedOptimizer(Optimizer):
     def _forget_pieces(self) -> None:
         self.inner.state = defaultdict(dict)
 
+    def _own_pieces(self) -> Iterator[OwnPiece]:
+        if self._update is None:
+            return self._whole_pieces()
+        return (self._own_piece(piece) for block in self._update.blocks for piece in block.shard.pieces)
+
+    def _own_piece(self, piece: Piece) -> OwnPiece:
+        assert self._update is not None, "there are pieces"
+        synchronizer, member = self._synchronizer, piece.member
+        return OwnPiece(
+            synchronizer.names[member],
+            synchronizer.parameters[member],
+            self._update.layouts[member],
+            piece.start,
+            piece.stop,
+        )
+
+    def _whole_pieces(self) -> Iterator[OwnPiece]:
+        for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):
+            yield OwnPiece(name, parameter, layout_of(parameter), 0, parameter.numel())
+
+    def _load_scale(self, state_dict: Mapping[str, Any]) -> None:
+        scale = state_dict.get("loss_scale")
+        if scale is not None:
+            self.scaler.load_state_dict(scale)
+
     @torch.no_grad()
-    def _load_plain(self, state_dict: dict[str, Any]) -> None:
+    def _load_plain(self, state_dict: Mapping[str, Any]) -> None:
+        self._load_scale(state_dict)
         masters: dict[int, Tensor] = {}
         states = {number: dict(state) for number, state in state_dict["state"].items()}
         for number, state in states.items():
             if MASTER in state:
                 masters[number] = state.pop(MASTER)
-        self.inner.load_state_dict({**state_dict, "state": states})
+        self.inner.load_state_dict(_plain(state_dict, states))
         held = [parameter for group in self.inner.param_groups for parameter in group["params"]]
         for number, master in masters.items():
             held[number].copy_(master)
+
+
+def _plain(state_dict: Mapping[str, Any], states: Mapping[int, State]) -> dict[str, Any]:
+    """What torch's own load_state_dict takes of it, with these states."""
+    ours = ("pieces", "loss_scale")
+    return {key: value for key, value in state_dict.items() if key not in ours} | {"state": states}
+
+
+def _in_shape(state: Mapping[str, Any], piece: OwnPiece) -> State:
+    """A whole parameter's state, with what has an element for each of the parameter's in its shape."""
+    numel = piece.stop - piece.start
+    return {
+        key: view_as(value.clone(), 0, numel, piece.layout) if is_elementwise(value, numel) else value
+        for key, value in state.items()
+    }
 
 
 def flat_view(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,6 +97,21 @@ def _first_difference(mine: Sequence[str], reference: Sequence[str]) -> str | No
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of a tensor whose elements fill their memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPiece:
+    """Elements of a parameter, in the order in which they lie in memory, that this rank owns.
+
+    layout        of the whole parameter
+    start, stop   the elements
+    """
+
+    name: str
+    parameter: Tensor
+    layout: Layout
+    start: int
+    stop: int
 
 
 def layout_of(tensor: Tensor) -> Layout:

@@ -112,7 +112,15 @@ class LossScaler:
             self.scale = min(LARGEST_SCALE, self.scale * 2)
 
     def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good": self._good, "skipped": self.skipped}
+        return {
+            "dynamic": self.dynamic,
+            "scale": self.scale,
+            "good": self._good,
+            "skipped": self.skipped,
+        }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.scale, self._good, self.skipped = state["scale"], int(state["good"]), int(state["skipped"])
+        """Go on from a saved scale. One that was fixed says nothing about what a dynamic one should be."""
+        self.skipped = int(state["skipped"])
+        if self.dynamic and state["dynamic"]:
+            self.scale, self._good = state["scale"], int(state["good"])

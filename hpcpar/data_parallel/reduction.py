@@ -30,6 +30,18 @@ class Reduction(Protocol):
         """Begin to or the maps of used parameters, which ends the round."""
 
 
+class _Scattering:
+    """A reduce-scatter of a copy, of which only the own shard is left when it is done."""
+
+    def __init__(self, handle: Pending, averages: dict[Bucket, Tensor], bucket: Bucket) -> None:
+        self._handle = handle
+        self._averages = averages
+        self._bucket = bucket
+
+    def wait(self) -> None:
+        self._averages[self._bucket] = self._handle.wait().clone()
+
+
 class Averaging:
     """Averages over the ranks of a communicator.
 
@@ -55,13 +67,19 @@ class Averaging:
         data = flat if self._dtype in (None, flat.dtype) else flat.to(self._dtype)
         self._averages[bucket] = self._kept(data)
         if self._scattered:
-            return self._comm.start_reduce_scatter(data, "average", algorithm=self._algorithm)
+            handle = self._comm.start_reduce_scatter(data, "average", algorithm=self._algorithm)
+            return handle if data is flat else _Scattering(handle, self._averages, bucket)
         return self._comm.start_allreduce(data, "average", algorithm=self._algorithm)
 
     def start_map(self, bits: Any) -> Pending:
         # An algorithm that was named for the scatter is none of the all-reduce.
         algorithm = None if self._scattered else self._algorithm
         return self._comm.start_allreduce(bits, "or", algorithm=algorithm)
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """Of all buckets that have been begun."""
+        return list(self._averages.values())
 
     def average(self, bucket: Bucket) -> Tensor:
         """What this rank has of the bucket's last average, flat; complete once waited for."""

@@ -87,6 +87,7 @@ class ScatteredGradients:
 
     shards   of each bucket this rank's part of the sum of all averages since the last `zero`
     used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`
+    peak_waiting_nbytes   the most that gradients took at once which had come and were in no room yet
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class ScatteredGradients:
         self._in_backward = False
         self._next = self._backwards = 0
         self._had = [False] * len(self.parameters)
+        self._waiting_nbytes = self.peak_waiting_nbytes = 0
         hook = _weak_hook(self)
         self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(hook(index))  # type: ignore[no-untyped-call]
@@ -153,6 +155,11 @@ class ScatteredGradients:
     @property
     def shards(self) -> list[Tensor]:
         return [passage.shard for passage in self._passages]
+
+    @property
+    def rooms(self) -> Sequence[Room]:
+        """Memory for buckets on their way."""
+        return self._rooms
 
     @property
     def room_nbytes(self) -> int:
@@ -250,6 +257,8 @@ class ScatteredGradients:
         self._had[index] = True
         passage.arrived.append(index)
         passage.missing -= 1
+        self._waiting_nbytes += _gradient_nbytes(self.parameters[index])
+        self.peak_waiting_nbytes = max(self.peak_waiting_nbytes, self._waiting_nbytes)
         self._accept()
         self.dp_comm.poke()
 
@@ -317,6 +326,7 @@ class ScatteredGradients:
                 )
             start, stop = self._places[index]
             view_as(passage.flat, start, stop, self._layouts[index]).copy_(gradient.detach())
+            self._waiting_nbytes -= _gradient_nbytes(parameter)
             parameter.grad = None
             passage.taken.add(index)
         passage.arrived.clear()
@@ -350,6 +360,11 @@ class ScatteredGradients:
         for passage in self._passages:
             if passage.handle is not None:
                 self._harvest(passage)
+
+
+def _gradient_nbytes(parameter: Tensor) -> int:
+    gradient = parameter.grad
+    return 0 if gradient is None or gradient.layout is not torch.strided else gradient.nbytes
 
 
 def _weak_hook(gradients: ScatteredGradients) -> Callable[[int], Callable[[Tensor], None]]:

@@ -87,7 +87,7 @@ class ShardedStep:
             content = [(part.tensor, inner.state[part.tensor]) for part in self._parts[number]]
             self._storage.adopt(number, content, master)
         if whole:
-            self.load_states(whole.get)
+            self.load_states(lambda piece: self._of_piece(whole, piece))
 
     # --- stepping ---------------------------------------------------------------------------------
 
@@ -225,36 +225,40 @@ class ShardedStep:
         self._storage.settle()
 
     @torch.no_grad()
-    def load_states(self, state_of: Callable[[int], State | None]) -> None:
-        """Take every piece's part of whole parameters' `flattened` states, by number; None: it has none.
-
-        Master weights among them become the parameters.
-        """
+    def load_states(self, state_of: Callable[[Piece], Mapping[str, Any]]) -> None:
+        """Take every piece's state, flat. Master weights among them become the parameters."""
         for number in range(len(self.blocks)):
             self._storage.fetch(number)
             for part in self._parts[number]:
-                whole = dict(state_of(part.piece.member) or {})
-                master = whole.pop(MASTER, None)
+                state = dict(state_of(part.piece))
+                master = state.pop(MASTER, None)
                 if master is not None:
-                    part.tensor.copy_(master[part.piece.start : part.piece.stop])
+                    part.tensor.copy_(master)
                     self.blocks[number].own[part.piece.offset : part.piece.end].copy_(part.tensor)
-                self._set_state(number, part, whole)
+                self._set_state(number, part, state)
             self._narrow_moments(number)
             self._storage.park(number)
         self._storage.settle()
 
-    def _set_state(self, number: int, part: _Part, whole: State) -> None:
-        numel = self.parameters[part.piece.member].numel()
+    def _set_state(self, number: int, part: _Part, values: State) -> None:
+        master = self.masters[number]
+        group = self.inner.param_groups[self._group_of[id(self.parameters[part.piece.member])]]
+        # Steps that a kernel on the device counts are there; torch's own load_state_dict asks the same.
+        counts_on_device = group.get("fused") or group.get("capturable")
         state = self.inner.state[part.tensor]  # the same dictionary as ever: a storage knows it
         state.clear()
-        for key, value in whole.items():
-            if is_elementwise(value, numel):
-                own = value[part.piece.start : part.piece.stop]
-                master = self.masters[number]
+        for key, value in values.items():
+            if is_elementwise(value, part.piece.numel):
                 dtype = master.dtype if value.is_floating_point() else value.dtype
-                state[key] = own.to(device=master.device, dtype=dtype, copy=True)
+                state[key] = value.to(device=master.device, dtype=dtype, copy=True)
+            elif isinstance(value, Tensor):
+                state[key] = value.to(device=master.device if counts_on_device else value.device, copy=True)
             else:
-                state[key] = value.clone() if isinstance(value, Tensor) else value
+                state[key] = value
+
+    def _of_piece(self, whole: Mapping[int, State], piece: Piece) -> State:
+        numel = self.parameters[piece.member].numel()
+        return part_of(whole.get(piece.member, {}), piece.start, piece.stop, numel)
 
     def _has_master(self, number: int) -> bool:
         return self.masters[number].dtype != self.blocks[number].own.dtype
@@ -267,6 +271,22 @@ class ShardedStep:
         return {number: flattened(state, self.layouts[number]) for number, state in taken.items()}
 
     # --- figures ----------------------------------------------------------------------------------
+
+    @property
+    def storage(self) -> Storage:
+        """Where masters and states are between steps."""
+        return self._storage
+
+    def masters_apart(self) -> list[tuple[Block, Tensor]]:
+        """Master weights that are not the parameters themselves; empty ones while they are on disk."""
+        triples = zip(self.blocks, self.masters, self._is_apart, strict=True)
+        return [(block, master) for block, master, apart in triples if apart]
+
+    def pieces_with_states(self) -> Iterator[tuple[Piece, State]]:
+        """Every piece of this rank with its state as it lies now; tensors that are on disk are empty."""
+        for parts in self._parts:
+            for part in parts:
+                yield part.piece, self.inner.state[part.tensor]
 
     def nbytes(self) -> int:
         """Bytes of master weights and states of this rank, wherever they are; counters of steps left out."""
@@ -284,6 +304,11 @@ class ShardedStep:
 def is_elementwise(value: Any, numel: int) -> bool:
     """Whether a value of a state has an element for each of the parameter's, and is no counter."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
+
+
+def part_of(state: Mapping[str, Any], start: int, stop: int, numel: int) -> State:
+    """Of the `flattened` state of a parameter of `numel` elements what belongs to some of them."""
+    return {key: value[start:stop] if is_elementwise(value, numel) else value for key, value in state.items()}
 
 
 def flattened(state: Mapping[str, Any], layout: Layout) -> State:

@@ -59,10 +59,11 @@ def shard_of(bucket: Bucket, rank: int, size: int) -> Shard:
     """The rank's of `size` equal shards of a bucket, whose length is a multiple of that."""
     length = bucket.numel // size
     start, stop = rank * length, (rank + 1) * length
-    return Shard(start, stop, tuple(_pieces(bucket.members, bucket.edges, start, stop)))
+    return Shard(start, stop, tuple(pieces_between(bucket.members, bucket.edges, start, stop)))
 
 
-def _pieces(members: Sequence[int], edges: Sequence[int], start: int, stop: int) -> list[Piece]:
+def pieces_between(members: Sequence[int], edges: Sequence[int], start: int, stop: int) -> list[Piece]:
+    """The pieces in elements start … stop - 1 of members that lie one after another."""
     found = []
     for member, (first, end) in zip(members, pairwise(edges), strict=True):
         low, high = max(first, start), min(end, stop)

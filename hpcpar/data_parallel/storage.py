@@ -64,6 +64,9 @@ class Storage:
         """Bytes that are kept elsewhere than in the memory of parameters."""
         return 0
 
+    peak_nbytes = 0
+    """The most bytes of blocks that were in memory at once for a while."""
+
 
 class Resident(Storage):
     """All stays where it is."""
@@ -123,9 +126,10 @@ class OnDisk(Storage):
             raise OffloadError(
                 f"offload={str(directory)!r} cannot be written to: {error.strerror}"
             ) from error
+        self.peak_nbytes = 0
+        self._written: _File | None = None
         self._files: dict[int, _File] = {}
         self._writing: Future[None] | None = None
-        self._written: _File | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hpcpar-offload")
         self._remover = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
@@ -142,6 +146,7 @@ class OnDisk(Storage):
             self._show(file)
         if following and self._files[following[0]].buffer is None:
             self._begin_reading(self._files[following[0]])
+        self._note_peak()
 
     def park(self, number: int, *, changed: bool = True) -> None:
         file = self._files[number]
@@ -153,8 +158,8 @@ class OnDisk(Storage):
             except OSError as error:
                 raise _explained(file.path, buffer.nbytes, error) from error
             self._writing = self._threads.submit(_write, file.path, buffer)
-            self._written = file
-            file.nbytes = buffer.nbytes
+            self._written, file.nbytes = file, buffer.nbytes
+            self._note_peak()
         for each in file.fields:
             _put(each, torch.empty(0, dtype=each.dtype))
         file.master.data = torch.empty(0, dtype=file.master.dtype)
@@ -163,10 +168,20 @@ class OnDisk(Storage):
     def settle(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
+            self._written = None
             writing.result()
 
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self._files.values())
+
+    def _note_peak(self) -> None:
+        """Blocks that are here, are being read or are being written."""
+        here = (
+            file.nbytes
+            for file in self._files.values()
+            if file.buffer is not None or file.reading is not None or file is self._written
+        )
+        self.peak_nbytes = max(self.peak_nbytes, sum(here))
 
     def _begin_reading(self, file: _File) -> Future[Tensor]:
         if file is self._written:
@@ -189,6 +204,7 @@ class OnDisk(Storage):
             return file.buffer
         tensors = [each.tensor.detach().reshape(-1).view(torch.uint8) for each in fields]
         buffer = _memory(sum(tensor.numel() for tensor in tensors))
+        # A rank whose shard of a small block is padding has no tensors.
         return torch.cat(tensors, out=buffer) if tensors else buffer
 
     @staticmethod
@@ -228,7 +244,8 @@ def _put(each: _Field, value: Tensor) -> None:
     if each.key is None:
         each.tensor.data = value
     else:
-        each.tensor = each.state[each.key] = value
+        # The field, too, lets go of what it held: a view of a block would keep all of it in memory.
+        each.state[each.key] = each.tensor = value
 
 
 def _memory(nbytes: int) -> Tensor:

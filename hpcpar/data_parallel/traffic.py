@@ -119,6 +119,7 @@ def expected_traffic(
     steps: int = 1,
     backwards: int = 1,
     norms: int = 0,
+    loads: int = 0,
     algorithm: str | None = None,
     dtype: torch.dtype | None = None,
     gathered: bool = True,
@@ -129,6 +130,7 @@ def expected_traffic(
                 all-gathered; 2: reduce-scattered in each of `backwards`, parameters once; 3: as 2, but its
                 parameters are gathered as `hpcpar.fully_shard` says, which is not counted here
     norms       gradient norms in a step, of one number each; stage 0 needs none
+    loads       of states, in all: in stages 1 and 2 parameters are all-gathered then
     dtype       in which gradients are summed; None: their own
     gathered    parameters travel; no: all ranks have them in common
 
@@ -152,7 +154,7 @@ def expected_traffic(
         times = steps * (1 if stage == 1 else backwards)
         total["reduce_scatter"] = total.get("reduce_scatter", 0) + times * scattered
         if stage < 3 and gathered:
-            shards = steps * allgather_nbytes(comm, bucket.nbytes, dtype=dtype_of(bucket))
+            shards = (steps + loads) * allgather_nbytes(comm, bucket.nbytes, dtype=dtype_of(bucket))
             total["allgather"] = total.get("allgather", 0) + shards
     if stage:
         reduced += norms * allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")

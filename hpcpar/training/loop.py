@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from torch import Tensor
 from hpcpar.checkpoint import latest, load, save
 from hpcpar.comm import Communicator
 from hpcpar.data import Dataset, Sampler
-from hpcpar.data_parallel import allreduce_nbytes, expected_broadcast_nbytes
+from hpcpar.data_parallel import (
+    MemoryReport,
+    allreduce_nbytes,
+    expected_broadcast_nbytes,
+    memory_report,
+    watch_activations,
+)
+from hpcpar.data_parallel.activations import Activations
 from hpcpar.errors import ConfigError, DataError, DivergenceError
 from hpcpar.mesh import Mesh
 from hpcpar.partition import bounds
@@ -51,6 +58,7 @@ class Outcome:
     tokens_per_s    of this run's steps, over all ranks
     seconds         that this run's steps took
     traffic         bytes and messages of all ranks, beside the theory
+    memory          bytes of all ranks at the end, beside the formula; activations as in the first step
     """
 
     first_step: int
@@ -60,6 +68,7 @@ class Outcome:
     tokens_per_s: float
     seconds: float
     traffic: tuple[TrafficLine, ...]
+    memory: MemoryReport
 
 
 class Run:
@@ -96,6 +105,8 @@ class Run:
         # Before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(self.model, self.mesh.dp)
         self.optimizer = build_optimizer(config, self.model, self.mesh.dp)
+        self._resumed = False
+        self._activations: Activations | None = None
         self.first_step = self._prepare_directory(resume)
 
     @property
@@ -141,6 +152,7 @@ class Run:
             tokens_per_s=self._steps_left * self.tokens_per_step / seconds if seconds else 0.0,
             seconds=seconds,
             traffic=tuple(gather_traffic(self.comm, self._theory())),
+            memory=memory_report(self.model, self.optimizer, self.comm, activations=self._activations),
         )
         self._leave_reports(outcome)
         return outcome
@@ -173,7 +185,7 @@ class Run:
         Losses are summed over ranks once for all of these steps, so that no step waits for a number.
         """
         start_s = time.perf_counter()
-        results = [self._step(step) for step in range(start, stop)]
+        results = [self._watched_step(start), *(self._step(step) for step in range(start + 1, stop))]
         losses = torch.stack([result.loss_share for result in results]).cpu()
         self._losses.allreduce(losses)
         step_s = (time.perf_counter() - start_s) / len(results)
@@ -194,6 +206,13 @@ class Run:
                 ]
             )
         return float(losses[-1])
+
+    def _watched_step(self, step: int) -> StepResult:
+        """A step; the run's first one under the eyes of who counts activations."""
+        if self._activations is not None:
+            return self._step(step)
+        with watch_activations(self.model) as self._activations:
+            return self._step(step)
 
     def _step(self, step: int) -> StepResult:
         trace, dp = self.comm.trace, self.mesh.dp
@@ -294,6 +313,7 @@ class Run:
                 self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
             return 0
         restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        self._resumed = True
         self._warn_of_changes(restored.extra.get("config", {}))
         self._say(f"resuming after step {restored.step} from {found}")
         return restored.step
@@ -339,6 +359,7 @@ class Run:
             backwards=self._microbatches(self.config.train.global_batch),
             forwards=evaluations * self._microbatches(len(self._held_out_windows)),
             norms=1 if self.optimizer.scaler.dynamic is False else 2,
+            loads=1 if self._resumed else 0,
         )
         start = {} if self.optimizer.zero_stage == 3 else {(dp.name, "broadcast"): self._start_nbytes}
         losses_nbytes = [8 * (stop - start) for start, stop in cuts] + [16] * evaluations
@@ -363,10 +384,14 @@ class Run:
         )
 
     def _leave_reports(self, outcome: Outcome) -> None:
-        """summary.json and loss.png, and the traffic on the console."""
+        """summary.json and loss.png, and traffic and memory on the console."""
         if self.comm.rank != 0:
             return
-        summary = {**asdict(outcome), "traffic": as_records(outcome.traffic)}
+        summary = {
+            **{name: value for name, value in vars(outcome).items() if name not in ("traffic", "memory")},
+            "traffic": as_records(outcome.traffic),
+            "memory": outcome.memory.as_record(),
+        }
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         draw_losses(
             records_of(self.directory / "metrics.jsonl"),
@@ -375,6 +400,7 @@ class Run:
         )
         if self._console is not None:
             self._console.print(table(outcome.traffic, size=self.comm.size))
+            self._console.print(outcome.memory.table())
         self._say(
             f"held-out loss {outcome.held_out_loss:.3f} nats per token (ln({self.data.shards.vocabulary}) = "
             f"{math.log(self.data.shards.vocabulary):.3f} knows nothing)\n"

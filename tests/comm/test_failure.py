@@ -45,6 +45,12 @@ def fail(tmp_path, run_ranks):
         ("os._exit(0)", ["hpcpar: rank 1 (pid", "was lost"]),
         ("raise ValueError('only here')", ["rank 1 of 3", "Traceback", "ValueError: only here"]),
         (
+            "import contextlib, io; redirect = contextlib.redirect_stderr(io.StringIO()); "
+            "hook = sys.excepthook; "
+            "sys.excepthook = lambda *e: (redirect.__enter__(), hook(*e)); raise ValueError('redirected')",
+            ["rank 1 of 3", "Traceback", "ValueError: redirected"],
+        ),
+        (
             "threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
             ["rank 1 of 3", "ZeroDivisionError"],
         ),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,50 @@ def test_state_goes_out_and_in_as_the_inner_optimizers() -> None:
         other.state_dict()["state"][0]["momentum_buffer"], saved["state"][0]["momentum_buffer"]
     )
     assert len(other.state) == 2
+
+
+def test_a_rank_without_elements_of_a_block_keeps_nothing_of_it_on_disk(tmp_path: Path) -> None:
+    def body(comm: Communicator, offload: str | None) -> list[float]:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+            model.named_parameters(),
+            comm,
+            zero_stage=1,
+            offload=offload,
+            first_bucket_bytes=1,
+        )
+        for _ in range(2):
+            model(torch.ones(3, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.bias.tolist()
+
+    # The bias has two elements, so two of four ranks have none.
+    on_disk = run_loopback(4, lambda comm: body(comm, str(tmp_path)), check=False)
+    assert on_disk == run_loopback(4, lambda comm: body(comm, None), check=False)
+
+
+def test_a_fixed_loss_scale_is_not_loaded_into_a_dynamic_one_nor_the_other_way_round() -> None:
+    def scaled(precision: str) -> DistributedOptimizer:
+        model = linear()
+        return DistributedOptimizer(
+            torch.optim.SGD(model.parameters()),
+            model.named_parameters(),
+            Communicator.alone(),
+            precision=precision,
+        )
+
+    dynamic, fixed = scaled("float16"), scaled("bfloat16")
+    before = dynamic.scaler.scale
+    dynamic.scaler.update(overflow=True)
+    fixed.load_state_dict(dynamic.state_dict())
+    assert (fixed.scaler.scale, fixed.scaler.skipped) == (1.0, 1)
+    dynamic.load_state_dict(scaled("bfloat16").state_dict())
+    assert dynamic.scaler.scale == before / 2
+    other = scaled("float16")
+    other.load_state_dict(dynamic.state_dict())
+    assert other.scaler.scale == before / 2
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])

@@ -117,6 +117,24 @@ def test_bytes_of_gradients_and_of_the_common_start_are_exactly_the_theory(confi
     assert lines["dp", "allreduce"].nbytes_sent > 8 * 2 * 2 * 8 * 4000  # steps · 2(p-1) · bytes · parameters
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_is_the_formula_and_is_told_to_people_and_in_the_summary(
+    config_of: MakeConfig, stage: int
+) -> None:
+    config = config_of(f"optimizer.zero_stage={stage}", "train.steps=2")
+    consoles = [Console(file=io.StringIO(), width=80) for _ in range(2)]
+    outcomes = run_loopback(2, lambda comm: Run(config, comm, console=consoles[comm.rank]).train())
+    assert outcomes[0].memory == outcomes[1].memory
+    summary = json.loads((config.output.directory / "summary.json").read_text())
+    assert summary["memory"] == outcomes[0].memory.as_record()
+    assert summary["memory"]["formula"] == ["32Φ", "16Φ + 16Φ/p", "8Φ + 24Φ/p", "32Φ/p"][stage]
+    assert summary["memory"]["unexplained_nbytes"] == 0
+    assert summary["memory"]["worst"]["peak_activations_nbytes"] > 0
+    said = consoles[0].file.getvalue()  # type: ignore[attr-defined]
+    assert f"ZeRO-{stage}, {summary['memory']['formula']}" in said
+    assert "activations" in said
+
+
 def test_a_resumed_run_goes_on_bit_for_bit(config_of: MakeConfig) -> None:
     whole, parts = config_of(name="whole"), config_of("output.checkpoint_every=4", name="parts")
     uninterrupted = trained(whole, 2)[0]
@@ -133,11 +151,56 @@ def test_a_resumed_run_goes_on_bit_for_bit(config_of: MakeConfig) -> None:
     assert losses(parts) == losses(whole)[4:]
 
 
+def half_of(config: Config, size: int) -> None:
+    """Train 4 of 8 steps, save, and be gone."""
+
+    def interrupted(comm: Communicator) -> None:
+        run = Run(config, comm)
+        run._steps(0, 4, None)
+        run._save(4)
+
+    run_loopback(size, interrupted, check=False)
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_of_every_stage_is_resumed_bit_for_bit(
+    config_of: MakeConfig, stage: int, precision: str
+) -> None:
+    options = f"optimizer.zero_stage={stage}", f"train.precision={precision}"
+    whole, parts = config_of(*options, name="whole"), config_of(*options, name="parts")
+    uninterrupted = run_loopback(3, lambda comm: Run(whole, comm).train(), check=False)[0]
+    half_of(parts, 3)
+    resumed = run_loopback(3, lambda comm: Run(parts, comm, resume=True).train(), check=False)[0]
+    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
+    assert losses(parts) == losses(whole)[4:]
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks_before", "after", "ranks_after"),
+    [(0, 1, 3, 3), (1, 3, 2, 2), (2, 2, 0, 1), (3, 3, 1, 2), (3, 2, 0, 3), (0, 2, 1, 1)],
+)
+def test_a_run_is_resumed_in_another_stage_on_other_ranks(
+    config_of: MakeConfig, before: int, ranks_before: int, after: int, ranks_after: int
+) -> None:
+    whole = trained(config_of(name="whole"))[0]
+    half_of(config_of(f"optimizer.zero_stage={before}", name="parts"), ranks_before)
+    config = config_of(f"optimizer.zero_stage={after}", name="parts")
+    resumed = trained(config, ranks_after, resume=True)[0]
+    # float64: only the order of summation differs.
+    assert resumed.held_out_loss == pytest.approx(whole.held_out_loss, abs=1e-10)
+    assert losses(config) == pytest.approx(losses(config_of(name="whole"))[4:], abs=1e-10)
+    deviations = {line.collective: line.deviation for line in resumed.traffic if line.communicator == "dp"}
+    assert set(deviations.values()) <= {0, None}, deviations
+    assert all(deviations.get(name, 0) == 0 for name in ("allreduce", "reduce_scatter", "allgather"))
+
+
 def test_resuming_a_finished_run_only_evaluates_it(config_of: MakeConfig) -> None:
     first = trained(config_of())[0]
     again = trained(config_of(), resume=True)[0]
     assert (again.first_step, again.steps, again.loss) == (8, 8, None)
     assert again.held_out_loss == first.held_out_loss
+    assert again.memory.worst.peak_activations_nbytes is None
 
 
 def test_resuming_where_nothing_is_starts_at_the_first_step(config_of: MakeConfig) -> None:
