@@ -21,9 +21,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ from hpcpar.data_parallel.scattered import ScatteredGradients
 from hpcpar.data_parallel.shards import Shard, pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.units import Place, Policy, UnitPlan, plan_units, tensors_in
-from hpcpar.errors import OperationError, ShardedParameterError
+from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -69,11 +70,15 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         absent = next(value for value in _flattened([args, kwargs]) if type(value) is AbsentParameter)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs) if func not in _WRITES else None
-        # Whatever is no tensor (its size, its type) says nothing about values.
-        if func in _WRITES or (isinstance(result, Tensor) and func not in _HARMLESS):
-            doing = getattr(func, "__name__", "an operation")
+        doing = getattr(func, "__name__", "an operation")
+        result = None
+        is_use = func in _READS or "out" in kwargs or (_writes(doing) and func not in _HARMLESS)
+        if not is_use:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+            # Whatever is no tensor (its size, its type) says nothing about values.
+            is_use = func not in _HARMLESS and any(isinstance(each, Tensor) for each in _flattened(result))
+        if is_use:
             raise ShardedParameterError(
                 f"{absent.hpcpar_name} was used by {doing} outside of its unit "
                 f"{absent.hpcpar_unit_name or 'the model'!r}, where a rank has only a shard of it. Use it "
@@ -81,6 +86,14 @@ class AbsentParameter(nn.Parameter):
                 "or look at it inside `with hpcpar.summon_full_parameters(model):`"
             )
         return result
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{self.hpcpar_name}, {list(self.shape)} of {self.dtype}, of which this rank has a shard"
+
+
+def _writes(name: str) -> bool:
+    """Whether an operation of this name writes to what it is given: mul_, __imul__, __setitem__."""
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def _flattened(value: Any) -> Iterator[Any]:
@@ -94,27 +107,49 @@ def _flattened(value: Any) -> Iterator[Any]:
 
 
 _HARMLESS = {
-    *(getattr(Tensor, name).__get__ for name in ("grad", "data")),
-    *(
-        Tensor.detach,
-        Tensor.requires_grad_,
-        torch.empty_like,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-    ),
+    getattr(Tensor, "grad").__get__,  # noqa: B009
+    Tensor.requires_grad_,
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
 }
 """What returns a tensor, and says nothing about the values of the one that it was given."""
 
-_WRITES = {
-    Tensor.copy_,
-    Tensor.zero_,
-    Tensor.fill_,
-    Tensor.normal_,
-    Tensor.uniform_,
-    Tensor.add_,
-    Tensor.mul_,
+_READS = {
+    Tensor.tolist,
+    Tensor.item,
+    Tensor.numpy,
+    Tensor.equal,
+    Tensor.allclose,
+    Tensor.is_nonzero,
+    Tensor.__array__,
+    Tensor.__bool__,
+    Tensor.__complex__,
+    Tensor.__contains__,
+    Tensor.__float__,
+    Tensor.__int__,
+    torch.equal,
+    torch.allclose,
+    torch.is_nonzero,
 }
+"""What returns no tensor, and yet says something about values."""
+
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_WRITING = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 @dataclass(eq=False)
@@ -162,6 +197,8 @@ class Unit:
     """Modules whose parameters are gathered and freed together.
 
     keeps   it stays gathered from forward to backward
+    pins    how many want it to stay gathered whatever comes
+    inputs  whether gradients of what went into it are to come in backward
     once    its memory exists once on each node: it is never freed, and to gather it is to wait for all ranks
     """
 
@@ -172,13 +209,15 @@ class Unit:
         self.module = plan.module
         self.held = held
         self.keeps = False
+        self.pins = 0
+        self.inputs = False
         self._comm = dp_comm
         self._once = once
         self._handles: list[Handle | Arrival] = []
         self.is_gathered = once is not None
         self.gathered = Gathered()
         self.is_coming = False
-        self.has_frozen = any(not p.requires_grad for each in held for p in each.parameters)
+        self.is_trained = any(p.requires_grad for each in held for p in each.parameters)
 
     @property
     def nbytes(self) -> int:
@@ -225,7 +264,7 @@ class Unit:
 
     def free(self) -> None:
         """Keep this rank's shards alone."""
-        if self._once is not None or not self.is_here:
+        if self._once is not None or self.pins or not self.is_here:
             return
         self.gather()  # what others still write to may not be given back
         for each in self.held:
@@ -235,6 +274,13 @@ class Unit:
             each.flat.untyped_storage().resize_(0)
         self.is_gathered = False
         self.gathered.remove(self)
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    """The tensors in a module's input or output that a backward goes through."""
+    if not torch.is_grad_enabled():
+        return []
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def _octets(flat: Tensor) -> NDArray[np.uint8]:
@@ -273,6 +319,7 @@ class Sharding:
         self._order: list[Unit] = []
         self._is_order_known = False
         self._in_backward = False
+        self._ahead_of: Unit | None = None
         units[0].keeps = units[-1].keeps = True
         self.gathers = 0
         trainable = [
@@ -303,11 +350,11 @@ class Sharding:
             layouts=self.layouts,
         )
         self.gradients.gone = self._on_gone
-        self.on_written: Callable[[], Callable[[], None] | None] = lambda: None
-        """The optimizer's answer to parameters that were written to, if it still lives."""
+        self.on_written: Callable[[], Callable[[bool], None] | None] = lambda: None
+        """The optimizer's answer to parameters that were written to: to all, or to some. It may be gone."""
         for unit in units:
             unit.module.register_forward_pre_hook(self._entering(unit), with_kwargs=True, prepend=True)
-            unit.module.register_forward_hook(self._leaving(unit))
+            unit.module.register_forward_hook(self._leaving(unit), with_kwargs=True)
         for unit in units:
             for held in unit.held:
                 for parameter in held.parameters:
@@ -326,28 +373,23 @@ class Sharding:
             if not self._is_order_known and unit not in self._order:
                 self._order.append(unit)
             self._look_ahead(unit, 1)
-            if unit.has_frozen and torch.is_grad_enabled():
-                inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
-                if inputs:
-                    torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
+            inputs = _differentiable([args, kwargs])
+            if inputs:
+                unit.inputs = True
+                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
 
         return enter
 
     def _leaving(self, unit: Unit) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return  # recomputed for a backward, which goes on with it
             trains = torch.is_grad_enabled() and output is not None
-            differentiable = (
-                [tensor for tensor in tensors_in(output) if tensor.requires_grad] if trains else []
-            )
-            for tensor in differentiable:
+            outputs = _differentiable(output)
+            for tensor in outputs:
                 tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
-            if (
-                trains
-                and not differentiable
-                and any(p.requires_grad for h in unit.held for p in h.parameters)
-            ):
+            is_passed = bool(unit.held) and bool(_differentiable([args, kwargs])) and not tensors_in(output)
+            if trains and not outputs and (unit.is_trained or is_passed):
                 unit.free()
                 raise OperationError(
                     f"unit {unit.name!r} returned a {type(output).__name__} without a tensor that has a "
@@ -363,6 +405,8 @@ class Sharding:
 
     def _begin_forward(self) -> None:
         self._in_backward = False
+        for unit in self.units:
+            unit.inputs = False
 
     def _end_forward(self, trains: bool) -> None:
         if not self._is_order_known:
@@ -380,7 +424,7 @@ class Sharding:
 
     def _look_ahead(self, unit: Unit, direction: int) -> None:
         """Begin to gather the units that come after this one in forward (1) or backward (-1)."""
-        if not self._is_order_known:
+        if not self._is_order_known or unit not in self._order:
             return
         place = self._order.index(unit)
         for distance in range(1, self._prefetch + 1):
@@ -399,23 +443,37 @@ class Sharding:
                 self._left[each] = sum(held.parameters[0].requires_grad for held in each.held)
             Variable._execution_engine.queue_callback(self._end_backward)
         self._bring(unit)
-        self._look_ahead(unit, -1)
+        # One that is about to go makes room for one that comes.
+        self._ahead_of = unit
+        leaving = (each for each in self.units if each is not unit and each.inputs and each.is_here)
+        if not any(self._left[each] <= 0 for each in leaving):
+            self._look_back()
+
+    def _look_back(self) -> None:
+        unit, self._ahead_of = self._ahead_of, None
+        if unit is not None:
+            self._look_ahead(unit, -1)
 
     def _on_gone(self, bucket: Bucket) -> None:
         """All gradients of a block have been taken."""
         unit = self._unit_of[bucket]
         self._left[unit] -= 1
-        if not self._left[unit] and not unit.has_frozen and self._in_backward:
+        if self._left[unit] <= 0 and not unit.inputs and self._in_backward:
             unit.free()
 
     def _on_inputs(self, unit: Unit) -> None:
-        """The gradients of all that went into a unit are there: its frozen parameters are done."""
-        if self._left[unit] <= 0:
+        """The gradients of all that went into a unit are there: nobody needs its values any more.
+
+        Before that somebody may, although all its own gradients are there: who froze or detached some of it.
+        """
+        if self._in_backward and self._left[unit] <= 0:
             unit.free()
+            self._look_back()
 
     def _end_backward(self) -> None:
         self.gradients.end_backward()
         self._in_backward = False
+        self._ahead_of = None
         self.release()
 
     # --- for the optimizer, and for looking at parameters -----------------------------------------
@@ -427,6 +485,11 @@ class Sharding:
 
     def before(self) -> None:
         """No rank reads the parameters as they are any more. Collective."""
+        if any(unit.pins for unit in self.units):
+            raise OperationError(
+                "parameters were to change inside summon_full_parameters(), where what was summoned would be "
+                "old; leave it first"
+            )
         self.release()
         if self.once is not None:
             for unit in self.units:
@@ -438,7 +501,7 @@ class Sharding:
 
     def rest(self) -> None:
         """All shards are new. Collective."""
-        for unit in self._order or self.units:
+        for unit in dict.fromkeys([*self._order, *self.units]):
             unit.changed()
 
     def wait(self) -> None:
@@ -449,11 +512,8 @@ class Sharding:
 
     def require_all(self, named: Sequence[Named]) -> None:
         """OperationError unless these are all trainable parameters of the model."""
-        missing = [
-            name
-            for name, p in zip(self.names, self.parameters, strict=True)
-            if not any(p is q for _, q in named)
-        ]
+        held = {id(parameter) for _, parameter in named}
+        missing = [name for name, p in zip(self.names, self.parameters, strict=True) if id(p) not in held]
         if missing:
             raise OperationError(
                 "the optimizer of a fully sharded model must hold all of its trainable parameters, but "
@@ -489,20 +549,24 @@ class Sharding:
                     own.copy_(values)
                     trained |= piece.parameter.requires_grad
             if trained:
-                self._tell_written()
+                self._tell_written(everything=True)
         self.rest()
 
-    def _tell_written(self) -> None:
-        for tell in self.on_written:
-            tell()
+    def _tell_written(self, *, everything: bool) -> None:
+        tell = self.on_written()
+        if tell is not None:
+            tell(everything)
 
     @contextmanager
     def summoned(self, *, write_back: bool) -> Iterator[None]:
         for unit in self.units:
             unit.gather()
+            unit.pins += 1
         try:
             yield
         finally:
+            for unit in self.units:
+                unit.pins -= 1
             if write_back:
                 for unit in self.units:
                     for held in unit.held:
@@ -510,7 +574,7 @@ class Sharding:
                         held.block.own.copy_(held.flat[shard.start : shard.stop])
             self.release()
             if write_back:
-                self._tell_written()
+                self._tell_written(everything=False)
 
     def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
@@ -566,6 +630,7 @@ def fully_shard(
     precision = Precision.of(precision)
     plans = plan_units(model, policy)
     agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters], dp_comm)
+    _agree_on_units(plans, prefetch, precision, dp_comm)
     source = _Source(model, dp_comm, values)
     numbers = {
         id(parameter): number
@@ -605,6 +670,19 @@ def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Ite
         return
     with sharding.summoned(write_back=write_back):
         yield
+
+
+def _agree_on_units(
+    plans: Sequence[UnitPlan], prefetch: int, precision: Precision | None, dp_comm: Communicator
+) -> None:
+    units = ", ".join(plan.name or "the model" for plan in plans)
+    asked = dp_comm.allgather_object(f"units {units}; prefetch={prefetch}; precision={precision}")
+    other = next((rank for rank, told in enumerate(asked) if told != asked[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"rank {other} shards another way than rank 0: {asked[other]}, where rank 0 has {asked[0]}. Give "
+            "the same policy, prefetch and precision on every rank"
+        )
 
 
 def sharding_in(model: nn.Module) -> Sharding | None:
@@ -710,6 +788,10 @@ def _sharded(
     return parameter
 
 
+_DRAWING = threading.Lock()
+"""Ranks that are threads of one process share the generator that modules draw from."""
+
+
 class _Source:
     """Where initial values come from: a function, rank 0's parameters, or the modules' reset_parameters."""
 
@@ -736,10 +818,12 @@ class _Source:
         whole = None
         if is_local or self._comm.rank == 0:
             whole = torch.zeros(bucket.numel, dtype=dtype, device=device)
-            for (name, parameter, owners), layout, (start, stop) in zip(
-                entries, layouts, places, strict=True
-            ):
-                view_as(whole, start, stop, layout).copy_(self._value(name, parameter, owners))
+            given = self._values is not None  # by who may fail on one rank alone
+            with self._comm.together("making initial values") if given else nullcontext():
+                for (name, parameter, owners), layout, (start, stop) in zip(
+                    entries, layouts, places, strict=True
+                ):
+                    view_as(whole, start, stop, layout).copy_(self._value(name, parameter, owners))
         if is_local:
             assert whole is not None, "just filled"
             return whole[shard.start : shard.stop]
@@ -789,7 +873,7 @@ class _Source:
         }
         module._parameters.update(drawn)
         try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            with _DRAWING, torch.random.fork_rng(devices=[]), torch.enable_grad():
                 torch.manual_seed(parameter_seed(self._name_of[id(module)], self._seed))
                 reset()
         finally:

@@ -462,10 +462,13 @@ class DistributedOptimizer(Optimizer):
                 )
         self.load_own_states(lambda piece: saved[piece.name]["state"], state_dict)
 
-    def take_parameters(self) -> None:
-        """Parameters were written to, on all ranks alike: master weights follow. Collective."""
+    def take_parameters(self, everything: bool = True) -> None:
+        """Parameters were written to, on all ranks alike: master weights follow. Collective.
+
+        everything   no: only where a parameter is not its master weight, rounded, any more
+        """
         if self._update is not None:
-            self._update.refresh_masters()
+            self._update.refresh_masters(everything=everything)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, given as (name, parameter) pairs unless named at construction; collective.

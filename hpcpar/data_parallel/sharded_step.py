@@ -176,12 +176,20 @@ class ShardedStep:
             return held
         return held.to(device=self._storage.device, dtype=dtype, copy=True)
 
-    def refresh_masters(self, numbers: Sequence[int] | None = None) -> None:
-        """Take the masters from the parameters, which somebody has written to."""
-        for number in range(len(self.blocks)) if numbers is None else numbers:
+    @torch.no_grad()
+    def refresh_masters(self, *, everything: bool = True) -> None:
+        """Take the masters from the parameters, which somebody has written to.
+
+        everything   no: only where a parameter is not its master, rounded, any more
+        """
+        for number, block in enumerate(self.blocks):
             self._storage.fetch(number)
-            if self._is_apart[number]:
-                self.masters[number].copy_(self.blocks[number].held)
+            master = self.masters[number]
+            if self._is_apart[number] and everything:
+                master.copy_(block.held)
+            elif self._is_apart[number]:
+                written = block.held.to(master.device) != master.to(block.held.dtype)
+                master.copy_(torch.where(written, block.held.to(master), master))
             self._storage.park(number)
         self._storage.settle()
 

@@ -19,6 +19,9 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 
 STEPS = 20
+STEPS_ON_MPI = 4
+"""Few: ranks that are threads take all of them."""
+
 SAMPLES = 36
 CLIP = 4.0
 TOLERANCE = 1e-10
@@ -81,11 +84,11 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
 
 
-def serial(make: Make, clip: float = CLIP) -> Course:
+def serial(make: Make, clip: float = CLIP, steps: int = STEPS) -> Course:
     model = Network()
     optimizer = make(list(model.parameters()))
     norms = []
-    for step in range(STEPS):
+    for step in range(steps):
         inputs, targets = batch(step)
         functional.mse_loss(model(inputs), targets).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
@@ -95,7 +98,14 @@ def serial(make: Make, clip: float = CLIP) -> Course:
 
 
 def parallel(
-    comm: Communicator, stage: int, make: Make, microbatches: int, *, overlap: bool = False, **options: Any
+    comm: Communicator,
+    stage: int,
+    make: Make,
+    microbatches: int,
+    *,
+    steps: int = STEPS,
+    overlap: bool = False,
+    **options: Any,
 ) -> Course:
     model = Network()
     if stage == 3:
@@ -114,7 +124,7 @@ def parallel(
     )
     start, stop = partition.bounds(SAMPLES, comm.size)[comm.rank]
     norms = []
-    for step in range(STEPS):
+    for step in range(steps):
         comm.traffic.reset()
         inputs, targets = (tensor[start:stop].chunk(microbatches) for tensor in batch(step))
         for number, (part, target) in enumerate(zip(inputs, targets, strict=True)):
@@ -158,15 +168,15 @@ def test_every_stage_follows_one_process(stage: int, size: int, optimizer: str, 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "in common"])
 def test_every_stage_on_mpi_follows_one_process(
-    world: Communicator, shared: bool, stage: int, optimizer: str, microbatches: int
+    world: Communicator, shared: bool, stage: int, microbatches: int
 ) -> None:
-    expected = serial(OPTIMIZERS[optimizer])
+    make = OPTIMIZERS["adamw"]
+    expected = serial(make, steps=STEPS_ON_MPI)
     course = parallel(
-        world, stage, OPTIMIZERS[optimizer], microbatches, overlap=True, shared_parameters=shared
+        world, stage, make, microbatches, steps=STEPS_ON_MPI, overlap=True, shared_parameters=shared
     )
     for found in world.allgather_object(course):
         assert_same_course(found, expected)
