@@ -196,6 +196,12 @@ class GradientSynchronizer:
         if not self.round_open:
             self._passed = [0] * len(self.parameters)
 
+    def abandon(self) -> None:
+        """Give a round up of which nothing has left; gradients stay where they are."""
+        for shipment in self._shipments:
+            shipment.handle = None
+        self._begin_round()
+
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
         for hook in self._hooks:

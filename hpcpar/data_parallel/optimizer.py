@@ -17,7 +17,7 @@ from hpcpar.data_parallel.blocks import Block, gather_into_blocks
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.data_parallel.fully_sharded import Sharding, sharding_of
-from hpcpar.data_parallel.gradients import GradientSynchronizer, bucketed
+from hpcpar.data_parallel.gradients import ADVICE, GradientSynchronizer, bucketed
 from hpcpar.data_parallel.node_copy import NodeCopy
 from hpcpar.data_parallel.norms import GradientNorm, wide
 from hpcpar.data_parallel.parameters import (
@@ -30,7 +30,7 @@ from hpcpar.data_parallel.parameters import (
 )
 from hpcpar.data_parallel.precision import LossScaler, Precision
 from hpcpar.data_parallel.publication import Publication
-from hpcpar.data_parallel.reduction import Averaging
+from hpcpar.data_parallel.reduction import Averaging, Reduction
 from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
 from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened, is_elementwise, part_of
 from hpcpar.data_parallel.shards import Piece
@@ -79,6 +79,8 @@ class DistributedOptimizer(Optimizer):
     model              whose modules wait for their new parameters when they are called: the all-gather of
                        stages 1 and 2 goes on under the next forward. Whoever reads parameters in another way
                        calls `wait_for_parameters` first. None: `step` waits
+    backward_passes_per_step   backwards whose sum is averaged, the last of which sends, instead of `no_sync`;
+                       in stages 2 and 3 each of them sends
     bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
                        for two buckets
     split_over         by name, further communicators over whose ranks a parameter is split, for the norm;
@@ -89,6 +91,8 @@ class DistributedOptimizer(Optimizer):
     different parameters; OffloadError, SharedMemoryError.
     source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, sections 5 and 7
     """
+
+    _advice = ADVICE
 
     # Deliberately without super().__init__(): every attribute of an Optimizer is the inner one's.
     def __init__(
@@ -102,6 +106,7 @@ class DistributedOptimizer(Optimizer):
         offload: str | Path | None = None,
         shared_parameters: bool = False,
         model: nn.Module | None = None,
+        backward_passes_per_step: int = 1,
         split_over: SplitOver | None = None,
         bucket_bytes: int | None = None,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
@@ -128,6 +133,7 @@ class DistributedOptimizer(Optimizer):
         self._offload = offload
         self._common = shared_parameters
         self._model = model
+        self.backward_passes_per_step = _number_of_passes(backward_passes_per_step)
         self._split_over = dict(split_over or {})
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
@@ -193,6 +199,13 @@ class DistributedOptimizer(Optimizer):
         for whole gradients.
         """
         return self._synchronizer.no_sync()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Average the sum of so many backwards from now on; they are counted from zero again."""
+        self.backward_passes_per_step = _number_of_passes(passes)
+        if isinstance(self._synchronizer, GradientSynchronizer):
+            self._synchronizer.passes = passes
+            self._synchronizer.recount()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale that keeps float16 gradients from underflow: call backward() on that."""
@@ -607,8 +620,10 @@ class DistributedOptimizer(Optimizer):
                 self.dp_comm,
                 **self._bucketing,
                 algorithm=self._algorithm,
-                reduction=self._averaging,
+                passes=self.backward_passes_per_step,
+                reduction=self._reduction(),
                 shards=size if self.zero_stage else 1,
+                advice=self._advice,
             )
         self._publication: Publication | Sharding = sharding or Publication(
             blocks if self.zero_stage else [],
@@ -660,6 +675,9 @@ class DistributedOptimizer(Optimizer):
             once=self._once,
         )
 
+    def _reduction(self) -> Reduction:
+        return self._averaging
+
     def _gradients(self) -> list[Tensor]:
         """The average gradients that this rank has, flat, by bucket."""
         if isinstance(self._synchronizer, ScatteredGradients):
@@ -698,7 +716,7 @@ class DistributedOptimizer(Optimizer):
         with torch.enable_grad():
             loss = closure()
         self._ensure_synchronized()
-        mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(1)
+        mean = torch.as_tensor(loss, dtype=torch.float64).detach().clone().reshape(1)
         self.dp_comm.allreduce(mean, "average")
         return mean[0].to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
 
@@ -813,3 +831,9 @@ def _require_names(groups: Iterable[dict[str, Any]], named: Iterable[Named]) -> 
             f"{len(unnamed)} of the optimizer's {len(held)} parameters have no name (shapes {shown}); pass "
             "the named_parameters() of every model whose parameters it holds, or (name, parameter) pairs"
         )
+
+
+def _number_of_passes(passes: int) -> int:
+    if passes < 1:
+        raise OperationError(f"backward_passes_per_step={passes}; there must be at least 1")
+    return passes

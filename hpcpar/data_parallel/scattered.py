@@ -125,6 +125,8 @@ class ScatteredGradients:
         self.synchronized = False
         self.gone: Callable[[Bucket], None] | None = None
         """Called when the bucket's last gradient of a backward has been taken: its parameters are done."""
+        self.opening: Callable[[], None] | None = None
+        """Called before a backward sends anything; where it raises, nothing has begun."""
         self._accumulating = False
         self._in_backward = False
         self._next = self._backwards = 0
@@ -192,9 +194,7 @@ class ScatteredGradients:
                 "the gradients are averages already; call synchronize() once after each backward "
                 "(step and clip_grad_norm_ call it if nobody has)"
             )
-        if not self._backwards:  # here; other ranks may have had one
-            self._open_backward()
-        self.end_backward()
+        self.complete_backward()
         self._harvest_all()
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None:
@@ -235,7 +235,16 @@ class ScatteredGradients:
             self._open_backward()
             Variable._execution_engine.queue_callback(self.end_backward)
 
+    def complete_backward(self) -> None:
+        """Bring zeros, or gradients set by hand, to a backward that only other ranks had. Collective."""
+        if not self._backwards:
+            self._open_backward()
+        self._take_those_set_by_hand()
+        self.end_backward()
+
     def _open_backward(self) -> None:
+        if self.opening is not None:
+            self.opening()
         self._harvest_all()
         self._in_backward = True
         self._backwards += 1
@@ -261,6 +270,19 @@ class ScatteredGradients:
         self.peak_waiting_nbytes = max(self.peak_waiting_nbytes, self._waiting_nbytes)
         self._accept()
         self.dp_comm.poke()
+
+    def _take_those_set_by_hand(self) -> None:
+        """Gradients that no backward has brought, but somebody who wrote to `.grad`."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None or index in self._of[index].arrived:
+                continue
+            if not self._in_backward:
+                raise OperationError(
+                    f"the gradient of {self.names[index]} was set after a backward whose gradients have been "
+                    "sent already; set those of all parameters, or let backward make them all"
+                )
+            self._had[index] = True
+            self._of[index].arrived.append(index)
 
     def end_backward(self) -> None:
         """Whatever has not come by now counts as zero, and leaves."""

@@ -54,6 +54,9 @@ def broadcast_optimizer_state(
     the structure, no step is taken, and training goes on as in one process. As in Horovod, parameters
     that require a gradient, and have neither state nor gradient, have a gradient of zeros afterwards.
 
+    Of an optimizer with zero_stage the options alone are sent: of its one state each rank has a shard. What
+    state there was before it was wrapped, is to be broadcast before.
+
     optimizer   of torch.optim or like them, wrapped as DistributedOptimizer or not
     model       accepted because Horovod has it; there is nothing to put right in it
     errors      ValueError for LBFGS; HorovodInternalError on every rank when the parameters' shapes or
@@ -69,6 +72,11 @@ def broadcast_optimizer_state(
         "broadcast_optimizer_state",
         [_described(f"group {i}", p) for i, group in enumerate(groups) for p in group["params"]],
     )
+    if hasattr(optimizer, "_adopt_options"):  # each rank has its shard of the one state that there is
+        optimizer._adopt_options(
+            lambda own: broadcast_object(own, root_rank, "broadcast_optimizer_state.options")
+        )
+        return
     own = _tree(optimizer)
     outline = broadcast_object(_outlined(own), root_rank, "broadcast_optimizer_state.outline")
     tree = own if rank() == root_rank else _filled_tree(outline, own, _parameters(optimizer))
@@ -176,11 +184,12 @@ def _broadcast_tensors(prefix: str, named: Sequence[Named], root_rank: int) -> N
         if tensor.numel() > 0:
             target = _carriable(tensor.detach())
             wire = target.contiguous()
-            under_way.append((broadcast_async_(wire, root_rank, f"{prefix}.{name}"), wire, target))
-    for handle, wire, target in under_way:
+            under_way.append((broadcast_async_(wire, root_rank, f"{prefix}.{name}"), wire, target, tensor))
+    for handle, wire, target, tensor in under_way:
         synchronize(handle)
         if wire is not target:
             target.copy_(wire)
+        torch.autograd.graph.increment_version(tensor)  # as every operation in place does
 
 
 def _carriable(tensor: torch.Tensor) -> torch.Tensor:

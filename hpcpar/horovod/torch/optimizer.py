@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
+from hpcpar.data_parallel.precision import Precision
 from hpcpar.horovod import basics
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
@@ -20,6 +21,8 @@ from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.gradients import Gradients, Ways
 from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
+from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
+from hpcpar.horovod.torch.zero import ShardedOptimizer, options_for
 
 Groups = int | Sequence[Sequence[Tensor]] | None
 
@@ -35,6 +38,12 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    zero_stage: int | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    offload: str | Path | None = None,
+    model: nn.Module | None = None,
+    shared_parameters: bool = False,
 ) -> Optimizer:
     """The optimizer, made to average gradients over all ranks before each step.
 
@@ -48,9 +57,16 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     num_groups       old name for a number of groups
     sparse_as_dense  make sparse gradients dense before they are reduced
     process_set      the ranks that train together; others train by themselves
+    zero_stage       1: each rank keeps its shard of the optimizer's state, 2: of gradients, too; None, 0: all
+    precision, offload, model, shared_parameters   of hpcpar.DistributedOptimizer, for zero_stage 1 and 2
     returns          an instance of a class of the optimizer's own name that is a subclass of its class, with
                      `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`
     errors           ValueError for impossible arguments and parameters without or with the same name
+
+    zero_stage and what follows it are hpcpar's own: Horovod has none such. With zero_stage 1 or 2 the
+    optimizer steps on shards. It must treat each element by itself (SGD, Adam, AdamW, …). Gradients are
+    clipped by its own `clip_grad_norm_`, and gone after a step. `state_dict`, of whole parameters, is to be
+    called by all ranks. All take as many steps: a rank that joins before the others is an error.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor works with op=Average only")
@@ -59,19 +75,25 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    return _wrap(
+    settings = {
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+    }
+    options = options_for(
         optimizer,
-        named_parameters,
-        {
-            "compression": compression,
-            "backward_passes_per_step": backward_passes_per_step,
-            "op": op,
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "groups": groups,
-            "sparse_as_dense": sparse_as_dense,
-            "process_set": process_set,
-        },
+        zero_stage,
+        settings,
+        precision=precision,
+        offload=offload,
+        model=model,
+        shared_parameters=shared_parameters,
     )
+    return _wrap(optimizer, named_parameters, {**settings, **options})
 
 
 def _wrap(
@@ -82,9 +104,10 @@ def _wrap(
     is_copy: bool = False,
 ) -> Optimizer:
     """An object of the optimizer's own attributes, whose class has our methods before the optimizer's."""
-    op = settings["op"]
     base = type(optimizer)
-    mixin = _AdasumOptimizer if op == Adasum else _AveragingOptimizer
+    mixin: type[Wrapped] = _AdasumOptimizer if settings["op"] == Adasum else _AveragingOptimizer
+    if "zero_stage" in settings:
+        mixin = ShardedOptimizer
     cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     wrapped: Any = cls.__new__(cls)
     # A scheduler that was made before has put a `step` of its own into the optimizer, which is not ours.
@@ -95,41 +118,10 @@ def _wrap(
     return result
 
 
-class _Distributed(Optimizer):
-    """What both kinds have in common: names, settings, and how to be copied."""
+class _Distributed(Wrapped):
+    """One that steps on whole gradients: it can be copied."""
 
-    _wrapped: Optimizer
-    _settings: dict[str, Any]
     _is_copy: bool
-    _parameter_names: dict[Tensor, str]
-
-    def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
-        passes = self._settings["backward_passes_per_step"]
-        _require_passes(passes)
-        self._parameter_names = _named(self, named_parameters)
-        basics.the_context()
-        if self._process_set.process_set_id is None:
-            raise ValueError(f"{self._process_set} is not registered; use hvd.add_process_set first")
-        self._is_alone = not self._process_set.included() or self._size == 1
-
-    def _distribute_again(self) -> None:
-        """After a new start: use the engine that there is now."""
-        self._distribute([(name, parameter) for parameter, name in self._parameter_names.items()])
-
-    @property
-    def _process_set(self) -> ProcessSet:
-        chosen: ProcessSet = self._settings["process_set"]
-        return chosen
-
-    @property
-    def _size(self) -> int:
-        return self._process_set.size() or 1
-
-    def _step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, on this rank's own gradients."""
-        # Schedulers that were made with it ask whether it has stepped.
-        self._wrapped._opt_called = True  # type: ignore[attr-defined]
-        return super().step(closure) if closure is not None else super().step()
 
     def __reduce__(self) -> Any:
         base = type(self).__bases__[1]
@@ -219,7 +211,7 @@ class _AveragingOptimizer(_Distributed):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum the gradients of so many backwards before they are reduced, from the next step on."""
-        _require_passes(passes)
+        require_passes(passes)
         self._settings["backward_passes_per_step"] = passes
         if self._gradients is not None:
             self._gradients.set_passes(passes)
@@ -335,7 +327,7 @@ class _AdasumOptimizer(_Distributed):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """For compatibility: gradients add up locally until `step`, however often."""
-        _require_passes(passes)
+        require_passes(passes)
 
     def synchronize(self) -> None:
         """Nothing: what is combined is made by `step`."""
@@ -378,35 +370,6 @@ class _AdasumOptimizer(_Distributed):
 _AdasumOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
-def _named(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """The name of every parameter of the optimizer; ValueError unless each has one of its own."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if named_parameters is None:
-        return {
-            parameter: f"group.{number}.{index}"
-            for number, group in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-        }
-    pairs = list(named_parameters)
-    wrong = [pair for pair in pairs if not isinstance(pair, tuple) or len(pair) != 2]
-    if wrong:
-        raise ValueError(
-            f"named_parameters should be a sequence of tuples (name, parameter), usually "
-            f"model.named_parameters(); found {type(wrong[0]).__name__}"
-        )
-    repeated = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
-    if repeated:
-        raise ValueError(f"parameter names must be unique; found more than once: {', '.join(repeated[:4])}")
-    names = {id(parameter): name for name, parameter in pairs}
-    unnamed = [list(parameter.shape) for parameter in held if id(parameter) not in names]
-    if unnamed:
-        raise ValueError(
-            f"{len(unnamed)} of the optimizer's {len(held)} parameters are not in named_parameters (shapes "
-            f"{unnamed[:4]}); name all of them, or none"
-        )
-    return {parameter: names[id(parameter)] for parameter in held}
-
-
 def _grouped(groups: Groups, optimizer: Optimizer) -> list[list[Tensor]]:
     """The groups that are asked for; ValueError for what is none."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -429,8 +392,3 @@ def _grouped(groups: Groups, optimizer: Optimizer) -> list[list[Tensor]]:
             )
         seen.add(id(parameter))
     return [list(group) for group in groups]
-
-
-def _require_passes(passes: int) -> None:
-    if passes <= 0:
-        raise ValueError(f"backward_passes_per_step={passes}: there must be at least 1")

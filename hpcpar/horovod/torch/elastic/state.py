@@ -71,7 +71,8 @@ class OptimizerStateHandler(StateHandler):
 
     def restore(self) -> None:
         # An optimizer keeps the tensors that it loads, and would write into the copy at its next step.
-        self.value.load_state_dict(copy.deepcopy(self.saved))
+        load = getattr(self.value, "_load_later", self.value.load_state_dict)
+        load(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, ROOT)

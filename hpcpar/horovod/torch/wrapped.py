@@ -1,0 +1,84 @@
+"""The wrapped optimizer and names for its parameters: what every kind of DistributedOptimizer has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpcpar.horovod import basics
+from hpcpar.horovod.process_sets import ProcessSet
+
+
+class Wrapped(Optimizer):
+    """The optimizer's own attributes, names of parameters, and the ranks that train together."""
+
+    _wrapped: Optimizer
+    _settings: dict[str, Any]
+    _parameter_names: dict[Tensor, str]
+
+    def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
+        passes = self._settings["backward_passes_per_step"]
+        require_passes(passes)
+        self._parameter_names = _named(self, named_parameters)
+        basics.the_context()
+        if self._process_set.process_set_id is None:
+            raise ValueError(f"{self._process_set} is not registered; use hvd.add_process_set first")
+        self._is_alone = not self._process_set.included() or self._size == 1
+
+    def _distribute_again(self) -> None:
+        """After a new start: use the engine that there is now."""
+        self._distribute([(name, parameter) for parameter, name in self._parameter_names.items()])
+
+    @property
+    def _process_set(self) -> ProcessSet:
+        chosen: ProcessSet = self._settings["process_set"]
+        return chosen
+
+    @property
+    def _size(self) -> int:
+        return self._process_set.size() or 1
+
+    def _step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The wrapped optimizer's step, on this rank's own gradients."""
+        # Schedulers that were made with it ask whether it has stepped.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]
+        return super().step(closure) if closure is not None else super().step()
+
+
+def _named(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
+    """The name of every parameter of the optimizer; ValueError unless each has one of its own."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        return {
+            parameter: f"group.{number}.{index}"
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+    pairs = list(named_parameters)
+    wrong = [pair for pair in pairs if not isinstance(pair, tuple) or len(pair) != 2]
+    if wrong:
+        raise ValueError(
+            f"named_parameters should be a sequence of tuples (name, parameter), usually "
+            f"model.named_parameters(); found {type(wrong[0]).__name__}"
+        )
+    repeated = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+    if repeated:
+        raise ValueError(f"parameter names must be unique; found more than once: {', '.join(repeated[:4])}")
+    names = {id(parameter): name for name, parameter in pairs}
+    unnamed = [list(parameter.shape) for parameter in held if id(parameter) not in names]
+    if unnamed:
+        raise ValueError(
+            f"{len(unnamed)} of the optimizer's {len(held)} parameters are not in named_parameters (shapes "
+            f"{unnamed[:4]}); name all of them, or none"
+        )
+    return {parameter: names[id(parameter)] for parameter in held}
+
+
+def require_passes(passes: int) -> None:
+    """ValueError for a number of backwards that there cannot be."""
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step={passes}: there must be at least 1")

@@ -1,0 +1,512 @@
+"""DistributedOptimizer with zero_stage=1 or 2: hpcpar's own sharded optimizer under Horovod's habits.
+
+Horovod's            step, synchronize, skip_synchronize, zero_grad, backward_passes_per_step, op
+   │  engine         have all ranks come to this call? (meetings.py)
+hpcpar's             shards of gradients and of the optimizer's state, on a communicator of its own
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpcpar.comm import Communicator
+from hpcpar.data_parallel.buckets import BUCKET_BYTES
+from hpcpar.data_parallel.elementwise import require_elementwise
+from hpcpar.data_parallel.fully_sharded import sharding_of
+from hpcpar.data_parallel.gradients import GradientSynchronizer
+from hpcpar.data_parallel.optimizer import DistributedOptimizer
+from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.reduction import Reduction
+from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
+from hpcpar.errors import HpcparError, OperationError
+from hpcpar.horovod import basics
+from hpcpar.horovod.exceptions import HorovodInternalError
+from hpcpar.horovod.negotiation import Request
+from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.torch.compression import Compression
+from hpcpar.horovod.torch.gradients import ADVICE
+from hpcpar.horovod.torch.meetings import STEP, Gate, Meetings
+from hpcpar.horovod.torch.mpi_ops import Adasum, Sum
+from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
+
+
+def options_for(
+    optimizer: Optimizer,
+    zero_stage: int | None,
+    settings: Mapping[str, Any],
+    *,
+    precision: Precision | str | torch.dtype | None,
+    offload: str | Path | None,
+    model: nn.Module | None,
+    shared_parameters: bool,
+) -> dict[str, Any]:
+    """What hpcpar's own optimizer is to be given; nothing for the stages None and 0.
+
+    settings   Horovod's own
+    errors     ValueError for what does not go together, saying what to do instead
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if zero_stage == 3 or sharding_of(held) is not None:
+        raise ValueError(
+            f"zero_stage={zero_stage} of a model that {'is' if sharding_of(held) else 'has to be'} fully "
+            "sharded: its forwards are collective, too, of which Horovod's join() and broadcast_parameters() "
+            "know nothing. Use comm = hpcpar.init(), hpcpar.fully_shard(model, comm) and "
+            "hpcpar.DistributedOptimizer(optimizer, model.named_parameters(), comm); or zero_stage=2 without "
+            "fully_shard"
+        )
+    options = {
+        "precision": precision,
+        "offload": offload,
+        "model": model,
+        "shared_parameters": shared_parameters,
+    }
+    if not zero_stage:
+        given = [name for name, value in options.items() if value is not None and value is not False]
+        if given or zero_stage not in (None, 0):
+            raise ValueError(
+                f"{', '.join(given) or f'zero_stage={zero_stage!r}'}: works with zero_stage=1 or 2; give one"
+            )
+        return {}
+    if zero_stage not in (1, 2) or isinstance(zero_stage, bool):
+        raise ValueError(f"zero_stage={zero_stage!r}; there are 0, 1 and 2")
+    for is_wrong, what, instead in (
+        (settings["op"] == Adasum, "op=Adasum", "use op=Average or op=Sum"),
+        (
+            settings["compression"] is not Compression.none,
+            "compression",
+            'use precision="bfloat16": then gradients are of 16 bits, and so they travel',
+        ),
+        (
+            settings["gradient_predivide_factor"] != 1.0,
+            "gradient_predivide_factor",
+            'leave it out; precision=Precision("bfloat16", reduction="float32") sums in 32 bits',
+        ),
+        (settings["groups"] is not None, "groups", "leave it out: buckets of shards are hpcpar's own"),
+        (settings["sparse_as_dense"], "sparse_as_dense", "build the layers with sparse=False"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{what} does not work with zero_stage={zero_stage}: {instead}")
+    Precision.of(precision)
+    require_elementwise(optimizer)
+    return {"zero_stage": zero_stage, **options}
+
+
+class Sharded(DistributedOptimizer):
+    """hpcpar's optimizer, whose ranks meet in the engine before they send anything.
+
+    multiple   what the average gradient is multiplied by in a step
+    """
+
+    _advice = ADVICE
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named: Iterable[tuple[str, Tensor]],
+        comm: Communicator,
+        meetings: Meetings,
+        multiple: float,
+        **options: Any,
+    ) -> None:
+        self._meetings = meetings
+        self._multiple = multiple
+        super().__init__(optimizer, named, comm, **options)
+
+    def synchronize(self) -> None:
+        self._refuse_thawed()
+        gradients = self.synchronizer
+        if isinstance(gradients, ScatteredGradients):
+            if not gradients.synchronized:
+                gradients.complete_backward()  # others may wait for it in theirs
+            self._meetings.hold(STEP)
+            super().synchronize()
+        else:
+            try:
+                super().synchronize()
+            except HorovodInternalError:
+                gradients.abandon()
+                raise
+        self._factor *= self._multiple
+
+    def forget_gradients(self) -> None:
+        """After a step there are none, as `.grad` shows: the next backward begins anew."""
+        self.synchronizer.zero()
+
+    def leave(self) -> None:
+        """Take the hooks off, where other ranks may not come any more."""
+        self._synchronizer.close()
+        with suppress(HpcparError):  # what ended it all has been told, and parameters are restored after it
+            self._publication.close()
+
+    def states_by(self, comm: Communicator) -> dict[str, Any]:
+        """`state_dict`, over another communicator of the same ranks. Collective."""
+        self.dp_comm = comm
+        return self.state_dict()
+
+    def forget_states(self) -> None:
+        """Leave the wrapped optimizer without any."""
+        self._forget_pieces()
+
+    def _build(self) -> None:
+        super()._build()
+        if isinstance(self._synchronizer, ScatteredGradients):
+            meetings = self._meetings
+            self._synchronizer.opening = lambda: meetings.hold("backward()")
+
+    def _reduction(self) -> Reduction:
+        return Gate(super()._reduction(), self._meetings)
+
+    def _refuse_thawed(self) -> None:
+        trained = {id(parameter) for parameter in self.synchronizer.parameters}
+        for name, parameter in self._named:
+            if parameter.grad is not None and id(parameter) not in trained:
+                raise OperationError(
+                    f"{name} was frozen when its optimizer was wrapped and now has a gradient, which no "
+                    "shard holds; set requires_grad before DistributedOptimizer is made"
+                )
+
+
+class ShardedOptimizer(Wrapped):
+    """Delegates to `sharded`; groups and state are the wrapped optimizer's."""
+
+    sharded: Sharded
+    """hpcpar's own optimizer, for what Horovod's has no name for."""
+
+    # Loading puts others in their place in the wrapped optimizer.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._wrapped.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._wrapped.state
+
+    def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
+        super()._distribute(named_parameters)
+        self._later: dict[str, Any] | None = None
+        self._make(self._communicator())
+
+    def _communicator(self) -> Communicator:
+        """That of the ranks that train together, who meet first. Collective."""
+        self._is_closed = False
+        if self._is_alone:
+            self._meetings = Meetings(None, "")
+            return Communicator.alone()
+        engine = self._process_set._engine
+        assert engine is not None, "this rank is included"
+        name = engine.next_optimizer()
+        self._meetings = Meetings(engine, name)
+        self._meetings.hold(f"DistributedOptimizer({self._told()})")
+        made: list[Communicator] = []
+        ticket = Ticket(
+            Request(f"{name}.communicator", "schedule"),
+            on_ready=lambda: made.append(
+                engine.lend_communicator(self, f"{name}.shards", lambda _: None),
+            ),
+        )
+        engine.submit([ticket])
+        engine.wait(ticket)
+        return made[0]
+
+    def _told(self) -> str:
+        settings = self._settings
+        op = "Sum" if settings["op"] == Sum else "Average"
+        stated = sum(bool(self.state.get(parameter)) for parameter in self._parameter_names)
+        return (
+            f"op={op}, zero_stage={settings['zero_stage']}, precision={settings['precision']}, "
+            f"shared_parameters={settings['shared_parameters']}, with the state of {stated} parameters"
+        )
+
+    def _make(self, comm: Communicator) -> None:
+        settings = self._settings
+        most = BUCKET_BYTES if settings["zero_stage"] == 1 else ROOM_BYTES
+        self.sharded = Sharded(
+            self._wrapped,
+            [(name, parameter) for parameter, name in self._parameter_names.items()],
+            comm,
+            self._meetings,
+            float(comm.size) if settings["op"] == Sum else 1.0,
+            bucket_bytes=max(1, min(basics.the_context().knobs.fusion_threshold_nbytes, most)),
+            **{
+                key: settings[key]
+                for key in (
+                    "zero_stage",
+                    "precision",
+                    "offload",
+                    "model",
+                    "shared_parameters",
+                    "backward_passes_per_step",
+                )
+            },
+        )
+        self._synchronized = False
+        self._should_synchronize = True
+        self._versions = self._versions_now()
+        engine = self._process_set._engine
+        if engine is not None and not self._is_alone:
+            engine.users.add(self)
+
+    # --- starts and ends --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The engine ends. What this rank holds of the optimizer's state stays."""
+        self._is_closed = True
+        self.sharded.leave()
+
+    def _connect(self) -> None:
+        """After shutdown() and init() use the engine that there is now; load what was to be loaded."""
+        if self._is_closed and basics.is_initialized():
+            self._distribute_again()
+        elif self._later is not None:
+            later, self._later = self._later, None
+            self.load_state_dict(later)
+
+    def _distribute_again(self) -> None:
+        """After a new start: bring the shards' states together over the engine that there is. Collective."""
+        before = self.sharded
+        before.leave()
+        self._hide_absent()
+        super()._distribute([(name, parameter) for parameter, name in self._parameter_names.items()])
+        size = before.dp_comm.size
+        comm = self._communicator()
+        saved, self._later = self._later, None
+        if saved is None:
+            if comm.size != size:
+                raise ValueError(
+                    f"the optimizer's state is spread over {size} ranks, and now there are {comm.size}; save "
+                    "its state_dict() before shutdown(), wrap a new optimizer after init() and load it there"
+                )
+            saved = before.states_by(comm)
+        before.forget_states()
+        self._make(comm)
+        self.sharded.load_state_dict(saved)
+        self._versions = self._versions_now()
+
+    def __reduce__(self) -> Any:
+        raise ValueError(
+            f"an optimizer with zero_stage={self.sharded.zero_stage} cannot be copied or pickled, because "
+            "each rank has a part of it; take its state_dict(), on all ranks, and load it into a new one"
+        )
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum the gradients of so many backwards before they are reduced, from the next step on."""
+        require_passes(passes)
+        self._settings["backward_passes_per_step"] = passes
+        self.sharded.set_backward_passes_per_step(passes)
+
+    def synchronize(self) -> None:
+        """Bring each rank its shards of the reduced gradients, to clip or look at them before `step`.
+
+        `.grad` has no values then: use `clip_grad_norm_`, `clip_grad_value_` or `named_gradients`. Then step
+        inside `skip_synchronize`.
+        """
+        self._connect()
+        if not self.sharded.synchronizer.synchronized:
+            self.sharded.synchronize()
+        self._show_absent()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """For the `step` after `synchronize`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_ of the reduced gradients; waits for them. Collective."""
+        self._connect()
+        return self.sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """As torch.nn.utils.clip_grad_value_ of the reduced gradients; waits for them. Collective."""
+        self._connect()
+        self.sharded.clip_grad_value_(clip_value)
+
+    def named_gradients(self) -> Iterator[tuple[str, slice, Tensor]]:
+        """This rank's shards of averages, also with op=Sum; as of hpcpar.DistributedOptimizer. Collective."""
+        self._connect()
+        return self.sharded.named_gradients()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """With precision="float16": call backward() on that."""
+        return self.sharded.scale_loss(loss)
+
+    def wait_for_parameters(self) -> None:
+        """With `model`: return when the parameters of the last step are here, for who reads them himself."""
+        self.sharded.wait_for_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
+        self._connect()
+        if self.sharded.synchronizer.round_open:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
+                "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
+            )
+        self._hide_absent()
+        self.sharded.zero_grad(set_to_none=set_to_none)
+        self._synchronized = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on reduced gradients, each rank's on its shards; collective.
+
+        closure   computes the loss with its backward; the average of all ranks' losses is returned
+
+        Afterwards there are no gradients, as after `zero_grad`.
+        """
+        self._connect()
+        if closure is None and self._synchronized and self._should_synchronize:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). The gradients are reduced already, and are not once more; "
+                "write `with optimizer.skip_synchronize(): optimizer.step()`.",
+                stacklevel=2,
+            )
+        self._hide_absent()
+        self._follow_parameters()
+        # Schedulers that were made with it ask whether it has stepped.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]
+        outcome = self.sharded.step(closure)
+        self.sharded.forget_gradients()
+        self._synchronized = False
+        return outcome
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def state_dict(self, root: int | None = None) -> dict[str, Any]:
+        """The wrapped optimizer's, of whole parameters. Collective: all ranks call it, also if one saves it.
+
+        root   the only rank that gets it, by its place in the process set; None: all do
+        """
+        self._connect()
+        self._meetings.hold("state_dict()")
+        return self.sharded.state_dict(root)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of any stage, or of the plain optimizer, gave. Collective.
+
+        All ranks load the same. Backwards are counted from zero again.
+        """
+        self._later = None
+        self._connect()
+        self._meetings.hold("load_state_dict()")
+        self._follow_parameters()
+        self.sharded.load_state_dict(state_dict)
+        gradients = self.sharded.synchronizer
+        if isinstance(gradients, GradientSynchronizer):
+            gradients.recount()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, whose gradients are reduced from now on, too. Collective, between two steps."""
+        self._connect()
+        self._meetings.hold("add_param_group()")
+        members = param_group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        number = len(self.param_groups)
+        named = [(f"group.{number}.{index}", parameter) for index, parameter in enumerate(members)]
+        self.sharded.add_param_group({**param_group, "params": named})
+        self._parameter_names.update((parameter, name) for name, parameter in named)
+        self._versions = self._versions_now()
+
+    def _load_later(self, state_dict: dict[str, Any]) -> None:
+        """Load at the next collective call: on ranks whose engine has failed there is none before."""
+        self._later = state_dict
+
+    def _adopt_options(self, broadcast: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+        """Take what `broadcast` makes of the groups' options. Collective."""
+        self._connect()
+        self._meetings.hold("broadcast_optimizer_state()")
+        own = [{key: of[key] for key in of if key != "params"} for of in self.param_groups]
+        for group, options in zip(self.param_groups, broadcast(own), strict=True):
+            for option in group.keys() - options.keys() - {"params"}:
+                del group[option]
+            group.update(options)
+
+    def _follow_parameters(self) -> None:
+        """Master weights follow parameters that somebody has written to, as hvd.broadcast_parameters does."""
+        now = self._versions_now()
+        if now != self._versions:
+            self.sharded.take_parameters()
+            self._versions = now
+
+    def _versions_now(self) -> list[int]:
+        """How often each parameter was written to, but by the step itself, which writes where they lie."""
+        return [parameter._version for parameter in self._parameter_names]
+
+    def _show_absent(self) -> None:
+        gradients = self.sharded.synchronizer
+        for parameter, is_used in zip(gradients.parameters, gradients.used, strict=True):
+            if is_used:
+                parameter.grad = AbsentGradient.of(parameter, self.sharded.zero_stage)
+
+    def _hide_absent(self) -> None:
+        for parameter in self._parameter_names:
+            if type(parameter.grad) is AbsentGradient:
+                parameter.grad = None
+
+
+# torch wraps a step that does not say so, to call hooks; the wrapped optimizer's own step calls them already.
+ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]
+
+
+class AbsentGradient(Tensor):
+    """What `.grad` is after `synchronize`, when its values are spread over the ranks; to use it is an error.
+
+    Without it torch.nn.utils.clip_grad_norm_ would find no gradients, and clip nothing.
+    """
+
+    zero_stage: int
+
+    @classmethod
+    def of(cls, parameter: Tensor, zero_stage: int) -> AbsentGradient:
+        """One that takes no memory."""
+        shown = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
+        shown.zero_stage = zero_stage
+        return shown
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        absent = next((value for value in _flattened([args, kwargs or {}]) if type(value) is cls), None)
+        stage = "1 or 2" if absent is None else absent.zero_stage
+        raise OperationError(
+            f"a gradient was used by {getattr(func, '__name__', 'an operation')} after "
+            f"optimizer.synchronize() with zero_stage={stage}, where a rank has shards of gradients alone. "
+            "Instead of torch.nn.utils.clip_grad_norm_(model.parameters(), …) call "
+            "optimizer.clip_grad_norm_(…), instead of clip_grad_value_ optimizer.clip_grad_value_(…), and "
+            "look at gradients by optimizer.named_gradients()"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "AbsentGradient()"
+
+
+_HARMLESS = {"__get__", "__set__", "size", "dim", "numel"}
+"""What says nothing about values."""
+
+
+def _flattened(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flattened(value)
+        elif isinstance(value, dict):
+            yield from _flattened(list(value.values()))
+        else:
+            yield value
