@@ -941,10 +941,17 @@ def test_a_rank_whose_model_differs_is_an_error_on_all() -> None:
         assert "1 of 3 ranks have other parameters than rank 0: rank 1: " in str(error)
 
 
-def test_a_rank_whose_units_differ_is_an_error_on_all() -> None:
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({"policy": POLICIES["nested"]}, {"policy": POLICIES["linear layers"]}),
+        ({"prefetch": 1}, {"prefetch": 2}),
+        ({"precision": "bfloat16"}, {}),
+    ],
+)
+def test_a_rank_that_shards_another_way_is_an_error_on_all(options: Any, others: Any) -> None:
     def body(comm: Communicator) -> HpcparError | None:
-        policy = POLICIES["linear layers" if comm.rank == 1 else "nested"]
-        return error_of(lambda: fully_shard(Network(), comm, policy=policy))
+        return error_of(lambda: fully_shard(Network(), comm, **(others if comm.rank == 1 else options)))
 
     for error in run_loopback(3, body, timeout_s=10):
         assert isinstance(error, MismatchError)
@@ -1030,7 +1037,7 @@ def test_units_have_the_memory_of_their_parameters_and_padding() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("build", [Network, Partly, Tied], ids=lambda build: build.__name__)
 def test_on_mpi_too_it_is_the_same(world: Communicator, build: Callable[[], nn.Module]) -> None:
-    expected = trained(world, build, stage=0, microbatches=2)
+    expected = trained(world, build, stage=2, microbatches=2)
     found = trained(world, build, microbatches=2)
     # More than two ranks' sums have an order.
     near = all(

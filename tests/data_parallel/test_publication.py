@@ -113,11 +113,24 @@ def test_without_the_model_a_step_waits_for_all(stage: int) -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
 
 
+def slow_down(comm: Communicator) -> None:
+    """What this rank publishes comes late: who does not wait reads what is old."""
+    start = comm.start_allgather
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.01)
+        return start(*arguments, **options)
+
+    comm.start_allgather = slowly  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_state_dict_waits_for_all(stage: int) -> None:
     def body(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model, optimizer = built(comm, stage, overlap=True)
         backward(comm, model, 0)
+        if comm.rank == 1:
+            slow_down(comm)
         optimizer.step()
         part = {name: value.clone() for name, value in model.layers[1].state_dict().items()}
         return {name: value.clone() for name, value in model.state_dict().items()}, part
@@ -157,15 +170,8 @@ def test_modules_of_torch_that_read_their_childrens_parameters_wait_for_those() 
         )
         inputs = torch.randn(3, 2, 4, generator=generator)
         model(inputs).square().sum().backward()
-        # A slow rank: what the others read before it has come is old.
         if comm.rank == 1:
-            start = comm.start_allgather
-
-            def slowly(*arguments: Any, **options: Any) -> Any:
-                time.sleep(0.01)
-                return start(*arguments, **options)
-
-            comm.start_allgather = slowly  # type: ignore[method-assign]
+            slow_down(comm)
         optimizer.step()
         model.eval()
         with torch.no_grad():

@@ -203,16 +203,16 @@ def test_a_rank_without_a_backward_takes_part_with_zeros() -> None:
 
 
 def test_padding_holds_no_rest_of_another_bucket() -> None:
-    # The room that bucket 1 comes from has held larger values of bucket 0's.
+    # Two rooms: those of the short buckets have held long ones.
     def body(comm: Communicator) -> list[list[float]]:
-        parameters, gradients = gradients_of([3, 8, 3, 8], comm)
+        parameters, gradients = gradients_of([3, 3, 8, 8], comm)
         sum(parameter.sum() * 7 for parameter in parameters).backward()
         gradients.synchronize()
         return [shard.tolist() for shard in gradients.shards]
 
     first, second = run_loopback(2, body)
-    assert first == [[7.0] * 4, [7.0] * 2, [7.0] * 4, [7.0] * 2]
-    assert second == [[7.0] * 4, [7.0, 0.0], [7.0] * 4, [7.0, 0.0]]
+    assert first == [[7.0] * 4, [7.0] * 4, [7.0] * 2, [7.0] * 2]
+    assert second == [[7.0] * 4, [7.0] * 4, [7.0, 0.0], [7.0, 0.0]]
 
 
 def test_forgetting_gradients_awaits_what_is_under_way_and_begins_anew() -> None:
