@@ -72,6 +72,9 @@ class AbsentParameter(nn.Parameter):
         absent = next(value for value in _flattened([args, kwargs]) if type(value) is AbsentParameter)
         doing = getattr(func, "__name__", "an operation")
         result = None
+        with torch._C.DisableTorchFunctionSubclass():
+            if not absent.numel():  # there is nothing that is not here
+                return func(*args, **kwargs)
         is_use = func in _READS or "out" in kwargs or (_writes(doing) and func not in _HARMLESS)
         if not is_use:
             with torch._C.DisableTorchFunctionSubclass():

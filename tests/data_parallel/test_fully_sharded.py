@@ -700,6 +700,13 @@ def test_what_says_nothing_about_values_can_be_asked() -> None:
     assert "Linear(in_features=4" in repr(model)
 
 
+def test_a_parameter_without_elements_is_always_there() -> None:
+    model = nn.Linear(3, 0)
+    fully_shard(model, Communicator.alone())
+    assert model.weight.detach().tolist() == []
+    assert model(torch.ones(2, 3)).shape == (2, 0)
+
+
 class Stealing(Network):
     def forward(self, inputs: Tensor) -> Tensor:
         return functional.linear(super().forward(inputs), self.layers[1].inner.weight[:, :3])

@@ -206,7 +206,7 @@ def trained(comm: Communicator, stage: int, precision: Precision, **options: Any
 
 def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference of a weight, of which every step moves each by about 0.01."""
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
