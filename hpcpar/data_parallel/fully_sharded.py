@@ -273,8 +273,7 @@ class Unit:
         for each in self.held:
             for parameter, absent in zip(each.parameters, each.absent, strict=True):
                 parameter.data = absent
-                if parameter.numel():  # of nothing, nothing is absent
-                    parameter.__class__ = AbsentParameter
+                parameter.__class__ = AbsentParameter
             each.flat.untyped_storage().resize_(0)
         self.is_gathered = False
         self.gathered.remove(self)
@@ -787,7 +786,7 @@ def _sharded(
             module._parameters[own_name] = parameter
     parameter.data = value
     parameter.hpcpar_name = name  # type: ignore[attr-defined]
-    if absent and parameter.numel():
+    if absent:
         parameter.__class__ = AbsentParameter
     return parameter
 
