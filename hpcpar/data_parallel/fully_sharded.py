@@ -69,11 +69,12 @@ class AbsentParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        absent = next(value for value in _flattened([args, kwargs]) if type(value) is AbsentParameter)
         doing = getattr(func, "__name__", "an operation")
         result = None
         with torch._C.DisableTorchFunctionSubclass():
-            if not absent.numel():  # there is nothing that is not here
+            given = [value for value in _flattened([args, kwargs]) if type(value) is AbsentParameter]
+            absent = next((value for value in given if value.numel()), None)
+            if absent is None:  # of nothing, nothing is absent
                 return func(*args, **kwargs)
         is_use = func in _READS or "out" in kwargs or (_writes(doing) and func not in _HARMLESS)
         if not is_use:
