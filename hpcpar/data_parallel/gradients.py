@@ -13,8 +13,7 @@ source   Li et al. 2020, PyTorch Distributed, arXiv 2006.15704 (buckets, order, 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,14 @@ import torch
 from torch import Tensor
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Extent, assign
-from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent, view_like
+from hpcpar.data_parallel.parameters import (
+    Named,
+    agree_on_parameters,
+    distinct,
+    extent,
+    view_like,
+    watch_gradients,
+)
 from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
 from hpcpar.data_parallel.traffic import expected_nbytes
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
@@ -118,11 +124,7 @@ class GradientSynchronizer:
         self.used: list[int] = []
         self._begin_round()
         self.synchronized = False
-        hook = _weak_hook(self)
-        self._hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self.parameters)
-        ]
+        self._hooks = watch_gradients(self.parameters, self._on_gradient)
 
     def expected_nbytes(self, synchronizations: int = 1) -> int:
         """Bytes that all ranks together send for so many synchronizations, by theory."""
@@ -336,18 +338,3 @@ def bucketed(
             Extent(parameter.numel(), dtype.itemsize, (dtype, parameter.device)) for parameter in parameters
         ]
     return assign(extents, **limits)
-
-
-def _weak_hook(synchronizer: GradientSynchronizer) -> Callable[[int], Callable[[Tensor], None]]:
-    """Hooks that die with the synchronizer: a forgotten one must not answer in the next one's stead."""
-    reference = weakref.ref(synchronizer)
-
-    def hook_of(index: int) -> Callable[[Tensor], None]:
-        def hook(_: Any) -> None:
-            alive = reference()
-            if alive is not None:
-                alive._on_gradient(index)
-
-        return hook
-
-    return hook_of

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,27 @@ def in_memory_order(tensor: Tensor, layout: Layout) -> Tensor:
     laid = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
     laid.copy_(tensor.detach())
     return laid.as_strided((laid.numel(),), (1,))
+
+
+def watch_gradients(parameters: Sequence[Tensor], tell: Callable[[int], None]) -> list[Any]:
+    """Hooks by which a method hears the number of each parameter that has got a gradient; to be removed.
+
+    They die with the method's object: a forgotten one must not answer in the next one's stead.
+    """
+    reference = weakref.WeakMethod(tell)
+
+    def hook_of(number: int) -> Callable[[Tensor], None]:
+        def hook(_: Any) -> None:
+            alive = reference()
+            if alive is not None:
+                alive(number)
+
+        return hook
+
+    return [
+        parameter.register_post_accumulate_grad_hook(hook_of(number))  # type: ignore[no-untyped-call]
+        for number, parameter in enumerate(parameters)
+    ]
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -13,11 +13,10 @@ source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.parameters import Layout, layout_of, view_as
+from hpcpar.data_parallel.parameters import Layout, layout_of, view_as, watch_gradients
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 from hpcpar.units import MiB
 
@@ -132,11 +131,7 @@ class ScatteredGradients:
         self._next = self._backwards = 0
         self._had = [False] * len(self.parameters)
         self._waiting_nbytes = self.peak_waiting_nbytes = 0
-        hook = _weak_hook(self)
-        self._hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self.parameters)
-        ]
+        self._hooks = watch_gradients(self.parameters, self._on_gradient)
 
     def _make_rooms(self, types: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Room]:
         nbytes = max(
@@ -387,18 +382,3 @@ class ScatteredGradients:
 def _gradient_nbytes(parameter: Tensor) -> int:
     gradient = parameter.grad
     return 0 if gradient is None or gradient.layout is not torch.strided else gradient.nbytes
-
-
-def _weak_hook(gradients: ScatteredGradients) -> Callable[[int], Callable[[Tensor], None]]:
-    """Hooks that die with the object: a forgotten one must not answer in the next one's stead."""
-    reference = weakref.ref(gradients)
-
-    def hook_of(index: int) -> Callable[[Tensor], None]:
-        def hook(_: Any) -> None:
-            alive = reference()
-            if alive is not None:
-                alive._on_gradient(index)
-
-        return hook
-
-    return hook_of
