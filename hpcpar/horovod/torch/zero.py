@@ -138,7 +138,7 @@ class Sharded(DistributedOptimizer):
 
     def forget_gradients(self) -> None:
         """After a step there are none, as `.grad` shows: the next backward begins anew."""
-        self.synchronizer.zero()
+        self.zero_grad()
 
     def leave(self) -> None:
         """Take the hooks off, where other ranks may not come any more."""
