@@ -191,12 +191,6 @@ class ScatteredGradients:
             )
         self.complete_backward()
         self._harvest_all()
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter.grad is not None:
-                raise OperationError(
-                    f"the gradient of {name} was set by hand, and shards take gradients from backwards only; "
-                    "change those of the optimizer's named_gradients()"
-                )
         bits = np.packbits(np.array(self._had, dtype=bool))
         self.dp_comm.allreduce(bits, "or")
         self.used = np.unpackbits(bits, count=len(self.parameters)).tolist()

@@ -159,7 +159,7 @@ def test_gradients_that_come_out_of_order_leave_in_order() -> None:
         )
         model(comm.rank).backward()
         optimizer.step()
-        return [float(parameter[0]) for parameter in model.parameters()]
+        return [parameter[0].item() for parameter in model.parameters()]
 
     def gradient(number: int, first: int) -> float:
         return (number + 1) * 0.5 ** (4 - (number - first) % 5)

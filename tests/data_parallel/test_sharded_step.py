@@ -464,6 +464,18 @@ def test_a_gradient_that_no_backward_made_is_no_silent_loss(stage: int) -> None:
         assert_near([model.head.weight.detach()], [start - 0.1])
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_is_set_when_its_bucket_has_left_is_an_error(stage: int) -> None:
+    model = Network()
+    if stage == 3:
+        fully_shard(model, Communicator.alone())
+    optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), Communicator.alone(), stage)
+    backward(Communicator.alone(), model)
+    model.head.weight.grad = torch.ones(3, 4, dtype=torch.float64)
+    with pytest.raises(OperationError, match=r"the gradient of head\.weight was set after a backward"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("stage", [0, *STAGES])
 def test_a_parameter_that_was_frozen_when_the_optimizer_was_made_may_not_get_a_gradient(stage: int) -> None:
     model = Network()
