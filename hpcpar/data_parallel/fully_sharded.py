@@ -288,8 +288,9 @@ def _differentiable(value: Any) -> list[Tensor]:
 
 
 def _octets(flat: Tensor) -> NDArray[np.uint8]:
-    """The memory of a tensor, which the caller keeps alive."""
+    """The memory of a tensor, which lives as long as the array: others may still write to it."""
     memory: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
+    memory.tensor = flat
     return np.frombuffer(memory, dtype=np.uint8)
 
 
