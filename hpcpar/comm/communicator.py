@@ -228,8 +228,12 @@ def run_loopback(
 
     checked = Settings.from_environ().check if check is None else check
 
+    # What a rank has under way when its function returns lives until all have returned: others write to it.
+    held: list[Communicator] = []
+
     def call(transport: loopback.LoopbackTransport) -> T:
         comm = Communicator.over(transport, timeout_s=timeout_s, check=checked)
+        held.append(comm)
         if shared_memory:
             comm.share_memory(stage_nbytes)
         return function(comm)

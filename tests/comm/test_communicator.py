@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+
 import numpy as np
 import pytest
 
@@ -72,3 +75,27 @@ def test_alone_does_nothing_correctly():
     comm.barrier()
     assert comm.traffic.nbytes_sent() == 0
     assert values.tolist() == [0, 1, 2, 3]
+
+
+def test_what_a_rank_has_under_way_when_it_ends_lives_until_all_have_ended() -> None:
+    gone: list[bool] = []
+
+    class Told(np.ndarray):
+        def __del__(self) -> None:
+            gone.append(True)
+
+    def work(comm: Communicator) -> list[bool]:
+        out = np.zeros(2).view(Told)
+        for _ in range(4):  # often enough to be remembered, so without references of its own
+            comm.allgather(out[comm.rank : comm.rank + 1], out=out)
+        gone.clear()
+        if comm.rank == 0:
+            comm.start_allgather(out[:1], out=out)
+            return []
+        time.sleep(0.3)  # the other has ended
+        gc.collect()
+        seen = list(gone)
+        comm.allgather(out[1:], out=out)
+        return seen
+
+    assert run_loopback(2, work, check=False) == [[], []]
