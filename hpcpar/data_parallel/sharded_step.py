@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.parameters import Layout, in_memory_order, layout_of
-from hpcpar.data_parallel.precision import Precision, master_dtype
+from hpcpar.data_parallel.precision import Precision, master_dtype, narrowed
 from hpcpar.data_parallel.shards import Piece
 from hpcpar.data_parallel.storage import Resident, Storage
 
@@ -204,9 +204,10 @@ class ShardedStep:
     def _cast_moments(self, number: int, dtype: torch.dtype) -> None:
         for part in self._parts[number]:
             state = self.inner.state.get(part.tensor, {})
+            step = int(state.get("step", 0))
             for key, value in state.items():
                 if is_elementwise(value, part.piece.numel):
-                    state[key] = value.to(dtype)
+                    state[key] = narrowed(value, dtype, step)
 
     # --- states -----------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from hpcpar.data_parallel.precision import (
     LARGEST_SCALE,
     LossScaler,
     master_dtype,
+    narrowed,
 )
 from hpcpar.errors import OperationError
 
@@ -113,6 +114,42 @@ def test_a_scaler_goes_on_from_its_state() -> None:
     other.load_state_dict(scaler.state_dict())
     other.update(overflow=False)
     assert (other.scale, other.skipped) == (INITIAL_SCALE, 1)
+
+
+# --- moments in 16 bits -------------------------------------------------------------------------------
+
+
+def test_what_falls_slowly_falls_in_bfloat16_too() -> None:
+    # Adam's second moment without gradients; the nearest bfloat16 of 0.999 is 1 for ever.
+    nearest = kept = torch.linspace(1.0, 2.0, 4096)
+    for step in range(2000):
+        nearest = (nearest * 0.999).bfloat16().float()
+        kept = narrowed(kept * 0.999, torch.bfloat16, step).float()
+    expected = torch.linspace(1.0, 2.0, 4096) * 0.999**2000
+    assert nearest.mean() > 1.0
+    # Numbers that meet go on together, so that few of them are left to have a mean.
+    assert kept.mean().item() == pytest.approx(expected.mean().item(), rel=0.05)
+    assert ((kept - expected).abs() < 0.5 * expected).all()
+
+
+def test_rounding_is_right_on_average_and_to_a_neighbour() -> None:
+    value = torch.tensor([1.0 + 2**-9, -3.1, 1e-20, -7e30])
+    found = torch.stack([narrowed(value, torch.bfloat16, step).double() for step in range(4000)])
+    assert torch.allclose(found.mean(0), value.double(), rtol=3e-4)
+    assert ((found / value.double() - 1).abs() < 2**-7).all()
+    assert all(len(column.unique()) == 2 for column in found.T)
+
+
+def test_what_bfloat16_can_hold_and_what_is_no_number_stays() -> None:
+    held = torch.randn(100, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    broken = torch.tensor([math.inf, -math.inf, 0.0, -0.0])
+    nans = torch.tensor([math.nan, -math.nan]) + broken[:2]
+    for step in range(50):
+        assert torch.equal(narrowed(held, torch.bfloat16, step).float(), held)
+        assert torch.equal(narrowed(broken, torch.bfloat16, step).float(), broken)
+        assert narrowed(nans, torch.bfloat16, step).isnan().all()
+    assert narrowed(held, torch.float64, 1).dtype == torch.float64
+    assert narrowed(held.double(), torch.bfloat16, 1).dtype == torch.bfloat16
 
 
 # --- training in 16 bits ------------------------------------------------------------------------------
