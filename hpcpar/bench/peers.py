@@ -244,6 +244,7 @@ class GlooPeer:
         import torch.distributed as dist
 
         self._dist = dist
+        self._comm = comm
         self._directory = ""
         failure: Exception | None = None
         try:
@@ -269,7 +270,9 @@ class GlooPeer:
             return f"tcp://{socket.gethostname()}:{free.getsockname()[1]}"
 
     def free(self) -> None:
+        self._comm.barrier()  # others may be in the middle of their last call
         self._dist.destroy_process_group()
+        self._comm.barrier()  # or about to look at the file that they met by, when they let go of it
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
