@@ -1,7 +1,7 @@
 """What each rank keeps in memory in each stage of ZeRO, measured, beside the formula.
 
     hpcpar run -n 4 benchmarks/zero_memory.py [--model 5m] [--precision bfloat16]
-                                              [--offload DIRECTORY] [--common] [--json FILE] [--picture FILE]
+        [--offload DIRECTORY] [--shared-parameters] [--json FILE] [--picture FILE]
 
 In every stage some steps are trained, on communicators of their own within the same job. Then every rank
 counts the bytes of its tensors, each storage once. Checked: on every rank the model state is the formula, up
@@ -124,7 +124,7 @@ def arguments() -> argparse.Namespace:
         help="each stage also with the optimizer's state in files under this directory",
     )
     parser.add_argument(
-        "--common",
+        "--shared-parameters",
         action="store_true",
         help="stages 1 to 3 also with parameters that all ranks have in common",
     )
@@ -276,7 +276,7 @@ def main() -> None:
             with world.together(f"making {options.offload}"):
                 options.offload.mkdir(parents=True, exist_ok=True)
                 directory = cleanup.enter_context(tempfile.TemporaryDirectory(dir=options.offload))
-        chosen = variants(directory, options.common)
+        chosen = variants(directory, options.shared_parameters)
         # What torch, MPI and the C library make at their first use is charged to a round that is thrown away.
         for variant in (chosen[0], *chosen):
             gc.collect()

@@ -11,31 +11,39 @@ from torch import Tensor
 
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.node_copy import NodeCopy
-from hpcpar.data_parallel.parameters import view_like
+from hpcpar.data_parallel.parameters import in_memory_order, layout_of, view_like
 from hpcpar.data_parallel.shards import Shard, shard_of
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Block:
     """One bucket's parameters.
 
     shard   which elements are this rank's
     own     those, with the padding at their end
     flat    all elements one after another, of which `own` is a view then; None where only shards are kept
+    wide    this rank's elements, without padding, as they were before they got a shorter type, until somebody
+            takes them for master weights
     """
 
     bucket: Bucket
     shard: Shard
     own: Tensor
     flat: Tensor | None = None
+    wide: Tensor | None = None
 
     @property
     def held(self) -> Tensor:
         """This rank's elements without padding."""
         return self.own[: self.shard.end]
+
+    def take_wide(self) -> Tensor:
+        """The elements without padding in the longest type that they are known in; only once in that."""
+        wide, self.wide = self.wide, None
+        return self.held if wide is None else wide
 
 
 @torch.no_grad()
@@ -64,11 +72,17 @@ def gather_into_blocks(
         else:
             flat = torch.empty(bucket.numel, dtype=kind, device=first.device)
         flat[bucket.edges[-1] :] = 0
+        shard = shard_of(bucket, rank, size)
+        wide = None
+        if kind.itemsize < first.dtype.itemsize:
+            wide = torch.empty(shard.end, dtype=first.dtype, device=first.device)
+            for piece in shard.pieces:
+                values = in_memory_order(parameters[piece.member], layout_of(parameters[piece.member]))
+                wide[piece.offset : piece.end] = values[piece.start : piece.stop]
         for member, start, stop in zip(bucket.members, bucket.edges[:-1], bucket.edges[1:], strict=True):
             parameter = parameters[member]
             view = view_like(flat, start, stop, parameter)
             view.copy_(parameter.detach())
             parameter.data = view
-        shard = shard_of(bucket, rank, size)
-        blocks.append(Block(bucket, shard, flat[shard.start : shard.stop], flat))
+        blocks.append(Block(bucket, shard, flat[shard.start : shard.stop], flat, wide))
     return blocks

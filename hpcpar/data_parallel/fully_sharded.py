@@ -19,12 +19,11 @@ source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.3;
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import functools
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hpcpar.data_parallel.absent import AbsentParameter
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
+from hpcpar.data_parallel.initial_values import InitialValues, Values
 from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
 from hpcpar.data_parallel.parameters import (
     Layout,
@@ -47,7 +48,7 @@ from hpcpar.data_parallel.parameters import (
 )
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.scattered import ScatteredGradients
-from hpcpar.data_parallel.shards import Shard, pieces_between, shard_of
+from hpcpar.data_parallel.shards import pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.units import Place, Policy, UnitPlan, plan_units, tensors_in
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
@@ -55,105 +56,6 @@ from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
     from hpcpar.comm.progress import Handle
-
-Values = Callable[[str, Tensor], Tensor]
-"""(a parameter's name, itself, perhaps on the meta device) -> its whole value, the same on all ranks."""
-
-
-class AbsentParameter(nn.Parameter):
-    """What a parameter of a fully sharded model is while it is not gathered; to use it is an error."""
-
-    hpcpar_name: str
-    hpcpar_unit_name: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        doing = getattr(func, "__name__", "an operation")
-        result = None
-        with torch._C.DisableTorchFunctionSubclass():
-            given = [value for value in _flattened([args, kwargs]) if type(value) is AbsentParameter]
-            absent = next((value for value in given if value.numel()), None)
-            if absent is None:  # of nothing, nothing is absent
-                return func(*args, **kwargs)
-        is_use = func in _READS or "out" in kwargs or (_writes(doing) and func not in _HARMLESS)
-        if not is_use:
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **kwargs)
-            # Whatever is no tensor (its size, its type) says nothing about values.
-            is_use = func not in _HARMLESS and any(isinstance(each, Tensor) for each in _flattened(result))
-        if is_use:
-            raise ShardedParameterError(
-                f"{absent.hpcpar_name} was used by {doing} outside of its unit "
-                f"{absent.hpcpar_unit_name or 'the model'!r}, where a rank has only a shard of it. Use it "
-                "inside the forward of that module, choose a unit around all modules that use it (policy=), "
-                "or look at it inside `with hpcpar.summon_full_parameters(model):`"
-            )
-        return result
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{self.hpcpar_name}, {list(self.shape)} of {self.dtype}, of which this rank has a shard"
-
-
-def _writes(name: str) -> bool:
-    """Whether an operation of this name writes to what it is given: mul_, __imul__, __setitem__."""
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-
-
-def _flattened(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _flattened(each)
-    elif isinstance(value, dict):
-        yield from _flattened(list(value.values()))
-    else:
-        yield value
-
-
-_HARMLESS = {
-    getattr(Tensor, "grad").__get__,  # noqa: B009
-    Tensor.requires_grad_,
-    torch.empty_like,
-    torch.zeros_like,
-    torch.ones_like,
-    torch.full_like,
-}
-"""What returns a tensor, and says nothing about the values of the one that it was given."""
-
-_READS = {
-    Tensor.tolist,
-    Tensor.item,
-    Tensor.numpy,
-    Tensor.equal,
-    Tensor.allclose,
-    Tensor.is_nonzero,
-    Tensor.__array__,
-    Tensor.__bool__,
-    Tensor.__complex__,
-    Tensor.__contains__,
-    Tensor.__float__,
-    Tensor.__int__,
-    torch.equal,
-    torch.allclose,
-    torch.is_nonzero,
-}
-"""What returns no tensor, and yet says something about values."""
-
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
-_WRITING = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 @dataclass(eq=False)
@@ -636,7 +538,7 @@ def fully_shard(
     plans = plan_units(model, policy)
     agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters], dp_comm)
     _agree_on_units(plans, prefetch, precision, dp_comm)
-    source = _Source(model, dp_comm, values)
+    source = InitialValues(model, dp_comm, values)
     numbers = {
         id(parameter): number
         for number, parameter in enumerate(
@@ -719,7 +621,7 @@ def _hold(
     plan: UnitPlan,
     numbers: dict[int, int],
     dp_comm: Communicator,
-    source: _Source,
+    source: InitialValues,
     precision: Precision | None,
     device: torch.device | str | None,
     once: NodeCopy | None,
@@ -747,7 +649,7 @@ def _hold_kind(
     dtype: torch.dtype,
     device: torch.device,
     dp_comm: Communicator,
-    source: _Source,
+    source: InitialValues,
     once: NodeCopy | None,
 ) -> Held:
     layouts = [layout_of(parameter) for _, parameter, _ in entries]
@@ -764,7 +666,10 @@ def _hold_kind(
         # The other ranks of this node read it where it lies.
         own = dp_comm.allocate_shared(length, dtype) if device.type == "cpu" else flat.new_zeros(length)
     places = list(zip(bucket.edges[:-1], bucket.edges[1:], strict=True))
-    own.copy_(source.shard(entries, bucket, layouts, places, shard, dtype, device))
+    longest = functools.reduce(torch.promote_types, [parameter.dtype for _, parameter, _ in entries])
+    values = source.shard(entries, bucket, layouts, places, shard, longest, device)
+    own.copy_(values)
+    wide = values[: shard.end].clone() if dtype.itemsize < longest.itemsize else None
     absent = [torch.full((), math.nan, dtype=dtype, device=device).expand(shape) for shape, _ in layouts]
     views = [
         view_as(flat, start, stop, layout) for (start, stop), layout in zip(places, layouts, strict=True)
@@ -775,7 +680,7 @@ def _hold_kind(
         _sharded(name, parameter, owners, value, absent=once is None)
         for (name, parameter, owners), value in zip(entries, absent if once is None else views, strict=True)
     ]
-    return Held(Block(bucket, shard, own), parameters, flat, views, absent)
+    return Held(Block(bucket, shard, own, wide=wide), parameters, flat, views, absent)
 
 
 def _sharded(
@@ -791,105 +696,3 @@ def _sharded(
     if absent:
         parameter.__class__ = AbsentParameter
     return parameter
-
-
-_DRAWING = threading.Lock()
-"""Ranks that are threads of one process share the generator that modules draw from."""
-
-
-class _Source:
-    """Where initial values come from: a function, rank 0's parameters, or the modules' reset_parameters."""
-
-    def __init__(self, model: nn.Module, dp_comm: Communicator, values: Values | None) -> None:
-        self._model = model
-        self._comm = dp_comm
-        self._values = values
-        self._drawn: dict[tuple[int, str], Tensor] = {}
-        self._seed = dp_comm.broadcast_object(int(torch.randint(2**31, ()).item()))
-        self._name_of = {id(module): name for name, module in model.named_modules()}
-
-    def shard(
-        self,
-        entries: list[tuple[str, nn.Parameter, list[Place]]],
-        bucket: Bucket,
-        layouts: Sequence[Layout],
-        places: Sequence[tuple[int, int]],
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """This rank's shard of a block. Collective where values are rank 0's."""
-        is_local = self._values is not None or all(parameter.is_meta for _, parameter, _ in entries)
-        whole = None
-        if is_local or self._comm.rank == 0:
-            whole = torch.zeros(bucket.numel, dtype=dtype, device=device)
-            given = self._values is not None  # by who may fail on one rank alone
-            with self._comm.together("making initial values") if given else nullcontext():
-                for (name, parameter, owners), layout, (start, stop) in zip(
-                    entries, layouts, places, strict=True
-                ):
-                    view_as(whole, start, stop, layout).copy_(self._value(name, parameter, owners))
-        if is_local:
-            assert whole is not None, "just filled"
-            return whole[shard.start : shard.stop]
-        own = torch.empty(shard.stop - shard.start, dtype=dtype, device=device)
-        counts = [shard.stop - shard.start] * self._comm.size
-        scattered: Tensor = self._comm.scatter(whole, out=own, counts=counts)
-        return scattered
-
-    def fill_buffers(self, device: torch.device | str | None) -> None:
-        """Buffers of the meta device become those that reset_parameters makes."""
-        for module in self._model.modules():
-            if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-                self._reset(module, torch.device(device or "cpu"))
-
-    def _value(self, name: str, parameter: nn.Parameter, owners: list[Place]) -> Tensor:
-        if self._values is not None:
-            value = self._values(name, parameter)
-            if value.shape != parameter.shape:
-                raise OperationError(
-                    f"values({name!r}) gave a tensor of shape {list(value.shape)} for a parameter of "
-                    f"{list(parameter.shape)}; give the whole parameter's"
-                )
-            return value
-        if not parameter.is_meta:
-            return parameter.detach()
-        module, own_name = owners[0]
-        if (id(module), own_name) not in self._drawn:
-            self._reset(module, torch.device("cpu"))
-        return self._drawn.pop((id(module), own_name))
-
-    def _reset(self, module: nn.Module, device: torch.device) -> None:
-        """Let a module draw its own parameters and buffers, the same on all ranks."""
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
-            raise OperationError(
-                f"{self._name_of[id(module)] or 'the model'} ({type(module).__name__}) is on the meta device "
-                "and has no reset_parameters() to draw its values; pass values=, or build it on a real device"
-            )
-        held = dict(module._parameters)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-        drawn = {
-            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
-            for name, p in held.items()
-            if p is not None
-        }
-        module._parameters.update(drawn)
-        try:
-            with _DRAWING, torch.random.fork_rng(devices=[]), torch.enable_grad():
-                torch.manual_seed(parameter_seed(self._name_of[id(module)], self._seed))
-                reset()
-        finally:
-            module._parameters.update(held)
-        for name, value in drawn.items():
-            before = held[name]
-            if before is not None and before.is_meta:
-                self._drawn[id(module), name] = value.detach()
-
-
-def parameter_seed(name: str, seed: int) -> int:
-    """A seed for what belongs to one name: 63 bits of SHA-256."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -154,16 +154,7 @@ class GradientSynchronizer:
 
         Raises OperationError inside `no_sync`, and when called twice without a backward between.
         """
-        if self._accumulating:
-            raise OperationError(
-                "gradients were to be averaged inside no_sync(); leave it for the last microbatch's "
-                "backward, then step"
-            )
-        if self.synchronized:
-            raise OperationError(
-                "the gradients are averages already; call synchronize() once after each backward "
-                "(step and clip_grad_norm_ call it if nobody has)"
-            )
+        require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
         self._refuse_thawed()
         self._complete_round()
 
@@ -326,6 +317,20 @@ class GradientSynchronizer:
                     f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
                     "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
                 )
+
+
+def require_new_gradients(*, accumulating: bool, synchronized: bool) -> None:
+    """OperationError where gradients were to be averaged that are not complete, or averages already."""
+    if accumulating:
+        raise OperationError(
+            "gradients were to be averaged inside no_sync(); leave it for the last microbatch's "
+            "backward, then step"
+        )
+    if synchronized:
+        raise OperationError(
+            "the gradients are averages already; call synchronize() once after each backward "
+            "(step and clip_grad_norm_ call it if nobody has)"
+        )
 
 
 def bucketed(

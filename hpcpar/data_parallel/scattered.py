@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.gradients import require_new_gradients
 from hpcpar.data_parallel.parameters import Layout, layout_of, view_as, watch_gradients
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 from hpcpar.units import MiB
@@ -179,16 +180,7 @@ class ScatteredGradients:
 
     def synchronize(self) -> None:
         """Wait until all shards are averages; collective, once after the last backward before a step."""
-        if self._accumulating:
-            raise OperationError(
-                "gradients were to be averaged inside no_sync(); leave it for the last microbatch's "
-                "backward, then step"
-            )
-        if self.synchronized:
-            raise OperationError(
-                "the gradients are averages already; call synchronize() once after each backward "
-                "(step and clip_grad_norm_ call it if nobody has)"
-            )
+        require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
         self.complete_backward()
         self._harvest_all()
         bits = np.packbits(np.array(self._had, dtype=bool))

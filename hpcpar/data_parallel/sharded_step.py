@@ -5,7 +5,7 @@
 
 The optimizer that the user made is the one that steps: for the time of a step its groups hold pieces in the
 parameters' stead, with all their options, so schedulers and whatever else changes options see no difference.
-Its state is that of pieces; `state_by_parameter` tells what it would be of the whole.
+Its state is that of pieces, which `states_by_block` gives.
 """
 
 from __future__ import annotations
@@ -170,11 +170,11 @@ class ShardedStep:
     # --- masters and moments ----------------------------------------------------------------------
 
     def _make_master(self, block: Block) -> Tensor:
-        held = block.held
+        held, wide = block.held, block.take_wide()
         dtype = master_dtype(held.dtype, self._precision)
         if dtype == held.dtype and self._storage.is_resident:
             return held
-        return held.to(device=self._storage.device, dtype=dtype, copy=True)
+        return wide.to(device=self._storage.device, dtype=dtype, copy=True)
 
     @torch.no_grad()
     def refresh_masters(self, *, everything: bool = True) -> None:

@@ -6,23 +6,17 @@ it and whatever the process drew before.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from hpcpar.data_parallel.initial_values import parameter_seed
 from hpcpar.errors import MismatchError
 from hpcpar.models.llama_config import LlamaConfig
 
 Shard = Callable[[str, Tensor], Tensor]
 """(name, whole initial tensor) -> the part of it that this rank holds."""
-
-
-def parameter_seed(name: str, seed: int) -> int:
-    """The seed of one parameter's own generator: 63 bits of SHA-256(seed, name)."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def initial_value(config: LlamaConfig, name: str, seed: int) -> Tensor:
