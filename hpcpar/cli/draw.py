@@ -1,4 +1,4 @@
-"""`hpcpar draw ring --size 4`: the steps of a collective, as text."""
+"""`hpcpar draw ring --size 4`: the steps of a collective, as text; and `hpcpar draw activations`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,35 @@ import click
 
 from hpcpar.algorithms import catalogue
 from hpcpar.algorithms import draw as drawing
+from hpcpar.cli import Commands, LazyGroup
 from hpcpar.errors import HpcparError, OperationError
+
+COMMANDS: Commands = {
+    "steps": (
+        "hpcpar.cli.draw",
+        "steps",
+        "The steps of a collective, as text: `draw ring`.",
+    ),
+    "activations": (
+        "hpcpar.cli.draw_activations",
+        "activations",
+        "What a layer keeps for backward, measured beside the formulas.",
+    ),
+}
+
+
+class Drawings(LazyGroup):
+    """What is no drawing's name is for `steps`: an algorithm, its options, or nothing."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.lazy, *context.help_option_names):
+            args = ["steps", *args]
+        return super().parse_args(context, args)
+
+
+@click.group(cls=Drawings, lazy=COMMANDS)
+def draw() -> None:
+    """Draw the steps of a collective as text, or the activations of a layer as bars."""
 
 
 @click.command()
@@ -25,7 +53,7 @@ from hpcpar.errors import HpcparError, OperationError
     show_default=True,
     help="For hierarchical ones.",
 )
-def draw(algorithm: str | None, size: int, collective: str | None, root: int, ranks_per_node: int) -> None:
+def steps(algorithm: str | None, size: int, collective: str | None, root: int, ranks_per_node: int) -> None:
     """Draw the steps of ALGORITHM (ring, binomial, rabenseifner, ...); without one, list them all."""
     if algorithm is None:
         click.echo(listing(collective))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from hpcpar.data_parallel.parameters import Layout, view_as
 from hpcpar.data_parallel.shards import Shard
 from hpcpar.data_parallel.units import Place
 from hpcpar.errors import OperationError
+from hpcpar.seeds import parameter_seed
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -117,9 +117,3 @@ class InitialValues:
             before = held[name]
             if before is not None and before.is_meta:
                 self._drawn[id(module), name] = value.detach()
-
-
-def parameter_seed(name: str, seed: int) -> int:
-    """A seed for what belongs to one name: 63 bits of SHA-256."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -7,5 +7,6 @@ from hpcpar.models.layers import Layers
 from hpcpar.models.llama import Llama
 from hpcpar.models.llama_config import PRESETS, LlamaConfig
 from hpcpar.models.loss import next_token_loss
+from hpcpar.models.parallel import parallel_layers
 
-__all__ = ["PRESETS", "Layers", "Llama", "LlamaConfig", "generate", "next_token_loss"]
+__all__ = ["PRESETS", "Layers", "Llama", "LlamaConfig", "generate", "next_token_loss", "parallel_layers"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hpcpar.errors import ConfigError
 from hpcpar.models.llama import Llama
@@ -26,7 +27,8 @@ def generate(
     seed          of the draws, from a generator of their own
 
     The model sees the last `max_sequence` tokens. Every token costs a forward pass over all of
-    them (no keys and values are kept), which suits samples during training, not serving.
+    them (no keys and values are kept), which suits samples during training, not serving. A parallel
+    model's ranks all call it alike, and all get the text.
     """
     if tokens.shape[-1] < 1:
         raise ConfigError("generate needs at least one token to continue, but was given none")
@@ -37,12 +39,21 @@ def generate(
     model.eval()
     try:
         for _ in range(new_tokens):
-            logits = model(tokens[:, -model.config.max_sequence :])[:, -1]
-            chosen = _choose(logits.float(), temperature, top_k, generator)
+            chosen = _choose(_next_logits(model, tokens).float(), temperature, top_k, generator)
             tokens = torch.cat((tokens, chosen), dim=1)
     finally:
         model.train(was_training)
     return tokens
+
+
+def _next_logits(model: Llama, tokens: Tensor) -> Tensor:
+    """[B, V], of what follows the last of tokens [B, S]."""
+    multiple = model.sequence_multiple
+    window = tokens[:, -(model.config.max_sequence // multiple * multiple) :]
+    length = window.shape[1]
+    # What stands behind a token does not change what follows it.
+    padded = functional.pad(window, (0, -length % multiple))
+    return model.whole_logits(model(padded)[:, length - 1])
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:

@@ -6,17 +6,13 @@ it and whatever the process drew before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from hpcpar.data_parallel.initial_values import parameter_seed
 from hpcpar.errors import MismatchError
 from hpcpar.models.llama_config import LlamaConfig
-
-Shard = Callable[[str, Tensor], Tensor]
-"""(name, whole initial tensor) -> the part of it that this rank holds."""
+from hpcpar.seeds import parameter_seed
+from hpcpar.tensor_parallel import own_shard
 
 
 def initial_value(config: LlamaConfig, name: str, seed: int) -> Tensor:
@@ -39,20 +35,18 @@ def initial_value(config: LlamaConfig, name: str, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, config: LlamaConfig, *, seed: int, shard: Shard | None = None) -> None:
-    """Fill every parameter of the model; `shard` picks a rank's part when the model is parallel.
+def initialise(model: nn.Module, config: LlamaConfig, *, seed: int) -> None:
+    """Fill every parameter of the model; of those of parallel layers, this rank's part.
 
     Parameters on the meta device have no memory and are passed over.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             continue
-        value = initial_value(config, name, seed)
-        if shard is not None:
-            value = shard(name, value)
+        value = own_shard(parameter, initial_value(config, name, seed))
         if value.shape != parameter.shape:
             raise MismatchError(
                 f"{name} has shape {tuple(parameter.shape)}, but its initial value {tuple(value.shape)}; "
-                f"a parallel layer needs shard= to pick this rank's part"
+                f"a layer that holds a part of it must say so, as those of hpcpar.tensor_parallel do"
             )
         parameter.copy_(value)

@@ -1,21 +1,21 @@
-"""What a model is built from, as values: a parallel layer takes a plain one's place here.
-
-Shape letters: B batch, S sequence on this rank, H hidden, A heads, K key-value heads, D head size.
-A and K are those of this rank: a column-parallel projection hands over fewer heads, and attention
-works on what it is handed.
-"""
+"""What a model is built from, as values: a parallel layer takes a plain one's place here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from hpcpar.models.loss import Reduction, next_token_loss
+from hpcpar.tensor_parallel import Dropout, RandomStreams, RMSNorm, Stream, causal_attention
 
 LinearFactory = Callable[[int, int], nn.Module]
 """(in_features, out_features), both of the whole layer -> the module, without bias."""
+
+HeadsFactory = Callable[[int, int, int], nn.Module]
+"""(in_features, heads, head_size), of the whole layer -> the module, without bias."""
 
 EmbeddingFactory = Callable[[int, int], nn.Module]
 """(vocabulary, hidden) -> the module."""
@@ -23,8 +23,17 @@ EmbeddingFactory = Callable[[int, int], nn.Module]
 NormFactory = Callable[[int, float], nn.Module]
 """(hidden, epsilon) -> the module."""
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, Dropout | None], Tensor]
 """queries [B, A, S, D], keys and values [B, K, S, D] -> [B, A, S, D], causal."""
+
+Projection = Callable[[Sequence[nn.Module], Tensor], Sequence[Tensor]]
+"""(layers, the input of all of them) -> what each makes of it."""
+
+
+class Loss(Protocol):
+    """Cross-entropy between the model's logits and targets [B, S], as `next_token_loss`."""
+
+    def __call__(self, logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor: ...
 
 
 class Linear(nn.Linear):
@@ -44,50 +53,47 @@ class Embedding(nn.Embedding):
         """Draw nothing, as `Linear`."""
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight over the last dim, worked out in float32 at least.
-
-    source   Zhang and Sennrich 2019, arXiv 1910.07467
-    """
-
-    def __init__(self, hidden_size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.epsilon = epsilon
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (wide * scale).to(hidden.dtype) * self.weight
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, epsilon={self.epsilon}"
+def key_value_linear(in_features: int, heads: int, head_size: int) -> nn.Module:
+    """The projection to keys or to values."""
+    return Linear(in_features, heads * head_size)
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """softmax(QKᵀ/√D + causal mask)·V; each head of keys and values serves A/K heads of queries.
+def project_each(layers: Sequence[nn.Module], hidden: Tensor) -> list[Tensor]:
+    """One after the other."""
+    return [layer(hidden) for layer in layers]
 
-    queries [B, A, S, D], keys and values [B, K, S, D] -> [B, A, S, D]
-    """
-    served = queries.shape[1] // keys.shape[1]
-    if served > 1:
-        keys = keys.repeat_interleave(served, dim=1)
-        values = values.repeat_interleave(served, dim=1)
-    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+
+def unchanged(logits: Tensor) -> Tensor:
+    """They are all there."""
+    return logits
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The makers of a model's layers; the defaults give the serial model.
+    """The makers of a model's layers, and what it does with them; the defaults give the serial model.
 
-    column_linear       projections whose outputs may be spread over ranks: q, k, v, gate, up
+    column_linear       projections whose outputs may be spread over ranks: queries, gate, up
+    key_value_linear    keys and values, whose heads may be fewer than ranks
     row_linear          projections whose inputs are spread the same way: o, down
     vocabulary_linear   hidden to logits
+    project             layers that read the same input, called together
+    loss                of logits as `vocabulary_linear` makes them
+    whole_logits        all of such logits, for a look at them
+    streams             what dropout draws from
+    residual_stream     for what is added to the residual stream
+    sequence_multiple   sequences must be a multiple of it
     """
 
     column_linear: LinearFactory = Linear
+    key_value_linear: HeadsFactory = key_value_linear
     row_linear: LinearFactory = Linear
     vocabulary_linear: LinearFactory = Linear
     embedding: EmbeddingFactory = Embedding
     norm: NormFactory = RMSNorm
     attention: Attention = causal_attention
+    project: Projection = project_each
+    loss: Loss = next_token_loss
+    whole_logits: Callable[[Tensor], Tensor] = unchanged
+    streams: RandomStreams = field(default_factory=lambda: RandomStreams(0, 0))
+    residual_stream: Stream = "same"
+    sequence_multiple: int = 1

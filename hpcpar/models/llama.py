@@ -18,11 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpcpar.autograd import Recompute, recompute
+from hpcpar.autograd.recompute import Mode
 from hpcpar.errors import ConfigError
 from hpcpar.models.initialise import initialise
 from hpcpar.models.layers import Layers
 from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.models.loss import Reduction
 from hpcpar.models.rotary import rotary_tables, rotate
+from hpcpar.tensor_parallel import Dropout, Stream
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [S, D/2] each."""
@@ -31,25 +35,34 @@ Rotation = tuple[Tensor, Tensor]
 class SelfAttention(nn.Module):
     """Causal self-attention in which A/K heads of queries share a head of keys and values."""
 
-    def __init__(self, config: LlamaConfig, layers: Layers) -> None:
+    def __init__(self, config: LlamaConfig, layers: Layers, *, selective: bool) -> None:
         super().__init__()
         queries = config.heads * config.head_width
-        key_values = config.key_value_heads * config.head_width
         self.head_size = config.head_width
         self.q_proj = layers.column_linear(config.hidden_size, queries)
-        self.k_proj = layers.column_linear(config.hidden_size, key_values)
-        self.v_proj = layers.column_linear(config.hidden_size, key_values)
+        self.k_proj = layers.key_value_linear(config.hidden_size, config.key_value_heads, self.head_size)
+        self.v_proj = layers.key_value_linear(config.hidden_size, config.key_value_heads, self.head_size)
         self.o_proj = layers.row_linear(queries, config.hidden_size)
-        self.attention = layers.attention
+        self.dropout = _dropout(config, layers, "different")
+        self.selective = selective
+        self._attention = layers.attention
+        self._project = layers.project
+        self._streams = layers.streams
 
     def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        queries = rotate(self._heads(self.q_proj(hidden)), *rotation)
-        keys = rotate(self._heads(self.k_proj(hidden)), *rotation)
-        values = self._heads(self.v_proj(hidden))
-        mixed = self.attention(queries, keys, values)
+        projected = self._project((self.q_proj, self.k_proj, self.v_proj), hidden)
+        queries, keys, values = (self._heads(part) for part in projected)
+        queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
+        if self.selective:
+            mixed = recompute(self._core, queries, keys, values, streams=self._streams)
+        else:
+            mixed = self._core(queries, keys, values)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output
+
+    def _core(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self._attention(queries, keys, values, self.dropout)
 
     def _heads(self, projected: Tensor) -> Tensor:
         """[B, S, A·D] -> [B, A, S, D], for as many heads as this rank's projection gives."""
@@ -65,38 +78,60 @@ class FeedForward(nn.Module):
         self.gate_proj = layers.column_linear(config.hidden_size, config.ffn_width)
         self.up_proj = layers.column_linear(config.hidden_size, config.ffn_width)
         self.down_proj = layers.row_linear(config.ffn_width, config.hidden_size)
+        self._project = layers.project
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        output: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = self._project((self.gate_proj, self.up_proj), hidden)
+        output: Tensor = self.down_proj(functional.silu(gate) * up)
         return output
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each behind a norm and added to the residual stream.
 
-    def __init__(self, config: LlamaConfig, layers: Layers) -> None:
+    mode   what is computed anew in backward
+    """
+
+    def __init__(self, config: LlamaConfig, layers: Layers, mode: Mode) -> None:
         super().__init__()
         self.input_layernorm = layers.norm(config.hidden_size, config.norm_epsilon)
-        self.self_attn = SelfAttention(config, layers)
+        self.self_attn = SelfAttention(config, layers, selective=mode == "selective")
         self.post_attention_layernorm = layers.norm(config.hidden_size, config.norm_epsilon)
         self.mlp = FeedForward(config, layers)
+        self.dropout = _dropout(config, layers, layers.residual_stream)
+        self.mode = mode
+        self._streams = layers.streams
 
     def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return hidden
+        if self.mode == "full":
+            return recompute(self._layer, hidden, *rotation, streams=self._streams)
+        return self._layer(hidden, *rotation)
+
+    def _layer(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(hidden), (cosines, sines))
+        hidden = hidden + self.dropout(attended)
+        fed = self.mlp(self.post_attention_layernorm(hidden))
+        output: Tensor = hidden + self.dropout(fed)
+        return output
+
+
+def _dropout(config: LlamaConfig, layers: Layers, stream: Stream) -> Dropout:
+    return Dropout(config.dropout, layers.streams, stream)
 
 
 class Decoder(nn.Module):
     """Everything of a Llama but its last projection."""
 
-    def __init__(self, config: LlamaConfig, layers: Layers) -> None:
+    def __init__(self, config: LlamaConfig, layers: Layers, again: Recompute) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = layers.embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layers) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layers, again.of_layer(number, config.layers))
+            for number in range(config.layers)
+        )
         self.norm = layers.norm(config.hidden_size, config.norm_epsilon)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -114,25 +149,39 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """The whole model; with default `layers` it is the serial one.
 
-    seed   of the initial values, which depend on it and on parameter names alone; None leaves the
-           parameters as the layers made them (the plain layers': unset memory), for a caller that
-           loads or shards values itself
+    layers      what it is built from: `parallel_layers(config, tp)` for one that several ranks compute
+    seed        of the initial values, which depend on it and on parameter names alone; None leaves the
+                parameters as the layers made them (unset memory), for a caller that loads or shards values
+                itself
+    recompute   which activations are computed anew in backward; None = none
     """
 
-    def __init__(self, config: LlamaConfig, layers: Layers | None = None, *, seed: int | None = 0) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: Layers | None = None,
+        *,
+        seed: int | None = 0,
+        recompute: Recompute | None = None,
+    ) -> None:
         super().__init__()
         layers = layers or Layers()
         self.config = config
-        self.model = Decoder(config, layers)
+        self.model = Decoder(config, layers, recompute or Recompute())
         self.lm_head = layers.vocabulary_linear(config.hidden_size, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.sequence_multiple = layers.sequence_multiple
+        self.random_streams = layers.streams
+        self._loss = layers.loss
+        self._whole_logits = layers.whole_logits
         if seed is not None:
             initialise(self, config, seed=seed)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] of the token that follows each of tokens [B, S].
 
+        With parallel layers V is this rank's part of the vocabulary: see `loss` and `whole_logits`.
         positions   [S], where each token stands in the whole sequence, for a rank that holds only
                     a part of it; None = 0 … S - 1
         """
@@ -143,3 +192,11 @@ class Llama(nn.Module):
             )
         logits: Tensor = self.lm_head(self.model(tokens, positions))
         return logits
+
+    def loss(self, logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+        """`next_token_loss` of logits that `forward` gave, also where each rank has a part of them."""
+        return self._loss(logits, targets, reduction=reduction)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """All of such logits, on every rank; collective where each has a part."""
+        return self._whole_logits(logits)

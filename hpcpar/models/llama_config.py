@@ -13,6 +13,8 @@ from typing import Any
 
 from hpcpar.errors import ConfigError
 
+MAY_BE_ZERO = ("initial_std", "dropout")
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -24,6 +26,8 @@ class LlamaConfig:
     max_sequence    longest sequence that the model is meant for; longer ones are refused
     initial_std     standard deviation of the weights before training; the two projections of a
                     layer that write to the residual stream have it divided by sqrt(2 layers)
+    dropout         probability, in training, of the attention's shares and of what is added to the
+                    residual stream
     """
 
     vocab_size: int = 256
@@ -38,6 +42,7 @@ class LlamaConfig:
     norm_epsilon: float = 1e-5
     tie_embeddings: bool = False
     initial_std: float = 0.02
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kv_heads is None:
@@ -57,12 +62,14 @@ class LlamaConfig:
     def _check_positive(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None or isinstance(value, bool) or field.name == "initial_std":
+            if value is None or isinstance(value, bool) or field.name in MAY_BE_ZERO:
                 continue
             if not value > 0:
                 raise ConfigError(f"{field.name}={value!r} must be greater than 0")
         if not self.initial_std >= 0:
             raise ConfigError(f"initial_std={self.initial_std!r} must be 0 or greater")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout!r} must be a probability from 0 to below 1")
 
     def _check_heads(self) -> None:
         if self.heads % self.key_value_heads:

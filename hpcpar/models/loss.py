@@ -8,14 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpcpar.errors import MismatchError
+from hpcpar.tensor_parallel.cross_entropy import IGNORED
 
-IGNORED = -100
-"""A target that counts for nothing: padding, or a prompt that is not to be learnt."""
+Reduction = Literal["mean", "sum", "none"]
 
 
-def next_token_loss(
-    logits: Tensor, targets: Tensor, *, reduction: Literal["mean", "sum", "none"] = "mean"
-) -> Tensor:
+def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
     """Cross-entropy in nats between logits [B, S, V] and the tokens [B, S] that came next.
 
     "mean" is over targets that are not `IGNORED`, "sum" leaves the division to the caller, "none"

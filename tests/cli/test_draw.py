@@ -60,3 +60,18 @@ def test_a_mistake_is_answered_with_what_there_is(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in output(capsys, *arguments, status=1)
+
+
+def test_steps_may_be_named_and_an_option_that_comes_first_is_theirs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert output(capsys, "steps", "ring", "--size", "3") == output(capsys, "ring", "--size", "3")
+    assert output(capsys, "--size", "3", "ring") == output(capsys, "ring", "--size", "3")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",)])
+def test_help_names_what_can_be_drawn(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = output(capsys, *arguments)
+    assert "  steps " in shown
+    assert "  activations " in shown
+    assert "hpcpar draw steps [OPTIONS] [ALGORITHM]" in output(capsys, "ring", *arguments)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from hpcpar.errors import ConfigError, MismatchError
 from hpcpar.models import Layers, Llama, LlamaConfig, generate, next_token_loss
-from hpcpar.models.initialise import initial_value, initialise
-from hpcpar.models.layers import Linear, RMSNorm, causal_attention
+from hpcpar.models.initialise import initial_value
+from hpcpar.models.layers import Linear, key_value_linear, project_each
 from hpcpar.models.rotary import rotary_tables, rotate
+from hpcpar.tensor_parallel import RMSNorm, causal_attention
 
 SMALL = LlamaConfig(
     vocab_size=23,
@@ -206,54 +207,10 @@ def test_tied_embeddings_are_one_parameter() -> None:
     assert "lm_head.weight" not in dict(model.named_parameters())
 
 
-class HalfOfHeads(nn.Module):
-    """One tensor-parallel rank's columns (or rows) of a linear layer."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.weight.T
-
-
-def test_parallel_layers_slot_in_and_their_partial_sums_are_the_serial_model() -> None:
-    config = LlamaConfig(
-        vocab_size=23, hidden_size=24, layers=1, heads=6, kv_heads=2, ffn_size=40, initial_std=0.3
-    )
-    halves = Layers(
-        column_linear=lambda i, o: HalfOfHeads(i, o // 2), row_linear=lambda i, o: HalfOfHeads(i // 2, o)
-    )
-    serial = Llama(config, seed=4).double()
-    partial = []
-    for rank in range(2):
-
-        def shard(name: str, whole: Tensor, rank: int = rank) -> Tensor:
-            columns = (
-                "q_proj.weight",
-                "k_proj.weight",
-                "v_proj.weight",
-                "gate_proj.weight",
-                "up_proj.weight",
-            )
-            if name.endswith(columns):
-                return whole.chunk(2, dim=0)[rank]
-            return (
-                whole.chunk(2, dim=1)[rank] if name.endswith(("o_proj.weight", "down_proj.weight")) else whole
-            )
-
-        model = Llama(config, halves, seed=None)
-        with pytest.raises(MismatchError, match=r"q_proj.weight has shape \(12, 24\).*shard="):
-            initialise(model, config, seed=4)
-        initialise(model, config, seed=4, shard=shard)
-        partial.append(model.double())
-    hidden = torch.randn(1, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    rotation = rotary_tables(torch.arange(5), config.head_width, config.rope_theta, torch.float64)
-    whole = serial.model.layers[0]
-    attention = [m.model.layers[0].self_attn(hidden, rotation) for m in partial]
-    feed_forward = [m.model.layers[0].mlp(hidden) for m in partial]
-    torch.testing.assert_close(sum(attention), whole.self_attn(hidden, rotation), rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(sum(feed_forward), whole.mlp(hidden), rtol=1e-11, atol=1e-12)
+def test_a_layer_that_holds_a_part_without_saying_so_is_refused() -> None:
+    halves = Layers(column_linear=lambda i, o: Linear(i, o // 2))
+    with pytest.raises(MismatchError, match=r"q_proj.weight has shape \(12, 24\).*must say so"):
+        Llama(SMALL, halves)
 
 
 def test_every_factory_of_the_layers_is_used() -> None:
@@ -268,14 +225,25 @@ def test_every_factory_of_the_layers_is_used() -> None:
 
     layers = Layers(
         column_linear=counted("column", Linear),
+        key_value_linear=counted("key_value", key_value_linear),
         row_linear=counted("row", Linear),
+        project=counted("project", project_each),
         vocabulary_linear=counted("vocabulary", Linear),
         embedding=counted("embedding", nn.Embedding),
         norm=counted("norm", RMSNorm),
         attention=counted("attention", causal_attention),
     )
     Llama(SMALL, layers)(small_tokens())
-    assert seen == {"column": 10, "row": 4, "vocabulary": 1, "embedding": 1, "norm": 5, "attention": 2}
+    assert seen == {
+        "column": 6,
+        "key_value": 4,
+        "row": 4,
+        "vocabulary": 1,
+        "embedding": 1,
+        "norm": 5,
+        "attention": 2,
+        "project": 4,
+    }
 
 
 def test_the_loss_is_the_mean_surprise_of_the_targets_that_count() -> None:

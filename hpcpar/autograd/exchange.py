@@ -1,0 +1,173 @@
+"""Collectives on tensors along any of their dims: new tensors, inputs left as they are, nothing for autograd.
+
+gather along dim 1      rank 0: [B, S/2, H]     rank 1: [B, S/2, H]     ->  both: [B, S, H]
+reduce-scatter          both: [B, S, H]         ->  rank r: its [B, S/2, H] of the sum
+
+Whatever is divided along a dim is so by `partition.counts`. What `start_…` returns is awaited once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcpar.errors import MismatchError, OperationError
+from hpcpar.partition import counts, offsets
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+    from hpcpar.comm.progress import Handle
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way, and how its result becomes the tensor that was asked for."""
+
+    handle: Handle | None
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is complete."""
+        if self.handle is not None:
+            self.handle.wait()
+        return self.finish()
+
+
+def start_sum(tensor: Tensor, comm: Communicator, *, consume: bool = False) -> Pending:
+    """The sum over all ranks.
+
+    consume   the tensor is the caller's to give away, and may hold the result
+    """
+    if comm.size == 1:
+        return Pending(None, lambda: tensor)
+    source = tensor.detach().contiguous()
+    if consume or source.data_ptr() != tensor.data_ptr():
+        return Pending(comm.start_allreduce(source), lambda: source)
+    total = torch.empty_like(source)
+    return Pending(comm.start_allreduce(source, out=total), lambda: total)
+
+
+def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | None = None) -> Pending:
+    """All ranks' shards one after the other along a dim.
+
+    length   of the whole along it; None: all shards are as long as this one
+    """
+    dim = checked_dim(shard, dim)
+    lengths = _lengths(shard, comm, dim, length)
+    if comm.size == 1:
+        return Pending(None, lambda: shard)
+    source = shard.detach().contiguous()
+    rest = _rest(shard.shape, dim)
+    edges = offsets([each * rest for each in lengths])
+    gathered = source.new_empty(edges[-1])
+    handle = comm.start_allgather(source, counts=[each * rest for each in lengths], out=gathered)
+    return Pending(handle, lambda: _joined(gathered, shard.shape, dim, lengths, edges))
+
+
+def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int, *, consume: bool = False) -> Pending:
+    """This rank's part, along a dim, of the sum over all ranks; `consume` as in `start_sum`."""
+    dim = checked_dim(tensor, dim)
+    if comm.size == 1:
+        return Pending(None, lambda: tensor)
+    lengths = counts(tensor.shape[dim], comm.size)
+    rest = _rest(tensor.shape, dim)
+    pieces = [each * rest for each in lengths]
+    shape = (*tensor.shape[:dim], lengths[comm.rank], *tensor.shape[dim + 1 :])
+    flat = _in_pieces(tensor.detach(), dim, lengths)
+    if consume or flat.data_ptr() != tensor.data_ptr():
+        handle = comm.start_reduce_scatter(flat, counts=pieces)
+        # A copy, so that the whole does not stay as long as the part.
+        return Pending(handle, lambda: handle.wait().clone().view(shape))
+    own = flat.new_empty(pieces[comm.rank])
+    return Pending(comm.start_reduce_scatter(flat, counts=pieces, out=own), lambda: own.view(shape))
+
+
+def own_part(tensor: Tensor, comm: Communicator, dim: int) -> Tensor:
+    """What of a tensor that all ranks have is this rank's, in memory of its own."""
+    dim = checked_dim(tensor, dim)
+    edges = offsets(counts(tensor.shape[dim], comm.size))
+    start, stop = edges[comm.rank], edges[comm.rank + 1]
+    return tensor.detach().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def exchanged(tensor: Tensor, comm: Communicator, split_dim: int, join_dim: int) -> Tensor:
+    """Each rank's parts along one dim for the other ranks; theirs for this one, joined along another."""
+    split_dim, join_dim = checked_dim(tensor, split_dim), checked_dim(tensor, join_dim)
+    if split_dim == join_dim:
+        raise OperationError(
+            f"all_to_all was to divide and to join along the same dim {split_dim}; give two different ones"
+        )
+    require_dividing(tensor, comm, split_dim)
+    if comm.size == 1:
+        return tensor.detach().clone()
+    lengths = counts(tensor.shape[split_dim], comm.size)
+    flat = _in_pieces(tensor.detach(), split_dim, lengths)
+    received = comm.alltoall(flat, out=torch.empty_like(flat))
+    shape = [*tensor.shape]
+    shape[split_dim] //= comm.size
+    return torch.cat(list(received.view(comm.size, *shape)), dim=join_dim)
+
+
+def checked_dim(tensor: Tensor, dim: int) -> int:
+    """A dim counted from the front; OperationError when the tensor has none such."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise OperationError(f"dim {dim} was asked for of a tensor of shape {list(tensor.shape)}")
+    return dim % tensor.dim()
+
+
+def require_dividing(tensor: Tensor, comm: Communicator, dim: int, what: str = "") -> None:
+    """MismatchError unless ranks have equal parts along a dim; `what` says what that dim is."""
+    length = tensor.shape[dim]
+    if length % comm.size:
+        below, above = length // comm.size * comm.size, -(-length // comm.size) * comm.size
+        near = f"{below} or {above}" if below else f"{above}"
+        raise MismatchError(
+            f"{what or f'dim {dim} of a tensor of shape {list(tensor.shape)}'}: {length} elements do not "
+            f"divide among the {comm.size} ranks of {comm.name!r}; {near} would"
+        )
+
+
+def _lengths(shard: Tensor, comm: Communicator, dim: int, length: int | None) -> Sequence[int]:
+    if length is None:
+        return [shard.shape[dim]] * comm.size
+    lengths = counts(length, comm.size)
+    if lengths[comm.rank] != shard.shape[dim]:
+        raise MismatchError(
+            f"of {length} elements along dim {dim}, rank {comm.rank} of {comm.size} should have "
+            f"{lengths[comm.rank]}, but its shard has shape {list(shard.shape)}"
+        )
+    return lengths
+
+
+def _rest(shape: Sequence[int], dim: int) -> int:
+    """Elements for each one along a dim."""
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+
+
+def _in_pieces(tensor: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+    """Flat, the parts along a dim one after the other; the tensor's own memory where they lie so already."""
+    if math.prod(tensor.shape[:dim]) == 1:
+        return tensor.contiguous().view(-1)
+    flat = tensor.new_empty(tensor.numel())
+    edges = offsets([each * _rest(tensor.shape, dim) for each in lengths])
+    for number, part in enumerate(torch.split(tensor, list(lengths), dim)):
+        flat[edges[number] : edges[number + 1]].view(part.shape).copy_(part)
+    return flat
+
+
+def _joined(
+    gathered: Tensor, shape: Sequence[int], dim: int, lengths: Sequence[int], edges: Sequence[int]
+) -> Tensor:
+    before, after = shape[:dim], shape[dim + 1 :]
+    if math.prod(before) == 1:
+        return gathered.view(*before, sum(lengths), *after)
+    shards = [
+        gathered[edges[number] : edges[number + 1]].view(*before, each, *after)
+        for number, each in enumerate(lengths)
+    ]
+    return torch.cat(shards, dim=dim)

@@ -1,0 +1,112 @@
+"""Activations computed anew for backward instead of kept, with the same random numbers as the first time.
+
+    forward     x ─ function ─ y          kept: x, and where the streams stood
+    backward    x ─ function ─            the streams go back there first, and return to where they were after
+
+source   Chen et al. 2016, Training deep nets with sublinear memory cost, arXiv 1604.06174;
+         Korthikanti et al. 2022, arXiv 2205.05198, section 5 (selective)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hpcpar.errors import ConfigError
+
+T = TypeVar("T")
+
+Mode = Literal["none", "selective", "full"]
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class Streams(Protocol):
+    """Random-number generators that can be set back: `hpcpar.tensor_parallel.RandomStreams`."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What a model's layers compute anew in backward.
+
+    mode     "none"; "selective", the attention core (scores, softmax, its dropout, and over values); "full",
+             each layer from its input
+    layers   how many of them, from the first on; None = all
+    errors   ConfigError for another mode, or fewer than no layers
+    """
+
+    mode: Mode = "none"
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"recompute: there is no mode {self.mode!r}; there are {', '.join(MODES)}")
+        if self.layers is not None and (not isinstance(self.layers, int) or self.layers < 0):
+            raise ConfigError(f"recompute: layers={self.layers!r}; give 0 or more, or None for all of them")
+
+    def of_layer(self, number: int, total: int) -> Mode:
+        """What layer `number`, from 0, of a model of `total` layers computes anew.
+
+        errors   ConfigError when more layers were asked for than there are
+        """
+        if self.layers is not None and self.layers > total:
+            raise ConfigError(
+                f"recompute: layers={self.layers}, but the model has {total}; give {total} or fewer"
+            )
+        return self.mode if self.layers is None or number < self.layers else "none"
+
+
+def recompute(
+    function: Callable[..., T],
+    *tensors: Tensor,
+    streams: Streams | None = None,
+    preserve_default_generator: bool = False,
+) -> T:
+    """function(*tensors), keeping these alone; what backward needs of the rest is computed once more.
+
+    streams                      what the function draws from: it draws the same numbers again, and they then
+                                 stand where they would have stood without recomputation
+    preserve_default_generator   the same for torch's own, which costs more and is the process's
+    collective                   as the function is, and once more in backward up to the last tensor that
+                                 backward needs: all ranks recompute, or none
+    """
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    again: AbstractContextManager[Any] = nullcontext() if streams is None else _SetBack(streams)
+    result: T = checkpoint(
+        function,
+        *tensors,
+        use_reentrant=False,
+        preserve_rng_state=preserve_default_generator,
+        context_fn=lambda: (nullcontext(), again),
+    )
+    return result
+
+
+class _SetBack:
+    """Around the recomputation: the streams stand where they stood when this was made.
+
+    Entered once for every backward, of which a retained graph may have several.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._first = streams.state_dict()
+        self._now: list[dict[str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._now.append(self._streams.state_dict())
+        self._streams.load_state_dict(self._first)
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.load_state_dict(self._now.pop())

@@ -1,0 +1,90 @@
+"""Activations of a layer by who shares it and what is computed anew, as bars: measured beside the formula.
+
+    none               ▐██████████████████████████████████████
+                       ▐▒▒▒▒▒░░░░░░░░░░░░▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓
+    TP+SP+selective    ▐█████
+                       ▐▒▒░░░
+    full               ▐██
+
+source   Korthikanti et al. 2022, arXiv 2205.05198, table 2 and figure 7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcpar.bench.activations import Kept, title
+from hpcpar.tensor_parallel.activation_formulas import PARTS, LayerShape
+from hpcpar.units import MiB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MEASURED = "tab:blue"
+
+COLOURS = dict(zip(PARTS, ("0.45", "tab:orange", "moccasin", "tab:green"), strict=True))
+
+BAR_INCHES = 0.62
+HEIGHT = 0.36
+
+
+def draw(found: Sequence[Kept], shape: LayerShape, tp: int, path: Path) -> None:
+    """Two bars for each way into a file (PNG, SVG or PDF, by its name)."""
+    # Imported here, so that nothing but a picture waits for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 1.5 + BAR_INCHES * len(found)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for place, each in enumerate(found):
+        _draw_bars(axes, place, each)
+    axes.set_yticks(range(len(found)), [each.way for each in found])
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB on each rank")
+    axes.grid(axis="x", alpha=0.3)
+    axes.margins(x=0.34)  # room for the formulas
+    axes.set_xlim(left=0)
+    axes.set_axisbelow(True)
+    axes.set_title(title(shape, tp), fontsize=9)
+    _legend(figure)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_bars(axes: Axes, place: int, shown: Kept) -> None:
+    axes.barh(place - HEIGHT / 2, shown.nbytes / MiB, height=HEIGHT, color=MEASURED)
+    left = 0.0
+    for part, nbytes in shown.parts.items():
+        axes.barh(
+            place + HEIGHT / 2,
+            nbytes / MiB,
+            left=left / MiB,
+            height=HEIGHT,
+            color=COLOURS[part],
+            edgecolor="black",
+            linewidth=0.6,
+        )
+        left += nbytes
+    axes.text(
+        max(shown.nbytes, shown.formula_nbytes) / MiB,
+        place,
+        f"  measured {shown.nbytes / MiB:.3g} MiB\n  {shown.formula} = {shown.formula_nbytes / MiB:.3g} MiB",
+        va="center",
+        fontsize=8,
+    )
+
+
+def _legend(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(color=MEASURED, label="measured"),
+        *(
+            Patch(facecolor=colour, edgecolor="black", linewidth=0.6, label=f"formula: {part}")
+            for part, colour in COLOURS.items()
+        ),
+    ]
+    figure.legend(handles=handles, fontsize=7, ncols=5, loc="outside lower center")

@@ -1,0 +1,44 @@
+"""`hpcpar draw activations --tp 4`: what a layer keeps for backward, measured beside the paper's formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpcpar.errors import HpcparError
+
+NUMBER = click.IntRange(min=1)
+
+
+@click.command()
+@click.option("--tp", type=NUMBER, default=4, show_default=True, help="Ranks that share a layer.")
+@click.option("--sequence", type=NUMBER, default=512, show_default=True, help="Tokens of a sequence.")
+@click.option("--batch", type=NUMBER, default=2, show_default=True, help="Sequences of a microbatch.")
+@click.option("--hidden", type=NUMBER, default=512, show_default=True, help="Hidden size.")
+@click.option("--heads", type=NUMBER, default=8, show_default=True, help="Attention heads.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw the bars here, too.")
+def activations(tp: int, sequence: int, batch: int, hidden: int, heads: int, picture: Path | None) -> None:
+    """Show what a transformer layer keeps from forward to backward, on each rank.
+
+    Without parallelism, with tensor parallelism (TP), with sequence parallelism beside it (SP), and with the
+    attention core or the whole layer computed anew in backward. All ranks are threads of this process.
+    """
+    from hpcpar.bench import activations as measuring
+    from hpcpar.tensor_parallel.activation_formulas import LayerShape
+
+    shape = LayerShape(sequence, batch, hidden, heads)
+    try:
+        found = measuring.measure(shape, tp)
+    except HpcparError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(measuring.title(shape, tp) + "\n")
+    click.echo(measuring.table(found))
+    if picture is not None:
+        from hpcpar.bench import activation_picture
+
+        try:
+            activation_picture.draw(found, shape, tp, picture)
+        except (OSError, ValueError) as error:  # no such directory; no such format
+            raise click.ClickException(f"--picture {picture}: {error}") from error
+        click.echo(f"\ndrawn: {picture}")

@@ -1,0 +1,97 @@
+"""Models of Hugging Face's `transformers` in parallel; the library itself is not needed to import this.
+
+model = LlamaForCausalLM(config)                                  # or from_pretrained(…)
+parallelize(model, hugging_face_llama_plan(model.config), mesh)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
+
+from hpcpar.tensor_parallel import (
+    Column,
+    Enter,
+    Gather,
+    Norm,
+    Row,
+    Scatter,
+    Split,
+    Style,
+    TensorParallel,
+    Vocabulary,
+    VocabularyEmbedding,
+)
+from hpcpar.tensor_parallel.split import require_divisible, require_shareable
+
+if TYPE_CHECKING:
+    from hpcpar.tensor_parallel import Plan
+
+
+class LlamaConfig(Protocol):
+    """What the plan reads of a transformers.LlamaConfig."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+
+
+def hugging_face_llama_plan(config: LlamaConfig, *, gather_logits: bool = True) -> Plan:
+    """For a transformers.LlamaForCausalLM (4.48 or later), or a model with the same modules (Mistral, Qwen2).
+
+    gather_logits   every rank gets all logits, as the model's own loss and `generate` need; False: its part
+                    of the vocabulary, for `vocabulary_parallel_cross_entropy`
+
+    With sequence parallelism the sequence must divide among the ranks, so `generate`, which goes token by
+    token, is for models without it. Positions and masks are made for the whole sequence; so the embedding's
+    output is whole, and scattered before the first layer.
+    Dropout of attention's shares, if any, draws from the process's own generator: seed ranks differently.
+    """
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    layer = "model.layers.*"
+    return {
+        "model.embed_tokens": VocabularyEmbedding(whole_sequence=True),
+        "model.layers.0": Scatter(),
+        f"{layer}.input_layernorm": Norm(),
+        f"{layer}.self_attn": (Enter(), LlamaHeads(heads, key_value_heads)),
+        f"{layer}.self_attn.q_proj": Column(heads=heads, enter=False),
+        f"{layer}.self_attn.k_proj": Column(heads=key_value_heads, share_heads=True, enter=False),
+        f"{layer}.self_attn.v_proj": Column(heads=key_value_heads, share_heads=True, enter=False),
+        f"{layer}.self_attn.o_proj": Row(),
+        f"{layer}.post_attention_layernorm": Norm(),
+        f"{layer}.mlp": Enter(),
+        f"{layer}.mlp.gate_proj": Column(enter=False),
+        f"{layer}.mlp.up_proj": Column(enter=False),
+        f"{layer}.mlp.down_proj": Row(),
+        "model.norm": (Norm(), Gather()),
+        "lm_head": Vocabulary(gather_output=gather_logits, whole_sequence=True),
+    }
+
+
+@dataclass(frozen=True)
+class LlamaHeads(Style):
+    """The numbers of heads that an attention module keeps become those of this rank.
+
+    Where there are fewer heads of keys and values than ranks, the one that a rank has serves fewer queries.
+    """
+
+    heads: int
+    key_value_heads: int
+
+    def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
+        require_divisible(self.heads, size, f"{name}: num_attention_heads")
+        require_shareable(self.key_value_heads, size, f"{name}: num_key_value_heads")
+        return {}
+
+    def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
+        heads, key_value_heads = self.heads // tp.size, max(1, self.key_value_heads // tp.size)
+        local = {
+            "num_heads": heads,
+            "num_key_value_heads": key_value_heads,
+            "num_key_value_groups": heads // key_value_heads,
+        }
+        for attribute, count in local.items():
+            if hasattr(module, attribute):
+                setattr(module, attribute, count)
+        return module

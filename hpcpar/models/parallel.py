@@ -1,0 +1,66 @@
+"""The layers of a Llama that several ranks compute together."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hpcpar.models.layers import Layers
+from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.tensor_parallel import (
+    ColumnParallelLinear,
+    Heads,
+    RandomStreams,
+    RMSNorm,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+    project,
+    vocabulary_parallel_cross_entropy,
+    whole_logits,
+)
+from hpcpar.tensor_parallel.attention import require_heads
+from hpcpar.tensor_parallel.split import require_divisible
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+def parallel_layers(
+    config: LlamaConfig, tp: TensorParallel | Communicator, *, streams: RandomStreams | None = None
+) -> Layers:
+    """Heads, ffn and vocabulary divided over the ranks of `tp`: Llama(config, parallel_layers(config, tp)).
+
+    streams   what dropout draws from; None: from seed 0
+    errors    LayoutError for heads or an ffn_size that do not divide among the ranks; key-value heads may be
+              fewer than ranks, and a vocabulary that does not divide is padded
+    """
+    tp = TensorParallel.of(tp)
+    require_heads(config.heads, config.key_value_heads, tp.size)
+    require_divisible(config.ffn_width, tp.size, "ffn_size")
+
+    def column(in_features: int, out_features: int) -> nn.Module:
+        return ColumnParallelLinear(in_features, out_features, tp, bias=False, draw=False)
+
+    def key_value(in_features: int, heads: int, head_size: int) -> nn.Module:
+        return ColumnParallelLinear(in_features, Heads(heads, head_size), tp, bias=False, draw=False)
+
+    def vocabulary(in_features: int, out_features: int) -> nn.Module:
+        return ColumnParallelLinear(in_features, out_features, tp, bias=False, pad=True, draw=False)
+
+    return Layers(
+        column_linear=column,
+        key_value_linear=key_value,
+        row_linear=partial(RowParallelLinear, tp=tp, bias=False, draw=False),
+        vocabulary_linear=vocabulary,
+        embedding=partial(VocabParallelEmbedding, tp=tp, draw=False),
+        norm=partial(RMSNorm, tp=tp),
+        project=project,
+        loss=partial(vocabulary_parallel_cross_entropy, vocabulary=config.vocab_size, comm=tp.comm),
+        whole_logits=partial(whole_logits, vocabulary=config.vocab_size, comm=tp.comm),
+        streams=streams or RandomStreams(0, tp.rank),
+        residual_stream="different" if tp.sequence_parallel else "same",
+        sequence_multiple=tp.size if tp.sequence_parallel else 1,
+    )

@@ -1,0 +1,79 @@
+"""Layers that several ranks compute together, each with its part of the weights, or of the sequence.
+
+tp = TensorParallel(mesh.tp, sequence_parallel=True)
+up = ColumnParallelLinear(hidden, ffn, tp)           # every rank: its part of the ffn
+down = RowParallelLinear(ffn, hidden, tp)            # summed over ranks
+"""
+
+from __future__ import annotations
+
+from hpcpar.tensor_parallel.attention import ParallelSelfAttention, causal_attention
+from hpcpar.tensor_parallel.axis import TensorParallel
+from hpcpar.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy, whole_logits
+from hpcpar.tensor_parallel.dropout import Dropout
+from hpcpar.tensor_parallel.embedding import VocabParallelEmbedding
+from hpcpar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project
+from hpcpar.tensor_parallel.mlp import ParallelMLP
+from hpcpar.tensor_parallel.norm import LayerNorm, RMSNorm
+from hpcpar.tensor_parallel.plan import Plan, parallelize
+from hpcpar.tensor_parallel.random_streams import RandomStreams, Stream
+from hpcpar.tensor_parallel.split import (
+    Heads,
+    Split,
+    gather_whole,
+    own_shard,
+    split_of,
+    split_over,
+    whole_state_dict,
+)
+from hpcpar.tensor_parallel.styles import (
+    Column,
+    Enter,
+    Gather,
+    LocalHeads,
+    Norm,
+    Row,
+    Scatter,
+    Style,
+    Vocabulary,
+    VocabularyEmbedding,
+    Whole,
+)
+
+__all__ = [
+    "Column",
+    "ColumnParallelLinear",
+    "Dropout",
+    "Enter",
+    "Gather",
+    "Heads",
+    "LayerNorm",
+    "LocalHeads",
+    "Norm",
+    "ParallelMLP",
+    "ParallelSelfAttention",
+    "Plan",
+    "RMSNorm",
+    "RandomStreams",
+    "Row",
+    "RowParallelLinear",
+    "Scatter",
+    "Split",
+    "Stream",
+    "Style",
+    "TensorParallel",
+    "VocabParallelEmbedding",
+    "Vocabulary",
+    "VocabularyEmbedding",
+    "Whole",
+    "causal_attention",
+    "gather_whole",
+    "own_shard",
+    "parallelize",
+    "project",
+    "split_of",
+    "split_over",
+    "vocabulary_parallel_cross_entropy",
+    "whole_logits",
+    "whole_state_dict",
+]

@@ -1,0 +1,145 @@
+"""Cross-entropy of logits of which each rank has its part of the vocabulary, never of all of them.
+
+Letters: B batch, S sequence, V vocabulary, p ranks.
+
+    m  = maximum over all logits            1 value a token travels
+    s  = Σ exp(logit - m)                   1 value
+    x  = the target's logit                 1 value, in the same message as s
+    loss = m + log s - x                    instead of V values
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hpcpar.autograd import gather_from
+from hpcpar.errors import ConfigError, MismatchError
+from hpcpar.tensor_parallel.split import Split, padded_length, split_evenly
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+IGNORED = -100
+"""A target that counts for nothing: padding, or a prompt that is not to be learnt."""
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    vocabulary: int,
+    comm: Communicator,
+    *,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = IGNORED,
+) -> Tensor:
+    """Cross-entropy in nats between logits and targets [B, S], the same on every rank. Collective.
+
+    logits            [B, S, V/p], as a column-parallel layer with `pad` makes them; padding does not count
+    vocabulary        V, without padding
+    label_smoothing   share of the target's weight that is spread evenly over the vocabulary
+    z_loss            times log² of the softmax's denominator is added (arXiv 2204.02311, section 5)
+    ignore_index      targets that count for nothing
+    reduction         "mean" is over targets that count, "none" gives [B, S]
+    sends             all-reduces of 1 and of 2 values a token; with label smoothing 1 more
+
+    Half-precision logits are widened to float32. Its gradient cannot be differentiated again.
+    errors   MismatchError for shapes that do not fit, for a target outside the vocabulary (on a CPU);
+             ConfigError for a label_smoothing outside 0 … 1
+    source   Shoeybi et al. 2019, arXiv 1909.08053, section 3; Szegedy et al. 2016, arXiv 1512.00567, sec. 7
+    """
+    split = _split(vocabulary, comm)
+    if logits.shape[:-1] != targets.shape or logits.shape[-1] != split.shard_length(comm.rank):
+        raise MismatchError(
+            f"logits {list(logits.shape)} and targets {list(targets.shape)} do not fit: of a vocabulary of "
+            f"{vocabulary} on {comm.size} ranks, logits must be [B, S, {split.shard_length(comm.rank)}] and "
+            f"targets [B, S]"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(f"label_smoothing={label_smoothing}; give a share from 0 to 1")
+    counted = targets != ignore_index
+    _require_known(targets, counted, vocabulary)
+    wide = logits.float() if logits.element_size() < 4 else logits
+    losses = _CrossEntropy.apply(wide, targets, counted, split, comm, label_smoothing, z_loss)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses  # type: ignore[no-any-return]
+    total: Tensor = losses.sum()
+    return total / counted.sum() if reduction == "mean" else total
+
+
+def whole_logits(logits: Tensor, vocabulary: int, comm: Communicator) -> Tensor:
+    """[B, S, V] from every rank's [B, S, V/p], for a look at them: it is V values a token."""
+    return gather_from(logits, comm, -1)[..., :vocabulary]
+
+
+def _split(vocabulary: int, comm: Communicator) -> Split:
+    return split_evenly(vocabulary, comm.size, padded=padded_length(vocabulary, comm.size))
+
+
+def _require_known(targets: Tensor, counted: Tensor, vocabulary: int) -> None:
+    if targets.device.type != "cpu":
+        return
+    wrong = targets[counted & ((targets < 0) | (targets >= vocabulary))]
+    if wrong.numel():
+        raise MismatchError(f"target {int(wrong[0])} is outside a vocabulary of {vocabulary}")
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        counted: Tensor,
+        split: Split,
+        comm: Communicator,
+        smoothing: float,
+        z_loss: float,
+    ) -> Tensor:
+        held = split.held(comm.rank)
+        known = logits[..., :held]
+        highest = known.amax(-1) if held else logits.new_full(targets.shape, -torch.inf)
+        comm.allreduce(highest, "max")
+        shares = torch.empty_like(logits)
+        torch.sub(known, highest.unsqueeze(-1), out=shares[..., :held])
+        shares[..., held:] = 0.0  # of padding there is none
+        of_vocabulary = shares[..., :held].sum(-1) if smoothing else None
+        place = targets - split.parts[comm.rank][0][0]
+        own = counted & (place >= 0) & (place < held)
+        place = place.masked_fill(~own, 0)
+        of_target = shares.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
+        shares[..., :held].exp_()
+        sums = torch.stack([shares.sum(-1), of_target, *([] if of_vocabulary is None else [of_vocabulary])])
+        comm.allreduce(sums)
+        total, of_target = sums[0], sums[1]
+        log_total = total.log()
+        losses = log_total - of_target
+        if smoothing:
+            losses = (1 - smoothing) * losses + smoothing * (log_total - sums[2] / split.length)
+        log_denominator = log_total + highest
+        if z_loss:
+            losses = losses + z_loss * log_denominator.square()
+        ctx.save_for_backward(shares, total, log_denominator if z_loss else None, place, own, counted)
+        ctx.smoothing, ctx.z_loss, ctx.held, ctx.vocabulary = smoothing, z_loss, held, split.length
+        return losses.masked_fill(~counted, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shares, total, log_denominator, place, own, counted = ctx.saved_tensors
+        gradient = gradient.masked_fill(~counted, 0.0)
+        slope = gradient / total
+        if log_denominator is not None:
+            slope = slope * (1 + 2 * ctx.z_loss * log_denominator)
+        of_logits = shares * slope.unsqueeze(-1)
+        if ctx.smoothing:
+            of_logits[..., : ctx.held] -= (gradient * (ctx.smoothing / ctx.vocabulary)).unsqueeze(-1)
+        of_target = (gradient * (ctx.smoothing - 1)).masked_fill(~own, 0.0)
+        of_logits.scatter_add_(-1, place.unsqueeze(-1), of_target.unsqueeze(-1))
+        return of_logits, None, None, None, None, None, None

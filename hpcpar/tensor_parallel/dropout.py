@@ -1,0 +1,61 @@
+"""Dropout that draws from a stream of its own and keeps one byte per element: its mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from hpcpar.errors import ConfigError
+from hpcpar.tensor_parallel.random_streams import STREAMS, RandomStreams, Stream
+
+
+class Dropout(nn.Module):
+    """Zeros with a probability, and what is left scaled so that the mean stays; nothing in eval mode.
+
+    stream   "same" for a tensor that all tp ranks hold, "different" for one of which each holds a part
+    errors   ConfigError for a probability outside [0, 1), or a stream that there is not
+    """
+
+    def __init__(self, probability: float, streams: RandomStreams, stream: Stream) -> None:
+        super().__init__()
+        if not 0 <= probability < 1:
+            raise ConfigError(f"dropout={probability}: give a probability from 0 to below 1")
+        if stream not in STREAMS:
+            raise ConfigError(f"there is no random stream {stream!r}; there are {' and '.join(STREAMS)}")
+        self.probability = probability
+        self.random_streams = streams
+        self.stream: Stream = stream
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is dropped now."""
+        return self.training and self.probability > 0
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        if not self.is_active:
+            return tensor
+        kept = 1 - self.probability
+        mask = torch.empty(tensor.shape, dtype=torch.bool, device=tensor.device)
+        mask.bernoulli_(kept, generator=self.random_streams.generator(self.stream))
+        return _Masked.apply(tensor, mask, 1 / kept)  # type: ignore[no-any-return, no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return f"{self.probability}, stream={self.stream!r}"
+
+
+class _Masked(Function):
+    """tensor · mask · scale: linear and its own backward, so it may be differentiated any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (tensor * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return _Masked.apply(gradient, mask, ctx.scale), None, None  # type: ignore[no-untyped-call]

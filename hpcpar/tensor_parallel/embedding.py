@@ -1,0 +1,98 @@
+"""An embedding of whose vocabulary each rank has its part. Letters: B batch, S sequence, H hidden."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpcpar.autograd import reduce_from, reduce_scatter_to
+from hpcpar.autograd.exchange import require_dividing
+from hpcpar.errors import DataError
+from hpcpar.tensor_parallel.axis import TensorParallel
+from hpcpar.tensor_parallel.products import SEQUENCE
+from hpcpar.tensor_parallel.split import padded_length, place, require_divisible, split_evenly
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a table [vocabulary, H]; each rank looks up the tokens that it has, the rest is zeros to it.
+
+    pad    a vocabulary that does not divide is padded at the end with rows that no token means; False:
+           LayoutError for one
+    padding_token   one whose row gets no gradient from here, as torch.nn.Embedding's padding_idx; None: none
+    tp, draw   as of ColumnParallelLinear; initial values are those of torch.nn.Embedding
+
+    input    tokens [B, S], the same on all ranks
+    output   [B, S, H]; with sequence parallelism this rank's part [B, S/p, H]
+    errors   DataError, on every rank, for a token outside the vocabulary (looked for on a CPU only);
+             MismatchError for a sequence that does not divide, where it must
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        hidden_size: int,
+        tp: TensorParallel | Communicator,
+        *,
+        pad: bool = True,
+        padding_token: int | None = None,
+        draw: bool = True,
+    ) -> None:
+        super().__init__()
+        self.tp = TensorParallel.of(tp)
+        self.vocabulary = vocabulary
+        self.padding_token = padding_token
+        size = self.tp.size
+        if not pad:
+            require_divisible(vocabulary, size, "vocabulary")
+        self.split = split_evenly(vocabulary, size, padded=padded_length(vocabulary, size))
+        self.weight = nn.Parameter(torch.empty(self.split.shard_length(self.tp.rank), hidden_size))
+        place(self.weight, self.split, self.tp.comm)
+        if draw:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Normal values, drawn for the whole table, the same for any number of ranks."""
+        whole = torch.empty(self.vocabulary, self.weight.shape[1], dtype=self.weight.dtype)
+        self.weight.copy_(self.split.shard(whole.normal_(generator=generator), self.tp.rank))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.device.type == "cpu" and tokens.numel():
+            self._require_known(tokens)
+        if self.tp.size == 1:
+            return functional.embedding(tokens, self.weight, self.padding_token)
+        first = self.split.parts[self.tp.rank][0][0]
+        own = tokens - first
+        foreign = (own < 0) | (own >= self.split.held(self.tp.rank))
+        rows = functional.embedding(own.masked_fill(foreign, 0), self.weight, self._own_padding_token)
+        rows = rows.masked_fill(foreign.unsqueeze(-1), 0.0)
+        if not self.tp.sequence_parallel:
+            return reduce_from(rows, self.tp.comm)
+        require_dividing(rows, self.tp.comm, SEQUENCE % rows.dim(), "a sequence")
+        return reduce_scatter_to(rows, self.tp.comm, SEQUENCE)
+
+    @property
+    def _own_padding_token(self) -> int | None:
+        """The place of its row among this rank's, if it is here."""
+        ((start, stop),) = self.split.parts[self.tp.rank]
+        token = self.padding_token
+        return token - start if token is not None and start <= token < stop else None
+
+    def _require_known(self, tokens: Tensor) -> None:
+        lowest, highest = torch.aminmax(tokens)
+        if lowest < 0 or highest >= self.vocabulary:
+            wrong = lowest if lowest < 0 else highest
+            raise DataError(
+                f"token {int(wrong)} is outside a vocabulary of {self.vocabulary}; use the tokenizer that "
+                f"the model was made for, or a model with a larger vocabulary"
+            )
+
+    def extra_repr(self) -> str:
+        rows, hidden = self.weight.shape
+        return f"{rows} of {self.vocabulary}, {hidden}"

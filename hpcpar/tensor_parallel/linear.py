@@ -1,0 +1,283 @@
+"""Linear layers whose weight is divided among ranks, by its rows (outputs) or by its columns (inputs).
+
+    Y = X [A₁ A₂]          column: every rank has X, and makes its part of the outputs
+    Z = [Y₁ Y₂] [B₁; B₂]   row: every rank has its part of Y; what they make is summed
+
+source   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpcpar.autograd import copy_to, gather_from, scatter_to
+from hpcpar.autograd.exchange import require_dividing
+from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.tensor_parallel.axis import Sharers, TensorParallel
+from hpcpar.tensor_parallel.products import SEQUENCE, column_products, row_product
+from hpcpar.tensor_parallel.split import (
+    Heads,
+    Section,
+    padded_length,
+    place,
+    replicated,
+    require_divisible,
+    require_shareable,
+    split_evenly,
+    split_sections,
+)
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+class ColumnParallelLinear(nn.Module):
+    """x · Wᵀ + b, of whose outputs each rank makes its part.
+
+    in_features      of the whole layer
+    out_features     of the whole layer; or several sections (queries, keys, values; gate, up) fused into one
+                     weight, each of which is divided by itself. `Heads(count, size)` is a section of whole
+                     heads; where they are fewer than ranks, several ranks hold the same one, and must do so
+                     in all sections
+    tp               the ranks: a communicator, or a TensorParallel that says more
+    gather_output    every rank gets all outputs, in the whole layer's order
+    pad              outputs that do not divide are padded with rows of zeros, at the end (a vocabulary)
+    enter            False: who calls this layer has seen to it that the input is whole and its gradient is
+                     summed over ranks (`copy_to`, once for several layers); nothing is sent here
+    draw             draw initial values; False leaves memory as it is, for who fills it
+
+    input    [..., in_features], the same on all ranks; with sequence parallelism each rank's part of dim -2
+    output   [..., this rank's outputs], or [..., out_features] with gather_output
+    initial values are those of torch.nn.Linear, drawn whole from the process's random numbers, which must
+    stand the same on all ranks. errors: LayoutError for outputs that do not divide
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Heads | Sequence[Section],
+        tp: TensorParallel | Communicator,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        pad: bool = False,
+        enter: bool = True,
+        draw: bool = True,
+    ) -> None:
+        super().__init__()
+        self.tp = TensorParallel.of(tp)
+        self.in_features = in_features
+        self.sections = (out_features,) if isinstance(out_features, (int, Heads)) else tuple(out_features)
+        self.gather_output = gather_output
+        self.enter = enter
+        size = self.tp.size
+        if pad:
+            if len(self.sections) > 1 or isinstance(self.sections[0], Heads):
+                raise LayoutError("pad is for one section of rows, but there are heads or several sections")
+            length = self.sections[0]
+            self.split = split_evenly(length, size, padded=padded_length(length, size))
+        else:
+            for section in self.sections:
+                if isinstance(section, Heads):
+                    require_shareable(section.count, size, "heads")
+                else:
+                    require_divisible(section, size, "out_features")
+            self.split = split_sections(self.sections, size)
+        rows = self.split.shard_length(self.tp.rank)
+        self.weight = nn.Parameter(torch.empty(rows, in_features))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        place(self.weight, self.split, self.tp.comm)
+        if self.bias is not None:
+            place(self.bias, self.split, self.tp.comm)
+        # Made here, where all ranks are, and not in the first forward.
+        self._sharers = self._shared_heads()
+        if self._sharers is not None:
+            for parameter in self.parameters(recurse=False):
+                parameter.hpcpar_split_over = self._sharers.distinct  # type: ignore[attr-defined]
+        if draw:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """As torch.nn.Linear: uniform within 1/√in_features; the same whole layer for any number of ranks."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        whole = torch.empty(self.split.length, self.in_features, dtype=self.weight.dtype)
+        self.weight.copy_(self.split.shard(whole.uniform_(-bound, bound, generator=generator), self.tp.rank))
+        if self.bias is not None:
+            whole = torch.empty(self.split.length, dtype=self.bias.dtype)
+            self.bias.copy_(
+                self.split.shard(whole.uniform_(-bound, bound, generator=generator), self.tp.rank)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enter:
+            (output,) = project([self], x)
+            return output
+        bias = None if self.bias is None else self.summed(self.bias)
+        output = functional.linear(x, self.summed(self.weight), bias)
+        return self.gathered(output) if self.gather_output else output
+
+    def sections_of(self, output: Tensor) -> list[Tensor]:
+        """This rank's part of each section, of an output that was not gathered."""
+        return list(
+            torch.split(output, [stop - start for start, stop in self.split.parts[self.tp.rank]], dim=-1)
+        )
+
+    def summed(self, parameter: Tensor) -> Tensor:
+        """Weight or bias, whose gradients are summed over the ranks that hold the same heads."""
+        return parameter if self._sharers is None else copy_to(parameter, self._sharers.same)
+
+    def _shared_heads(self) -> Sharers | None:
+        """Who holds the same rows; None where no two ranks do."""
+        shared = {
+            section.count
+            for section in self.sections
+            if isinstance(section, Heads) and section.count < self.tp.size
+        }
+        if not shared:
+            return None
+        counts = {section.count if isinstance(section, Heads) else 0 for section in self.sections}
+        if counts != shared or len(shared) > 1:
+            raise LayoutError(
+                f"of the sections {self.sections}, tp={self.tp.size} ranks would share the heads of some and "
+                f"divide others; make one layer of those that are shared and another of the rest"
+            )
+        return self.tp.sharers(shared.pop())
+
+    def gathered(self, output: Tensor) -> Tensor:
+        """All ranks' outputs in the order of the whole layer."""
+        whole = gather_from(output, self.tp.comm, -1)
+        if len(self.sections) == 1 and self._sharers is None:  # in order already, with padding at the end
+            return whole[..., : self.split.length].contiguous()
+        return whole.index_select(-1, self._order.to(whole.device))
+
+    @property
+    def _order(self) -> Tensor:
+        """For each output of the whole layer, where it is among all ranks' outputs."""
+        places = torch.empty(self.split.length, dtype=torch.long)
+        begin = 0
+        for rank, part in enumerate(self.split.parts):
+            at = begin
+            for start, stop in part:
+                if not self.split.replicas[rank]:
+                    places[start:stop] = torch.arange(at, at + stop - start)
+                at += stop - start
+            begin += self.split.shard_length(rank)
+        return places
+
+    def extra_repr(self) -> str:
+        rows = self.weight.shape[0]
+        return f"{self.in_features}, {rows} of {self.split.length}, bias={self.bias is not None}"
+
+
+def project(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """What each of several layers makes of the same input: as `[layer(x) for layer in layers]`.
+
+    Of column-parallel ones the input is gathered once, and its gradient summed once.
+    errors   MismatchError for layers on different communicators
+    """
+    columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and layer.enter]
+    if len(columns) < len(layers):
+        return [layer(x) for layer in layers]
+    tp = columns[0].tp
+    for column in columns[1:]:
+        if column.tp is not tp and column.tp.comm is not tp.comm:
+            raise MismatchError(
+                f"layers that share an input are on different communicators, {tp.comm.name!r} and "
+                f"{column.tp.comm.name!r}; build them with the same one"
+            )
+    for column in columns:
+        if x.shape[-1] != column.in_features:
+            raise MismatchError(
+                f"a layer of {column.in_features} inputs got a tensor of shape {list(x.shape)}; its last "
+                f"dim must be {column.in_features} on every rank"
+            )
+    outputs = column_products(
+        tp,
+        x,
+        [column.summed(column.weight) for column in columns],
+        [None if column.bias is None else column.summed(column.bias) for column in columns],
+    )
+    return [
+        column.gathered(output) if column.gather_output else output
+        for column, output in zip(columns, outputs, strict=True)
+    ]
+
+
+class RowParallelLinear(nn.Module):
+    """x · Wᵀ + b, of whose inputs each rank has its part; the bias is added once, after the sum.
+
+    in_features, out_features   of the whole layer
+    tp                  as of ColumnParallelLinear
+    input_is_parallel   False: x is whole and the same on all ranks, and each takes its part
+    draw                as of ColumnParallelLinear
+
+    input    [..., this rank's inputs]
+    output   [..., out_features], the same on all ranks; with sequence parallelism this rank's part of dim -2
+    errors   LayoutError for inputs that do not divide; MismatchError for a sequence that does not
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: TensorParallel | Communicator,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        draw: bool = True,
+    ) -> None:
+        super().__init__()
+        self.tp = TensorParallel.of(tp)
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        require_divisible(in_features, self.tp.size, "in_features")
+        self.split = split_evenly(in_features, self.tp.size, dim=1)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features // self.tp.size))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        place(self.weight, self.split, self.tp.comm)
+        if self.bias is not None:
+            place(self.bias, replicated(out_features, self.tp.size), self.tp.comm)
+        if draw:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """As torch.nn.Linear: uniform within 1/√in_features; the same whole layer for any number of ranks."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        whole = torch.empty(self.out_features, self.in_features, dtype=self.weight.dtype)
+        self.weight.copy_(self.split.shard(whole.uniform_(-bound, bound, generator=generator), self.tp.rank))
+        if self.bias is not None:
+            self.bias.uniform_(-bound, bound, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.tp.comm, -1)
+        if x.shape[-1] != self.weight.shape[1]:
+            raise MismatchError(
+                f"each of {self.tp.size} ranks has {self.weight.shape[1]} of this layer's "
+                f"{self.in_features} inputs, but got a tensor of shape {list(x.shape)}; "
+                f"pass a column-parallel layer's output, or set input_is_parallel=False"
+            )
+        if self.tp.sequence_parallel:
+            require_dividing(x, self.tp.comm, SEQUENCE % x.dim(), "a sequence")
+        output = row_product(self.tp, x, self.weight)
+        return output if self.bias is None else output + on_own_tokens(self.bias, self.tp)
+
+    def extra_repr(self) -> str:
+        columns = self.weight.shape[1]
+        return f"{columns} of {self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+def on_own_tokens(parameter: Tensor, tp: TensorParallel) -> Tensor:
+    """A parameter that is the same on all ranks, for use on its own tokens: gradients are added up.
+
+    Without sequence parallelism every rank has all tokens, and so the whole gradient.
+    """
+    return copy_to(parameter, tp.comm) if tp.sequence_parallel else parameter

@@ -1,0 +1,56 @@
+"""Norms over the hidden dim, which under sequence parallelism see this rank's tokens only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpcpar.tensor_parallel.axis import TensorParallel
+from hpcpar.tensor_parallel.linear import on_own_tokens
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + ε) · weight over the last dim, worked out in float32 at least.
+
+    tp       with sequence parallelism, gradients of the weight are summed over its ranks; None: alone
+    source   Zhang and Sennrich 2019, arXiv 1910.07467
+    """
+
+    def __init__(
+        self, hidden_size: int, epsilon: float, tp: TensorParallel | Communicator | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.epsilon = epsilon
+        self.tp = None if tp is None else TensorParallel.of(tp)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.weight if self.tp is None else on_own_tokens(self.weight, self.tp)
+        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (wide * scale).to(hidden.dtype) * weight
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, epsilon={self.epsilon}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch.nn.LayerNorm over the last dim; `tp` as of RMSNorm."""
+
+    def __init__(
+        self, hidden_size: int, epsilon: float = 1e-5, tp: TensorParallel | Communicator | None = None
+    ) -> None:
+        super().__init__(hidden_size, eps=epsilon)
+        self.tp = None if tp is None else TensorParallel.of(tp)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.tp is None:
+            return super().forward(input)
+        weight, bias = (on_own_tokens(parameter, self.tp) for parameter in (self.weight, self.bias))
+        return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)

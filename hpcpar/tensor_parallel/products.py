@@ -1,0 +1,219 @@
+"""Matrix products whose communication goes on beside them. Shape letters: S sequence, H hidden, O outputs.
+
+    column     x ──(gather)── Wᵀ ── y           backward   dy · W ── sum (or reduce-scatter) ────── dx
+                                                           dyᵀ · x ══════ meanwhile ══════ dW
+    row        x ── Wᵀ ── sum (or reduce-scatter) ── y
+
+Several weights that read the same input (queries, keys and values; gate and up) are one product: the input
+is gathered once, and the sum of what each contributes to its gradient travels once.
+
+With chunks the sequence is cut, on every rank, into so many pieces: while one is multiplied, the next is
+gathered, or the one before it reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
+from hpcpar.autograd.exchange import Pending, start_gather, start_sum, start_sum_scatter
+from hpcpar.partition import bounds
+from hpcpar.tensor_parallel.axis import TensorParallel
+
+SEQUENCE = -2
+"""The dim that sequence parallelism divides."""
+
+
+def column_products(
+    tp: TensorParallel, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """x · Wᵀ + b for each of this rank's weights [O, H], which may differ in O.
+
+    x         [..., S, H], the same on all ranks; with sequence parallelism this rank's part of S
+    returns   [..., S, O] each, with the whole of S
+    sends     in backward an all-reduce of x; with sequence parallelism an all-gather, and in backward a
+              reduce-scatter (and with gather_again one more all-gather)
+    """
+    if tp.twice or tp.size == 1:
+        whole = gather_from(x, tp.comm, SEQUENCE, "partial") if tp.sequence_parallel else copy_to(x, tp.comm)
+        return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+    return _ColumnProducts.apply(tp, x, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
+    """The sum over ranks of x · Wᵀ, of this rank's columns W [O, H] of the whole weight.
+
+    x         [..., S, H], this rank's part of the features
+    returns   [..., S, O], the same on all ranks; with sequence parallelism this rank's part of S
+    sends     an all-reduce; with sequence parallelism a reduce-scatter, and in backward an all-gather
+    """
+    if tp.twice or tp.size == 1:
+        partial = functional.linear(x, weight)
+        if tp.sequence_parallel:
+            return reduce_scatter_to(partial, tp.comm, SEQUENCE)
+        return reduce_from(partial, tp.comm)
+    return _RowProduct.apply(tp, x, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ColumnProducts(Function):
+    @staticmethod
+    def forward(ctx: Any, tp: TensorParallel, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        count = len(tensors) // 2
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.tp, ctx.has_bias = tp, [bias is not None for bias in biases]
+        if not tp.sequence_parallel:
+            whole, outputs = x, [functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+        else:
+            whole, outputs = _gathered_products(tp, x, weights, biases)
+        ctx.save_for_backward(x if tp.gather_again else whole, *weights)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        tp: TensorParallel = ctx.tp
+        kept, *weights = ctx.saved_tensors
+        gathering = start_gather(kept, tp.comm, SEQUENCE) if tp.gather_again else None
+        count = len(weights)
+        _, need_x, *needs = ctx.needs_input_grad
+        parts = _input_gradient(tp, gradients, weights) if need_x else []
+        if not tp.overlap:
+            parts = [_done(part.wait()) for part in parts]
+        whole = kept if gathering is None else gathering.wait()
+        inputs = _rows(whole)
+        flats = [_rows(gradient) for gradient in gradients]
+        of_weights = []
+        for flat, need in zip(flats, needs[:count], strict=True):
+            of_weights.append(flat.t().mm(inputs) if need else None)
+            tp.comm.poke()
+        of_biases = [
+            flat.sum(0) if need and has else None
+            for flat, need, has in zip(flats, needs[count:], ctx.has_bias, strict=True)
+        ]
+        of_x = _in_sequence([part.wait() for part in parts]) if need_x else None
+        return None, of_x, *of_weights, *of_biases
+
+
+class _RowProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.tp = tp
+        ctx.save_for_backward(x, weight)
+        if not tp.sequence_parallel:
+            return start_sum(functional.linear(x, weight), tp.comm, consume=True).wait()
+        return _in_sequence(
+            [part.wait() for part in _scattered(tp, lambda cut: functional.linear(cut(x), weight), x)]
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        tp: TensorParallel = ctx.tp
+        x, weight = ctx.saved_tensors
+        _, need_x, need_weight = ctx.needs_input_grad
+        whole, of_x = gradient, None
+        if tp.sequence_parallel and need_x:
+            whole, (of_x,) = _gathered_products(tp, gradient, [weight.t()], [None])
+        elif tp.sequence_parallel:
+            whole = start_gather(gradient, tp.comm, SEQUENCE).wait()
+        elif need_x:
+            of_x = gradient.matmul(weight)
+        of_weight = _rows(whole).t().mm(_rows(x)) if need_weight else None
+        return None, of_x, of_weight
+
+
+# --- pieces of the sequence -----------------------------------------------------------------------
+#
+#   shards of 2 ranks     r0: a b | c d        r1: e f | g h          2 chunks
+#   gathered chunk 0      a b e f
+#   gathered chunk 1              c d g h
+#   whole                 a b c d e f g h
+
+Cut = Callable[[Tensor], Tensor]
+"""The whole sequence -> what of it comes in one chunk: a piece from every rank's part."""
+
+
+def _gathered_products(
+    tp: TensorParallel, shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor]]:
+    """The whole sequence from all ranks' shards [..., S/p, H], and its products with the weights."""
+    pieces = bounds(shard.shape[SEQUENCE], min(tp.chunks, shard.shape[SEQUENCE]) or 1)
+    under_way = [
+        start_gather(shard.narrow(SEQUENCE, start, stop - start), tp.comm, SEQUENCE) for start, stop in pieces
+    ]
+    if len(pieces) == 1:
+        whole = under_way[0].wait()
+        return whole, [functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)]
+    rows = (*shard.shape[:-2], tp.size * shard.shape[-2])
+    whole = shard.new_empty((*rows, shard.shape[-1]))
+    outputs = [shard.new_empty((*rows, weight.shape[0])) for weight in weights]
+    for gathering, (start, stop) in zip(under_way, pieces, strict=True):
+        chunk = gathering.wait()
+        _place(tp, whole, start, stop, chunk)
+        for output, weight, bias in zip(outputs, weights, biases, strict=True):
+            _place(tp, output, start, stop, functional.linear(chunk, weight, bias))
+            tp.comm.poke()
+    return whole, outputs
+
+
+def _scattered(tp: TensorParallel, product: Callable[[Cut], Tensor], whole: Tensor) -> list[Pending]:
+    """Start the reduce-scatter of a product of the whole sequence, a chunk at a time."""
+    length = whole.shape[SEQUENCE] // tp.size
+    under_way = []
+    for start, stop in bounds(length, min(tp.chunks, length) or 1):
+        partial = product(lambda tensor, start=start, stop=stop: _chunk(tp, tensor, start, stop))  # type: ignore[misc]
+        under_way.append(start_sum_scatter(partial, tp.comm, SEQUENCE, consume=True))
+    return under_way
+
+
+def _input_gradient(
+    tp: TensorParallel, gradients: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Pending]:
+    """Start to add up, over weights and ranks, what the outputs' gradients say about the input's."""
+
+    def product(cut: Cut) -> Tensor:
+        first = cut(gradients[0])
+        total = _rows(first).mm(weights[0])
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            total.addmm_(_rows(cut(gradient)), weight)
+        return total.view(*first.shape[:-1], weights[0].shape[1])
+
+    if tp.sequence_parallel:
+        return _scattered(tp, product, gradients[0])
+    return [start_sum(product(lambda tensor: tensor), tp.comm, consume=True)]
+
+
+def _by_rank(tp: TensorParallel, whole: Tensor) -> Tensor:
+    """[..., S, H] -> [..., p, S/p, H]"""
+    return torch.unflatten(whole, SEQUENCE, (tp.size, whole.shape[SEQUENCE] // tp.size))
+
+
+def _chunk(tp: TensorParallel, whole: Tensor, start: int, stop: int) -> Tensor:
+    """Elements start … stop - 1 of every rank's part of the sequence."""
+    if (stop - start) * tp.size == whole.shape[SEQUENCE]:
+        return whole
+    return _by_rank(tp, whole).narrow(SEQUENCE, start, stop - start).flatten(-3, -2)
+
+
+def _place(tp: TensorParallel, whole: Tensor, start: int, stop: int, chunk: Tensor) -> None:
+    _by_rank(tp, whole).narrow(SEQUENCE, start, stop - start).copy_(_by_rank(tp, chunk))
+
+
+def _in_sequence(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=SEQUENCE)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., H] -> [T, H]"""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _done(tensor: Tensor) -> Pending:
+    return Pending(None, lambda: tensor)

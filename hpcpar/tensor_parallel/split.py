@@ -1,0 +1,280 @@
+"""Which part of a whole tensor each rank holds: integers, and the slices that follow from them.
+
+    split_evenly(6, 2)                      rank 0: rows 0 … 2             rank 1: rows 3 … 5
+    split_sections((4, 2), 2)               rank 0: rows 0 1, 4            rank 1: rows 2 3, 5      fused
+    split_evenly(5, 2, padded=6)            rank 0: rows 0 … 2             rank 1: rows 3 4, and one of zeros
+    split_sections((4, Heads(1, 2)), 2)     rank 0: rows 0 1, 4 5          rank 1: rows 2 3, 4 5    replicated
+
+A parameter of a parallel layer carries its split, so that initial values, checkpoints, whole weights and
+norms need to know no more about layers than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.partition import bounds, offsets
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+Range = tuple[int, int]
+"""start, stop"""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Rows that belong together by the head: with fewer heads than ranks, several ranks hold the same one."""
+
+    count: int
+    size: int
+
+    @property
+    def rows(self) -> int:
+        return self.count * self.size
+
+
+Section = int | Heads
+"""Part of a fused tensor that is divided by itself."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A whole tensor over the ranks of a communicator, along one dim.
+
+    dim      that is divided
+    length   of the whole tensor along it
+    parts    for each rank, the ranges of it that the rank holds, in this order
+    padded   length of every rank's shard, where that is more than it holds; 0 = no padding
+    """
+
+    dim: int
+    length: int
+    parts: tuple[tuple[Range, ...], ...]
+    padded: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.parts)
+
+    def held(self, rank: int) -> int:
+        """Elements along `dim` that a rank holds, without padding."""
+        return sum(stop - start for start, stop in self.parts[rank])
+
+    def shard_length(self, rank: int) -> int:
+        """Of a rank's shard along `dim`, with padding."""
+        return self.padded or self.held(rank)
+
+    def shard_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Of a rank's shard of a whole tensor of this shape."""
+        return (*shape[: self.dim], self.shard_length(rank), *shape[self.dim + 1 :])
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the whole tensor, from any shard's shape."""
+        return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
+
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """Of each rank, how many ranks below it hold the same part."""
+        return tuple(self.parts[:rank].count(part) for rank, part in enumerate(self.parts))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether any two ranks hold different parts."""
+        return len(set(self.parts)) > 1
+
+    def shard(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's shard of the whole tensor, in memory of its own; padding is zeros.
+
+        errors   MismatchError when the tensor is not as long as the split says
+        """
+        if whole.dim() <= self.dim or whole.shape[self.dim] != self.length:
+            raise MismatchError(
+                f"a tensor of shape {list(whole.shape)} is to be divided along dim {self.dim}, which should "
+                f"have {self.length} elements; pass the whole tensor"
+            )
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.parts[rank]]
+        missing = self.shard_length(rank) - self.held(rank)
+        if missing:
+            shape = (*whole.shape[: self.dim], missing, *whole.shape[self.dim + 1 :])
+            pieces.append(whole.new_zeros(shape))
+        return torch.cat(pieces, dim=self.dim)
+
+    def whole(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the shards of all ranks."""
+        whole = shards[0].new_empty(self.whole_shape(shards[0].shape))
+        for rank, shard in enumerate(shards):
+            for (start, stop), place in zip(self.parts[rank], self._places(rank), strict=True):
+                whole.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, place, stop - start))
+        return whole
+
+    def _places(self, rank: int) -> tuple[int, ...]:
+        """Where in a rank's shard each of its ranges begins."""
+        return offsets([stop - start for start, stop in self.parts[rank]])[:-1]
+
+
+def split_evenly(length: int, size: int, *, dim: int = 0, padded: int = 0) -> Split:
+    """Consecutive parts of equal length.
+
+    padded   length of the whole with padding at its end, a multiple of `size`; 0 = none
+    """
+    per_rank = (padded or length) // size
+    parts = tuple(
+        ((min(length, rank * per_rank), min(length, (rank + 1) * per_rank)),) for rank in range(size)
+    )
+    return Split(dim, length, parts, per_rank if padded > length else 0)
+
+
+def split_sections(sections: Sequence[Section], size: int, *, dim: int = 0) -> Split:
+    """A fused tensor, each of whose sections is divided among all ranks."""
+    lengths = [section.rows if isinstance(section, Heads) else section for section in sections]
+    edges = offsets(lengths)
+    parts = tuple(
+        tuple(
+            (begin + start, begin + stop)
+            for (begin, _), section in zip(pairwise(edges), sections, strict=True)
+            for start, stop in [part_of_section(section, rank, size)]
+        )
+        for rank in range(size)
+    )
+    return Split(dim, edges[-1], parts)
+
+
+def replicated(length: int, size: int) -> Split:
+    """The same on all ranks."""
+    return Split(0, length, (((0, length),),) * size)
+
+
+def part_of_section(section: Section, rank: int, size: int) -> Range:
+    """What a rank holds of a section: its share of the rows, or of the heads, or the head that it shares."""
+    if not isinstance(section, Heads):
+        return bounds(section, size)[rank]
+    if section.count >= size:
+        first, last = bounds(section.count, size)[rank]
+    else:
+        first = rank * section.count // size
+        last = first + 1
+    return first * section.size, last * section.size
+
+
+# --- what fits ------------------------------------------------------------------------------------
+
+
+def require_divisible(number: int, size: int, what: str) -> None:
+    """LayoutError unless ranks can have equal shares; `what` names the number: "heads"."""
+    if number % size:
+        raise LayoutError(
+            f"{what}={number} does not divide among tp={size} ranks; {_fitting(divisors(number), size)}"
+        )
+
+
+def require_shareable(heads: int, size: int, what: str) -> None:
+    """LayoutError unless ranks can have equal shares of the heads, or heads equal numbers of ranks."""
+    if heads % size and size % heads:
+        fitting = [*divisors(heads), *(heads * factor for factor in range(2, size // heads + 2))]
+        raise LayoutError(
+            f"{what}={heads} neither divides among tp={size} ranks nor divides them; "
+            f"{_fitting(fitting, size)}"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _fitting(degrees: Sequence[int], asked: int) -> str:
+    """Those near what was asked: "tp=2 or tp=4 would fit"."""
+    below = [degree for degree in degrees if degree < asked][-2:]
+    above = [degree for degree in degrees if degree > asked][:1]
+    return " or ".join(f"tp={degree}" for degree in below + above) + " would fit"
+
+
+def padded_length(length: int, size: int) -> int:
+    """The next multiple of `size`."""
+    return math.ceil(length / size) * size
+
+
+# --- parameters that carry their split ------------------------------------------------------------
+
+
+def place(parameter: nn.Parameter, split: Split, comm: Communicator) -> None:
+    """Note on a parameter that it is this rank's shard of a whole one over `comm`."""
+    parameter.hpcpar_split = split  # type: ignore[attr-defined]
+    parameter.hpcpar_comm = comm  # type: ignore[attr-defined]
+
+
+def split_of(parameter: Tensor) -> Split | None:
+    """None for a parameter of a layer that is not parallel."""
+    return getattr(parameter, "hpcpar_split", None)
+
+
+def comm_of(parameter: Tensor) -> Communicator | None:
+    """The communicator over which a parameter is split."""
+    return getattr(parameter, "hpcpar_comm", None)
+
+
+def split_over(module: nn.Module) -> dict[str, tuple[Communicator]]:
+    """By name, over whose ranks parameters are split: what DistributedOptimizer wants to know for norms."""
+    found: dict[str, tuple[Communicator]] = {}
+    for name, parameter in module.named_parameters():
+        split, comm = split_of(parameter), comm_of(parameter)
+        if split is not None and comm is not None and split.is_divided:
+            # Where several ranks hold the same part, one of each.
+            found[name] = (getattr(parameter, "hpcpar_split_over", comm),)
+    return found
+
+
+def own_shard(parameter: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of what a parameter is as a whole; all of it where the parameter is not split."""
+    split, comm = split_of(parameter), comm_of(parameter)
+    return whole if split is None or comm is None else split.shard(whole, comm.rank)
+
+
+@torch.no_grad()
+def gather_whole(parameter: Tensor, values: Tensor | None = None) -> Tensor:
+    """The whole of a parameter, or of values of its shape (its gradient), on every rank. Collective."""
+    split, comm = split_of(parameter), comm_of(parameter)
+    values = parameter.detach() if values is None else values
+    if split is None or comm is None or comm.size == 1:
+        return values.clone()
+    lengths = [split.shard_length(rank) for rank in range(comm.size)]
+    shape = values.shape
+    rest = math.prod(shape[: split.dim]) * math.prod(shape[split.dim + 1 :])
+    # A copy: the memory of a fully sharded parameter, once it has travelled, could not be given back.
+    own = values.clone(memory_format=torch.contiguous_format)
+    gathered = comm.allgather(own, counts=[length * rest for length in lengths])
+    edges = offsets([length * rest for length in lengths])
+    return split.whole(
+        [
+            gathered[start:stop].view(*shape[: split.dim], length, *shape[split.dim + 1 :])
+            for (start, stop), length in zip(pairwise(edges), lengths, strict=True)
+        ]
+    )
+
+
+def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole value) of every parameter, as the serial module has them. Collective."""
+    for name, parameter in module.named_parameters():
+        yield name, gather_whole(parameter)
+
+
+def whole_state_dict(module: nn.Module) -> dict[str, Any]:
+    """What the serial module's state_dict() would be, on every rank: tied weights stay tied. Collective."""
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    wholes: dict[int, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):  # and not a module's extra state
+            if id(value) not in wholes:
+                wholes[id(value)] = gather_whole(value)
+            state[name] = wholes[id(value)]
+    return state

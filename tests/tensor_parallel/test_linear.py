@@ -1,0 +1,237 @@
+"""Column- and row-parallel layers are the serial layer: outputs, gradients, and parameters after 10 steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.tensor_parallel import (
+    ColumnParallelLinear,
+    Heads,
+    RowParallelLinear,
+    TensorParallel,
+    gather_whole,
+    project,
+)
+
+SECTIONS = {
+    "one section": 24,
+    "fused": (12, 24),
+    "heads": (Heads(12, 2), Heads(12, 1)),
+    "shared heads": (Heads(1, 4), Heads(1, 2)),
+}
+
+
+def rows(sections: object) -> int:
+    parts = sections if isinstance(sections, tuple) else (sections,)
+    return sum(part.rows if isinstance(part, Heads) else part for part in parts)
+
+
+def tokens(hidden: int = 8) -> Tensor:
+    return torch.randn(2, 12, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("sections", SECTIONS)
+def test_a_column_parallel_layer_is_the_serial_one(
+    compare: Callable[..., None], size: int, way: str, optimizer: str, sections: str
+) -> None:
+    out = SECTIONS[sections]
+    compare(
+        size,
+        nn.Linear(8, rows(out)),
+        lambda tp: ColumnParallelLinear(8, out, tp, gather_output=True),
+        tokens(),
+        way,
+        optimizer,
+    )
+
+
+def test_padded_outputs_are_those_of_the_serial_layer_and_zeros(size: int) -> None:
+    serial = nn.Linear(8, 7)
+
+    def outputs(comm: Communicator) -> tuple[Tensor, Tensor]:
+        layer = ColumnParallelLinear(8, 7, comm, pad=True, gather_output=True)
+        layer.weight.data = layer.split.shard(serial.weight.data, comm.rank)
+        layer.bias.data = layer.split.shard(serial.bias.data, comm.rank)
+        return layer(tokens().float()), gather_whole(layer.weight)
+
+    for output, weight in run_loopback(size, outputs, timeout_s=20):
+        torch.testing.assert_close(output, serial(tokens().float()))
+        assert torch.equal(weight, serial.weight)
+
+
+@pytest.mark.parametrize("way", ["plain", "no overlap", "twice"], indirect=True)
+def test_a_row_parallel_layer_takes_its_part_of_a_whole_input(
+    compare: Callable[..., None], size: int, way: str, optimizer: str
+) -> None:
+    compare(
+        size,
+        nn.Linear(12, 5),
+        lambda tp: RowParallelLinear(12, 5, tp, input_is_parallel=False),
+        tokens(12),
+        way,
+        optimizer,
+    )
+
+
+class Pair(nn.Module):
+    """Two layers that read the same input, and one that reads both outputs."""
+
+    def __init__(self, tp: TensorParallel | None) -> None:
+        super().__init__()
+        if tp is None:
+            self.one, self.other, self.down = nn.Linear(8, 12), nn.Linear(8, 12, bias=False), nn.Linear(12, 6)
+        else:
+            self.one, self.other = (
+                ColumnParallelLinear(8, 12, tp),
+                ColumnParallelLinear(8, 12, tp, bias=False),
+            )
+            self.down = RowParallelLinear(12, 6, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = project([self.one, self.other], x)
+        output: Tensor = self.down(torch.tanh(one) * other)
+        return output
+
+
+def test_layers_that_share_an_input_are_the_serial_ones(
+    compare: Callable[..., None], size: int, way: str, optimizer: str
+) -> None:
+    compare(size, Pair(None), Pair, tokens(), way, optimizer)
+
+
+@pytest.mark.mpi
+def test_layers_that_share_an_input_are_the_serial_ones_over_mpi(world: Communicator) -> None:
+    serial = Pair(None).double()
+    torch.manual_seed(0)
+    for parameter in serial.parameters():
+        nn.init.normal_(parameter)
+    x = tokens()
+    truth = serial(x)
+    truth.square().sum().backward()
+    if 12 % world.size:
+        return
+    for sequence in (False, True):
+        tp = TensorParallel(world, sequence_parallel=sequence)
+        layer = Pair(tp).double()
+        whole = dict(serial.named_parameters())
+        for name, parameter in layer.named_parameters():
+            parameter.data = parameter.hpcpar_split.shard(whole[name].data, world.rank)
+        own = x.chunk(world.size, dim=1)[world.rank] if sequence else x
+        layer(own).square().sum().backward()
+        gradients = {name: gather_whole(p, p.grad) for name, p in layer.named_parameters()}
+        for name, parameter in whole.items():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+def counted(size: int, **ways: object) -> list[dict[str, int]]:
+    """Bytes that each rank sent in forward and backward of `Pair`, by collective."""
+
+    def sent(comm: Communicator) -> dict[str, int]:
+        tp = TensorParallel(comm, **ways)  # type: ignore[arg-type]
+        layer = Pair(tp).double()
+        x = torch.ones(2, 960, 8, dtype=torch.float64, requires_grad=True)
+        own = x.chunk(size, dim=1)[comm.rank].detach().requires_grad_() if tp.sequence_parallel else x
+        layer.down.bias = None
+        layer(own).sum().backward()  # type: ignore[no-untyped-call]
+        return {row.collective: row.nbytes_sent for row in comm.traffic.rows() if row.nbytes_sent}
+
+    return run_loopback(size, sent, timeout_s=20, check=False)
+
+
+@pytest.mark.parametrize("size", [2, 4], indirect=True)
+def test_bytes_are_one_sum_of_the_input_and_one_of_the_output(size: int) -> None:
+    share = 2 * 960 * 8 // size * (size - 1)
+    in_bytes, out_bytes = share * 8, share * 6
+    for traffic in counted(size):
+        assert traffic == {"allreduce": 2 * (in_bytes + out_bytes)}
+    for traffic in counted(size, sequence_parallel=True):
+        assert traffic == {
+            "allgather": in_bytes + out_bytes,
+            "reduce_scatter": in_bytes + out_bytes,
+        }
+    for traffic in counted(size, sequence_parallel=True, gather_again=True, chunks=3):
+        assert traffic == {
+            "allgather": 2 * in_bytes + out_bytes,
+            "reduce_scatter": in_bytes + out_bytes,
+        }
+
+
+def test_first_values_are_those_of_the_serial_layer(size: int) -> None:
+    serial = nn.Linear(8, 12)
+    bound = 8**-0.5
+
+    def drawn(comm: Communicator) -> tuple[Tensor, Tensor, Tensor]:
+        column, row = ColumnParallelLinear(8, 12, comm), RowParallelLinear(12, 8, comm)
+        column.reset_parameters(torch.Generator().manual_seed(1))
+        row.reset_parameters(torch.Generator().manual_seed(1))
+        return gather_whole(column.weight), gather_whole(column.bias), gather_whole(row.weight)
+
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        serial.weight.uniform_(-bound, bound, generator=generator)
+        serial.bias.uniform_(-bound, bound, generator=generator)
+        of_row = torch.empty(8, 12).uniform_(
+            -(12**-0.5), 12**-0.5, generator=torch.Generator().manual_seed(1)
+        )
+    for weight, bias, row in run_loopback(size, drawn, timeout_s=20):
+        assert torch.equal(weight, serial.weight)
+        assert torch.equal(bias, serial.bias)
+        assert torch.equal(row, of_row)
+
+
+def test_torch_draws_the_same_first_values() -> None:
+    torch.manual_seed(5)
+    serial = nn.Linear(8, 12)
+    torch.manual_seed(5)
+    alone = ColumnParallelLinear(8, 12, Communicator.alone())
+    assert torch.equal(serial.weight, alone.weight)
+    assert torch.equal(serial.bias, alone.bias)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    def check(comm: Communicator) -> None:
+        with pytest.raises(LayoutError, match=r"out_features=6 does not divide among tp=4 ranks; .*tp=3"):
+            ColumnParallelLinear(8, 6, comm)
+        with pytest.raises(LayoutError, match=r"in_features=6 does not divide among tp=4 ranks"):
+            RowParallelLinear(6, 8, comm)
+        with pytest.raises(LayoutError, match=r"heads=3 neither divides among tp=4 ranks nor divides them"):
+            ColumnParallelLinear(8, Heads(3, 2), comm)
+        with pytest.raises(LayoutError, match="ranks would share the heads of some and divide others"):
+            ColumnParallelLinear(8, (Heads(4, 2), Heads(2, 2)), comm)
+        with pytest.raises(MismatchError, match=r"each of 4 ranks has 2 of this layer's 8 inputs, but got"):
+            RowParallelLinear(8, 8, comm)(torch.zeros(2, 4, 8))
+        with pytest.raises(MismatchError, match="a layer of 8 inputs got a tensor of shape"):
+            ColumnParallelLinear(8, 8, comm)(torch.zeros(2, 4, 7))
+        other = comm.split(0, name="other")
+        with pytest.raises(MismatchError, match="on different communicators, 'world' and 'other'"):
+            project([ColumnParallelLinear(8, 8, comm), ColumnParallelLinear(8, 8, other)], torch.zeros(2, 8))
+        sequence = TensorParallel(comm, sequence_parallel=True)
+        with pytest.raises(MismatchError, match=r"a sequence: 6 elements do not divide .* 4 or 8 would"):
+            RowParallelLinear(8, 8, sequence)(torch.zeros(2, 6, 2))
+        with pytest.raises(LayoutError, match="set sequence_parallel=True"):
+            TensorParallel(comm, chunks=2)
+        with pytest.raises(LayoutError, match="chunks=0"):
+            TensorParallel(comm, chunks=0)
+
+    run_loopback(4, check, timeout_s=20)
+
+
+def test_gradients_of_overlapped_layers_are_not_differentiated_again() -> None:
+    def check(comm: Communicator) -> None:
+        x = torch.ones(2, 8, requires_grad=True)
+        made = ColumnParallelLinear(8, 8, comm)(x)
+        (back,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            back.sum().backward()  # type: ignore[no-untyped-call]
+        made = ColumnParallelLinear(8, 8, TensorParallel(comm, twice=True))(x)
+        (back,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        back.sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+
+    run_loopback(2, check, timeout_s=20)

@@ -1,0 +1,107 @@
+"""Which part of a whole each rank holds: drawn by hand, and put together again for every kind of split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.tensor_parallel.split import (
+    Heads,
+    Split,
+    gather_whole,
+    own_shard,
+    padded_length,
+    place,
+    replicated,
+    require_divisible,
+    require_shareable,
+    split_evenly,
+    split_over,
+    split_sections,
+)
+
+SPLITS = {
+    "rows": lambda p: split_evenly(12, p),
+    "columns": lambda p: split_evenly(12, p, dim=1),
+    "padded": lambda p: split_evenly(7, p, padded=padded_length(7, p)),
+    "less than ranks": lambda p: split_evenly(2, p, padded=padded_length(2, p)),
+    "fused": lambda p: split_sections((12, 24), p),
+    "heads": lambda p: split_sections((Heads(12, 2), Heads(12, 2)), p),
+    "shared heads": lambda p: split_sections((Heads(1, 2), Heads(1, 3)), p),
+    "replicated": lambda p: replicated(12, p),
+}
+
+
+def whole_of(split: Split) -> torch.Tensor:
+    shape = [5, 6]
+    shape[split.dim] = split.length
+    return torch.arange(shape[0] * shape[1]).view(shape)
+
+
+def test_sections_are_divided_each_by_itself() -> None:
+    assert split_sections((4, 2), 2).parts == (((0, 2), (4, 5)), ((2, 4), (5, 6)))
+
+
+def test_heads_that_are_fewer_than_ranks_are_held_by_several() -> None:
+    split = split_sections((Heads(2, 3),), 4)
+    assert split.parts == (((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),))
+    assert split.replicas == (0, 1, 0, 1)
+
+
+def test_a_padded_part_ends_in_zeros() -> None:
+    split = split_evenly(5, 2, padded=6)
+    assert split.parts == (((0, 3),), ((3, 5),))
+    assert split.shard(torch.arange(1, 6), 1).tolist() == [4, 5, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", SPLITS)
+def test_shards_make_the_whole_again(kind: str, size: int) -> None:
+    split = SPLITS[kind](size)
+    whole = whole_of(split)
+    shards = [split.shard(whole, rank) for rank in range(size)]
+    assert [shard.shape for shard in shards] == [split.shard_shape(whole.shape, rank) for rank in range(size)]
+    assert split.whole_shape(shards[0].shape) == whole.shape
+    assert torch.equal(split.whole(shards), whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", SPLITS)
+def test_ranks_gather_the_whole_from_a_parameter_that_carries_its_split(kind: str, size: int) -> None:
+    split = SPLITS[kind](size)
+    whole = whole_of(split).double()
+
+    def gathered(comm: Communicator) -> torch.Tensor:
+        parameter = nn.Parameter(split.shard(whole, comm.rank))
+        place(parameter, split, comm)
+        assert torch.equal(own_shard(parameter, whole), parameter)
+        return gather_whole(parameter)
+
+    assert all(torch.equal(found, whole) for found in run_loopback(size, gathered, timeout_s=20))
+
+
+def test_only_divided_parameters_are_split_over_ranks() -> None:
+    def names(comm: Communicator) -> set[str]:
+        module = nn.Linear(6, 4)
+        place(module.weight, split_evenly(8, 2), comm)
+        place(module.bias, replicated(4, 2), comm)
+        return set(split_over(module))
+
+    assert run_loopback(2, names, timeout_s=20) == [{"weight"}] * 2
+
+
+def test_what_does_not_divide_is_named_with_the_degrees_that_do() -> None:
+    with pytest.raises(LayoutError, match=r"heads=6 does not divide among tp=4 ranks; tp=2 or tp=3 or tp=6"):
+        require_divisible(6, 4, "heads")
+    with pytest.raises(LayoutError, match=r"kv_heads=3 neither divides among tp=4 ranks nor divides them"):
+        require_shareable(3, 4, "kv_heads")
+    for ranks in (1, 2, 4, 8):
+        require_shareable(4, ranks, "kv_heads")
+
+
+def test_a_part_is_no_whole() -> None:
+    with pytest.raises(MismatchError, match="which should have 12 elements"):
+        split_evenly(12, 2).shard(torch.zeros(6, 3), 0)
