@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 REQUIRED = [
-    "torch>=2.4",
+    "torch>=2.5",
     "numpy>=1.26",
     "mpi4py>=4",
     "click>=8.1",

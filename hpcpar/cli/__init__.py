@@ -26,7 +26,7 @@ COMMANDS: Commands = {
         "doctor",
         "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
     ),
-    "draw": ("hpcpar.cli.draw", "draw", "Draw the steps of a collective, or what a layer keeps for backward."),
+    "draw": ("hpcpar.cli.draw", "draw", "Draw the steps of a collective, or what layers keep for backward."),
     "bench": ("hpcpar.cli.bench", "bench", "Measure collectives, choose by measurement, fit and simulate."),
 }
 

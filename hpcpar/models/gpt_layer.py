@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpcpar.autograd import recompute
 from hpcpar.autograd.recompute import Mode, Recompute
@@ -28,6 +27,7 @@ from hpcpar.seeds import parameter_seed
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.dropout import Dropout
 from hpcpar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from hpcpar.tensor_parallel.mlp import ParallelMLP
 from hpcpar.tensor_parallel.norm import LayerNorm
 from hpcpar.tensor_parallel.random_streams import RandomStreams, Stream
 from hpcpar.tensor_parallel.split import Heads, require_divisible
@@ -78,8 +78,7 @@ class GptLayer(nn.Module):
         self.projection = RowParallelLinear(hidden_size, hidden_size, tp, draw=False)
         self.projection_dropout = Dropout(hidden_dropout, streams, of_hidden)
         self.mlp_norm = LayerNorm(hidden_size, tp=tp)
-        self.up = ColumnParallelLinear(hidden_size, 4 * hidden_size, tp, draw=False)
-        self.down = RowParallelLinear(4 * hidden_size, hidden_size, tp, draw=False)
+        self.mlp = ParallelMLP(hidden_size, 4 * hidden_size, tp, draw=False)
         self.mlp_dropout = Dropout(hidden_dropout, streams, of_hidden)
         self.random_streams = streams
         self._draw(seed)
@@ -91,7 +90,8 @@ class GptLayer(nn.Module):
 
     def _layer(self, x: Tensor) -> Tensor:
         x = x + self._attention(self.attention_norm(x))
-        return x + self._mlp(self.mlp_norm(x))
+        added: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        return x + added
 
     def _attention(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
@@ -113,10 +113,6 @@ class GptLayer(nn.Module):
         scores = torch.baddbmm(later, queries, keys.transpose(1, 2), alpha=1 / math.sqrt(self.head_size))
         mixed = torch.bmm(self.attention_dropout(scores.softmax(-1)), values)
         return mixed.view(batch, self.own_heads, length, self.head_size).transpose(1, 2).flatten(2)
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        added: Tensor = self.mlp_dropout(self.down(functional.gelu(self.up(x))))
-        return added
 
     def _draw(self, seed: int) -> None:
         """Initial values by name and seed, not from the process's random numbers."""

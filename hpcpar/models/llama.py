@@ -53,7 +53,10 @@ class SelfAttention(nn.Module):
         """[B, S, H] -> [B, S, H]"""
         projected = self._project((self.q_proj, self.k_proj, self.v_proj), hidden)
         queries, keys, values = (self._heads(part) for part in projected)
-        queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
+        cosines, sines = (table.unsqueeze(1) for table in rotation)
+        # Turned as [B, S, A, D]: the attention's output then lies so in memory, too, as o_proj takes it.
+        queries, keys = rotate(queries, cosines, sines), rotate(keys, cosines, sines)
+        queries, keys, values = (heads.transpose(1, 2) for heads in (queries, keys, values))
         if self.selective:
             mixed = recompute(self._core, queries, keys, values, streams=self._streams)
         else:
@@ -65,9 +68,9 @@ class SelfAttention(nn.Module):
         return self._attention(queries, keys, values, self.dropout)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """[B, S, A·D] -> [B, A, S, D], for as many heads as this rank's projection gives."""
+        """[B, S, A·D] -> [B, S, A, D], for as many heads as this rank's projection gives."""
         heads = projected.shape[-1] // self.head_size  # not -1: a batch may be empty
-        return projected.view(*projected.shape[:-1], heads, self.head_size).transpose(1, 2)
+        return projected.view(*projected.shape[:-1], heads, self.head_size)
 
 
 class FeedForward(nn.Module):

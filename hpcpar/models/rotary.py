@@ -24,7 +24,9 @@ def rotary_tables(
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of the last dim by its angle: [B, A, S, D] -> the same shape.
+    """Turn each pair (i, i + D/2) of the last dim by its angle: [B, S, A, D] -> the same shape.
+
+    cosines, sines   [S, 1, D/2]
 
     The pairs are those of Hugging Face's Llama (halves, not neighbours), so its weights fit.
     source   Su et al. 2021, arXiv 2104.09864

@@ -31,11 +31,11 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, dropout: Dro
     dropout   of the shares that softmax gives; None: torch's fused kernel does all of it
     """
     served = queries.shape[1] // keys.shape[1]
-    if served > 1:
-        keys = keys.repeat_interleave(served, dim=1)
-        values = values.repeat_interleave(served, dim=1)
-    if dropout is None or not dropout.training or dropout.probability == 0:
-        return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    if dropout is None or not dropout.is_active:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=served > 1
+        )
+    keys, values = (heads.repeat_interleave(served, dim=1) for heads in (keys, values))
     scores = (queries / math.sqrt(queries.shape[-1])) @ keys.transpose(-1, -2)
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     shares = scores.masked_fill(later, -math.inf).softmax(-1)

@@ -21,6 +21,7 @@ class ParallelMLP(nn.Module):
     """down(gelu(up(x))), or down(silu(gate(x)) · up(x)) with gate and up in one fused weight.
 
     hidden_size, ffn_size   of the whole layer
+    draw         as of ColumnParallelLinear
     activation   "gelu" (exact), or "swiglu" (Shazeer 2020, arXiv 2002.05202)
 
     [..., H] -> [..., H]; with sequence parallelism this rank's part of dim -2
@@ -35,6 +36,7 @@ class ParallelMLP(nn.Module):
         *,
         activation: Activation = "gelu",
         bias: bool = True,
+        draw: bool = True,
     ) -> None:
         super().__init__()
         if activation not in ("gelu", "swiglu"):
@@ -42,8 +44,8 @@ class ParallelMLP(nn.Module):
         tp = TensorParallel.of(tp)
         self.activation = activation
         sections = (ffn_size,) if activation == "gelu" else (ffn_size, ffn_size)
-        self.up_proj = ColumnParallelLinear(hidden_size, sections, tp, bias=bias)
-        self.down_proj = RowParallelLinear(ffn_size, hidden_size, tp, bias=bias)
+        self.up_proj = ColumnParallelLinear(hidden_size, sections, tp, bias=bias, draw=draw)
+        self.down_proj = RowParallelLinear(ffn_size, hidden_size, tp, bias=bias, draw=draw)
 
     def forward(self, hidden: Tensor) -> Tensor:
         wide = self.up_proj(hidden)

@@ -131,7 +131,7 @@ def written_out(values: dict[str, Tensor], x: Tensor) -> Tensor:
         scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
         heads.append(scores.softmax(-1) @ values_of[..., own])
     x = x + product(torch.cat(heads, -1), "projection")
-    return x + product(functional.gelu(product(norm(x, "mlp_norm"), "up")), "down")
+    return x + product(functional.gelu(product(norm(x, "mlp_norm"), "mlp.up_proj")), "mlp.down_proj")
 
 
 def test_the_layer_is_the_one_written_out_in_torch() -> None:

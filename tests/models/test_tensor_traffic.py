@@ -25,7 +25,7 @@ B, S, H = 2, 64, 64
 UNIT = B * S * H
 
 SMALL = {2: 2, 4: 8}
-"""Vectors that so many ranks send in an all-reduce of few bytes, by recursive doubling; a ring sends 2, and 6."""
+"""Vectors that so many ranks send in an all-reduce of few bytes, by recursive doubling."""
 
 
 def sizes(layers: int, **changes: Any) -> LlamaConfig:
