@@ -7,12 +7,13 @@
         random.safetensors       every rank's random-number states
         state.json               step, options, scalars, the caller's own notes
         manifest.json            bytes and SHA-256 of each of the others
-    step-00000400/               of a run whose parameters or optimizer states are in pieces, besides
+    step-00000400/               of a run whose parameters or optimizer states are split or in pieces, besides
         model.rank00003.000.safetensors, optimizer.rank00003.000.safetensors, …
                                  rank 3's pieces, flat
-        pieces.json              which elements of which tensor they are
+        pieces.json              which elements of which part of which tensor they are
 
-What was saved by one stage of ZeRO, one precision and one number of ranks is loaded into any others.
+What was saved by one tensor-parallel degree, one stage of ZeRO, one precision and one number of ranks is
+loaded into any others: names, and shapes of whole tensors, are the same in all.
 """
 
 from __future__ import annotations

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpcpar.checkpoint import random_state
+from hpcpar.checkpoint import random_state, random_streams
 from hpcpar.checkpoint.catalogue import latest
+from hpcpar.checkpoint.holding import holding_of
 from hpcpar.checkpoint.manifest import MANIFEST, Manifest
 from hpcpar.checkpoint.model_state import check_fits, model_tensors
 from hpcpar.checkpoint.optimizer_state import SavedStates
 from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM, STATE
 from hpcpar.checkpoint.stored import Files, Stored, from_record
+from hpcpar.checkpoint.writers import Coordinates
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.fully_sharded import sharding_of
 from hpcpar.data_parallel.parameters import OwnPiece
@@ -38,7 +40,8 @@ class Loaded:
     path              the checkpoint that was read
     step, extra       as they were saved
     ranks             ranks of the job that saved it
-    random_restored   whether this rank's random-number states are those that were saved for it
+    random_restored   whether this rank's random-number states, and the streams of its model, are those that
+                      were saved for it
     """
 
     path: Path
@@ -61,13 +64,15 @@ def load(
     path            a checkpoint, or a directory of them, of which the latest complete one is taken:
                     rank 0's choice, for all. Every rank must see it
     restore_random  with another number of ranks than saved it, only ranks that there were then
-                    find their states; the others keep theirs
+                    find their states; the others keep theirs. What modules have as `random_streams` is
+                    restored only on as many ranks, and of as many in tensor parallelism, as saved it
+    comm            of all ranks that load: all that model and optimizer are split or sharded over
 
-    What was saved by one stage of ZeRO and one number of ranks is loaded into any others. Where it has
-    master weights, or the optimizer (or the fully sharded model) has a precision, floating-point types may
-    differ: parameters and master weights become the most exact values that there are. Nothing of model,
-    optimizer or random numbers is touched unless every file was found whole, and by every rank to be of its
-    model.
+    What was saved by one stage of ZeRO, one tensor-parallel degree and one number of ranks is loaded into any
+    others: a split parameter takes its part of the whole, and zeros for padding. Where it has master
+    weights, or the optimizer (or the fully sharded model) has a precision, floating-point types may differ:
+    parameters and master weights become the most exact values that there are. Nothing of model, optimizer
+    or random numbers is touched unless every file was found whole, and by every rank to be of its model.
 
     errors  CheckpointError that names the file, what was expected and what was found; of several
             ranks, PeerFailedError on every one, with that text
@@ -86,11 +91,30 @@ def load(
         filling = _Filling(content, model, optimizer)
     with comm.together(doing):
         filling.fill_whole()
-    filling.fill_pieces()
-    restored = restore_random and comm.rank < content.ranks
-    if restored:
-        random_state.restore(content.random_of(comm.rank), content.state["random"][comm.rank])
+    with comm.together(doing):
+        # What is collective in it, over some of the ranks, fails on all of those or none.
+        filling.fill_pieces()
+    restored = False
+    if restore_random:
+        with comm.together(doing):
+            restored = _restore_random(content, model, comm)
     return Loaded(chosen, content.state["step"], content.state["extra"], content.ranks, restored)
+
+
+def _restore_random(content: _Content, model: nn.Module, comm: Communicator) -> bool:
+    """Whether all that was saved for this rank is restored."""
+    if comm.rank >= content.ranks:
+        return False
+    saved = content.random_of(comm.rank)
+    random_state.restore(saved, content.state["random"][comm.rank])
+    if not random_streams.are_in(saved):
+        return True
+    own = Coordinates.of(model, None)
+    # A rank in another place would draw what another one drew.
+    at_home = content.ranks == comm.size and content.state["tp"][comm.rank] == [own.tp_rank, own.tp_size]
+    if at_home:
+        random_streams.restore(model, saved)
+    return at_home
 
 
 def _choose(path: Path) -> Path:
@@ -197,12 +221,13 @@ class _Filling:
         elsewhere = self._brought | {id(parameter) for parameter in sharded}
         for name, value in self._tensors.items():
             if id(value) not in elsewhere and value.numel():
-                value.copy_(self._content.value(name, value.dtype).whole(self._content.files))
+                stored = self._content.value(name, value.dtype)
+                value.copy_(stored.held(self._content.files, holding_of(value)))
         if self._on_wholes is not None:
             self._on_wholes.load_state_dict(self._state_dict)
 
     def fill_pieces(self) -> None:
-        """Of all that is in pieces this rank's. Collective."""
+        """Of all that is in pieces this rank's. Collective over the ranks that they are spread over."""
         if self._sharding is not None:
             self._sharding.load(self._values_of)
         if self._on_pieces is not None:
@@ -230,7 +255,9 @@ class _Filling:
         first = self._content.aliases.get(name, name)
         saved = self._saved_states
         values = saved.master(first) or self._content.model[first]
-        return {MASTER: self._read(piece, values), **saved.state_of(first, piece)}
+        holding = holding_of(piece.parameter, piece.layout)
+        return {MASTER: self._read(piece, values), **saved.state_of(first, holding, piece)}
 
     def _read(self, piece: OwnPiece, stored: Stored) -> Tensor:
-        return stored.elements(self._content.files, piece.start, piece.stop, piece.layout)
+        holding = holding_of(piece.parameter, piece.layout)
+        return stored.elements(self._content.files, holding, piece.start, piece.stop)

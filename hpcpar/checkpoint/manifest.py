@@ -15,10 +15,10 @@ from pathlib import Path
 from hpcpar.durable import sha256
 from hpcpar.errors import CheckpointError
 
-FORMAT = 2
-"""1 had whole tensors alone."""
+FORMAT = 3
+"""1 had whole tensors alone, 2 pieces of whole tensors alone."""
 
-READABLE = (1, 2)
+READABLE = (1, 2, 3)
 MANIFEST = "manifest.json"
 
 
@@ -64,8 +64,9 @@ class Manifest:
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged: {error}; {_ADVICE}") from error
         if isinstance(content, dict) and content.get("format") not in (None, *READABLE):
-            readable = " and ".join(map(str, READABLE))
-            raise CheckpointError(f"{path} has format {content['format']}, this version reads {readable}")
+            raise CheckpointError(
+                f"{path} has format {content['format']}, this version reads {READABLE[0]} to {READABLE[-1]}"
+            )
         try:
             manifest = cls(
                 content["step"],

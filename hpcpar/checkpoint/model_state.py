@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from hpcpar.checkpoint.holding import holding_of
 from hpcpar.checkpoint.stored import Stored
 from hpcpar.errors import CheckpointError
 
@@ -39,6 +40,8 @@ def check_fits(
 ) -> None:
     """CheckpointError that names the first tensors which are missing, too many, or of another form.
 
+    Shapes are those of whole tensors, however they are split there and here.
+
     precision_may_differ   a floating-point type may be another one
     """
     expected = model.state_dict(keep_vars=True)
@@ -55,10 +58,10 @@ def check_fits(
             )
         )
     for name, value in expected.items():
-        dtype = found[name].dtype
+        dtype, shape = found[name].dtype, holding_of(value).shape
         rounds = precision_may_differ and dtype.is_floating_point and value.dtype.is_floating_point
-        if found[name].shape != tuple(value.shape) or (dtype != value.dtype and not rounds):
+        if found[name].shape != shape or (dtype != value.dtype and not rounds):
             raise CheckpointError(
                 f"{where} is of another model: {name} there is {found[name].shape} "
-                f"{dtype}, in the model {tuple(value.shape)} {value.dtype}"
+                f"{dtype}, in the model {shape} {value.dtype}"
             )

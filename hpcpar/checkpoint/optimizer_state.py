@@ -1,7 +1,7 @@
 """An optimizer's state by parameter name, so that it does not depend on the order of parameters.
 
-tensors      "state/<parameter>/<key>", whole or, of an optimizer that steps on pieces, each rank's own, flat;
-             "options/<group>/<key>"
+tensors      "state/<parameter>/<key>", whole or, of a split parameter and of an optimizer that steps on
+             pieces, each rank's own, flat; "options/<group>/<key>"
 description  {"scalars": {parameter: {key: value}},
               "groups": [{"parameters": [names], "options": {key: value}}],
               "loss_scale": of an optimizer that scales losses, else null}
@@ -16,11 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpcpar.checkpoint.holding import Holding, all_of, contiguous, holding_of, is_the_same_everywhere
 from hpcpar.checkpoint.piece_files import PieceFiles, on_cpu
-from hpcpar.checkpoint.stored import Files, Stored, contiguous
+from hpcpar.checkpoint.stored import Files, Stored
+from hpcpar.checkpoint.writers import Writer
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.parameters import OwnPiece
-from hpcpar.data_parallel.sharded_step import MASTER, is_elementwise
+from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, layout_of
+from hpcpar.data_parallel.sharded_step import MASTER, State, is_elementwise
 from hpcpar.errors import CheckpointError
 
 Description = dict[str, Any]
@@ -30,36 +32,75 @@ Scalars = dict[str, dict[str, Any]]
 # --- out ------------------------------------------------------------------------------------------
 
 
-def whole_states(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], Scalars]:
-    """(tensors, scalars) of an optimizer that steps on whole parameters of the model."""
-    state = optimizer.state_dict()
-    tensors: dict[str, Tensor] = {}
+def write_states(
+    optimizer: Optimizer, model: nn.Module, files: PieceFiles, writer: Writer
+) -> tuple[dict[str, Tensor], Scalars]:
+    """Write what this rank is to write of the states.
+
+    Returns (what is whole and the same on all ranks, for one of them to write, what is no tensor).
+    """
+    on_pieces = isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces
+    sharded = isinstance(optimizer, DistributedOptimizer) and optimizer.zero_stage > 0
+    common: dict[str, Tensor] = {}
     scalars: Scalars = {}
-    for group, names in zip(state["param_groups"], _names(optimizer, model), strict=True):
-        for index, name in zip(group["params"], names, strict=True):
-            if index in state["state"]:
-                scalars[name] = dict(state["state"][index])
-                _part(scalars[name], f"state/{name}", tensors)
-    return tensors, scalars
+    for name, piece, state in _own_states(optimizer, model):
+        if not writer.writes(piece.parameter, sharded=sharded):
+            continue
+        if on_pieces or not is_the_same_everywhere(piece.parameter):
+            own_scalars = _write_piece(name, piece, state, files, writer)
+        else:
+            own_scalars = dict(state)
+            _part(own_scalars, f"state/{name}", common)
+        if own_scalars:
+            scalars[name] = own_scalars
+    return common, scalars
 
 
-def write_pieces(optimizer: DistributedOptimizer, model: nn.Module, files: PieceFiles) -> Scalars:
-    """Write this rank's pieces of the states; what is no tensor is returned.
+def _own_states(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, OwnPiece, State]]:
+    """The states that this rank has; those of whole parameters are as they are, those of pieces flat."""
+    if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        for piece, state in optimizer.own_states():
+            yield name_of[id(piece.parameter)], piece, state
+        return
+    states = optimizer.state_dict()["state"]
+    for name, parameter, index in _members(optimizer, model):
+        if index in states:
+            piece = OwnPiece(name, parameter, layout_of(parameter), 0, parameter.numel())
+            yield name, piece, states[index]
+
+
+def _write_piece(
+    name: str, piece: OwnPiece, state: State, files: PieceFiles, writer: Writer
+) -> dict[str, Any]:
+    """Write a piece's state; what is no tensor in it is returned.
 
     What a parameter has but once, such as a number of steps, is written by who has its first element.
     """
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    scalars: Scalars = {}
-    for piece, state in optimizer.own_states():
-        name = name_of[id(piece.parameter)]
-        for key, value in state.items():
-            if is_elementwise(value, piece.stop - piece.start):
-                files.add(f"state/{name}/{key}", value, piece.layout, piece.start)
-            elif piece.start == 0 and isinstance(value, Tensor):
-                files.add(f"state/{name}/{key}", value, contiguous(value.shape), 0)
-            elif piece.start == 0:
-                scalars.setdefault(name, {})[key] = value
+    holding = holding_of(piece.parameter, piece.layout)
+    has_first = piece.start == 0 and writer.has_first_part
+    scalars = {}
+    for key, value in state.items():
+        if is_elementwise(value, piece.stop - piece.start):
+            is_flat = value.dim() == 1
+            flat = value if is_flat else in_memory_order(value.reshape(piece.layout[0]), piece.layout)
+            files.add(f"state/{name}/{key}", flat, holding, piece.start)
+        elif isinstance(value, Tensor):
+            _require_once(name, key, value, piece.parameter)
+            if has_first:
+                files.add(f"state/{name}/{key}", value, all_of(contiguous(value.shape)), 0)
+        elif has_first:
+            scalars[key] = value
     return scalars
+
+
+def _require_once(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
+    if value.numel() > 1 and not is_the_same_everywhere(parameter):
+        raise CheckpointError(
+            f"the optimizer's {key} of {name}, which is split, has shape {tuple(value.shape)}: neither one "
+            "number nor an element for each of the parameter's, so it cannot be split as that is; take an "
+            "optimizer that treats every element by itself, such as AdamW"
+        )
 
 
 def described_groups(
@@ -143,31 +184,40 @@ class SavedStates:
         return {"param_groups": groups} | ({} if scale is None else {"loss_scale": scale})
 
     def whole_states(self, optimizer: Optimizer, model: nn.Module) -> dict[int, dict[str, Any]]:
-        """The states of whole parameters, without master weights, by number as in a state_dict."""
+        """The states of parameters as this rank has them, by number in a state_dict; no master weights."""
         return {
-            index: {
-                key: value
-                for key, value in self._read(name, lambda stored: stored.whole(self._files)).items()
-                if key != MASTER
-            }
-            for names, indices in zip(_names(optimizer, model), _indices(optimizer), strict=True)
-            for name, index in zip(names, indices, strict=True)
+            index: self._whole_state(name, holding_of(parameter))
+            for name, parameter, index in _members(optimizer, model)
             if name in self._states or name in self._description["scalars"]
         }
 
-    def state_of(self, name: str, piece: OwnPiece) -> dict[str, Any]:
+    def _whole_state(self, name: str, holding: Holding) -> dict[str, Any]:
+        state = self._read(name, holding, lambda stored: stored.held(self._files, holding))
+        state.pop(MASTER, None)
+        return state
+
+    def state_of(self, name: str, holding: Holding, piece: OwnPiece) -> dict[str, Any]:
         """The state of a piece of the parameter of a name, flat."""
+        return self._read(
+            name, holding, lambda stored: stored.elements(self._files, holding, piece.start, piece.stop)
+        )
 
-        def read(stored: Stored) -> Tensor:
-            if stored.shape and stored.numel == piece.parameter.numel():
-                return stored.elements(self._files, piece.start, piece.stop, piece.layout)
-            return stored.whole(self._files)
+    def _read(self, name: str, holding: Holding, own_part: Callable[[Stored], Tensor]) -> dict[str, Any]:
+        """A parameter's state; `own_part` reads what has an element for each of the parameter's."""
 
-        return self._read(name, read)
+        def value(stored: Stored) -> Tensor:
+            is_of_elements = stored.shape and stored.shape == holding.shape
+            return own_part(stored) if is_of_elements else stored.whole(self._files)
 
-    def _read(self, name: str, read: Callable[[Stored], Tensor]) -> dict[str, Any]:
-        tensors = {key: read(stored) for key, stored in self._states.get(name, {}).items()}
+        tensors = {key: value(stored) for key, stored in self._states.get(name, {}).items()}
         return {**self._description["scalars"].get(name, {}), **tensors}
+
+
+def _members(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """(name, parameter, number in torch's state_dict) of all that the optimizer holds."""
+    groups = zip(optimizer.param_groups, _names(optimizer, model), _indices(optimizer), strict=True)
+    for group, names, indices in groups:
+        yield from zip(names, group["params"], indices, strict=True)
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> Iterator[list[str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hpcpar.checkpoint.holding import Holding
 from hpcpar.checkpoint.manifest import Entry
-from hpcpar.checkpoint.stored import Extract, Stored
-from hpcpar.data_parallel.parameters import Layout
+from hpcpar.checkpoint.parts import Part
+from hpcpar.checkpoint.stored import Extract, Stored, StoredPart
 from hpcpar.durable import push_to_disk
 from hpcpar.errors import CheckpointError
 
@@ -23,11 +25,18 @@ FILE_NBYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Written:
-    """A piece that a rank wrote."""
+    """A piece that a rank wrote of the tensor of a name.
+
+    shape     of the whole
+    part      of the whole that the rank has
+    strides   in which its elements are counted
+    """
 
     name: str
     dtype: torch.dtype
-    layout: Layout
+    shape: tuple[int, ...]
+    part: Part
+    strides: tuple[int, ...]
     extract: Extract
 
 
@@ -46,12 +55,16 @@ class PieceFiles:
         self._waiting: dict[str, Tensor] = {}
         self._waiting_nbytes = 0
 
-    def add(self, name: str, values: Tensor, layout: Layout, start: int) -> None:
-        """Elements of the tensor of a name, from `start` on."""
+    def add(self, name: str, values: Tensor, holding: Holding, start: int) -> None:
+        """Elements of the tensor of a name, flat, from `start` on as they lie in memory; not the padding."""
+        first, end = holding.among_kept(start, start + values.numel())
+        if holding.is_padded:
+            values = values[holding.kept[start : start + values.numel()].to(values.device)]
         self._waiting[name] = on_cpu(values)
         self._waiting_nbytes += values.nbytes
-        extract = Extract(start, start + values.numel(), self._file)
-        self.written.append(Written(name, values.dtype, layout, extract))
+        _, strides = holding.packed
+        extract = Extract(first, end, self._file)
+        self.written.append(Written(name, values.dtype, holding.shape, holding.part, strides, extract))
         if self._waiting_nbytes >= FILE_NBYTES:
             self.finish()
 
@@ -89,14 +102,23 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> Entry:
 
 def joined(pieces: Iterable[Written]) -> dict[str, Stored]:
     """The tensors whose pieces all ranks wrote; CheckpointError unless each is there, and once."""
-    of_name: dict[str, list[Written]] = {}
+    of_name: dict[str, list[Written]] = defaultdict(list)
     for piece in pieces:
-        of_name.setdefault(piece.name, []).append(piece)
-    for name, found in of_name.items():
-        forms = {(piece.dtype, piece.layout) for piece in found}
-        if len(forms) > 1:
-            raise CheckpointError(f"ranks have {name} in several forms: {sorted(map(str, forms))}")
-    return {
-        name: Stored(name, found[0].dtype, found[0].layout, tuple(sorted(piece.extract for piece in found)))
-        for name, found in of_name.items()
-    }
+        of_name[piece.name].append(piece)
+    return {name: _joined(name, found) for name, found in of_name.items()}
+
+
+def _joined(name: str, pieces: Sequence[Written]) -> Stored:
+    of_part: dict[Part, list[Written]] = defaultdict(list)
+    for piece in pieces:
+        of_part[piece.part].append(piece)
+    forms = {(piece.dtype, piece.shape) for piece in pieces}
+    orders = {(part, piece.strides) for part, found in of_part.items() for piece in found}
+    if len(forms) > 1 or len(orders) > len(of_part):
+        found = sorted({f"{piece.dtype} {piece.shape} {piece.part} {piece.strides}" for piece in pieces})
+        raise CheckpointError(f"ranks have {name} in several forms: {found}")
+    parts = [
+        StoredPart(part, found[0].strides, tuple(sorted(piece.extract for piece in found)))
+        for part, found in of_part.items()
+    ]
+    return Stored(name, pieces[0].dtype, pieces[0].shape, tuple(parts))

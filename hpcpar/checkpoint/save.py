@@ -18,20 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpcpar.checkpoint import random_state
+from hpcpar.checkpoint import random_state, random_streams
 from hpcpar.checkpoint.catalogue import checkpoint_path, prune
+from hpcpar.checkpoint.holding import holding_of, is_the_same_everywhere
 from hpcpar.checkpoint.manifest import MANIFEST, Entry, Manifest
 from hpcpar.checkpoint.model_state import model_tensors
 from hpcpar.checkpoint.optimizer_state import (
     Scalars,
     described_groups,
-    whole_states,
-    write_pieces,
+    write_states,
 )
 from hpcpar.checkpoint.piece_files import PieceFiles, Written, joined, on_cpu, write_tensors
 from hpcpar.checkpoint.stored import as_record
+from hpcpar.checkpoint.writers import Coordinates, Writer
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.fully_sharded import sharding_of
+from hpcpar.data_parallel.parameters import in_memory_order
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError
 
@@ -62,34 +64,41 @@ def save(
     step    optimizer steps taken so far, which is also the position in the data: samplers are
             functions of it
     extra   whatever JSON can hold and the caller wants back: config, scheduler, data position
-    comm    of the ranks that model and optimizer are sharded over; `directory` is the same for all
+    comm    of all ranks that model and optimizer are split or sharded over, and their replicas; `directory`
+            is the same for all
     keep    checkpoints to keep, this one included; None keeps all
 
-    What is sharded is written by its owners, at the same time; of what is a replica rank 0's is
-    written, and random-number states for every rank. The checkpoint appears whole or not at all, and
-    one of the same step is replaced.
+    What is split or sharded is written by its owners, at the same time; of what is a replica the first
+    rank's is written, and random-number states for every rank. The checkpoint appears whole or not at all,
+    and one of the same step is replaced.
 
-    errors  OSError (a full disk, no permission) or CheckpointError (a state that is no tensor); of
-            several ranks, PeerFailedError on every one, with that text
+    errors  OSError (a full disk, no permission) or CheckpointError (a state that is no tensor, a part that
+            no rank of `comm` has); of several ranks, PeerFailedError on every one, with that text
     """
     if isinstance(optimizer, DistributedOptimizer):
         optimizer.wait_for_parameters()
-    random_states = comm.gather_object(random_state.capture())
     final = checkpoint_path(Path(directory), step)
     doing = f"saving the checkpoint {final}"
+    with comm.together(doing):
+        own_coordinates = Coordinates.of(model, optimizer)
+        own_random = _random_states(model)
+    random_states = comm.gather_object(own_random)
+    coordinates = comm.allgather_object(own_coordinates)
     with ExitStack() as to_be_named:
         staging = None
         with comm.together(doing):
-            _refuse_contradictions(model, optimizer, comm, keep)
+            _refuse_to_keep_none(keep)
+            writer = Writer(coordinates, comm)
             if comm.rank == 0:
                 staging = to_be_named.enter_context(whole_directory(final))
         staging = Path(comm.broadcast_object(str(staging)))
         with comm.together(doing):
-            mine = _write_own(staging, model, optimizer, comm.rank)
+            mine = _write_own(staging, model, optimizer, writer, comm.rank)
         of_ranks = comm.gather_object(mine)
         with comm.together(doing):
             if of_ranks is not None and random_states is not None:
-                _write_common(staging, step, dict(extra or {}), random_states, of_ranks)
+                places = [(each.tp_rank, each.tp_size) for each in coordinates]
+                _write_common(staging, step, dict(extra or {}), places, random_states, of_ranks)
                 to_be_named.close()
                 if keep is not None:
                     prune(final.parent, newest=final, keep=keep)
@@ -121,71 +130,77 @@ class _Own:
         return files.written
 
 
-def _refuse_contradictions(
-    model: nn.Module, optimizer: Optimizer | None, comm: Communicator, keep: int | None
-) -> None:
+def _refuse_to_keep_none(keep: int | None) -> None:
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep} would keep no checkpoint; give 1 or more, or None for all")
-    sharding = sharding_of(list(model.parameters()))
-    owners = [] if sharding is None else [sharding.dp_comm]
-    if isinstance(optimizer, DistributedOptimizer) and optimizer.zero_stage:
-        owners.append(optimizer.dp_comm)
-    for owner in owners:
-        if owner.size != comm.size:
-            raise CheckpointError(
-                f"what is sharded over the {owner.size} ranks of {owner.name!r} was to be saved by the "
-                f"{comm.size} of {comm.name!r}; pass the communicator that it is sharded over"
-            )
 
 
-def _write_own(staging: Path, model: nn.Module, optimizer: Optimizer | None, rank: int) -> _Own:
+def _write_own(
+    staging: Path, model: nn.Module, optimizer: Optimizer | None, writer: Writer, rank: int
+) -> _Own:
     if not staging.is_dir():
         raise CheckpointError(
             f"{staging}, which rank 0 made, is not there for this rank; save to a file system that all share"
         )
     tensors, aliases = model_tensors(model)
     own = _Own(aliases)
-    _write_model(own, staging, model, tensors, rank)
+    _write_model(own, staging, model, tensors, writer, rank)
     if optimizer is not None:
-        _write_optimizer(own, staging, optimizer, model, rank)
+        _write_optimizer(own, staging, optimizer, model, writer, rank)
     return own
 
 
-def _write_model(own: _Own, staging: Path, model: nn.Module, tensors: dict[str, Tensor], rank: int) -> None:
+def _write_model(
+    own: _Own, staging: Path, model: nn.Module, tensors: dict[str, Tensor], writer: Writer, rank: int
+) -> None:
+    name_of = {id(value): name for name, value in tensors.items()}
+    files = PieceFiles(staging, "model", rank)
     sharding = sharding_of(list(model.parameters()))
+    # Without elements there is no piece either.
     sharded: set[int] = set()
     if sharding is not None:
-        name_of = {id(value): name for name, value in tensors.items()}
-        files = PieceFiles(staging, "model", rank)
+        sharded = {id(p) for p in sharding.every_parameter() if p.numel() or not is_the_same_everywhere(p)}
         for piece, values in sharding.own_pieces():
-            files.add(name_of[id(piece.parameter)], values, piece.layout, piece.start)
-        own.model = own.take(files)
-        # Without elements there is no piece either.
-        sharded = {id(parameter) for parameter in sharding.every_parameter() if parameter.numel()}
-    if rank == 0:
-        whole = {name: on_cpu(value) for name, value in tensors.items() if id(value) not in sharded}
-        own.entries[MODEL] = write_tensors(whole, staging / MODEL)
+            if writer.writes(piece.parameter, sharded=True):
+                holding = holding_of(piece.parameter, piece.layout)
+                files.add(name_of[id(piece.parameter)], values, holding, piece.start)
+    common = {}
+    for name, value in tensors.items():
+        if id(value) in sharded or not writer.writes(value, sharded=False):
+            continue
+        if is_the_same_everywhere(value):
+            common[name] = on_cpu(value)
+        else:
+            holding = holding_of(value)
+            files.add(name, in_memory_order(value, holding.layout), holding, 0)
+    own.model = own.take(files)
+    if writer.writes_common:
+        own.entries[MODEL] = write_tensors(common, staging / MODEL)
 
 
-def _write_optimizer(own: _Own, staging: Path, optimizer: Optimizer, model: nn.Module, rank: int) -> None:
+def _write_optimizer(
+    own: _Own, staging: Path, optimizer: Optimizer, model: nn.Module, writer: Writer, rank: int
+) -> None:
     tensors, own.groups = described_groups(optimizer, model)
     if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
         own.loss_scale = optimizer.scaler.state_dict()
-        if rank == 0 or optimizer.zero_stage:
-            files = PieceFiles(staging, "optimizer", rank)
-            own.scalars = write_pieces(optimizer, model, files)
-            own.optimizer = own.take(files)
-    elif rank == 0:
-        states, own.scalars = whole_states(optimizer, model)
-        tensors |= states
-    if rank == 0:
-        own.entries[OPTIMIZER] = write_tensors(tensors, staging / OPTIMIZER)
+    files = PieceFiles(staging, "optimizer", rank)
+    common, own.scalars = write_states(optimizer, model, files, writer)
+    own.optimizer = own.take(files)
+    if writer.writes_common:
+        own.entries[OPTIMIZER] = write_tensors(tensors | common, staging / OPTIMIZER)
+
+
+def _random_states(model: nn.Module) -> random_state.Captured:
+    arrays, scalars = random_state.capture()
+    return arrays | random_streams.capture(model), scalars
 
 
 def _write_common(
     staging: Path,
     step: int,
     extra: dict[str, Any],
+    tp_places: Sequence[tuple[int, int]],
     random_states: Sequence[random_state.Captured],
     of_ranks: Sequence[_Own],
 ) -> None:
@@ -200,6 +215,7 @@ def _write_common(
         if first.groups is None
         else {"scalars": scalars, "groups": first.groups, "loss_scale": first.loss_scale},
         "random": [scalars for _, scalars in random_states],
+        "tp": tp_places,
         "extra": extra,
     }
     entries = {name: entry for own in of_ranks for name, entry in own.entries.items()}

@@ -688,7 +688,9 @@ def _sharded(
 ) -> nn.Parameter:
     """The parameter itself with another value; a new one in the place of one of the meta device."""
     if parameter.is_meta:
+        noted = parameter.__dict__  # such as the split of a parallel layer's
         parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        parameter.__dict__.update(noted)
         for module, own_name in owners:
             module._parameters[own_name] = parameter
     parameter.data = value

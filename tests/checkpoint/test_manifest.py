@@ -39,6 +39,6 @@ def test_a_damaged_file_is_found_whichever_rank_looks_at_it(tmp_path: Path) -> N
 
 
 def test_a_format_that_is_to_come_is_refused_with_those_that_can_be_read(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(Manifest(1, {}, 3).text())
-    with pytest.raises(CheckpointError, match="has format 3, this version reads 1 and 2"):
+    (tmp_path / "manifest.json").write_text(Manifest(1, {}, 4).text())
+    with pytest.raises(CheckpointError, match="has format 4, this version reads 1 to 3"):
         Manifest.read(tmp_path)

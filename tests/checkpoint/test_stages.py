@@ -494,8 +494,10 @@ def test_whoever_may_read_one_file_may_read_all(tmp_path: Path) -> None:
 def test_the_description_of_pieces_can_be_read_by_people(tmp_path: Path) -> None:
     path = saved_by(2, MODES["1"], "sgd", tmp_path)
     record = json.loads((path / "pieces.json").read_text())["optimizer"]["state/turned/momentum_buffer"]
-    assert (record["dtype"], record["shape"], record["strides"]) == ("float64", [3, 5], [1, 3])
-    assert [stop for _, _, stop in record["pieces"]][-1] == 15
+    assert (record["dtype"], record["shape"]) == ("float64", [3, 5])
+    (part,) = record["parts"]
+    assert (part["ranges"], part["strides"]) == ([[[0, 3]], [[0, 5]]], [1, 3])
+    assert [stop for _, _, stop in part["pieces"]][-1] == 15
 
 
 def test_a_checkpoint_of_other_ranks_pieces_is_whole_or_refused(

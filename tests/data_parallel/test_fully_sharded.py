@@ -859,6 +859,15 @@ def test_a_model_on_the_meta_device_gets_the_values_that_a_function_gives(size: 
     assert sorted(asked) == sorted([name for name, _ in Drawn().named_parameters()] * size)
 
 
+def test_what_was_noted_on_a_parameter_of_the_meta_device_is_on_the_one_in_its_place() -> None:
+    with torch.device("meta"):
+        model = Drawn()
+    model.head.weight.hpcpar_split = "by rows"  # type: ignore[assignment]
+    fully_shard(model, Communicator.alone(), values=value_of)
+    assert not model.head.weight.is_meta
+    assert model.head.weight.hpcpar_split == "by rows"  # type: ignore[comparison-overlap]
+
+
 def test_values_may_replace_those_of_a_model_that_is_there() -> None:
     found = whole(fully_shard(Drawn(), Communicator.alone(), values=value_of))
     assert same(found, [value_of(name, parameter) for name, parameter in Drawn().named_parameters()])
