@@ -41,6 +41,7 @@ EXTRAS = {
         "psutil>=5.9",
         "cloudpickle>=2",
         "scikit-learn>=1.3",
+        "transformers>=4.48; python_version >= '3.11'",
         "ruff>=0.6",
         "mypy>=1.11",
         "import-linter>=2",

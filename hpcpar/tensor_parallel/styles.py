@@ -226,7 +226,7 @@ def _linear(name: str, module: nn.Module, style: Style) -> nn.Linear:
             f"{name} is a {_kind(module)}, and {type(style).__name__} is for torch.nn.Linear; name another "
             f"module, or give this one another style"
         )
-    _require_no_hooks(name, module)
+    _require_parameters(name, module)
     return module
 
 
@@ -242,15 +242,17 @@ def _embedding(name: str, module: nn.Module) -> nn.Embedding:
                 f"{name} has {option}={getattr(module, option)}, which a divided vocabulary does not have; "
                 f"build the model without it"
             )
-    _require_no_hooks(name, module)
+    _require_parameters(name, module)
     return module
 
 
-def _require_no_hooks(name: str, module: nn.Module) -> None:
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+def _require_parameters(name: str, module: nn.Module) -> None:
+    """A weight that is computed from other parameters (weight norm, pruning) is not there to be divided."""
+    known = {known for known, _ in module.named_parameters(recurse=False)}
+    if not {"weight"} <= known <= {"weight", "bias"}:
         raise LayoutError(
-            f"{name} has hooks, which would go with the layer that it is now; register them when the model "
-            f"is parallel"
+            f"{name} has the parameters {', '.join(sorted(known))}, where a plain layer has weight and bias; "
+            f"make it a plain one first (torch.nn.utils.parametrize.remove_parametrizations, prune.remove)"
         )
 
 
@@ -272,13 +274,29 @@ def _on_whole_sequences(tp: TensorParallel) -> TensorParallel:
     return TensorParallel(tp.comm, overlap=tp.overlap, twice=tp.twice)
 
 
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Where torch.nn.Module keeps hooks of forward."""
+
+
 @torch.no_grad()
 def _with_shards(layer: nn.Module, whole: nn.Module) -> nn.Module:
-    """This rank's shards of the whole layer's parameters: in memory of their own, of its dtype and device."""
+    """This rank's shards of the whole layer's parameters: in memory of their own, of its dtype and device.
+
+    Hooks of forward go along; of a divided layer they see what this rank has.
+    """
     wholes = dict(whole.named_parameters(recurse=False))
     for name, parameter in layer.named_parameters(recurse=False):
         parameter.data = own_shard(parameter, wholes[name])
         parameter.requires_grad_(wholes[name].requires_grad)
+    # The very dicts, so that the handles that registration gave still remove what is in them.
+    for hooks in HOOKS:
+        setattr(layer, hooks, getattr(whole, hooks))
     return layer.train(whole.training)
 
 

@@ -145,9 +145,12 @@ def test_other_attention_masks_and_recomputation_are_as_in_the_serial_model(
     inputs: dict[str, Any] = {"attention_mask": (tokens() != 3).long()} if how == "padded" else {}
     if how == "recomputed":
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        older = not hasattr(model, "activation_checkpointing_enable")
+        enable = model.gradient_checkpointing_enable if older else model.activation_checkpointing_enable
+        enable({"use_reentrant": False})
         inputs["use_cache"] = False
-    compare(2, model, 1e-5 if how == "eager" else 1e-10, sequence_parallel=sequence_parallel, **inputs)
+    # Fewer heads of keys and values than ranks: the one of a rank serves fewer queries.
+    compare(4, model, 1e-5 if how == "eager" else 1e-10, sequence_parallel=sequence_parallel, **inputs)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -1,0 +1,290 @@
+"""A plain module becomes its parallel form by a plan: which modules, by name, get which style.
+
+plan = {
+    "layers.*.mlp": Enter(),                                  * stands for one part of a name
+    "layers.*.mlp.gate_proj": Column(enter=False),
+    "layers.*.mlp.up_proj": Column(enter=False),
+    "layers.*.mlp.down_proj": Row(),
+}
+parallelize(model, plan, mesh)
+
+steps    names are matched, everything is checked, ranks agree that they hold the same model and plan;
+         only then is anything changed
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hpcpar.errors import LayoutError, MismatchError, PeerFailedError
+from hpcpar.mesh import Mesh
+from hpcpar.tensor_parallel.axis import TensorParallel
+from hpcpar.tensor_parallel.split import Split, comm_of
+from hpcpar.tensor_parallel.styles import Enter, Style
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+Module = TypeVar("Module", bound=nn.Module)
+
+Plan = Mapping[str, Style | Sequence[Style]]
+"""Pattern of module names -> its style, or several, applied one after the other."""
+
+
+def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communicator) -> Module:
+    """The model, in place, with the modules that the plan names in their parallel form. Collective.
+
+    plan     see this file's head; every pattern is to match some module, and no module two patterns
+    tp       who shares the layers: a mesh's tp axis, a communicator, or a TensorParallel that says more
+
+    Every rank passes the whole model with the same values, before an optimizer is made of its parameters: of
+    what is divided it keeps its shards, in memory of their own. Names, dtypes, devices, hooks of forward,
+    what is frozen and what is tied stay as they are; `whole_state_dict` gives the serial model's state back.
+
+    errors   LayoutError for a plan that does not fit the model, or a model that does not fit the ranks;
+             MismatchError for ranks with different models, values or plans, and for parameters that are
+             divided over another communicator. The model is then as it was.
+    """
+    tp = TensorParallel.of(tp.tp if isinstance(tp, Mesh) else tp)
+    error: Exception | None = None
+    told: dict[str, str] = {}
+    places: list[Place] = []
+    tied: list[list[str]] = []
+    try:
+        _require_one_communicator(model, tp)
+        places = matched(model, plan)
+        splits = _splits(places, tp.size)
+        tied = _tied(model)
+        _require_same_splits(tied, splits)
+        _require_entered(places)
+        if tp.sequence_parallel:
+            _require_covered(model, places)
+        told = _description(model, places, tp)
+    except Exception as failure:  # whatever it is, the other ranks must hear of it
+        error = failure
+    _agree(told, error, tp.comm)
+    for place in places:
+        module = place.module
+        for style in place.styles:
+            module = style.applied(module, tp)
+        for name in place.names:
+            _put(model, name, module)
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            _put(model, name, parameter)
+    return model
+
+
+# --- which modules --------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A module that a plan is about; it has several names where a model uses it in several places."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+    styles: tuple[Style, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def matched(model: nn.Module, plan: Plan) -> list[Place]:
+    """The modules that a plan names.
+
+    errors   LayoutError for a pattern that matches nothing, and for a module that two match
+    """
+    if not plan:
+        raise LayoutError("the plan is empty; give patterns of module names and their styles")
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    names_of: dict[nn.Module, list[str]] = {}
+    for name, module in modules.items():
+        names_of.setdefault(module, []).append(name)
+    pattern_of: dict[nn.Module, str] = {}
+    for pattern in plan:
+        names = [name for name in modules if matches(pattern, name)]
+        if not names:
+            raise LayoutError(f"the plan's {pattern!r} matches no module; {_nearest(pattern, modules)}")
+        for name in names:
+            other = pattern_of.setdefault(modules[name], pattern)
+            if other != pattern:
+                raise LayoutError(
+                    f"{name} is matched by the plan's {other!r} and by {pattern!r}; leave one out, or give "
+                    f"one of them both styles, as a tuple"
+                )
+    return [
+        Place(tuple(names_of[module]), module, _styles(pattern, plan[pattern]))
+        for module, pattern in pattern_of.items()
+    ]
+
+
+def _styles(pattern: str, given: object) -> tuple[Style, ...]:
+    styles = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    for style in styles:
+        if not isinstance(style, Style):
+            raise LayoutError(
+                f"the plan has {style!r} for {pattern!r}; give a style, such as Column() or Row(), or a "
+                f"tuple of them"
+            )
+    return styles
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Part by part, as file names: matches("layers.*.mlp", "layers.3.mlp"), but not "layers.3.more.mlp"."""
+    patterns, parts = pattern.split("."), name.split(".")
+    return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
+
+
+def _nearest(pattern: str, names: Sequence[str] | Mapping[str, object]) -> str:
+    """The model's names that are most like it, those of all layers as one."""
+    known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5) or known[:3]
+    if not near:
+        return "the model has no modules within it"
+    return f"the model has {', '.join(near)}; * stands for one part of a name"
+
+
+# --- whether it fits ------------------------------------------------------------------------------
+
+
+def _require_one_communicator(model: nn.Module, tp: TensorParallel) -> None:
+    for name, parameter in model.named_parameters():
+        comm = comm_of(parameter)
+        if comm is not None and comm is not tp.comm:
+            raise MismatchError(
+                f"{name} is divided over the communicator {comm.name!r}, and the plan is for "
+                f"{tp.comm.name!r}; use one communicator for all layers of a model"
+            )
+
+
+def _splits(places: Sequence[Place], size: int) -> dict[str, Split]:
+    """By the names of parameters, how they will be divided."""
+    return {
+        f"{name}.{parameter}": split
+        for place in places
+        for style in place.styles
+        for parameter, split in style.splits(place.name, place.module, size).items()
+        for name in place.names
+    }
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are the same one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _require_same_splits(tied: Sequence[Sequence[str]], splits: Mapping[str, Split]) -> None:
+    for first, *others in tied:
+        for other in others:
+            if splits.get(first) != splits.get(other):
+                raise LayoutError(
+                    f"{first} and {other} are the same parameter, but the plan divides them differently; "
+                    f"name both modules, with styles that divide alike (VocabularyEmbedding and Vocabulary)"
+                )
+
+
+def _require_entered(places: Sequence[Place]) -> None:
+    """Gradients would else be summed too often, or not at all."""
+    entered = {place.name for place in places if any(isinstance(style, Enter) for style in place.styles)}
+    serving = set()
+    for place in places:
+        if any(style.needs_entered for style in place.styles):
+            around = {name for name in entered if place.name.startswith(f"{name}.")}
+            if not around:
+                raise LayoutError(
+                    f"{place.name} has enter=False, but the plan has no Enter for a module around it; "
+                    f"add one, or leave enter=False out"
+                )
+            serving |= around
+    for name in sorted(entered - serving):
+        raise LayoutError(
+            f"{name} has the style Enter, but no layer in it has enter=False; the gradient of its input "
+            f"would be summed twice. Set enter=False for the column layers that read its input"
+        )
+
+
+def _require_covered(model: nn.Module, places: Sequence[Place]) -> None:
+    """Under sequence parallelism a forgotten norm would get the gradients of this rank's tokens alone."""
+    covered = {
+        name for place in places if any(style.covers for style in place.styles) for name in place.names
+    }
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        around = {".".join(parts[:depth]) for depth in range(1, len(parts))}
+        if comm_of(parameter) is None and not around & covered:
+            raise LayoutError(
+                f"the plan says nothing of {name}, which under sequence parallelism may see this rank's "
+                f"tokens only; give its module the style Norm(), or Whole() where it sees whole sequences"
+            )
+
+
+# --- whether all ranks have the same --------------------------------------------------------------
+
+
+def _description(model: nn.Module, places: Sequence[Place], tp: TensorParallel) -> dict[str, str]:
+    """What all ranks must have alike; values as checksums."""
+    options = ("sequence_parallel", "overlap", "gather_again", "chunks", "twice")
+    told = {"TensorParallel": ", ".join(f"{name}={getattr(tp, name)}" for name in options)}
+    for place in places:
+        told[f"the style of {place.name}"] = ", ".join(
+            repr(style) if is_dataclass(style) else type(style).__qualname__ for style in place.styles
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise LayoutError(
+                f"{name} is on the meta device; load the whole weights before the model is parallelized"
+            )
+        frozen = "" if parameter.requires_grad else " (frozen)"
+        told[name] = f"{list(parameter.shape)} {parameter.dtype}{frozen}"
+        if tp.size > 1 and comm_of(parameter) is None:
+            told[name] += f" with checksum {checksum(parameter.detach()):08x}"
+    return told
+
+
+def checksum(values: Tensor) -> int:
+    """CRC-32 of the values' bytes, in the order of their indices; some seconds for 10 GB."""
+    return zlib.crc32(values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _agree(told: Mapping[str, str], error: Exception | None, comm: Communicator) -> None:
+    """Raise on every rank when any has an error, or another model or plan than rank 0. Collective."""
+    failure = None if error is None else f"{type(error).__name__}: {error}"
+    everyone: list[tuple[str | None, dict[str, str]]] = comm.allgather_object((failure, dict(told)))
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text is not None]
+    if failed:
+        raise PeerFailedError(
+            f"parallelize failed on {len(failed)} of {comm.size} ranks of {comm.name!r}. {'; '.join(failed)}"
+        )
+    first = everyone[0][1]
+    for rank, (_, other) in enumerate(everyone):
+        for what in [*first, *(name for name in other if name not in first)]:
+            if first.get(what) != other.get(what):
+                raise MismatchError(
+                    f"{what}: rank 0 of {comm.name!r} has {first.get(what, 'none such')}, rank {rank} has "
+                    f"{other.get(what, 'none such')}; give all of them the same model, weights and plan "
+                    f"(hpcpar.broadcast_parameters gives every rank rank 0's weights)"
+                )
+
+
+# --- putting in place -----------------------------------------------------------------------------
+
+
+def _put(model: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, value)
