@@ -1,6 +1,7 @@
-"""One step of data-parallel training: hpcpar beside torch, Horovod, DeepSpeed, and one process.
+"""One step of parallel training: hpcpar beside torch, Horovod, DeepSpeed, and one process.
 
     mpiexec -n 2 python benchmarks/training.py [--model 5m] [--dtype bfloat16] [--peers …] [--json FILE]
+    mpiexec -n 2 python benchmarks/training.py --tp 2 [--hidden 512] [--layers 6] [--forward-only]
 
 The peers train the same Llama on the same tokens on the same ranks, strictly in turn: in every round
 each takes some steps while nothing else runs, so a noisy machine touches all of them.
@@ -15,10 +16,21 @@ each takes some steps while nothing else runs, so a noisy machine touches all of
     one process      rank 0 alone on the whole global batch, with as many threads as a rank; the others wait
     one rank alone   rank 0 alone on its own share: what a step would take if communication were free
 
+With --tp the ranks share every layer of one model instead, and the sequences:
+
+    hpcpar tp               parallel layers over MPI; gradients are summed beside products
+    hpcpar tp no overlap    the same, each sum awaited first
+    hpcpar tp+sp            with sequence parallelism
+    hpcpar tp+sp 2 chunks   its gathers and reduce-scatters in two parts, beside products
+    dtensor tp, tp+sp       torch parallelize_module over gloo; with sequence parallelism
+    one process             rank 0 alone with the whole model
+    no communication        every rank with a model as large as its part: if communication were free
+
 A turn is some steps in a row: forward, backward, averaging, optimizer, and at its end whatever is still on
 its way. A step's time is that of a turn by its steps, from a barrier on, on the slowest rank. Processor
 time is that of all threads of a process, the mean of the ranks that work; waiting that spins is in it.
-Efficiency is the time of one rank alone over the peer's.
+Efficiency is the time without communication over the peer's. With --forward-only there are also turns of
+forward passes without gradients, in turn with the others.
 """
 
 from __future__ import annotations
@@ -26,7 +38,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import math
 import platform
 import random
@@ -37,21 +48,25 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any, NoReturn
 
 import torch
+from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
-from training_peers import PEERS, PHASES, Peer, Recipe, Task, absent, build, join_gloo
+from training_peers import DATA_PARALLEL, PHASES, Peer, Recipe, Task, absent, build, join_gloo
+from training_report import FREE, Result, report, write_json, wrong
 
 import hpcpar
 from hpcpar.comm import Communicator
+from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.launch import binding
 from hpcpar.models import PRESETS, LlamaConfig
-from hpcpar.units import MiB, format_nbytes
+from hpcpar.tensor_parallel.attention import require_heads
+from hpcpar.tensor_parallel.split import require_divisible
+from hpcpar.units import MiB
 
 ALIASES = {"hpcpar": "hpcpar 0"}
 ADAMW = Recipe(torch.optim.AdamW, {"lr": 1e-3, "fused": True})
@@ -59,11 +74,6 @@ ADAMW = Recipe(torch.optim.AdamW, {"lr": 1e-3, "fused": True})
 SGD = Recipe(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
 """Of the check. Gradients not averaged, or of twice their size, make a difference of about 1."""
-IN_BFLOAT16 = (
-    "hpcpar, deepspeed: bfloat16 parameters and gradients, float32 masters; "
-    "fsdp2: MixedPrecisionPolicy, parameters and averages in bfloat16, float32 shards; "
-    "others: torch.autocast on a float32 model; checked against one process in float32"
-)
 
 
 @dataclass(frozen=True)
@@ -82,79 +92,22 @@ class Turn:
     loss: float
 
 
-@dataclass
-class Result:
-    """Figures of one peer; the JSON line.
-
-    step_s         in each turn, of the slowest rank
-    cpu_s          in each turn, processor time of all threads for a step, mean of the ranks that work
-    exposed_s      median over turns of what the slowest rank stood still in a step for communication that
-                   computation did not hide; None for whom hpcpar does not carry it
-    phases_s       medians over all steps of rank 0
-    peak_nbytes    most resident memory of any rank during steps, above what it held without the peer
-    shared_nbytes  the same with pages that ranks share divided among them, the most at the ends of phases
-    difference     what `check` found; None for a peer that trains on another batch
-
-    None where the system does not say.
-    """
-
-    peer: str
-    step_s: list[float]
-    cpu_s: list[float]
-    exposed_s: float | None
-    phases_s: dict[str, float]
-    tokens_per_step: int
-    peak_nbytes: int | None
-    shared_nbytes: int | None
-    loss: float
-    difference: float | None
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.step_s)
-
-    @property
-    def median_cpu_s(self) -> float:
-        return statistics.median(self.cpu_s)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens_per_step / self.median_s
-
-    def quartiles_s(self) -> tuple[float, float]:
-        if len(self.step_s) == 1:
-            return self.step_s[0], self.step_s[0]
-        first, _, third = statistics.quantiles(self.step_s, n=4, method="inclusive")
-        return first, third
-
-
-def ratio(mine: Sequence[float], others: Sequence[float]) -> float:
-    """How many times as much: median over turns, each beside the other's in time."""
-    return statistics.median(a / b for a, b in zip(mine, others, strict=True))
-
-
-def derived(result: Result, results: Sequence[Result]) -> dict[str, Any]:
-    """What follows from the figures of a peer and of the others."""
-    steps = {other.peer: ratio(result.step_s, other.step_s) for other in results}
-    cpus = {other.peer: ratio(result.cpu_s, other.cpu_s) for other in results}
-    alone = None if result.peer == "one process" else steps.get("one rank alone")
-    return {
-        "median_s": result.median_s,
-        "median_cpu_s": result.median_cpu_s,
-        "tokens_per_s": result.tokens_per_s,
-        "efficiency": 1 / alone if alone else None,
-        "ratio_to": steps,
-        "cpu_ratio_to": cpus,
-    }
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="One step of data-parallel training, in turn with its peers."
+    parser = argparse.ArgumentParser(description="One step of parallel training, in turn with its peers.")
+    parser.add_argument(
+        "--tp", type=int, help="ranks that share each layer: all of them (default: data-parallel)"
     )
     parser.add_argument("--model", default="5m", choices=PRESETS, help="size of the Llama (default: 5m)")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        help="another hidden size, with heads of 32, twice as many as of keys, and ffn of 3 times it",
+    )
+    parser.add_argument("--layers", type=int, help="another number of layers")
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a sequence (default: 128)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank (default: 4)")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="sequences per rank; with --tp of all (default: 4)"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=15, help="turns of each peer (default: 15)")
     parser.add_argument(
@@ -169,30 +122,78 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shared-parameters", action="store_true", help="hpcpar 1 to 3 hold one copy of them on a node"
     )
+    parser.add_argument("--forward-only", action="store_true", help="turns of forward passes, too")
     parser.add_argument(
-        "--peers", nargs="+", choices=[*PEERS, *ALIASES], help="(default: all that are installed)"
+        "--peers",
+        nargs="+",
+        choices=[*DATA_PARALLEL, *(name for name in TENSOR_PARALLEL if name not in DATA_PARALLEL), *ALIASES],
+        metavar="PEER",
+        help="by name, see above (default: all that are installed)",
     )
     parser.add_argument("--json", type=Path, help="append one JSON line for each peer to this file")
     return parser.parse_args()
 
 
+def make_config(options: argparse.Namespace) -> LlamaConfig:
+    """The sizes of the model; ConfigError where they do not fit."""
+    changes = {} if options.layers is None else {"layers": options.layers}
+    if options.hidden is not None:
+        if options.hidden < 1 or options.hidden % 64:
+            raise ConfigError(f"--hidden {options.hidden}; give a multiple of 64, for pairs of heads of 32")
+        heads = options.hidden // 32
+        changes |= {
+            "hidden_size": options.hidden,
+            "heads": heads,
+            "kv_heads": heads // 2,
+            "ffn_size": 3 * options.hidden,
+        }
+    return LlamaConfig.preset(options.model, **changes)
+
+
+def require_tensor_parallel(world: Communicator, config: LlamaConfig, options: argparse.Namespace) -> None:
+    """ConfigError or LayoutError unless all ranks can share this model."""
+    if options.tp != world.size:
+        raise LayoutError(
+            f"--tp {options.tp}, but the job has {world.size} ranks; all share one model here: "
+            f"give --tp {world.size}, or start {options.tp} ranks"
+        )
+    if options.dtype == "bfloat16":
+        raise ConfigError("--tp has no masters for --dtype bfloat16; give float32 or float64")
+    require_heads(config.heads, config.key_value_heads, options.tp)
+    require_divisible(config.ffn_width, options.tp, "ffn_size")
+    require_divisible(options.sequence, options.tp, "--sequence")
+
+
 def make_task(world: Communicator, options: argparse.Namespace) -> Task:
+    """Gives up, on all ranks, on options that make no sense; collective."""
     dtype = getattr(torch, options.dtype)
+    try:
+        config = make_config(options)
+        if options.tp is not None:
+            require_tensor_parallel(world, config, options)
+    except (ConfigError, LayoutError) as error:
+        give_up(world, str(error))
     return Task(
         world=world,
-        config=LlamaConfig.preset(options.model),
+        peers=DATA_PARALLEL if options.tp is None else TENSOR_PARALLEL,
+        config=config,
         dtype=dtype,
         start_dtype=dtype,
         sequence=options.sequence,
         batch=options.batch,
         bucket_bytes=None if options.bucket_mib is None else round(options.bucket_mib * MiB),
         shared_parameters=options.shared_parameters,
+        tp=options.tp or 1,
     )
 
 
 def choose(named: list[str] | None, task: Task, cleanup: ExitStack) -> list[str]:
     """The peers that take part: those named, or else all that can. Says which are left out; collective."""
-    names = list(dict.fromkeys(ALIASES.get(name, name) for name in named or PEERS))
+    names = list(dict.fromkeys(ALIASES.get(name, name) for name in named or task.peers))
+    elsewhere = [name for name in names if name not in task.peers]
+    if elsewhere:
+        where = "without --tp" if task.peers is TENSOR_PARALLEL else "with --tp"
+        give_up(task.world, f"{', '.join(elsewhere)}: only {where}; here there are {', '.join(task.peers)}")
     missing = absent(names, task)
     lines = [f"{name}: {why}" for name, why in missing.items()]
     if named and missing:
@@ -201,7 +202,7 @@ def choose(named: list[str] | None, task: Task, cleanup: ExitStack) -> list[str]
         for line in lines:
             print(f"# left out: {line}")
     names = [name for name in names if name not in missing]
-    if any(PEERS[name].needs_gloo for name in names):
+    if any(task.peers[name].needs_gloo for name in names):
         join_gloo(task.world, cleanup)
     return names
 
@@ -219,21 +220,22 @@ def check(names: Sequence[str], task: Task) -> dict[str, float | None]:
     """Untimed: three steps of each peer from the same start, beside one process in full precision.
 
     The norm of the difference of what the steps changed, relative to the norm of that; the largest of
-    any rank. None for a peer that trains on another batch.
+    any rank. None for a peer that learns something else.
     """
     truth = trained("one process", replace(task, dtype=task.wide_dtype)).parameters()
     for parameter in truth.values():
         task.world.broadcast(parameter)
     change = distance(dict(task.model().named_parameters()), truth)
-    found: dict[str, float | None] = {}
+    found: dict[str, float | None] = dict.fromkeys(names)
     for name in names:
+        if name in FREE:
+            continue
         peer = trained(name, task)
         mine = distance(peer.parameters(), truth) / change if peer.share is not None else 0.0
         del peer
         everyone = task.world.allgather_object(mine)
         # What is not a number is further from the truth than any number.
-        worst = max(everyone, key=lambda difference: (math.isnan(difference), difference))
-        found[name] = worst if name != "one rank alone" else None
+        found[name] = max(everyone, key=lambda difference: (math.isnan(difference), difference))
     return found
 
 
@@ -325,10 +327,11 @@ def kernel_nbytes(file: str, field: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def take_turn(peer: Peer, task: Task, steps: int) -> Turn | None:
+def take_turn(peer: Peer, task: Task, steps: int, *, forward_only: bool) -> Turn | None:
     """An untimed step, then timed ones; None on a rank that only waits. Collective."""
+    step = peer.forward_only if forward_only else peer.step
     if peer.share is not None:
-        peer.step()
+        step()
         peer.settle()
     task.world.barrier()
     if peer.share is None:
@@ -337,7 +340,7 @@ def take_turn(peer: Peer, task: Task, steps: int) -> Turn | None:
     waited_s = seconds_waited(task.world)
     cpu_s, start_s = time.process_time(), time.perf_counter()
     for _ in range(steps):
-        loss, marks = peer.step()
+        loss, marks = step()
         phases_s.append([stop - start for start, stop in pairwise(marks)])
     peer.settle()
     step_s, cpu_s = (time.perf_counter() - start_s) / steps, (time.process_time() - cpu_s) / steps
@@ -350,14 +353,19 @@ def seconds_waited(world: Communicator) -> float:
     return sum(row.seconds_waited for traffic in world.traffics().values() for row in traffic.rows())
 
 
-def take_turns(peers: Sequence[Peer], task: Task, rounds: int, steps: int) -> dict[str, list[Turn | None]]:
-    """Timed: every round in another order; this rank's turns."""
-    taken: dict[str, list[Turn | None]] = {peer.name: [] for peer in peers}
+def take_turns(
+    peers: Sequence[Peer], task: Task, options: argparse.Namespace
+) -> dict[tuple[str, bool], list[Turn | None]]:
+    """Timed: every round in another order; this rank's turns, by peer and by whether forward only."""
+    kinds = (False, True) if options.forward_only else (False,)
+    players = [(peer, forward_only) for peer in peers for forward_only in kinds]
+    taken: dict[tuple[str, bool], list[Turn | None]] = {(peer.name, kind): [] for peer, kind in players}
     order = random.Random(0)
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         # The same order on all ranks, but never the same peer always after the same other.
-        for peer in order.sample(peers, len(peers)):
-            taken[peer.name].append(take_turn(peer, task, steps))
+        for peer, forward_only in order.sample(players, len(players)):
+            turn = take_turn(peer, task, options.steps, forward_only=forward_only)
+            taken[peer.name, forward_only].append(turn)
             task.world.barrier()
     return taken
 
@@ -367,28 +375,30 @@ def measure(names: Sequence[str], task: Task, options: argparse.Namespace) -> li
     differences = check(names, task)
     memory = {name: peak_memory(name, task) for name in names}
     peers = [build(name, task, ADAMW) for name in names]
-    everyone = task.world.allgather_object(take_turns(peers, task, options.rounds, options.steps))
+    everyone = task.world.allgather_object(take_turns(peers, task, options))
     results = []
-    for name in names:
+    for name, forward_only in everyone[0]:
         # By turn, of the ranks that worked, rank 0 first.
         turns = [
             [turn for turn in of_ranks if turn is not None]
-            for of_ranks in zip(*(taken[name] for taken in everyone), strict=True)
+            for of_ranks in zip(*(taken[name, forward_only] for taken in everyone), strict=True)
         ]
         phases = zip(*(step for of_ranks in turns for step in of_ranks[0].phases_s), strict=True)
         sequences = task.batch if name == "one rank alone" else task.global_batch
+        peak_nbytes, shared_nbytes = (None, None) if forward_only else memory[name]
         results.append(
             Result(
                 peer=name,
+                forward_only=forward_only,
                 step_s=[max(turn.step_s for turn in of_ranks) for of_ranks in turns],
                 cpu_s=[statistics.mean(turn.cpu_s for turn in of_ranks) for of_ranks in turns],
                 exposed_s=exposed_s(turns) if name.startswith("hpcpar") else None,
-                phases_s=dict(zip(PHASES, map(statistics.median, phases), strict=True)),
+                phases_s=dict(zip(PHASES, map(statistics.median, phases), strict=False)),
                 tokens_per_step=sequences * task.sequence,
-                peak_nbytes=memory[name][0],
-                shared_nbytes=memory[name][1],
+                peak_nbytes=peak_nbytes,
+                shared_nbytes=shared_nbytes,
                 loss=turns[-1][0].loss,
-                difference=differences[name],
+                difference=None if forward_only else differences[name],
             )
         )
     return results
@@ -414,10 +424,14 @@ def header(task: Task, options: argparse.Namespace) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cores": len(binding.affinity()),
         "threads": torch.get_num_threads(),
+        "tp": task.tp,
         "model": options.model,
+        "hidden": task.config.hidden_size,
+        "layers": task.config.layers,
         "parameters": task.config.parameters(),
         "sequence": options.sequence,
         "batch_per_rank": options.batch,
+        "global_batch": task.global_batch,
         "dtype": options.dtype,
         "bucket_bytes": task.bucket_bytes,
         "shared_parameters": options.shared_parameters,
@@ -430,73 +444,6 @@ def header(task: Task, options: argparse.Namespace) -> dict[str, Any]:
         "hpcpar": hpcpar.__version__,
         "python": platform.python_version(),
     }
-
-
-def report(about: dict[str, Any], results: Sequence[Result]) -> None:
-    print("# " + "  ".join(f"{key} {value}" for key, value in about.items()))
-    if about["dtype"] == "bfloat16":
-        print(f"# {IN_BFLOAT16}")
-    agreement = ", ".join(
-        f"{result.peer} {result.difference:.1e}" + (" (WRONG)" if wrong(result, about) else "")
-        for result in results
-        if result.difference is not None
-    )
-    print(
-        "# checked: what 3 steps of SGD changed, beside one process; relative difference, at most "
-        f"{about['tolerance']:.0e}: {agreement}"
-    )
-    print(
-        "# step: median (quartiles) of the slowest rank; cpu: median, of all threads, mean of the ranks that "
-        "work; phases: medians of rank 0; times in ms"
-    )
-    print(
-        "# efficiency: step of one rank alone / step, turn by turn; memory: peak of two steps, any rank; "
-        "shared: with shared pages divided among the ranks that map them"
-    )
-    print_figures(results)
-    print_ratios("step", "ratio_to", results)
-    print_ratios("cpu", "cpu_ratio_to", results)
-
-
-def print_figures(results: Sequence[Result]) -> None:
-    titles = ["step", "quartiles", "tokens/s", "cpu", "exposed", "efficiency", "memory", "shared", *PHASES]
-    print(f"{'peer':<17}" + "".join(f"{title:>15}" for title in titles))
-    for result in results:
-        low, high = result.quartiles_s()
-        efficiency = derived(result, results)["efficiency"]
-        cells = [
-            f"{result.median_s * 1e3:.1f}",
-            f"{low * 1e3:.1f}-{high * 1e3:.1f}",
-            f"{result.tokens_per_s:,.0f}",
-            f"{result.median_cpu_s * 1e3:.1f}",
-            "-" if result.exposed_s is None else f"{result.exposed_s * 1e3:.1f}",
-            "-" if efficiency is None else f"{efficiency:.3f}",
-            *("-" if n is None else format_nbytes(n) for n in (result.peak_nbytes, result.shared_nbytes)),
-            *(f"{result.phases_s[phase] * 1e3:.1f}" for phase in PHASES),
-        ]
-        print(f"{result.peer:<17}" + "".join(f"{cell:>15}" for cell in cells))
-
-
-def print_ratios(title: str, figure: str, results: Sequence[Result]) -> None:
-    """A square table, whose columns have letters because the peers' names are long."""
-    letters = ascii_lowercase[: len(results)]
-    print(f"# {title}, row / column, turn by turn")
-    print(f"{'':<19}" + "".join(f"{letter:>8}" for letter in letters))
-    for letter, result in zip(letters, results, strict=True):
-        ratios = derived(result, results)[figure].values()
-        print(f"{letter} {result.peer:<17}" + "".join(f"{value:>8.3f}" for value in ratios))
-
-
-def wrong(result: Result, about: dict[str, Any]) -> bool:
-    # A difference that is not a number is no agreement either.
-    return result.difference is not None and not result.difference <= about["tolerance"]
-
-
-def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        for result in results:
-            line = {**about, **asdict(result), **derived(result, results)}
-            file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:

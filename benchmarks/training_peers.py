@@ -1,4 +1,4 @@
-"""The peers of benchmarks/training.py: one model, one batch, and everybody's way to train it in parallel.
+"""What benchmarks/training.py trains, and its data-parallel peers: everybody's way to do so in parallel.
 
 Every peer is one class, which imports what it needs when it is asked for and is built when it is chosen.
 
@@ -7,6 +7,8 @@ Every peer is one class, which imports what it needs when it is asked for and is
     DeepSpeed           deepspeed 1 … 3     bfloat16, float32 masters                     bfloat16
     Fsdp2               fsdp2               float32 shards, gathered in bfloat16          bfloat16
     Ddp, ZeroRedundancy, Horovod, Solo      float32 under torch.autocast, as is usual     float32
+
+Those that share every layer are in benchmarks/tensor_parallel_peers.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +35,7 @@ import hpcpar
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
-from hpcpar.models import Llama, LlamaConfig, next_token_loss
+from hpcpar.models import Layers, Llama, LlamaConfig
 from hpcpar.units import MiB
 
 HERE = Path(__file__).resolve().parent
@@ -57,11 +59,14 @@ class Recipe:
 class Task:
     """What is trained, by whom: the same for all peers.
 
+    peers               who can take part, by name
     start_dtype         can hold the parameters' first values, so that whoever narrows them loses nothing
     shared_parameters   hpcpar's sharded stages keep one copy of the parameters on a node
+    tp                  ranks that share each layer, and so the sequences
     """
 
     world: Communicator
+    peers: Mapping[str, type[Peer]]
     config: LlamaConfig
     dtype: torch.dtype
     start_dtype: torch.dtype
@@ -69,10 +74,11 @@ class Task:
     batch: int
     bucket_bytes: int | None
     shared_parameters: bool = False
+    tp: int = 1
 
     @property
     def global_batch(self) -> int:
-        return self.batch * self.world.size
+        return self.batch * (self.world.size // self.tp)
 
     @property
     def low_precision(self) -> bool:
@@ -83,9 +89,9 @@ class Task:
         """That of the model before a peer narrows it."""
         return torch.float32 if self.low_precision else self.dtype
 
-    def model(self) -> Llama:
-        """The same on every rank and for every peer."""
-        return Llama(self.config, seed=0).to(self.start_dtype).to(self.wide_dtype)
+    def model(self, layers: Layers | None = None) -> Llama:
+        """The same on every rank and for every peer; with parallel `layers`, this rank's part of it."""
+        return Llama(self.config, layers, seed=0).to(self.start_dtype).to(self.wide_dtype)
 
     def share(self, start: int, stop: int) -> Share:
         generator = torch.Generator().manual_seed(0)
@@ -94,7 +100,7 @@ class Task:
         return part[:, :-1].contiguous(), part[:, 1:].contiguous()
 
     def own_share(self) -> Share:
-        start = self.world.rank * self.batch
+        start = self.world.rank // self.tp * self.batch
         return self.share(start, start + self.batch)
 
 
@@ -113,20 +119,34 @@ class Peer:
     def __init__(self, name: str, task: Task, recipe: Recipe) -> None:
         self.name = name
         self.share: Share | None = task.own_share()
-        self.model = task.model()
+        self.model = self.make_model(task)
         self.casts = self.autocast and task.low_precision
 
     @classmethod
     def require(cls, task: Task) -> None:
         """Raise where this peer cannot take part: not installed, or not able to."""
 
-    def step(self, read: Callable[[], float] = time.perf_counter) -> tuple[float, list[float]]:
-        """One step; the loss, and what `read` gave before it and after each phase."""
+    def make_model(self, task: Task) -> Llama:
+        return task.model()
+
+    def forward(self) -> Tensor:
+        """The loss of this rank's share."""
         assert self.share is not None
         inputs, targets = self.share
-        marks = [read()]
         with torch.autocast("cpu", torch.bfloat16, enabled=self.casts):
-            loss = next_token_loss(self.module(inputs), targets)
+            return self.model.loss(self.module(inputs), targets)
+
+    @torch.no_grad()
+    def forward_only(self) -> tuple[float, list[float]]:
+        """The loss without what backward needs, and when it began and ended."""
+        start_s = time.perf_counter()
+        loss = self.forward().item()
+        return loss, [start_s, time.perf_counter()]
+
+    def step(self, read: Callable[[], float] = time.perf_counter) -> tuple[float, list[float]]:
+        """One step; the loss, and what `read` gave before it and after each phase."""
+        marks = [read()]
+        loss = self.forward()
         marks.append(read())
         self.backward(loss)
         marks.append(read())
@@ -350,7 +370,7 @@ class DeepSpeed(Peer):
             return {name: whole.clone() for name, whole in super().parameters().items()}
 
 
-PEERS: dict[str, type[Peer]] = {
+DATA_PARALLEL: dict[str, type[Peer]] = {
     **{f"hpcpar {stage}": Hpcpar for stage in range(4)},
     "ddp": Ddp,
     "zero redundancy": ZeroRedundancy,
@@ -365,7 +385,7 @@ PEERS: dict[str, type[Peer]] = {
 
 def build(name: str, task: Task, recipe: Recipe) -> Peer:
     """Build one peer; collective."""
-    return PEERS[name](name, task, recipe)
+    return task.peers[name](name, task, recipe)
 
 
 def stage_of(name: str) -> int:
@@ -377,7 +397,7 @@ def absent(names: Iterable[str], task: Task) -> dict[str, str]:
     reasons = {}
     for name in names:
         try:
-            PEERS[name].require(task)
+            task.peers[name].require(task)
         except Exception as error:  # whatever somebody else's import may raise
             reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     everyone: list[dict[str, str]] = task.world.allgather_object(reasons)
