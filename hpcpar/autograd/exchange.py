@@ -11,17 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hpcpar.autograd import rooms
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.partition import counts, offsets
+from hpcpar.units import MiB
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
     from hpcpar.comm.progress import Handle
+
+LARGEST_STAGED_SUM_NBYTES = MiB
+"""A sum has to be copied out of its room: beyond this size that costs more than the room saves."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,31 @@ def start_sum(tensor: Tensor, comm: Communicator, *, consume: bool = False) -> P
     return Pending(comm.start_allreduce(source, out=total), lambda: total)
 
 
+class Summand:
+    """A tensor to compute into, and then to be summed over all ranks: `start`, once.
+
+    tensor   of this shape, contiguous, its values unset
+    """
+
+    def __init__(self, shape: Sequence[int], like: Tensor, comm: Communicator) -> None:
+        self._comm = comm
+        self._edges = (0,) * comm.size + (math.prod(shape),)
+        self._room = rooms.take(comm, "sum", self._edges, like, largest=LARGEST_STAGED_SUM_NBYTES)
+        flat = like.new_empty(self._edges[-1]) if self._room is None else self._room.whole
+        self.tensor = flat.view(*shape)
+
+    def start(self) -> Pending:
+        room = self._room
+        if room is None or self._comm.size == 1:
+            return start_sum(self.tensor, self._comm, consume=True)
+        return Pending(self._comm.start_allreduce(room.whole), lambda: self._leave(room))
+
+    def _leave(self, room: rooms.Room) -> Tensor:
+        total = self.tensor.clone()
+        rooms.give(self._comm, "sum", self._edges, room)
+        return total
+
+
 def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | None = None) -> Pending:
     """All ranks' shards one after the other along a dim.
 
@@ -61,30 +92,52 @@ def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | N
     lengths = _lengths(shard, comm, dim, length)
     if comm.size == 1:
         return Pending(None, lambda: shard)
-    source = shard.detach().contiguous()
-    rest = _rest(shard.shape, dim)
-    edges = offsets([each * rest for each in lengths])
-    gathered = source.new_empty(edges[-1])
-    handle = comm.start_allgather(source, counts=[each * rest for each in lengths], out=gathered)
-    return Pending(handle, lambda: _joined(gathered, shard.shape, dim, lengths, edges))
+    shape = shard.shape
+    edges = offsets([each * _rest(shape, dim) for each in lengths])
+    pieces = [stop - start for start, stop in pairwise(edges)]
+    is_moved = math.prod(shape[:dim]) != 1
+    room = rooms.take(comm, "gather", edges, shard) if is_moved else None
+    if room is None:
+        source = shard.detach().contiguous()
+        gathered = source.new_empty(edges[-1])
+        handle = comm.start_allgather(source, counts=pieces, out=gathered)
+        return Pending(handle, lambda: _joined(gathered, shape, dim, lengths, edges))
+    room.own.view(shape).copy_(shard.detach())
+    handle = comm.start_allgather(room.own, counts=pieces, out=room.whole)
+
+    def leave() -> Tensor:
+        whole = _joined(room.whole, shape, dim, lengths, edges)
+        rooms.give(comm, "gather", edges, room)
+        return whole
+
+    return Pending(handle, leave)
 
 
-def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int, *, consume: bool = False) -> Pending:
-    """This rank's part, along a dim, of the sum over all ranks; `consume` as in `start_sum`."""
+def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
+    """This rank's part, along a dim, of the sum over all ranks."""
     dim = checked_dim(tensor, dim)
     if comm.size == 1:
         return Pending(None, lambda: tensor)
     lengths = counts(tensor.shape[dim], comm.size)
-    rest = _rest(tensor.shape, dim)
-    pieces = [each * rest for each in lengths]
     shape = (*tensor.shape[:dim], lengths[comm.rank], *tensor.shape[dim + 1 :])
-    flat = _in_pieces(tensor.detach(), dim, lengths)
-    if consume or flat.data_ptr() != tensor.data_ptr():
+    edges = offsets([each * _rest(tensor.shape, dim) for each in lengths])
+    pieces = [stop - start for start, stop in pairwise(edges)]
+    room = rooms.take(comm, "sum and scatter", edges, tensor)
+    if room is None:
+        flat = tensor.new_empty(edges[-1])
+        _cut(tensor.detach(), dim, lengths, edges, flat)
         handle = comm.start_reduce_scatter(flat, counts=pieces)
         # A copy, so that the whole does not stay as long as the part.
         return Pending(handle, lambda: handle.wait().clone().view(shape))
-    own = flat.new_empty(pieces[comm.rank])
-    return Pending(comm.start_reduce_scatter(flat, counts=pieces, out=own), lambda: own.view(shape))
+    _cut(tensor.detach(), dim, lengths, edges, room.whole)
+    handle = comm.start_reduce_scatter(room.whole, counts=pieces)
+
+    def leave() -> Tensor:
+        own = room.own.clone().view(shape)
+        rooms.give(comm, "sum and scatter", edges, room)
+        return own
+
+    return Pending(handle, leave)
 
 
 def own_part(tensor: Tensor, comm: Communicator, dim: int) -> Tensor:
@@ -106,7 +159,14 @@ def exchanged(tensor: Tensor, comm: Communicator, split_dim: int, join_dim: int)
     if comm.size == 1:
         return tensor.detach().clone()
     lengths = counts(tensor.shape[split_dim], comm.size)
-    flat = _in_pieces(tensor.detach(), split_dim, lengths)
+    flat = tensor.new_empty(tensor.numel())
+    _cut(
+        tensor.detach(),
+        split_dim,
+        lengths,
+        offsets([each * _rest(tensor.shape, split_dim) for each in lengths]),
+        flat,
+    )
     received = comm.alltoall(flat, out=torch.empty_like(flat))
     shape = [*tensor.shape]
     shape[split_dim] //= comm.size
@@ -149,15 +209,10 @@ def _rest(shape: Sequence[int], dim: int) -> int:
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
-def _in_pieces(tensor: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-    """Flat, the parts along a dim one after the other; the tensor's own memory where they lie so already."""
-    if math.prod(tensor.shape[:dim]) == 1:
-        return tensor.contiguous().view(-1)
-    flat = tensor.new_empty(tensor.numel())
-    edges = offsets([each * _rest(tensor.shape, dim) for each in lengths])
+def _cut(tensor: Tensor, dim: int, lengths: Sequence[int], edges: Sequence[int], flat: Tensor) -> None:
+    """The parts along a dim one after the other, into flat memory."""
     for number, part in enumerate(torch.split(tensor, list(lengths), dim)):
         flat[edges[number] : edges[number + 1]].view(part.shape).copy_(part)
-    return flat
 
 
 def _joined(

@@ -83,11 +83,12 @@ def _split(vocabulary: int, comm: Communicator) -> Split:
 
 
 def _require_known(targets: Tensor, counted: Tensor, vocabulary: int) -> None:
-    if targets.device.type != "cpu":
+    if targets.device.type != "cpu" or not targets.numel():
         return
-    wrong = targets[counted & ((targets < 0) | (targets >= vocabulary))]
-    if wrong.numel():
-        raise MismatchError(f"target {int(wrong[0])} is outside a vocabulary of {vocabulary}")
+    lowest, highest = torch.aminmax(targets.masked_fill(~counted, 0))
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        raise MismatchError(f"target {int(wrong)} is outside a vocabulary of {vocabulary}")
 
 
 class _CrossEntropy(Function):

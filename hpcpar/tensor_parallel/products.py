@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
-from hpcpar.autograd.exchange import Pending, start_gather, start_sum, start_sum_scatter
+from hpcpar.autograd.exchange import Pending, Summand, start_gather, start_sum_scatter
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel.axis import TensorParallel
 
@@ -107,7 +107,9 @@ class _RowProduct(Function):
         ctx.tp = tp
         ctx.save_for_backward(x, weight)
         if not tp.sequence_parallel:
-            return start_sum(functional.linear(x, weight), tp.comm, consume=True).wait()
+            summand = Summand((*x.shape[:-1], weight.shape[0]), x, tp.comm)
+            torch.mm(_rows(x), weight.t(), out=_rows(summand.tensor))
+            return summand.start().wait()
         return _in_sequence(
             [part.wait() for part in _scattered(tp, lambda cut: functional.linear(cut(x), weight), x)]
         )
@@ -169,7 +171,7 @@ def _scattered(tp: TensorParallel, product: Callable[[Cut], Tensor], whole: Tens
     under_way = []
     for start, stop in bounds(length, min(tp.chunks, length) or 1):
         partial = product(lambda tensor, start=start, stop=stop: _chunk(tp, tensor, start, stop))  # type: ignore[misc]
-        under_way.append(start_sum_scatter(partial, tp.comm, SEQUENCE, consume=True))
+        under_way.append(start_sum_scatter(partial, tp.comm, SEQUENCE))
     return under_way
 
 
@@ -178,16 +180,21 @@ def _input_gradient(
 ) -> list[Pending]:
     """Start to add up, over weights and ranks, what the outputs' gradients say about the input's."""
 
-    def product(cut: Cut) -> Tensor:
+    def product(cut: Cut, total: Tensor | None = None) -> Tensor:
         first = cut(gradients[0])
-        total = _rows(first).mm(weights[0])
+        if total is None:
+            total = first.new_empty((*first.shape[:-1], weights[0].shape[1]))
+        rows = _rows(total)
+        torch.mm(_rows(first), weights[0], out=rows)
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            total.addmm_(_rows(cut(gradient)), weight)
-        return total.view(*first.shape[:-1], weights[0].shape[1])
+            rows.addmm_(_rows(cut(gradient)), weight)
+        return total
 
     if tp.sequence_parallel:
         return _scattered(tp, product, gradients[0])
-    return [start_sum(product(lambda tensor: tensor), tp.comm, consume=True)]
+    summand = Summand((*gradients[0].shape[:-1], weights[0].shape[1]), gradients[0], tp.comm)
+    product(lambda tensor: tensor, summand.tensor)
+    return [summand.start()]
 
 
 def _by_rank(tp: TensorParallel, whole: Tensor) -> Tensor:
