@@ -283,7 +283,12 @@ class Sharding:
             inputs = _differentiable([args, kwargs])
             if inputs:
                 unit.inputs = True
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
+                if len(inputs) == 1:
+                    # The same as below, without the cycle of references that would keep the whole graph of a
+                    # step until the garbage collector comes by.
+                    inputs[0].register_hook(lambda _: self._on_inputs(unit))  # type: ignore[no-untyped-call]
+                else:
+                    torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
 
         return enter
 

@@ -172,7 +172,7 @@ class MemoryReport:
     """The memory of one rank or of all, beside the formula.
 
     stage        of ZeRO
-    parameters   that are trained, of the whole model
+    parameters   Φ: that are trained, of what a rank has of the model, its part where layers are split
     formula      for people: "2Φ + 14Φ/p"
     of_ranks     by rank; only the own one where the report was made on no communicator
     """

@@ -13,8 +13,9 @@ from hpcpar.data import Prepared, prepare
 from hpcpar.data_parallel import DistributedOptimizer, Precision, broadcast_parameters, fully_shard
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
-from hpcpar.models import Llama
+from hpcpar.models import Llama, parallel_layers
 from hpcpar.models.initialise import initial_value
+from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard, split_over
 from hpcpar.training.config import Config, OptimizerSection
 from hpcpar.units import MiB
 
@@ -52,24 +53,36 @@ def prepare_data(config: Config, comm: Communicator, *, say: Callable[[str], Non
     )
 
 
-def build_model(config: Config, vocabulary: int, device: torch.device, dp_comm: Communicator) -> Llama:
-    """The same model on every rank; with zero_stage = 3, of each of whose layers a rank has its shard."""
-    sizes, section = config.model_config_for(vocabulary), config.optimizer
+def tensor_parallel_of(config: Config, tp_comm: Communicator) -> TensorParallel:
+    """The ranks that compute each layer together, in the way that the configuration says."""
+    return TensorParallel(tp_comm, **config.tensor_parallel.model_dump())
+
+
+def build_model(
+    config: Config, vocabulary: int, device: torch.device, dp_comm: Communicator, tp: TensorParallel
+) -> Llama:
+    """The same model on every rank of `dp_comm`, of whose layers each rank of `tp` has its part.
+
+    With zero_stage = 3 a rank has its shard of that part alone.
+    """
+    sizes, section, seed = config.model_config_for(vocabulary), config.optimizer, config.model.seed
+    streams = RandomStreams(config.train.seed, tp.rank, device, replica=dp_comm.rank)
+    layers = parallel_layers(sizes, tp, streams=streams)
     if section.zero_stage == 3:
-        seed = config.model.seed
         with torch.device("meta"):
-            model = Llama(sizes, seed=None).to(_plain_dtype(config))
+            model = Llama(sizes, layers, seed=None, recompute=config.recompute).to(_plain_dtype(config))
         fully_shard(
             model,
             dp_comm,
             precision=precision_of(config),
             prefetch=section.prefetch,
             shared_parameters=section.shared_parameters,
-            values=lambda name, _: initial_value(sizes, name, seed),
+            values=lambda name, parameter: own_shard(parameter, initial_value(sizes, name, seed)),
             device=device,
         )
         return model
-    model = Llama(sizes, seed=config.model.seed).to(device=device, dtype=_plain_dtype(config))
+    model = Llama(sizes, layers, seed=seed, recompute=config.recompute)
+    model.to(device=device, dtype=_plain_dtype(config))
     broadcast_parameters(model, dp_comm)
     return model
 
@@ -86,6 +99,7 @@ def build_optimizer(config: Config, model: nn.Module, dp_comm: Communicator) -> 
         offload=section.offload,
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
         model=model if section.zero_stage in (1, 2) else None,
+        split_over=split_over(model),
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
         first_bucket_bytes=int(section.first_bucket_mib * MiB),
         algorithm=section.algorithm,

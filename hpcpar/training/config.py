@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from hpcpar.autograd import Recompute
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
 
@@ -53,6 +54,7 @@ class ModelSection(Section):
     norm_epsilon: float | None = Field(default=None, gt=0)
     tie_embeddings: bool | None = None
     initial_std: float | None = Field(default=None, ge=0)
+    dropout: float | None = Field(default=None, ge=0, lt=1)
     seed: int = 0
 
 
@@ -84,12 +86,15 @@ class TrainSection(Section):
     sequence           tokens in a sequence
     global_batch       sequences in an optimizer step, over all ranks
     microbatch         sequences that a rank works on at once; the rest is accumulated
-    seed               of the order of the data and of the process's random numbers
+    seed               of the order of the data, of dropout and of the process's random numbers
     threads            of torch on each rank; None = the rank's share of its node's cores
     evaluate_every     steps between held-out losses; 0 = at the end only
     held_out_batches   global batches of held-out text in one such loss
     precision          type of parameters and gradients; with bfloat16 and float16 the optimizer keeps float32
                        master weights, and float16 scales its loss
+    recompute          activations that are computed anew in backward, not kept: "selective" scores and shares
+                       of attention, "full" each layer from its input
+    recompute_layers   in so many layers, from the first on; None = all
     """
 
     steps: int = Field(default=500, gt=0)
@@ -102,6 +107,8 @@ class TrainSection(Section):
     threads: int | None = Field(default=None, gt=0)
     evaluate_every: int = Field(default=100, ge=0)
     held_out_batches: int = Field(default=8, gt=0)
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: int | None = Field(default=None, ge=0)
 
 
 class OptimizerSection(Section):
@@ -150,9 +157,39 @@ class ScheduleSection(Section):
 
 
 class MeshSection(Section):
-    """Degrees of parallelism; -1 = whatever the number of ranks leaves."""
+    """Degrees of parallelism; -1 = whatever the number of ranks leaves.
+
+    dp   ranks that see different sequences
+    tp   ranks that compute each layer together
+    """
 
     dp: int = -1
+    tp: int = 1
+
+
+class TensorParallelSection(Section):
+    """How the ranks of a layer communicate. Fields as in `TensorParallel`.
+
+    sequence_parallel   between the parallel layers each rank has its part of the sequence
+    overlap             in backward, inputs' gradients travel while weights' gradients are computed
+    gather_again        with sequence_parallel: inputs are gathered once more for backward instead of kept
+    chunks              with sequence_parallel: parts in which to communicate beside the matrix products
+    """
+
+    sequence_parallel: bool = False
+    overlap: bool = True
+    gather_again: bool = False
+    chunks: int = Field(default=1, gt=0)
+
+    @field_validator("gather_again", "chunks")
+    @classmethod
+    def _is_about_sequence_parallelism(cls, value: int, info: ValidationInfo) -> int:
+        is_default = value == cls.model_fields[str(info.field_name)].default
+        if not is_default and not info.data.get("sequence_parallel", True):
+            raise ValueError(
+                "this is about sequence parallelism; set tensor_parallel.sequence_parallel=true, too"
+            )
+        return value
 
 
 class OutputSection(Section):
@@ -163,6 +200,7 @@ class OutputSection(Section):
     checkpoint_every  steps between checkpoints; 0 = at the end only
     keep              checkpoints that stay
     timeline_steps    first steps of the run to trace into timeline.json; 0 = no timeline
+    sample_tokens     of text that the trained model writes at the end, going on from held-out text; 0 = none
     """
 
     directory: Path = Path("runs/latest")
@@ -170,6 +208,7 @@ class OutputSection(Section):
     checkpoint_every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, gt=0)
     timeline_steps: int = Field(default=0, ge=0)
+    sample_tokens: int = Field(default=0, ge=0)
 
 
 class Config(Section):
@@ -181,6 +220,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     mesh: MeshSection = MeshSection()
+    tensor_parallel: TensorParallelSection = TensorParallelSection()
     output: OutputSection = OutputSection()
 
     def model_config_for(self, vocabulary: int) -> LlamaConfig:
@@ -199,7 +239,28 @@ class Config(Section):
                 f"train.sequence = {self.train.sequence} is longer than model.max_sequence = "
                 f"{config.max_sequence}; leave model.max_sequence out, or raise it"
             )
+        if (self.train.recompute_layers or 0) > config.layers:
+            raise ConfigError(
+                f"train.recompute_layers = {self.train.recompute_layers}, but the model has {config.layers} "
+                f"layers; leave it out for all of them, or lower it"
+            )
         return config
+
+    @property
+    def recompute(self) -> Recompute:
+        return Recompute(self.train.recompute, self.train.recompute_layers)
+
+    def require_sequence_for(self, tp: int) -> None:
+        """ConfigError unless `tp` ranks can have equal parts of a sequence, where they are to."""
+        sequence = self.train.sequence
+        if not self.tensor_parallel.sequence_parallel or not sequence % tp:
+            return
+        below = sequence // tp * tp
+        near = f"{below} or {below + tp}" if below else f"{tp}"
+        raise ConfigError(
+            f"train.sequence = {sequence} does not divide among mesh.tp = {tp} ranks, which are to have "
+            f"equal parts of it; make it {near}, or set tensor_parallel.sequence_parallel=false"
+        )
 
 
 def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
@@ -273,7 +334,8 @@ def _complaint(fault: Mapping[str, Any], source: str, origins: Mapping[str, str]
     where = next((said for overridden, said in origins.items() if _within(key, overridden)), source)
     if fault["type"] == "extra_forbidden":
         return f"{where}: there is no key {key}{_nearest(key)}"
-    return f"{where}: {key} = {fault['input']!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return f"{where}: {key} = {fault['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
 def _within(key: str, overridden: str) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -26,7 +27,6 @@ from hpcpar.comm import Communicator
 from hpcpar.data import Dataset, Sampler
 from hpcpar.data_parallel import (
     MemoryReport,
-    allreduce_nbytes,
     expected_broadcast_nbytes,
     memory_report,
     watch_activations,
@@ -34,17 +34,28 @@ from hpcpar.data_parallel import (
 from hpcpar.data_parallel.activations import Activations
 from hpcpar.errors import ConfigError, DataError, DivergenceError
 from hpcpar.mesh import Mesh
+from hpcpar.models import generate
 from hpcpar.partition import bounds
-from hpcpar.training.build import build_model, build_optimizer, place_on_hardware, prepare_data
+from hpcpar.training.build import (
+    build_model,
+    build_optimizer,
+    place_on_hardware,
+    prepare_data,
+    tensor_parallel_of,
+)
 from hpcpar.training.config import Config
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
 from hpcpar.training.schedule import learning_rate
 from hpcpar.training.step import StepResult, held_out_loss, train_step
-from hpcpar.training.summary import Theory, TrafficLine, as_records, gather_traffic, table
+from hpcpar.training.summary import TrafficLine, as_records, gather_traffic, table
+from hpcpar.training.theory import Passes, Theory, expected_traffic
 from hpcpar.training.timeline import Timeline, span
 from hpcpar.units import format_duration
 
 logger = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 32
+"""Of held-out text, which the trained model's sample goes on from."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +100,11 @@ class Run:
         self.comm = comm
         self._console = console if comm.rank == 0 else None
         self.mesh = Mesh(comm, config.mesh.model_dump())
-        # Losses travel apart from gradients, so that the bytes of the latter can be held to theory.
-        losses = comm.split(0, name="losses")
+        config.require_sequence_for(self.mesh.tp.size)
+        self.tp = tensor_parallel_of(config, self.mesh.tp)
+        # Losses travel apart from gradients, so that the bytes of the latter can be held to theory; over dp
+        # alone, as ranks that share layers have the same loss.
+        losses = self.mesh.dp.split(0, name="losses")
         assert losses is not None, "every rank is in it"
         self._losses = losses
         self.device = place_on_hardware(config, comm)
@@ -101,7 +115,7 @@ class Run:
         self.sampler = Sampler(
             len(self.data.shards.train), config.train.sequence, config.train.global_batch, config.train.seed
         )
-        self.model = build_model(config, self.data.shards.vocabulary, self.device, self.mesh.dp)
+        self.model = build_model(config, self.data.shards.vocabulary, self.device, self.mesh.dp, self.tp)
         # Before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(self.model, self.mesh.dp)
         self.optimizer = build_optimizer(config, self.model, self.mesh.dp)
@@ -154,7 +168,8 @@ class Run:
             traffic=tuple(gather_traffic(self.comm, self._theory())),
             memory=memory_report(self.model, self.optimizer, self.comm, activations=self._activations),
         )
-        self._leave_reports(outcome)
+        sample = self._sample()
+        self._leave_reports(outcome, sample)
         return outcome
 
     # --- when -------------------------------------------------------------------------------------
@@ -260,11 +275,10 @@ class Run:
 
     def _held_out_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of the held-out windows, the same every time, a microbatch at a time."""
-        dp, windows = self.mesh.dp, self._held_out_windows
-        first, last = bounds(len(windows), dp.size)[dp.rank]
-        for start, stop in bounds(last - first, self._microbatches(len(windows))):
-            some = windows[first + start : first + stop]
-            yield self._to_device(self.held_out_data.batch(some))
+        windows, start = self._held_out_windows, self._own_share(len(self._held_out_windows))[0]
+        for sequences in self._microbatch_sizes(len(windows)):
+            yield self._to_device(self.held_out_data.batch(windows[start : start + sequences]))
+            start += sequences
 
     @property
     def _held_out_windows(self) -> Sequence[int]:
@@ -276,6 +290,15 @@ class Run:
         largest_share = -(-sequences // self.mesh.dp.size)
         return -(-largest_share // self.config.train.microbatch)
 
+    def _own_share(self, sequences: int) -> tuple[int, int]:
+        """Of so many sequences, the first of this dp rank's, and the first that is not any more."""
+        return bounds(sequences, self.mesh.dp.size)[self.mesh.dp.rank]
+
+    def _microbatch_sizes(self, sequences: int) -> list[int]:
+        """Sequences in each microbatch of this dp rank's share of so many."""
+        first, last = self._own_share(sequences)
+        return [stop - start for start, stop in bounds(last - first, self._microbatches(sequences))]
+
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return batch[0].to(self.device), batch[1].to(self.device)
 
@@ -284,7 +307,7 @@ class Run:
         if config.train.global_batch < ranks:
             raise ConfigError(
                 f"train.global_batch = {config.train.global_batch} sequences cannot be shared by {ranks} "
-                f"ranks; make it at least {ranks}"
+                f"data-parallel ranks; make it at least {ranks}"
             )
         if not self.held_out_data.windows:
             raise DataError(
@@ -350,26 +373,25 @@ class Run:
         )
 
     def _theory(self) -> Theory:
-        """Bytes that all ranks together send for the common start, the gradients and the losses."""
-        dp, losses = self.mesh.dp, self._losses
+        """Bytes of the common start, the layers, the gradients and the losses."""
         cuts = self._stretches()
-        evaluations = max(1, sum(self._is_evaluated(stop) for _, stop in cuts))
-        traffic = self.optimizer.expected_traffic(
-            self._steps_left,
-            backwards=self._microbatches(self.config.train.global_batch),
-            forwards=evaluations * self._microbatches(len(self._held_out_windows)),
-            norms=1 if self.optimizer.scaler.dynamic is False else 2,
+        passes = Passes(
+            trained=self._microbatch_sizes(self.config.train.global_batch),
+            evaluations=max(1, sum(self._is_evaluated(stop) for _, stop in cuts)),
+            held_out=self._microbatch_sizes(len(self._held_out_windows)),
+            sequence=self.config.train.sequence,
+            stretches=[stop - start for start, stop in cuts],
             loads=1 if self._resumed else 0,
         )
-        start = {} if self.optimizer.zero_stage == 3 else {(dp.name, "broadcast"): self._start_nbytes}
-        losses_nbytes = [8 * (stop - start) for start, stop in cuts] + [16] * evaluations
-        return {
-            **{(dp.name, collective): nbytes for collective, nbytes in traffic.items()},
-            **start,
-            (losses.name, "allreduce"): sum(
-                allreduce_nbytes(losses, n, dtype="float64") for n in losses_nbytes
-            ),
-        }
+        return expected_traffic(
+            self.model,
+            self.optimizer,
+            self.tp,
+            self._losses,
+            passes,
+            recompute=self.config.recompute,
+            start_nbytes=0 if self.optimizer.zero_stage == 3 else self._start_nbytes,
+        )
 
     def _announce(self) -> None:
         config, shards = self.config, self.data.shards
@@ -377,17 +399,29 @@ class Run:
         self._say(
             f"ranks: {self.comm.size} ({self.mesh.layout}), torch threads on each: "
             f"{torch.get_num_threads()}, on {self.device}\n"
-            f"model: {config.model.preset}, {self.model.config.parameters():,} parameters\n"
+            f"model: {config.model.preset}, {self.model.config.parameters():,} parameters{self._division}\n"
             f"text:  {len(shards.train):,} tokens to learn from, {len(shards.held_out):,} held out\n"
             f"steps: {config.train.steps} of {config.train.global_batch} × {config.train.sequence} tokens, "
             f"{total:,} in all, {total / len(shards.train):.2f} of the text"
         )
 
-    def _leave_reports(self, outcome: Outcome) -> None:
-        """summary.json and loss.png, and traffic and memory on the console."""
+    def _sample(self) -> str | None:
+        """What the model writes after the beginning of the held-out text, if it is to. Collective."""
+        if not self.config.output.sample_tokens:
+            return None
+        prompt = self.data.shards.held_out.read(0, min(PROMPT_TOKENS, self.config.train.sequence))
+        tokens = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(self.device)
+        # All ranks write the same, as those that share layers, or parameters, must call the model alike.
+        written = generate(self.model, tokens, self.config.output.sample_tokens, seed=self.config.train.seed)
+        known = written[0][written[0] < self.data.shards.vocabulary].tolist()
+        return self.data.tokenizer.decode(known)
+
+    def _leave_reports(self, outcome: Outcome, sample: str | None) -> None:
+        """summary.json and loss.png, and traffic, memory and the sample on the console."""
         if self.comm.rank != 0:
             return
         summary = {
+            "layout": str(self.mesh.layout),
             **{name: value for name, value in vars(outcome).items() if name not in ("traffic", "memory")},
             "traffic": as_records(outcome.traffic),
             "memory": outcome.memory.as_record(),
@@ -401,6 +435,8 @@ class Run:
         if self._console is not None:
             self._console.print(table(outcome.traffic, size=self.comm.size))
             self._console.print(outcome.memory.table())
+        if sample is not None:
+            self._say(f"a sample:\n{sample}")
         self._say(
             f"held-out loss {outcome.held_out_loss:.3f} nats per token (ln({self.data.shards.vocabulary}) = "
             f"{math.log(self.data.shards.vocabulary):.3f} knows nothing)\n"
@@ -408,9 +444,19 @@ class Run:
             f"metrics.jsonl, loss.png, summary.json and checkpoints are in {self.directory}"
         )
 
+    @property
+    def _division(self) -> str:
+        """How ranks share the layers, for the announcement; nothing where they do not."""
+        if self.tp.size == 1:
+            return ""
+        held = sum(parameter.numel() for parameter in self.model.parameters())
+        sequences = ", which share the sequence, too" if self.tp.sequence_parallel else ""
+        return f", {held:,} on each of {self.tp.size} ranks{sequences}"
+
     def _say(self, text: str) -> None:
         if self._console is not None:
-            self._console.print(text, highlight=False)
+            # Text that a model wrote may look like markup.
+            self._console.print(text, highlight=False, markup=False)
 
 
 def stretches(

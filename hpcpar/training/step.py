@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcpar.comm import Communicator, Trace
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.models import next_token_loss
+from hpcpar.models import Llama
 from hpcpar.partition import bounds
 from hpcpar.training.timeline import span
 
@@ -20,7 +20,7 @@ from hpcpar.training.timeline import span
 class StepResult:
     """What a step measured.
 
-    loss_share      this rank's share of the mean loss in nats: summed over ranks, it is the loss
+    loss_share      this rank's share of the mean loss in nats: summed over dp ranks, it is the loss
     gradient_norm   of the whole averaged gradient before clipping, the same on every rank
     """
 
@@ -29,7 +29,7 @@ class StepResult:
 
 
 def train_step(
-    model: nn.Module,
+    model: Llama,
     optimizer: DistributedOptimizer,
     tokens: Tensor,
     targets: Tensor,
@@ -41,9 +41,9 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, and the optimizer on the gradient of the whole global batch's mean loss.
 
-    tokens, targets   [B, S], this rank's part of the global batch; B may differ between ranks
+    tokens, targets   [B, S], this dp rank's part of the global batch; B may differ between them
     microbatches      into how many parts they are cut, the same on every rank; a part may be empty
-    global_tokens     in the global batch, over all ranks
+    global_tokens     in the global batch, over all dp ranks
     clip_norm         largest norm of the gradient; inf = no clipping
 
     Each microbatch's loss is a sum divided by `global_tokens`, so parts of unequal size on the ranks
@@ -57,7 +57,7 @@ def train_step(
         with nullcontext() if last else optimizer.no_sync():
             with span(trace, "forward", microbatch=number):
                 logits = model(tokens[start:stop])
-                loss = next_token_loss(logits, targets[start:stop], reduction="sum") / global_tokens
+                loss = model.loss(logits, targets[start:stop], reduction="sum") / global_tokens
             with span(trace, "backward", microbatch=number):
                 # The optimizer averages over ranks where the global mean asks for a sum.
                 optimizer.scale_loss(loss * ranks).backward()  # type: ignore[no-untyped-call]
@@ -71,19 +71,19 @@ def train_step(
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], comm: Communicator) -> float:
-    """Mean loss in nats per token over all ranks' batches of (tokens, targets) [B, S]; collective.
+def held_out_loss(model: Llama, batches: Iterable[tuple[Tensor, Tensor]], dp_comm: Communicator) -> float:
+    """Mean loss in nats per token over all dp ranks' batches of (tokens, targets) [B, S]; collective.
 
-    Each rank brings as many batches, of which some may be empty.
+    Each rank brings as many batches, of which some may be empty. Ranks that share layers have the same ones.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     was_training = model.training
     model.eval()
     try:
         for tokens, targets in batches:
-            totals[0] += next_token_loss(model(tokens), targets, reduction="sum").double().cpu()
+            totals[0] += model.loss(model(tokens), targets, reduction="sum").double().cpu()
             totals[1] += targets.numel()
     finally:
         model.train(was_training)
-    comm.allreduce(totals)
+    dp_comm.allreduce(totals)
     return float(totals[0] / totals[1])

@@ -6,6 +6,7 @@ dp            allreduce    1,600      6,400    4.8 GiB    4.8 GiB             0 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,10 +14,8 @@ from typing import Any
 from rich.table import Table
 
 from hpcpar.comm import Communicator
+from hpcpar.training.theory import Theory
 from hpcpar.units import format_duration, format_nbytes
-
-Theory = Mapping[tuple[str, str], int]
-"""(communicator, collective) -> bytes that all ranks together have to send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +46,31 @@ class TrafficLine:
 
 
 def gather_traffic(comm: Communicator, theory: Theory) -> list[TrafficLine]:
-    """The counts of all ranks on all communicators of the run, the same on every rank; collective."""
+    """The counts of all ranks on all communicators of the run, the same on every rank; collective.
+
+    theory   of the communicators that this rank is in; of each the first rank's is taken
+    """
     # Noted down before the gathering itself is counted.
     mine = [
         (name, row.collective, row.calls, row.messages, row.nbytes_sent, row.seconds_waited, row.calls_by_mpi)
         for name, traffic in comm.traffics().items()
         for row in traffic.rows()
     ]
-    return merge(comm.allgather_object(mine), theory)
+    told = {(on.name, collective): n for (on, collective), n in theory.items() if on.rank == 0}
+    of_ranks = comm.allgather_object((mine, told))
+    total: Counter[tuple[str, str]] = Counter()
+    for _, told in of_ranks:
+        total.update(told)
+    return merge([rows for rows, _ in of_ranks], total)
 
 
 def merge(
-    of_ranks: Sequence[Sequence[tuple[str, str, int, int, int, float, int]]], theory: Theory
+    of_ranks: Sequence[Sequence[tuple[str, str, int, int, int, float, int]]],
+    theory: Mapping[tuple[str, str], int],
 ) -> list[TrafficLine]:
     """Sum messages and bytes over ranks, and take the largest of calls and of time waited.
+
+    theory   (communicator, collective) -> bytes that all ranks have to send
 
     A collective for which nothing was sent, not even by MPI, has no line.
     """

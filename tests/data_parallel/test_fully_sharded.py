@@ -1033,6 +1033,26 @@ def test_what_makes_no_sense_is_refused() -> None:
         DistributedOptimizer(torch.optim.SGD([p for _, p in both], lr=0.1), both, Communicator.alone())
 
 
+def test_a_steps_graph_goes_with_the_step_and_does_not_wait_for_the_garbage_collector() -> None:
+    model = fully_shard(Network(), Communicator.alone())
+    optimizer = optimizer_of(model, Communicator.alone())
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(2):
+            plain_loss(model, batch(number, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kept = [type(each).__name__ for each in gc.garbage if "Backward" in type(each).__name__]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert kept == []
+
+
 def test_units_have_the_memory_of_their_parameters_and_padding() -> None:
     def body(comm: Communicator) -> list[tuple[str, int, int]]:
         model = fully_shard(Network(count=2), comm)

@@ -5,16 +5,22 @@ import torch
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import PeerFailedError
+from hpcpar.models import Llama
+from hpcpar.tensor_parallel import TensorParallel
 from hpcpar.training.build import build_model, place_on_hardware, plain_optimizer
-from hpcpar.training.config import OptimizerSection, parse
+from hpcpar.training.config import Config, OptimizerSection, parse
 
 SMALL = (
     "[model]\nhidden_size = 8\nlayers = 1\nheads = 2\nkv_heads = 1\nffn_size = 16\n[train]\nsequence = 8\n"
 )
 
 
+def built(config: Config, dp_comm: Communicator) -> Llama:
+    return build_model(config, 256, torch.device("cpu"), dp_comm, TensorParallel(Communicator.alone()))
+
+
 def test_matrices_are_decayed_and_vectors_are_not() -> None:
-    model = build_model(parse(SMALL, source="x"), 256, torch.device("cpu"), Communicator.alone())
+    model = built(parse(SMALL, source="x"), Communicator.alone())
     optimizer = plain_optimizer(OptimizerSection(weight_decay=0.3), model)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
@@ -30,7 +36,7 @@ def test_sgd_has_its_momentum() -> None:
 
 def test_the_model_is_the_same_on_every_rank_and_of_the_dtype_asked_for() -> None:
     config = parse(SMALL + 'precision = "float64"\n', source="x")
-    models = run_loopback(2, lambda comm: build_model(config, 256, torch.device("cpu"), comm))
+    models = run_loopback(2, lambda comm: built(config, comm))
     for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert first.dtype == torch.float64
         assert torch.equal(first, second)

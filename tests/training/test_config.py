@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
 
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
-from hpcpar.training.config import Config, ModelSection, known_keys, parse, read
+from hpcpar.tensor_parallel import TensorParallel
+from hpcpar.training.config import (
+    Config,
+    ModelSection,
+    TensorParallelSection,
+    known_keys,
+    parse,
+    read,
+)
 
 
 def refused(text: str = "", *overrides: str) -> str:
@@ -135,6 +144,35 @@ def test_a_sequence_longer_than_the_model_is_refused() -> None:
     config = parse("[model]\nmax_sequence = 64\n[train]\nsequence = 65\n", source="run.toml")
     with pytest.raises(ConfigError, match=r"train\.sequence = 65 is longer than model\.max_sequence = 64"):
         config.model_config_for(256)
+
+
+def test_what_is_about_sequence_parallelism_is_refused_without_it() -> None:
+    assert refused("", "tensor_parallel.gather_again=true") == (
+        "override 'tensor_parallel.gather_again=true': tensor_parallel.gather_again = True: this is about "
+        "sequence parallelism; set tensor_parallel.sequence_parallel=true, too"
+    )
+    assert "tensor_parallel.chunks = 2: this is about" in refused("[tensor_parallel]\nchunks = 2\n")
+    text = "[tensor_parallel]\nchunks = 2\ngather_again = true\nsequence_parallel = true\n"
+    assert parse(text, source="run.toml").tensor_parallel.chunks == 2
+
+
+def test_the_keys_of_tensor_parallelism_are_the_options_of_its_axis() -> None:
+    options = set(inspect.signature(TensorParallel).parameters) - {"comm", "twice"}
+    assert set(TensorParallelSection.model_fields) == options
+
+
+def test_more_layers_to_recompute_than_there_are_is_refused() -> None:
+    config = parse("[model]\nlayers = 2\n[train]\nrecompute_layers = 3\n", source="run.toml")
+    with pytest.raises(ConfigError, match=r"train\.recompute_layers = 3, but the model has 2 layers"):
+        config.model_config_for(256)
+
+
+def test_a_sequence_must_divide_where_ranks_share_it_only() -> None:
+    parse("[train]\nsequence = 30\n", source="x").require_sequence_for(4)
+    config = parse("[train]\nsequence = 3\n[tensor_parallel]\nsequence_parallel = true\n", source="x")
+    config.require_sequence_for(3)
+    with pytest.raises(ConfigError, match=r"train\.sequence = 3 .* mesh\.tp = 4 ranks.*; make it 4, or set"):
+        config.require_sequence_for(4)
 
 
 def test_an_unknown_preset_is_refused() -> None:

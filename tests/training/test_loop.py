@@ -12,61 +12,11 @@ from rich.console import Console
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, DataError, DivergenceError, LayoutError, PeerFailedError
-from hpcpar.training import Config, Outcome, Run, parse
+from hpcpar.training import Config, Outcome, Run
 from hpcpar.training.loop import is_due, move_aside, stretches
 from hpcpar.training.metrics import records_of
 
 MakeConfig = Callable[..., Config]
-
-RUN = """
-[model]
-hidden_size = 16
-layers = 1
-heads = 2
-kv_heads = 1
-ffn_size = 32
-[data]
-held_out = 0.3
-[train]
-steps = 8
-sequence = 16
-global_batch = 5
-microbatch = 2
-precision = "float64"
-threads = 1
-evaluate_every = 4
-held_out_batches = 2
-[optimizer]
-learning_rate = 1e-2
-algorithm = "ring"
-[output]
-log_every = 3
-"""
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A dozen small documents."""
-    directory = tmp_path / "text"
-    directory.mkdir()
-    for number in range(12):
-        (directory / f"{number}.txt").write_text(
-            f"document {number}: " + "the cat sat on the mat. " * (20 + number)
-        )
-    return directory
-
-
-@pytest.fixture
-def config_of(tmp_path: Path, text: Path) -> MakeConfig:
-    def make(*overrides: str, name: str = "run") -> Config:
-        places = (
-            f"data.paths={text}",
-            f"data.cache={tmp_path / 'cache'}",
-            f"output.directory={tmp_path / name}",
-        )
-        return parse(RUN, source="run.toml", overrides=[*places, *overrides])
-
-    return make
 
 
 def trained(config: Config, size: int = 1, *, resume: bool = False) -> list[Outcome]:
@@ -256,7 +206,7 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused_on_every_rank(config_of: 
 
 
 def test_a_batch_smaller_than_the_ranks_is_refused(config_of: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=r"train\.global_batch = 1 sequences cannot be shared by 2 ranks"):
+    with pytest.raises(ConfigError, match=r"train\.global_batch = 1 sequences cannot be shared by 2 data"):
         run_loopback(2, lambda comm: Run(config_of("train.global_batch=1"), comm))
 
 

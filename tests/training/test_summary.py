@@ -39,7 +39,7 @@ def test_a_collective_that_was_left_to_mpi_has_a_line_without_a_number_of_messag
 def test_every_rank_gathers_the_same_lines_without_the_gathering_itself() -> None:
     def work(comm: Communicator) -> list[TrafficLine]:
         comm.allreduce(torch.ones(12), algorithm="ring")
-        return gather_traffic(comm, {("world", "allreduce"): 2 * 2 * 48})
+        return gather_traffic(comm, {(comm, "allreduce"): 2 * 2 * 48})
 
     of_ranks = run_loopback(3, work)
     assert of_ranks[0] == of_ranks[1] == of_ranks[2]

@@ -1,0 +1,160 @@
+"""Throughput of ZeRO-3 with tensor parallelism against the degree: examples/fsdp_tp.py, on 4 ranks.
+
+    python benchmarks/tensor_parallel_degree.py [--ranks 4] [--degrees 1 2 4] [--rounds 3]
+        [--json FILE] [--picture FILE] [-- --hidden 512 …]
+
+Each degree is a job of its own, and the degrees are run in turn, round by round, so that a noisy machine
+touches all of them. What follows "--" goes to the example, otherwise 8 layers and no limit of memory.
+
+    tp   step, median of rounds   tokens/s       each rank: activations, memory
+    1    …
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcpar.units import MiB, format_nbytes
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp_tp.py"
+
+TIMEOUT_S = 1200.0
+"""Of one job."""
+
+Record = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Throughput against the degree of tensor parallelism.")
+    parser.add_argument("--ranks", type=int, default=4, help="of each job (default: 4)")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each degree (default: 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each job to this file")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into this file (PNG, SVG or PDF)")
+    parser.add_argument("example", nargs="*", help="options of the example, after --")
+    return parser.parse_args()
+
+
+def run(ranks: int, degree: int, options: Sequence[str]) -> Record:
+    """A job of so many ranks; its line."""
+    with tempfile.TemporaryDirectory() as directory:
+        line = Path(directory) / "line.jsonl"
+        example = [str(EXAMPLE), "--tp", str(degree), "--json", str(line), *options]
+        command = [sys.executable, "-m", "hpcpar", "run", "-n", str(ranks), "--", *example]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr}")
+        record: Record = json.loads(line.read_text(encoding="utf-8"))
+        return record
+
+
+def by_degree(records: Sequence[Record], key: str) -> dict[int, list[float]]:
+    """The values of all rounds, for each degree."""
+    found: dict[int, list[float]] = {}
+    for record in records:
+        found.setdefault(record["tp"], []).append(record[key])
+    return dict(sorted(found.items()))
+
+
+def medians(records: Sequence[Record], key: str) -> dict[int, float]:
+    return {degree: statistics.median(values) for degree, values in by_degree(records, key).items()}
+
+
+def table(records: Sequence[Record]) -> str:
+    rows = [f"{'tp':>3}  {'dp':>3}  {'step':>9}  {'tokens/s':>9}  {'activations':>12}  {'memory':>10}"]
+    steps, speeds = medians(records, "median_s"), medians(records, "tokens_per_s")
+    kept, added = medians(records, "activations_nbytes"), medians(records, "added_nbytes")
+    ranks = records[0]["ranks"]
+    for tp in steps:
+        rows.append(
+            f"{tp:>3}  {ranks // tp:>3}  {steps[tp]:>7.3f} s  {speeds[tp]:>9,.0f}  "
+            f"{format_nbytes(kept[tp]):>12}  {format_nbytes(added[tp]):>10}"
+        )
+    return "\n".join(rows)
+
+
+def heading(record: Record) -> str:
+    """What the figures are of."""
+    way = "sequence parallel" if record["sequence_parallel"] else "tensor parallel only"
+    return (
+        f"{record['n_layers']} layers of {record['hidden']}, {record['batch']} x {record['sequence']} tokens "
+        f"for every tp ranks of {record['ranks']}, ZeRO-3 over the others, {way}"
+    )
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Tokens per second, and memory of a rank, against the degree."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, memory = figure.subplots(1, 2)
+    of_rounds = by_degree(records, "tokens_per_s")
+    places = {degree: place for place, degree in enumerate(of_rounds)}
+    for degree, values in of_rounds.items():
+        speed.plot([places[degree]] * len(values), values, "o", color="tab:blue", alpha=0.3)
+    middle, steps = medians(records, "tokens_per_s"), medians(records, "median_s")
+    speed.plot([*places.values()], [*middle.values()], "-", color="tab:blue")
+    for degree, value in middle.items():
+        speed.annotate(
+            f"{value:,.0f}\n{steps[degree]:.2f} s a step",
+            (places[degree], value),
+            textcoords="offset points",
+            xytext=(0, 10),
+            ha="center",
+            fontsize=8,
+        )
+    speed.set(ylabel="tokens/s, all ranks together")
+    speed.set_ylim(0, 1.3 * max(max(values) for values in of_rounds.values()))
+    for key, name, colour in (
+        ("added_nbytes", "all that the process took", "tab:grey"),
+        ("activations_nbytes", "activations", "tab:orange"),
+    ):
+        bars = [nbytes / MiB for nbytes in medians(records, key).values()]
+        memory.bar([*places.values()], bars, width=0.6, color=colour, label=name)
+    memory.set(ylabel="MiB of a rank, at most")
+    memory.legend(fontsize=8)
+    for axes in (speed, memory):
+        axes.set_xlabel("tensor-parallel degree")
+        axes.set_xticks([*places.values()], [str(degree) for degree in places])
+        axes.margins(x=0.15)
+        axes.grid(axis="y", alpha=0.3)
+    figure.suptitle(heading(records[0]), fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    options = arguments()
+    given = options.example or ["--n-layers", "8", "--memory-limit-gib", "0"]
+    records = []
+    for number in range(options.rounds):
+        for degree in options.degrees:
+            records.append(run(options.ranks, degree, given))
+            found = records[-1]
+            print(
+                f"# round {number + 1}, tp={degree}: {found['median_s']:.3f} s, "
+                f"{found['tokens_per_s']:,.0f} tokens/s",
+                flush=True,
+            )
+    first = records[0]
+    about = ("ranks", "nodes", "cores", "dtype", "dataset", "steps", "torch", "hpcpar")
+    print("# " + "  ".join(f"{key} {first[key]}" for key in about) + f"  rounds {options.rounds}")
+    print(f"# {heading(first)}")
+    print(table(records))
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    if options.picture is not None:
+        draw(records, options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""examples/fsdp_tp.py, and the benchmark that runs it, in sizes that take seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mpi4py")
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = str(ROOT / "examples" / "fsdp_tp.py")
+TINY = ("--hidden", "64", "--sequence", "32", "--n-layers", "2", "--steps", "2")
+
+RunRanks = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits as Linux has them")
+def test_a_size_beyond_the_limit_fails_with_advice_and_fits_with_tensor_parallelism(
+    run_ranks: RunRanks,
+) -> None:
+    # What backward needs of 8 layers is 87 MiB, and half of it on each of two ranks.
+    size = ("--hidden", "128", "--sequence", "1024", "--n-layers", "8", "--steps", "1")
+    limited = (*size, "--memory-limit-gib", "0.08")
+    alone = run_ranks(2, EXAMPLE, *limited, "--tp", "1")
+    assert alone.returncode != 0
+    assert "needs more than --memory-limit-gib=0.08" in alone.stderr
+    assert "on tp=1; try --tp=2\n" in alone.stderr
+    shared = run_ranks(2, EXAMPLE, *limited, "--tp", "2")
+    assert shared.returncode == 0, shared.stderr
+    for said in (
+        "tp=2: 8 layers of 128",
+        "step 1  loss",
+        "median of steps",
+        "tokens/s",
+        "rank 1: peak memory",
+    ):
+        assert said in shared.stdout
+
+
+def test_the_degrees_are_run_in_turn_and_drawn(tmp_path: Path) -> None:
+    lines, picture = tmp_path / "lines.jsonl", tmp_path / "degrees.png"
+    command = [sys.executable, str(ROOT / "benchmarks" / "tensor_parallel_degree.py"), "--ranks", "2"]
+    command += ["--degrees", "1", "2", "--rounds", "1", "--json", str(lines), "--picture", str(picture)]
+    done = subprocess.run(
+        [*command, "--", *TINY], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [(each["tp"], each["dp"], len(each["step_s"])) for each in records] == [(1, 2, 2), (2, 1, 2)]
+    # Of random tokens: that of knowing nothing, ln 256.
+    assert all(5.4 < each["losses"][0] < 5.8 for each in records)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "  1    2  " in done.stdout

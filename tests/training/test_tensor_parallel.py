@@ -1,0 +1,288 @@
+"""Runs whose layers several ranks compute together: the serial run's numbers, and bytes as theory says."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.tensor_parallel import TensorParallel
+from hpcpar.training import Config, Outcome, Run
+from hpcpar.training.build import build_model
+from hpcpar.training.metrics import records_of
+
+MakeConfig = Callable[..., Config]
+
+MODEL = (
+    "model.hidden_size=24",
+    "model.layers=2",
+    "model.heads=12",
+    "model.kv_heads=6",
+    "model.ffn_size=48",
+    "train.sequence=24",
+    "train.steps=4",
+    "train.evaluate_every=2",
+    "optimizer.clip_norm=0.2",
+)
+"""Small, and divisible by 2, 3 and 4; every gradient is clipped."""
+
+SEQUENCE = "tensor_parallel.sequence_parallel=true"
+
+
+def trained(config: Config, size: int = 1, *, resume: bool = False) -> list[Outcome]:
+    return run_loopback(size, lambda comm: Run(config, comm, resume=resume).train())
+
+
+def course(config: Config) -> list[float]:
+    """Losses and gradient norms of all steps."""
+    records = records_of(config.output.directory / "metrics.jsonl")
+    return [record[key] for record in records if "loss" in record for key in ("loss", "gradient_norm")]
+
+
+def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
+    """Of all lines but those of checked mode and of objects that were exchanged."""
+    return {
+        (line.communicator, line.collective): line.deviation
+        for line in outcome.traffic
+        if line.communicator.split("-")[0] in ("dp", "tp", "losses")
+        and line.collective in ("allreduce", "allgather", "reduce_scatter", "broadcast")
+    }
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "options"),
+    [
+        *((2, 2, (f"optimizer.zero_stage={stage}",)) for stage in range(4)),
+        *((2, 2, (f"optimizer.zero_stage={stage}", SEQUENCE)) for stage in (0, 3)),
+        (1, 3, ()),
+        (1, 3, (SEQUENCE, "tensor_parallel.chunks=2", "optimizer.zero_stage=1")),
+        (1, 4, ("model.kv_heads=2", "model.tie_embeddings=true")),
+        (
+            1,
+            4,
+            (SEQUENCE, "tensor_parallel.gather_again=true", "train.recompute=selective", "model.kv_heads=4"),
+        ),
+        (
+            2,
+            2,
+            (
+                "train.recompute=full",
+                "optimizer.zero_stage=3",
+                "model.kv_heads=1",
+                "model.tie_embeddings=true",
+            ),
+        ),
+        (
+            1,
+            2,
+            ("train.recompute=full", "train.recompute_layers=1", SEQUENCE, "tensor_parallel.overlap=false"),
+        ),
+        (2, 2, ("optimizer.zero_stage=3", "optimizer.shared_parameters=true")),
+        # Some of three ranks have no sequence in their second microbatch.
+        (3, 2, ("optimizer.zero_stage=2", "train.global_batch=4", "train.microbatch=1", SEQUENCE)),
+    ],
+)
+def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
+    config_of: MakeConfig, dp: int, tp: int, options: tuple[str, ...]
+) -> None:
+    of_model = [option for option in options if option.startswith(("model.", "train.global_batch"))]
+    alone = config_of(*MODEL, *of_model, name="alone")
+    together = config_of(*MODEL, *options, f"mesh.tp={tp}", name="together")
+    expected = trained(alone)[0]
+    outcomes = trained(together, dp * tp)
+    # float64: only the order of summation differs.
+    assert min(course(alone)[1::2]) > 0.2
+    assert course(together) == pytest.approx(course(alone), abs=1e-10)
+    assert outcomes[0].held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
+    assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
+        (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
+    }
+    found = deviations(outcomes[0])
+    assert set(found.values()) == {0}, found
+    assert ("tp", "allreduce") in found
+    assert outcomes[0].memory.worst.unexplained_nbytes == 0
+
+
+@pytest.mark.parametrize("options", [(), (SEQUENCE, "optimizer.zero_stage=3")])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_sends_half_of_the_bytes_and_the_loss_in_single(
+    config_of: MakeConfig, precision: str, options: tuple[str, ...]
+) -> None:
+    config = config_of(*MODEL, *options, "mesh.tp=2", f"train.precision={precision}")
+    outcomes = run_loopback(4, lambda comm: Run(config, comm).train(), check=False)
+    assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
+        (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
+    }
+    found = deviations(outcomes[0])
+    assert {nbytes for (name, _), nbytes in found.items() if name == "tp"} == {0}, found
+
+
+@pytest.mark.parametrize("options", [(), (SEQUENCE, "tensor_parallel.gather_again=true")])
+def test_with_dropout_recomputation_changes_no_bit_and_sends_what_theory_says(
+    config_of: MakeConfig, options: tuple[str, ...]
+) -> None:
+    courses = []
+    for mode in ("none", "selective", "full"):
+        config = config_of(
+            *MODEL, *options, "mesh.tp=2", "model.dropout=0.2", f"train.recompute={mode}", name=mode
+        )
+        assert set(deviations(trained(config, 2)[0]).values()) == {0}
+        courses.append(course(config))
+    assert courses[0] == courses[1] == courses[2]
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(config_of: MakeConfig) -> None:
+    config = config_of(*MODEL, "mesh.tp=2", "train.precision=float16")
+
+    def work(comm: Communicator) -> int:
+        run = Run(config, comm)
+        if comm.rank == 1:
+            weight = run.model.get_parameter("model.layers.0.mlp.down_proj.weight")
+            weight.register_hook(lambda gradient: gradient * torch.inf)
+        run._step(0)
+        return run.optimizer.scaler.skipped
+
+    assert run_loopback(4, work, check=False) == [1] * 4
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------
+
+
+def half_of(config: Config, size: int) -> None:
+    """Train 2 of 4 steps, save, and be gone."""
+
+    def interrupted(comm: Communicator) -> None:
+        run = Run(config, comm)
+        run._steps(0, 2, None)
+        run._save(2)
+
+    run_loopback(size, interrupted, check=False)
+
+
+Way = tuple[int, int, tuple[str, ...]]
+"""dp, tp, options"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, 1, ()), (2, 2, (SEQUENCE, "optimizer.zero_stage=3"))),
+        ((2, 2, ("optimizer.zero_stage=3",)), (1, 1, ())),
+        ((1, 3, ()), (2, 2, ("optimizer.zero_stage=1",))),
+        ((2, 2, ("optimizer.zero_stage=2",)), (1, 4, (SEQUENCE,))),
+    ],
+)
+def test_a_run_is_resumed_on_another_layout(config_of: MakeConfig, before: Way, after: Way) -> None:
+    model = (*MODEL, "model.kv_heads=12")
+    whole = config_of(*model, name="whole")
+    expected = trained(whole)[0]
+    (dp, tp, options), (dp_after, tp_after, options_after) = before, after
+    half_of(config_of(*model, *options, f"mesh.tp={tp}", name="parts"), dp * tp)
+    config = config_of(*model, *options_after, f"mesh.tp={tp_after}", name="parts")
+    resumed = trained(config, dp_after * tp_after, resume=True)[0]
+    assert resumed.first_step == 2
+    # float64: only the order of summation differs.
+    assert resumed.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
+    assert course(config) == pytest.approx(course(whole)[4:], abs=1e-10)
+    found = deviations(resumed)
+    assert {nbytes for (_, name), nbytes in found.items() if name != "broadcast"} <= {0}, found
+
+
+@pytest.mark.parametrize("options", [(), (SEQUENCE, "optimizer.zero_stage=3")])
+def test_a_run_with_dropout_is_resumed_bit_for_bit(config_of: MakeConfig, options: tuple[str, ...]) -> None:
+    told = (*MODEL, *options, "mesh.tp=2", "model.dropout=0.2")
+    whole, parts = config_of(*told, name="whole"), config_of(*told, name="parts")
+    uninterrupted = run_loopback(4, lambda comm: Run(whole, comm).train(), check=False)[0]
+    half_of(parts, 4)
+    resumed = run_loopback(4, lambda comm: Run(parts, comm, resume=True).train(), check=False)[0]
+    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
+    assert course(parts) == course(whole)[4:]
+
+
+# --- what is said, and refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_layout_is_told_and_a_sample_is_the_serial_models(config_of: MakeConfig, stage: int) -> None:
+    told = (*MODEL, "output.sample_tokens=5", "train.steps=2")
+    consoles = [Console(file=io.StringIO(), width=200) for _ in range(5)]
+    alone = run_loopback(1, lambda comm: Run(config_of(*told), comm, console=consoles[4]).train())[0]
+    config = config_of(*told, "mesh.tp=2", SEQUENCE, f"optimizer.zero_stage={stage}", name="together")
+    outcomes = run_loopback(4, lambda comm: Run(config, comm, console=consoles[comm.rank]).train())
+    said, *others, serial = [console.file.getvalue() for console in consoles]  # type: ignore[attr-defined]
+    assert others == ["", "", ""]
+    assert "ranks: 4 (dp=2 x tp=2)" in said
+    divided = (
+        f"22,776 parameters, {(22776 + 5 * 24) // 2:,} on each of 2 ranks, which share the sequence, too"
+    )
+    assert divided in said
+    assert json.loads((config.output.directory / "summary.json").read_text())["layout"] == "dp=2 x tp=2"
+
+    def sample(text: str) -> str:
+        return text.split("a sample:\n")[1].split("held-out loss")[0]
+
+    assert sample(said) == sample(serial)
+    assert sample(said).startswith("document ")
+    assert outcomes[0].memory.parameters < alone.memory.parameters < 2 * outcomes[0].memory.parameters
+
+
+def refused(config: Config, size: int, error: type[Exception]) -> str:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(error) as caught:
+            Run(config, comm)
+        return str(caught.value)
+
+    (message,) = set(run_loopback(size, work))
+    return message
+
+
+def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_built(config_of: MakeConfig) -> None:
+    config = config_of(*MODEL, "mesh.tp=4", SEQUENCE, "train.sequence=30")
+    assert refused(config, 4, ConfigError) == (
+        "train.sequence = 30 does not divide among mesh.tp = 4 ranks, which are to have equal parts of it; "
+        "make it 28 or 32, or set tensor_parallel.sequence_parallel=false"
+    )
+    assert not config.data.cache.exists()
+    assert not config.output.directory.exists()
+
+
+def test_heads_that_do_not_divide_are_refused(config_of: MakeConfig) -> None:
+    assert "kv_heads=6 neither divides among tp=4 ranks" in refused(
+        config_of(*MODEL, "mesh.tp=4"), 4, LayoutError
+    )
+
+
+def test_degrees_that_do_not_fit_the_ranks_are_refused(config_of: MakeConfig) -> None:
+    assert "tp=3 does not divide the job's 2 ranks" in refused(config_of(*MODEL, "mesh.tp=3"), 2, LayoutError)
+
+
+def test_one_rank_builds_the_model_that_it_builds_without_tensor_parallelism(config_of: MakeConfig) -> None:
+    config = config_of(*MODEL)
+    alone = Communicator.alone()
+    model = build_model(config, 256, torch.device("cpu"), alone, TensorParallel(alone))
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == model.config.shapes()
+
+
+# --- MPI ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", [(), (SEQUENCE, "optimizer.zero_stage=3", "tensor_parallel.chunks=2")])
+def test_over_mpi_it_is_the_run_of_one_process(
+    world: Communicator, config_of: MakeConfig, options: tuple[str, ...]
+) -> None:
+    tp = next(degree for degree in (2, 3, 1) if world.size % degree == 0)
+    told = (*MODEL, "model.kv_heads=12")
+    config = world.broadcast_object(config_of(*told, *options, f"mesh.tp={tp}"))
+    expected = trained(config_of(*told, name="alone"))[0]
+    outcome = Run(config, world).train()
+    found = world.allgather_object((abs(outcome.held_out_loss - expected.held_out_loss), deviations(outcome)))
+    assert max(difference for difference, _ in found) < 1e-10
+    assert {nbytes for _, each in found for nbytes in each.values()} <= {0, None}, found
