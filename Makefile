@@ -72,6 +72,7 @@ bench: $(STAMP)
 	mkdir -p benchmarks/results
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/collectives.py --json benchmarks/results/collectives-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --json benchmarks/results/training-$(RANKS).jsonl
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --tp $(RANKS) --hidden 256 --forward-only --json benchmarks/results/training-tp-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/zero_memory.py --offload runs/offload --shared-parameters --json benchmarks/results/zero-memory-$(RANKS).jsonl
 	$(BIN)/python benchmarks/horovod.py -n $(RANKS) --json benchmarks/results/horovod-$(RANKS).jsonl
 
