@@ -66,7 +66,7 @@ class Summand:
 
     def __init__(self, shape: Sequence[int], like: Tensor, comm: Communicator) -> None:
         self._comm = comm
-        self._edges = (0,) * comm.size + (math.prod(shape),)
+        self._edges = (0, math.prod(shape))
         self._room = rooms.take(comm, "sum", self._edges, like, largest=LARGEST_STAGED_SUM_NBYTES)
         flat = like.new_empty(self._edges[-1]) if self._room is None else self._room.whole
         self.tensor = flat.view(*shape)

@@ -26,12 +26,12 @@ class Room:
     """Memory for one collective at a time.
 
     whole   all of it, flat
-    own     this rank's part
+    own     this rank's part, between its edges; all of it where there are no parts
     """
 
     def __init__(self, edges: tuple[int, ...], rank: int, dtype: torch.dtype) -> None:
         self.whole = torch.empty(edges[-1], dtype=dtype)
-        self.own = self.whole[edges[rank] : edges[rank + 1]]
+        self.own = self.whole if len(edges) == 2 else self.whole[edges[rank] : edges[rank + 1]]
 
 
 Free = dict[tuple[str, tuple[int, ...], torch.dtype], list[Room]]
@@ -43,7 +43,10 @@ _FREE: WeakKeyDictionary[Communicator, Free] = WeakKeyDictionary()
 def take(
     comm: Communicator, purpose: str, edges: tuple[int, ...], like: Tensor, *, largest: int = LARGEST_NBYTES
 ) -> Room | None:
-    """A room that nobody is in, with the ranks' parts between these edges; None where it would not pay."""
+    """A room that nobody is in; None where it would not pay.
+
+    edges   0, where each rank's part ends; or, without parts, 0 and the number of elements
+    """
     if like.device.type != "cpu" or edges[-1] * like.element_size() > largest:
         return None
     free = _FREE.setdefault(comm, {}).setdefault((purpose, edges, like.dtype), [])
