@@ -17,7 +17,9 @@ def tokens(vocabulary: int) -> Tensor:
     return torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("vocabulary", [24, 23, 2])
+@pytest.mark.parametrize(
+    ("vocabulary", "optimizer"), [(24, "sgd"), (23, "sgd"), (23, "adamw"), (2, "sgd")], indirect=["optimizer"]
+)
 def test_it_is_the_serial_embedding(
     compare: Callable[..., None], size: int, way: str, optimizer: str, vocabulary: int
 ) -> None:

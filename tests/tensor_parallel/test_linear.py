@@ -36,7 +36,11 @@ def tokens(hidden: int = 8) -> Tensor:
     return torch.randn(2, 12, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("sections", SECTIONS)
+@pytest.mark.parametrize(
+    ("sections", "optimizer"),
+    [*((sections, "sgd") for sections in SECTIONS), ("one section", "adamw"), ("shared heads", "adamw")],
+    indirect=["optimizer"],
+)
 def test_a_column_parallel_layer_is_the_serial_one(
     compare: Callable[..., None], size: int, way: str, optimizer: str, sections: str
 ) -> None:

@@ -31,7 +31,11 @@ class Written(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("activation", "optimizer"),
+    [("gelu", "sgd"), ("swiglu", "sgd"), ("swiglu", "adamw")],
+    indirect=["optimizer"],
+)
 def test_it_is_the_serial_mlp(
     compare: Callable[..., None], size: int, way: str, optimizer: str, activation: str
 ) -> None:
