@@ -14,6 +14,7 @@ Styles are values: they hold no tensors and no communicators.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,7 +43,7 @@ from hpcpar.tensor_parallel.split import (
 )
 
 
-class Style:
+class Style(ABC):
     """What becomes of a module; one of your own implements `applied`, and `splits` where it divides weights.
 
     Best a frozen dataclass, so that ranks can compare what they are given.
@@ -64,9 +65,9 @@ class Style:
         """
         return {}
 
+    @abstractmethod
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
         """The module in its parallel form: itself, changed, or another one of its place. Collective."""
-        raise NotImplementedError
 
 
 # --- layers that are divided ----------------------------------------------------------------------

@@ -50,7 +50,7 @@ OPTIMIZERS = {
 run = partial(run_loopback, timeout_s=60)
 
 
-def config_for(tp: int, kv_heads: int, *, tied: bool = False) -> LlamaConfig:
+def config_for(kv_heads: int, *, tied: bool = False) -> LlamaConfig:
     return replace(SMALL, kv_heads=kv_heads, tie_embeddings=tied)
 
 
@@ -164,7 +164,7 @@ ONE_OF_EACH_SIZE = [(1, 4), (2, 4), (3, 3), (4, 2)]
     ],
 )
 def test_training_is_that_of_the_serial_model(size: int, kv_heads: int, way: str, mode: str) -> None:
-    config = config_for(size, kv_heads, tied=way == "plain")
+    config = config_for(kv_heads, tied=way == "plain")
     truth = train_serially(config, "sgd", clip=0.5)
 
     def on_rank(comm: Communicator) -> Trained:
@@ -178,7 +178,7 @@ def test_training_is_that_of_the_serial_model(size: int, kv_heads: int, way: str
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 4), (3, 3), (4, 2)])
 def test_training_with_adamw_is_that_of_the_serial_model(size: int, kv_heads: int, way: str) -> None:
-    config = config_for(size, kv_heads)
+    config = config_for(kv_heads)
     truth = train_serially(config, "adamw")
 
     def on_rank(comm: Communicator) -> Trained:
@@ -192,7 +192,7 @@ def test_training_with_adamw_is_that_of_the_serial_model(size: int, kv_heads: in
 @pytest.mark.parametrize("way", ["plain", "sequence"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_two_replicas_of_two_ranks_follow_the_serial_model(zero_stage: int, way: str, optimizer: str) -> None:
-    config = config_for(2, 1)  # one head of keys and values, which the ranks share
+    config = config_for(1)  # one head of keys and values, which the ranks share
     truth = train_serially(config, optimizer, clip=0.5)
 
     def on_rank(comm: Communicator) -> Trained:
@@ -209,14 +209,14 @@ def test_two_replicas_of_two_ranks_follow_the_serial_model(zero_stage: int, way:
 @pytest.mark.parametrize("way", ["plain", "sequence"])
 def test_training_over_mpi_is_that_of_the_serial_model(world: Communicator, way: str) -> None:
     kv_heads = {1: 4, 2: 4, 3: 3, 4: 2}.get(world.size, world.size)
-    config = config_for(world.size, kv_heads)
+    config = config_for(kv_heads)
     found = train(config, TensorParallel(world, **WAYS[way]), Communicator.alone(), "sgd", clip=0.5)
     require_same(found, train_serially(config, "sgd", clip=0.5))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_first_values_are_those_of_the_serial_model(size: int) -> None:
-    config = config_for(size, 2)
+    config = config_for(2)
     serial = Llama(config, seed=3)
 
     def whole(comm: Communicator) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ def test_first_values_are_those_of_the_serial_model(size: int) -> None:
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 4), (2, 4), (3, 3), (4, 2)])
 def test_text_is_that_of_the_serial_model_on_every_rank(size: int, kv_heads: int, way: str) -> None:
     """Lengths grow through all remainders, and beyond max_sequence."""
-    config = replace(config_for(size, kv_heads), max_sequence=12)
+    config = replace(config_for(kv_heads), max_sequence=12)
     prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
     greedy = generate(Llama(config, seed=1).double(), prompt, 14, temperature=0)
 
@@ -248,7 +248,7 @@ def test_text_is_that_of_the_serial_model_on_every_rank(size: int, kv_heads: int
 @pytest.mark.parametrize("way", ["plain", "sequence"])
 def test_dropout_is_the_same_again_under_recomputation(way: str, mode: str) -> None:
     """Bit for bit the gradients that the same streams give without it; and two steps differ."""
-    config = replace(config_for(2, 2), dropout=0.2)
+    config = replace(config_for(2), dropout=0.2)
 
     def gradients(comm: Communicator, mode: str) -> list[Tensor]:
         tp = TensorParallel(comm, **WAYS[way])
@@ -275,7 +275,7 @@ def test_dropout_is_the_same_again_under_recomputation(way: str, mode: str) -> N
 
 def test_dropout_keeps_what_ranks_hold_in_common_the_same() -> None:
     """Without sequence parallelism the residual stream is on every rank, and its dropout must be, too."""
-    config = replace(config_for(2, 2), dropout=0.5)
+    config = replace(config_for(2), dropout=0.5)
 
     def on_rank(comm: Communicator) -> Tensor:
         model = Llama(config, parallel_layers(config, comm, streams=RandomStreams(7, comm.rank)), seed=1)
@@ -288,7 +288,7 @@ def test_dropout_keeps_what_ranks_hold_in_common_the_same() -> None:
 
 def test_dropped_training_has_the_loss_of_the_serial_one_on_average() -> None:
     """Dropout of 0.3 with many streams: mean losses of the parallel and the serial model agree."""
-    config = replace(config_for(2, 2), dropout=0.3)
+    config = replace(config_for(2), dropout=0.3)
     tokens, targets = batch()
 
     @torch.no_grad()

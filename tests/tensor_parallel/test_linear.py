@@ -111,6 +111,8 @@ def test_layers_that_share_an_input_are_the_serial_ones(
 
 @pytest.mark.mpi
 def test_layers_that_share_an_input_are_the_serial_ones_over_mpi(world: Communicator) -> None:
+    if 12 % world.size:
+        pytest.skip(f"12 features do not divide among {world.size} ranks")
     serial = Pair(None).double()
     torch.manual_seed(0)
     for parameter in serial.parameters():
@@ -118,8 +120,6 @@ def test_layers_that_share_an_input_are_the_serial_ones_over_mpi(world: Communic
     x = tokens()
     truth = serial(x)
     truth.square().sum().backward()
-    if 12 % world.size:
-        return
     for sequence in (False, True):
         tp = TensorParallel(world, sequence_parallel=sequence)
         layer = Pair(tp).double()

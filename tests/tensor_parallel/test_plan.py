@@ -483,10 +483,6 @@ def decoder_with(**changes: Style | tuple[Style, ...]) -> dict[str, Style | tupl
     return {**decoder_plan(), **{name.replace("__", "."): style for name, style in changes.items()}}
 
 
-class Uncovered(Style):
-    pass
-
-
 BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
     "empty": (mlp, {}, "the plan is empty"),
     "no module": (
