@@ -1,4 +1,4 @@
-"""Collectives that know their own backward, and activations that are computed anew for it."""
+"""Collectives that know their own backward, activations computed anew for it, weights' gradients after it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from hpcpar.autograd.regions import (
     reduce_scatter_to,
     scatter_to,
 )
+from hpcpar.autograd.weight_gradients import DeferredGradients
 
 __all__ = [
+    "DeferredGradients",
     "Recompute",
     "all_to_all",
     "copy_to",

@@ -10,7 +10,7 @@ source   Chen et al. 2016, Training deep nets with sublinear memory cost, arXiv 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hpcpar.autograd.weight_gradients import DeferredGradients, under_way
 from hpcpar.errors import ConfigError
 
 T = TypeVar("T")
@@ -77,12 +78,13 @@ def recompute(
     streams                      what the function draws from: it draws the same numbers again, and they then
                                  stand where they would have stood without recomputation
     preserve_default_generator   the same for torch's own, which costs more and is the process's
+    weights' gradients           that are deferred in the first forward are so in this one
     collective                   as the function is, and once more in backward up to the last tensor that
                                  backward needs: all ranks recompute, or none
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
-    again: AbstractContextManager[Any] = nullcontext() if streams is None else _SetBack(streams)
+    again = _AsBefore(streams, under_way())
     result: T = checkpoint(
         function,
         *tensors,
@@ -93,20 +95,27 @@ def recompute(
     return result
 
 
-class _SetBack:
-    """Around the recomputation: the streams stand where they stood when this was made.
+class _AsBefore:
+    """Around the recomputation: streams stand, and weights' gradients are left, as when this was made.
 
     Entered once for every backward, of which a retained graph may have several.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams | None, deferred: DeferredGradients | None) -> None:
         self._streams = streams
-        self._first = streams.state_dict()
-        self._now: list[dict[str, Tensor]] = []
+        self._first = {} if streams is None else streams.state_dict()
+        self._deferred = deferred
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        self._now.append(self._streams.state_dict())
-        self._streams.load_state_dict(self._first)
+        with ExitStack() as stack:
+            if self._streams is not None:
+                stack.callback(self._streams.load_state_dict, self._streams.state_dict())
+                self._streams.load_state_dict(self._first)
+            if self._deferred is not None:
+                # Each product keeps for backward what it kept the first time.
+                stack.enter_context(self._deferred.recording(again=True))
+            self._entered.append(stack.pop_all())
 
-    def __exit__(self, *_: object) -> None:
-        self._streams.load_state_dict(self._now.pop())
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)

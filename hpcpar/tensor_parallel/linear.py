@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, scatter_to
 from hpcpar.autograd.exchange import require_dividing
+from hpcpar.autograd.weight_gradients import stand_in
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel.axis import Sharers, TensorParallel
 from hpcpar.tensor_parallel.products import SEQUENCE, column_products, row_product
@@ -131,7 +132,7 @@ class ColumnParallelLinear(nn.Module):
 
     def summed(self, parameter: Tensor) -> Tensor:
         """Weight or bias, whose gradients are summed over the ranks that hold the same heads."""
-        return parameter if self._sharers is None else copy_to(parameter, self._sharers.same)
+        return parameter if self._sharers is None else copy_to(stand_in(parameter), self._sharers.same)
 
     def _shared_heads(self) -> Sharers | None:
         """Who holds the same rows; None where no two ranks do."""
@@ -280,4 +281,4 @@ def on_own_tokens(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
     Without sequence parallelism every rank has all tokens, and so the whole gradient.
     """
-    return copy_to(parameter, tp.comm) if tp.sequence_parallel else parameter
+    return copy_to(stand_in(parameter), tp.comm) if tp.sequence_parallel else parameter

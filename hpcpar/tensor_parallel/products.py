@@ -9,11 +9,16 @@ is gathered once, and the sum of what each contributes to its gradient travels o
 
 With chunks the sequence is cut, on every rank, into so many pieces: while one is multiplied, the next is
 gathered, or the one before it reduced.
+
+Where weights' gradients are deferred, dyᵀ · x waits for `DeferredGradients.compute`, and so does the second
+gathering of x that gather_again asks for: until then a rank keeps its own part. What a row product gathers
+of dy it needs for dx as well, and keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +29,8 @@ from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
 from hpcpar.autograd.exchange import Pending, Summand, start_gather, start_sum_scatter
+from hpcpar.autograd.interception import bias_gradient, cut_off, weight_gradient
+from hpcpar.autograd.weight_gradients import under_way
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel.axis import TensorParallel
 
@@ -44,7 +51,9 @@ def column_products(
     if tp.twice or tp.size == 1:
         whole = gather_from(x, tp.comm, SEQUENCE, "partial") if tp.sequence_parallel else copy_to(x, tp.comm)
         return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
-    return _ColumnProducts.apply(tp, x, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    tensors = (*weights, *biases)
+    given = tensors if under_way() is None else [None if each is None else cut_off(each) for each in tensors]
+    return _ColumnProducts.apply(tp, tensors, x, *given)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
@@ -59,15 +68,20 @@ def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
         if tp.sequence_parallel:
             return reduce_scatter_to(partial, tp.comm, SEQUENCE)
         return reduce_from(partial, tp.comm)
-    return _RowProduct.apply(tp, x, weight)  # type: ignore[no-any-return, no-untyped-call]
+    given = weight if under_way() is None else cut_off(weight)
+    return _RowProduct.apply(tp, (weight,), x, given)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ColumnProducts(Function):
     @staticmethod
-    def forward(ctx: Any, tp: TensorParallel, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, tp: TensorParallel, targets: Sequence[Tensor | None], x: Tensor, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         count = len(tensors) // 2
         weights, biases = tensors[:count], tensors[count:]
         ctx.tp, ctx.has_bias = tp, [bias is not None for bias in biases]
+        ctx.deferred = under_way()
+        ctx.targets = targets if ctx.deferred is not None else ()
         if not tp.sequence_parallel:
             whole, outputs = x, [functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
         else:
@@ -80,9 +94,14 @@ class _ColumnProducts(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tp: TensorParallel = ctx.tp
         kept, *weights = ctx.saved_tensors
+        _, _, need_x, *needs = ctx.needs_input_grad
+        if ctx.deferred is not None:
+            parts = _input_gradient(tp, gradients, weights) if need_x else []
+            _defer_weights(ctx, gradients, kept, needs)
+            of_x = _in_sequence([part.wait() for part in parts]) if need_x else None
+            return None, None, of_x, *([None] * len(needs))
         gathering = start_gather(kept, tp.comm, SEQUENCE) if tp.gather_again else None
         count = len(weights)
-        _, need_x, *needs = ctx.needs_input_grad
         parts = _input_gradient(tp, gradients, weights) if need_x else []
         if not tp.overlap:
             parts = [_done(part.wait()) for part in parts]
@@ -98,13 +117,14 @@ class _ColumnProducts(Function):
             for flat, need, has in zip(flats, needs[count:], ctx.has_bias, strict=True)
         ]
         of_x = _in_sequence([part.wait() for part in parts]) if need_x else None
-        return None, of_x, *of_weights, *of_biases
+        return None, None, of_x, *of_weights, *of_biases
 
 
 class _RowProduct(Function):
     @staticmethod
-    def forward(ctx: Any, tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.tp = tp
+    def forward(ctx: Any, tp: TensorParallel, targets: tuple[Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        ctx.tp, ctx.deferred = tp, under_way()
+        ctx.targets = targets if ctx.deferred is not None else ()
         ctx.save_for_backward(x, weight)
         if not tp.sequence_parallel:
             summand = Summand((*x.shape[:-1], weight.shape[0]), x, tp.comm)
@@ -119,7 +139,7 @@ class _RowProduct(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         tp: TensorParallel = ctx.tp
         x, weight = ctx.saved_tensors
-        _, need_x, need_weight = ctx.needs_input_grad
+        _, _, need_x, need_weight = ctx.needs_input_grad
         whole, of_x = gradient, None
         if tp.sequence_parallel and need_x:
             whole, (of_x,) = _gathered_products(tp, gradient, [weight.t()], [None])
@@ -127,8 +147,43 @@ class _RowProduct(Function):
             whole = start_gather(gradient, tp.comm, SEQUENCE).wait()
         elif need_x:
             of_x = gradient.matmul(weight)
-        of_weight = _rows(whole).t().mm(_rows(x)) if need_weight else None
-        return None, of_x, of_weight
+        of_weight = None
+        if need_weight and ctx.deferred is not None:
+            ctx.deferred.add(ctx.targets[0], partial(weight_gradient, whole, x.detach()))
+        elif need_weight:
+            of_weight = weight_gradient(whole, x)
+        return None, None, of_x, of_weight
+
+
+def _defer_weights(ctx: Any, gradients: Sequence[Tensor], kept: Tensor, needs: Sequence[bool]) -> None:
+    """Leave the gradients of a column product's weights and biases for later."""
+    count = len(gradients)
+    weights, biases = ctx.targets[:count], ctx.targets[count:]
+    inputs = _Input(kept.detach(), ctx.tp, sum(needs[:count]))
+    for weight, gradient, need in zip(weights, gradients, needs[:count], strict=True):
+        if need:
+            ctx.deferred.add(weight, lambda gradient=gradient: weight_gradient(gradient, inputs.take()))
+    for bias, gradient, need in zip(biases, gradients, needs[count:], strict=True):
+        if need:
+            ctx.deferred.add(bias, partial(bias_gradient, gradient))
+
+
+class _Input:
+    """The input of several weights until the last has used it; gathered, where it is to be, by the first."""
+
+    def __init__(self, kept: Tensor, tp: TensorParallel, uses: int) -> None:
+        self._kept: Tensor | None = kept
+        self._tp = tp
+        self._unused = self._uses = uses
+
+    def take(self) -> Tensor:
+        kept = self._kept
+        assert kept is not None, "as many take it as need it"
+        if self._tp.gather_again and self._unused == self._uses:
+            kept = start_gather(kept, self._tp.comm, SEQUENCE).wait()
+        self._unused -= 1
+        self._kept = kept if self._unused else None
+        return kept
 
 
 # --- pieces of the sequence -----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.func import functional_call
 
 from hpcpar.autograd import copy_to, gather_from, scatter_to
 from hpcpar.autograd.exchange import require_dividing
+from hpcpar.autograd.weight_gradients import stand_in
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.embedding import VocabParallelEmbedding
@@ -443,7 +444,9 @@ class OnOwnPart(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         (module,) = self._module
         module.training = self.training
-        summed = {name: copy_to(parameter, self.tp.comm) for name, parameter in self.named_parameters()}
+        summed = {
+            name: copy_to(stand_in(parameter), self.tp.comm) for name, parameter in self.named_parameters()
+        }
         return functional_call(module, summed, arguments, keywords)
 
     def extra_repr(self) -> str:
