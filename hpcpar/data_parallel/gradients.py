@@ -13,7 +13,7 @@ source   Li et al. 2020, PyTorch Distributed, arXiv 2006.15704 (buckets, order, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,7 @@ class GradientSynchronizer:
     reduction         how a bucket is reduced; None: averaged by `algorithm`
     shards            into how many equal ones each bucket is to be cut
     advice            what to say to who brings a gradient too many
+    late              names of parameters whose gradients are complete only when `synchronize` is called
 
     Making one is collective: every rank must hold the same parameters (MismatchError).
 
@@ -96,6 +97,7 @@ class GradientSynchronizer:
         reduction: Reduction | None = None,
         shards: int = 1,
         advice: str = ADVICE,
+        late: Collection[str] = (),
     ) -> None:
         everything = distinct(named_parameters)
         agree_on_parameters(everything, dp_comm)
@@ -103,6 +105,7 @@ class GradientSynchronizer:
         self.dp_comm = dp_comm
         self.algorithm = algorithm
         self.passes = passes
+        self._late = frozenset(late)
         self._reduction = Averaging(dp_comm, algorithm) if reduction is None else reduction
         self._sparse_as_dense = sparse_as_dense
         self._advice = advice
@@ -230,7 +233,7 @@ class GradientSynchronizer:
 
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
-        if self._arrived[index] or (self._accumulating and self.round_open):
+        if self._arrived[index]:
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "
                 f"came when its bucket was due to leave or gone. {self._advice}"
@@ -241,7 +244,8 @@ class GradientSynchronizer:
         if self._accumulating or self._passed[index] < self.passes:
             return
         self._round_open = True
-        self._mark_arrived(index)
+        if self.names[index] not in self._late:
+            self._mark_arrived(index)
         self._start_full_buckets()
         self.dp_comm.poke()
 

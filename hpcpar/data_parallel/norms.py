@@ -15,7 +15,7 @@ those of a pipeline do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ class GradientNorm:
     sharded      each rank has its shard of every bucket, else the whole of it
     split_over   by name, further communicators over whose ranks a parameter is split; in the same order for
                  all parameters, and last those whose ranks hold different parameters
+    elsewhere    names of parameters that count on another rank, which has a copy
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class GradientNorm:
         *,
         sharded: bool,
         split_over: Mapping[str, Sequence[Communicator]],
+        elsewhere: Collection[str] = (),
     ) -> None:
         unknown = sorted(set(split_over) - set(names))
         if unknown:
@@ -55,7 +57,7 @@ class GradientNorm:
             )
         self._dp_comm = dp_comm if sharded else None
         self._comms = list(dict.fromkeys(tuple(split_over.get(name, ())) for name in names))
-        self._split = any(self._comms)
+        self._is_one_sum = len(self._comms) == 1 and not elsewhere
         self._order = _in_common_order(self._comms)
         kinds = {name: self._comms.index(tuple(split_over.get(name, ()))) for name in names}
         rank, size = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
@@ -63,6 +65,7 @@ class GradientNorm:
             [
                 (kinds[names[piece.member]], piece.offset, piece.end)
                 for piece in shard_of(bucket, rank, size).pieces
+                if names[piece.member] not in elsewhere
             ]
             for bucket in buckets
         ]
@@ -107,7 +110,7 @@ class GradientNorm:
         return not broken.item()
 
     def _parts(self, flats: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        if not self._split:
+        if self._is_one_sum:
             return [(0, flat) for flat in flats]
         return [
             (kind, flat[start:stop])

@@ -85,6 +85,9 @@ class DistributedOptimizer(Optimizer):
                        for two buckets
     split_over         by name, further communicators over whose ranks a parameter is split, for the norm;
                        all others are the same on all ranks, and count once
+    tied               names of parameters that ranks outside `dp_comm` have copies of, and whether this
+                       rank's is the one that counts in the norm: their gradients are averaged last, once
+                       `synchronize` is called, so that before it they can be summed over the copies
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
     name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
@@ -108,6 +111,7 @@ class DistributedOptimizer(Optimizer):
         model: nn.Module | None = None,
         backward_passes_per_step: int = 1,
         split_over: SplitOver | None = None,
+        tied: Mapping[str, bool] | None = None,
         bucket_bytes: int | None = None,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         algorithm: str | None = None,
@@ -135,6 +139,7 @@ class DistributedOptimizer(Optimizer):
         self._model = model
         self.backward_passes_per_step = _number_of_passes(backward_passes_per_step)
         self._split_over = dict(split_over or {})
+        self._tied = dict(tied or {})
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
@@ -573,6 +578,11 @@ class DistributedOptimizer(Optimizer):
                 f"shared_parameters=True with zero_stage={self.zero_stage}: only stages 1 and 2 keep whole "
                 "parameters of which each rank updates a part; for 3 give it to fully_shard"
             )
+        if self._tied and self.zero_stage > 1:
+            raise OperationError(
+                f"tied parameters ({', '.join(self._tied)}) with zero_stage={self.zero_stage}: gradients would "
+                "be averaged, and cut, before they are summed over the copies; use zero_stage 0 or 1"
+            )
         if self._is_managed:
             require_elementwise(self.inner)
 
@@ -585,6 +595,11 @@ class DistributedOptimizer(Optimizer):
         _require_names(self.inner.param_groups, self._named)
         self._held = {id(parameter) for group in self.inner.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in self._named if id(parameter) in self._held]
+        # Buckets leave in order, last registered first: what is averaged last keeps none waiting there.
+        named.sort(key=lambda pair: pair[0] not in self._tied)
+        # In a bucket of their own, so that the sums over replicas of all copies run in the same order, and
+        # copies stay the same to the last bit.
+        tied = [parameter for name, parameter in named if name in self._tied]
         self._factor = 1.0
         self._is_used_up = False
         self._once = NodeCopy(self.dp_comm) if self._common else None
@@ -608,7 +623,7 @@ class DistributedOptimizer(Optimizer):
                 algorithm=self._algorithm,
             )
         else:
-            blocks = self._make_blocks(named) if self._is_managed else []
+            blocks = self._make_blocks(named, tied) if self._is_managed else []
             self._averaging = Averaging(
                 self.dp_comm,
                 self._algorithm,
@@ -621,9 +636,11 @@ class DistributedOptimizer(Optimizer):
                 **self._bucketing,
                 algorithm=self._algorithm,
                 passes=self.backward_passes_per_step,
+                groups=[tied],
                 reduction=self._reduction(),
                 shards=size if self.zero_stage else 1,
                 advice=self._advice,
+                late=self._tied,
             )
         self._publication: Publication | Sharding = sharding or Publication(
             blocks if self.zero_stage else [],
@@ -649,9 +666,10 @@ class DistributedOptimizer(Optimizer):
             self.dp_comm,
             sharded=self.zero_stage > 0,
             split_over=self._split_over,
+            elsewhere=[name for name, counts in self._tied.items() if not counts],
         )
 
-    def _make_blocks(self, named: Sequence[Named]) -> list[Block]:
+    def _make_blocks(self, named: Sequence[Named], tied: Sequence[Tensor] = ()) -> list[Block]:
         agree_on_parameters(named, self.dp_comm)
         dtype = None if self.precision is None else self.precision.parameters
         for _, parameter in self._named:
@@ -664,10 +682,15 @@ class DistributedOptimizer(Optimizer):
                     f"{name} is of {str(parameter.dtype).removeprefix('torch.')}, which precision= cannot "
                     f"turn into {str(dtype).removeprefix('torch.')}; leave precision out"
                 )
+        together = [number for number, parameter in enumerate(trainable) if any(parameter is t for t in tied)]
         return gather_into_blocks(
             trainable,
             bucketed(
-                trainable, dtype=dtype, shards=self.dp_comm.size if self.zero_stage else 1, **self._bucketing
+                trainable,
+                dtype=dtype,
+                shards=self.dp_comm.size if self.zero_stage else 1,
+                groups=[together],
+                **self._bucketing,
             ),
             self.dp_comm,
             dtype=dtype,

@@ -593,3 +593,35 @@ def test_a_reduction_is_begun_bucket_by_bucket_with_the_map_last_and_awaited_onc
         assert begun == [(2,), (1,), (0,), "map"]
         assert waited == [(2,), (1,), (0,), "map"]
         assert found == [[6.0], None, [4.0]]
+
+
+# Complete last: a parameter of which other ranks have copies
+
+
+def test_a_late_gradient_may_be_changed_until_synchronize_and_the_others_do_not_wait() -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0], [2.0])
+        synchronizer = GradientSynchronizer(named, comm, bucket_bytes=1, first_bucket_bytes=1, late=["p0"])
+        (named[0][1].sum() + (comm.rank + 1) * named[1][1].sum()).backward()
+        assert synchronizer._departed == 1, "p1's bucket has left, and p0's has not"
+        assert named[0][1].grad is not None
+        named[0][1].grad += 10 * comm.rank
+        synchronizer.synchronize()
+        assert gradients(named) == [[6.0], [1.5]]
+
+    on_ranks(2, body)
+
+
+def test_gradients_of_one_part_may_still_add_up_when_those_of_another_have_left() -> None:
+    # Two stages of a pipeline on one rank: stage 1's last backward comes before stage 0's.
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0], [2.0])
+        synchronizer = GradientSynchronizer(named, comm, bucket_bytes=1, first_bucket_bytes=1)
+        named[1][1].sum().backward()
+        with synchronizer.no_sync():
+            named[0][1].sum().backward()
+        ((comm.rank + 1) * named[0][1].sum()).backward()
+        synchronizer.synchronize()
+        assert gradients(named) == [[2.5], [1.0]]
+
+    on_ranks(2, body)

@@ -239,3 +239,33 @@ def test_a_split_parameter_must_be_one_of_the_optimizers() -> None:
 def test_a_norm_of_no_positive_power_is_refused(kind: float) -> None:
     with pytest.raises(OperationError, match="norm_type="):
         GradientNorm(["p"], [], Communicator.alone(), sharded=False, split_over={}).of([], kind)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_two_stages_have_copies_of_counts_once(stage: int, kind: float) -> None:
+    # pp × dp = 2 × 2. Parameter 0 is tied: both stages have it.
+    def body(world: Communicator) -> float:
+        dp_comm, pp_comm = world.split(world.rank // 2, name="dp"), world.split(world.rank % 2, name="pp")
+        found = gradients(dp_comm.rank)
+        for number in (1, 2, 3):
+            found[number] = found[number] * (1 + 2 * pp_comm.rank)
+        names = [f"layers.{number}.value" for number in range(len(found))]
+        optimizer = averaged(
+            dp_comm,
+            stage,
+            found,
+            split_over={name: [pp_comm] for name in names},
+            tied={names[0]: pp_comm.rank == 0},
+        )
+        return optimizer.clip_grad_norm_(math.inf, kind).item()
+
+    whole = average(2)
+    parts = [whole[0], *(gradient * factor for gradient in whole[1:] for factor in (1, 3))]
+    expected = float(torch.cat(parts).norm(kind))
+    assert run_loopback(4, body, check=False) == [pytest.approx(expected, rel=1e-12)] * 4
+
+
+def test_copies_cannot_be_averaged_in_every_backward() -> None:
+    with pytest.raises(OperationError, match=r"tied parameters \(layers\.0\.value\) with zero_stage=2"):
+        averaged(Communicator.alone(), 2, gradients(0), tied={"layers.0.value": True})
