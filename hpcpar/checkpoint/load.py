@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ from hpcpar.checkpoint import random_state, random_streams
 from hpcpar.checkpoint.catalogue import latest
 from hpcpar.checkpoint.holding import holding_of
 from hpcpar.checkpoint.manifest import MANIFEST, Manifest
-from hpcpar.checkpoint.model_state import check_fits, model_tensors
-from hpcpar.checkpoint.optimizer_state import SavedStates
+from hpcpar.checkpoint.model_state import ModelState, check_forms, check_names
+from hpcpar.checkpoint.optimizer_state import SavedStates, group_names
+from hpcpar.checkpoint.positions import Member, Positions
 from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM, STATE
 from hpcpar.checkpoint.stored import Files, Stored, from_record
 from hpcpar.checkpoint.writers import Coordinates
@@ -63,16 +65,19 @@ def load(
 
     path            a checkpoint, or a directory of them, of which the latest complete one is taken:
                     rank 0's choice, for all. Every rank must see it
-    restore_random  with another number of ranks than saved it, only ranks that there were then
-                    find their states; the others keep theirs. What modules have as `random_streams` is
-                    restored only on as many ranks, and of as many in tensor parallelism, as saved it
-    comm            of all ranks that load: all that model and optimizer are split or sharded over
+    model           as for `save`; its ranks together have all that the checkpoint has
+    restore_random  with another number of ranks than saved it, or other layers on them, only ranks that there
+                    were then, with the same layers, find their states; the others keep theirs. What modules
+                    have as `random_streams` is restored only on as many ranks, and of as many in tensor
+                    parallelism, as saved it
+    comm            of all ranks that load: all that model and optimizer are split, sharded or spread over
 
-    What was saved by one stage of ZeRO, one tensor-parallel degree and one number of ranks is loaded into any
-    others: a split parameter takes its part of the whole, and zeros for padding. Where it has master
-    weights, or the optimizer (or the fully sharded model) has a precision, floating-point types may differ:
-    parameters and master weights become the most exact values that there are. Nothing of model, optimizer
-    or random numbers is touched unless every file was found whole, and by every rank to be of its model.
+    What was saved by one pipeline, one stage of ZeRO, one tensor-parallel degree and one number of ranks is
+    loaded into any others: a rank takes its layers, and of a split parameter its part of the whole, and zeros
+    for padding. What is tied across ranks takes the value of its first name. Where it has master weights, or
+    the optimizer (or the fully sharded model) has a precision, floating-point types may differ: parameters
+    and master weights become the most exact values that there are. Nothing of model, optimizer or random
+    numbers is touched unless every file was found whole, and by every rank to be of its model.
 
     errors  CheckpointError that names the file, what was expected and what was found; of several
             ranks, PeerFailedError on every one, with that text
@@ -88,7 +93,11 @@ def load(
         manifest.check_content(chosen, rank=comm.rank, size=comm.size)
     with comm.together(doing):
         content = _Content.read(chosen, manifest)
-        filling = _Filling(content, model, optimizer)
+        state = ModelState(model)
+        groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
+    positions = Positions.agree(Member(state.names, groups), comm, doing)
+    with comm.together(doing):
+        filling = _Filling(content, model, state, optimizer, positions)
     with comm.together(doing):
         filling.fill_whole()
     with comm.together(doing):
@@ -97,20 +106,20 @@ def load(
     restored = False
     if restore_random:
         with comm.together(doing):
-            restored = _restore_random(content, model, comm)
+            restored = _restore_random(content, model, positions, comm)
     return Loaded(chosen, content.state["step"], content.state["extra"], content.ranks, restored)
 
 
-def _restore_random(content: _Content, model: nn.Module, comm: Communicator) -> bool:
+def _restore_random(content: _Content, model: nn.Module, positions: Positions, comm: Communicator) -> bool:
     """Whether all that was saved for this rank is restored."""
-    if comm.rank >= content.ranks:
+    # A rank in another place would draw what another one drew.
+    if comm.rank >= content.ranks or not content.had_same_names(comm.rank, positions):
         return False
     saved = content.random_of(comm.rank)
     random_state.restore(saved, content.state["random"][comm.rank])
     if not random_streams.are_in(saved):
         return True
     own = Coordinates.of(model, None)
-    # A rank in another place would draw what another one drew.
     at_home = content.ranks == comm.size and content.state["tp"][comm.rank] == [own.tp_rank, own.tp_size]
     if at_home:
         random_streams.restore(model, saved)
@@ -155,7 +164,9 @@ class _Content:
         optimizer = None
         if OPTIMIZER in manifest.files:
             where = str(path / OPTIMIZER)
-            optimizer = SavedStates(tensors(OPTIMIZER, "optimizer"), state["optimizer"], files, where)
+            optimizer = SavedStates(
+                tensors(OPTIMIZER, "optimizer"), state["optimizer"], state["aliases"], files, where
+            )
         return cls(path, state, files, tensors(MODEL, "model"), optimizer)
 
     @property
@@ -171,12 +182,23 @@ class _Content:
     def has_masters(self) -> bool:
         return self.optimizer is not None and self.optimizer.has_masters
 
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """The model's, tied ones under each of their names."""
+        return self.model | {name: self.model[first] for name, first in self.aliases.items()}
+
     def value(self, name: str, dtype: torch.dtype) -> Stored:
         """Of a parameter or buffer, what comes nearest to its value in a type: master weights, if need be."""
-        first = self.aliases.get(name, name)
-        stored = self.model[first]
-        master = None if self.optimizer is None else self.optimizer.master(first)
+        stored = self.tensors[name]
+        master = None if self.optimizer is None else self.optimizer.master(name)
         return stored if master is None or stored.dtype == dtype else master
+
+    def had_same_names(self, rank: int, positions: Positions) -> bool:
+        """Whether a rank that saved it had the same part of the model as the rank has now."""
+        saved: list[str] | None = self.state.get("names")
+        if saved is None:  # by a version for which each had all
+            return len(positions.members) == 1
+        return saved[rank] == positions.digests[rank]
 
     def random_of(self, rank: int) -> dict[str, Tensor]:
         return {
@@ -189,27 +211,30 @@ class _Content:
 class _Filling:
     """A checkpoint on its way into a model and an optimizer, which it is found to fit when this is made."""
 
-    def __init__(self, content: _Content, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self,
+        content: _Content,
+        model: nn.Module,
+        state: ModelState,
+        optimizer: Optimizer | None,
+        positions: Positions,
+    ) -> None:
         self._content = content
+        self._state = state
         self._sharding = sharding_of(list(model.parameters()))
         has_pieces = isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces
         self._on_pieces = optimizer if isinstance(optimizer, DistributedOptimizer) and has_pieces else None
         self._on_wholes = None if has_pieces else optimizer
         precisions = [getattr(owner, "precision", None) for owner in (self._sharding, optimizer)]
-        check_fits(
-            model,
-            content.model,
-            content.aliases,
-            str(content.path / MODEL),
-            precision_may_differ=content.has_masters or any(precisions),
-        )
-        self._tensors, _ = model_tensors(model)
-        self._name_of = {id(value): name for name, value in self._tensors.items()}
+        may_differ = content.has_masters or any(precisions)
+        where = str(content.path / MODEL)
+        check_names(positions.names, positions.aliases, content.tensors, where)
+        check_forms(state, content.tensors, where, precision_may_differ=may_differ)
         if optimizer is not None:
             saved = self._saved_states
-            self._state_dict = saved.state_dict(optimizer, model)
+            self._state_dict = saved.state_dict(optimizer, positions.groups or [])
             if self._on_wholes is not None:
-                self._state_dict["state"] = saved.whole_states(optimizer, model)
+                self._state_dict["state"] = saved.whole_states(optimizer, state.parameter_names)
         # What the optimizer has pieces of is brought by these.
         stepped = () if self._on_pieces is None else self._on_pieces.synchronizer.parameters
         self._brought = {id(parameter) for parameter in stepped}
@@ -219,9 +244,9 @@ class _Filling:
         """All that is not in pieces. Memory stays, so that views of it (buckets, ties) stay what they are."""
         sharded = () if self._sharding is None else self._sharding.every_parameter()
         elsewhere = self._brought | {id(parameter) for parameter in sharded}
-        for name, value in self._tensors.items():
+        for value in self._state.tensors:
             if id(value) not in elsewhere and value.numel():
-                stored = self._content.value(name, value.dtype)
+                stored = self._content.value(self._state.name_of(value), value.dtype)
                 value.copy_(stored.held(self._content.files, holding_of(value)))
         if self._on_wholes is not None:
             self._on_wholes.load_state_dict(self._state_dict)
@@ -245,18 +270,16 @@ class _Filling:
     def _values_of(self, piece: OwnPiece) -> Tensor | None:
         if id(piece.parameter) in self._brought:
             return None
-        return self._read(
-            piece, self._content.value(self._name_of[id(piece.parameter)], piece.parameter.dtype)
-        )
+        name = self._state.name_of(piece.parameter)
+        return self._read(piece, self._content.value(name, piece.parameter.dtype))
 
     def _state_of(self, piece: OwnPiece) -> dict[str, Any]:
         """The optimizer's state of a piece, and in any case its values as master weights."""
-        name = self._name_of[id(piece.parameter)]
-        first = self._content.aliases.get(name, name)
+        name = self._state.name_of(piece.parameter)
         saved = self._saved_states
-        values = saved.master(first) or self._content.model[first]
+        values = saved.master(name) or self._content.tensors[name]
         holding = holding_of(piece.parameter, piece.layout)
-        return {MASTER: self._read(piece, values), **saved.state_of(first, holding, piece)}
+        return {MASTER: self._read(piece, values), **saved.state_of(name, holding, piece)}
 
     def _read(self, piece: OwnPiece, stored: Stored) -> Tensor:
         holding = holding_of(piece.parameter, piece.layout)

@@ -5,18 +5,21 @@ tensors      "state/<parameter>/<key>", whole or, of a split parameter and of an
 description  {"scalars": {parameter: {key: value}},
               "groups": [{"parameters": [names], "options": {key: value}}],
               "loss_scale": of an optimizer that scales losses, else null}
+
+A parameter has the first name that its model knows it by. In a pipeline each position writes the states of
+its parameters, and what it has of a group is a part of the group of that number.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from hpcpar.checkpoint.holding import Holding, all_of, contiguous, holding_of, is_the_same_everywhere
+from hpcpar.checkpoint.holding import Holding, holding_of, is_the_same_everywhere
 from hpcpar.checkpoint.piece_files import PieceFiles, on_cpu
 from hpcpar.checkpoint.stored import Files, Stored
 from hpcpar.checkpoint.writers import Writer
@@ -28,43 +31,51 @@ from hpcpar.errors import CheckpointError
 Description = dict[str, Any]
 Scalars = dict[str, dict[str, Any]]
 
+ParameterNames = Mapping[int, str]
+"""The name of each parameter, by its id."""
+
 
 # --- out ------------------------------------------------------------------------------------------
 
 
 def write_states(
-    optimizer: Optimizer, model: nn.Module, files: PieceFiles, writer: Writer
+    optimizer: Optimizer, name_of: ParameterNames, files: PieceFiles, writer: Writer
 ) -> tuple[dict[str, Tensor], Scalars]:
     """Write what this rank is to write of the states.
 
-    Returns (what is whole and the same on all ranks, for one of them to write, what is no tensor).
+    Returns (what is whole and for the common file, where this rank writes that, what is no tensor).
     """
     on_pieces = isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces
     sharded = isinstance(optimizer, DistributedOptimizer) and optimizer.zero_stage > 0
     common: dict[str, Tensor] = {}
     scalars: Scalars = {}
-    for name, piece, state in _own_states(optimizer, model):
+    for name, piece, state in _own_states(optimizer, name_of):
         if not writer.writes(piece.parameter, sharded=sharded):
             continue
         if on_pieces or not is_the_same_everywhere(piece.parameter):
             own_scalars = _write_piece(name, piece, state, files, writer)
         else:
             own_scalars = dict(state)
-            _part(own_scalars, f"state/{name}", common)
+            wholes: dict[str, Tensor] = {}
+            _part(own_scalars, f"state/{name}", wholes)
+            if writer.writes_common:
+                common |= wholes
+            else:
+                for key, value in wholes.items():
+                    files.add_whole(key, value)
         if own_scalars:
             scalars[name] = own_scalars
     return common, scalars
 
 
-def _own_states(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, OwnPiece, State]]:
+def _own_states(optimizer: Optimizer, name_of: ParameterNames) -> Iterator[tuple[str, OwnPiece, State]]:
     """The states that this rank has; those of whole parameters are as they are, those of pieces flat."""
     if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
-        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         for piece, state in optimizer.own_states():
             yield name_of[id(piece.parameter)], piece, state
         return
     states = optimizer.state_dict()["state"]
-    for name, parameter, index in _members(optimizer, model):
+    for name, parameter, index in _members(optimizer, name_of):
         if index in states:
             piece = OwnPiece(name, parameter, layout_of(parameter), 0, parameter.numel())
             yield name, piece, states[index]
@@ -88,7 +99,7 @@ def _write_piece(
         elif isinstance(value, Tensor):
             _require_once(name, key, value, piece.parameter)
             if has_first:
-                files.add(f"state/{name}/{key}", value, all_of(contiguous(value.shape)), 0)
+                files.add_whole(f"state/{name}/{key}", value)
         elif has_first:
             scalars[key] = value
     return scalars
@@ -103,19 +114,25 @@ def _require_once(name: str, key: str, value: Tensor, parameter: Tensor) -> None
         )
 
 
-def described_groups(
-    optimizer: Optimizer, model: nn.Module
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def group_names(optimizer: Optimizer, name_of: ParameterNames) -> list[list[str]]:
+    """The names of each group's parameters, in the group's order; CheckpointError for one without a name."""
+    for number, group in enumerate(optimizer.param_groups):
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in name_of]
+        if unknown:
+            raise CheckpointError(
+                f"group {number} of the optimizer has {len(unknown)} parameters that the model does not "
+                f"have, the first of shape {unknown[0]}; save the model that the optimizer was made for"
+            )
+    return [[name_of[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+
+
+def group_options(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """(options that are tensors, all others by group)."""
     tensors: dict[str, Tensor] = {}
-    groups: list[dict[str, Any]] = []
-    for number, (group, names) in enumerate(
-        zip(optimizer.param_groups, _names(optimizer, model), strict=True)
-    ):
-        options = {key: value for key, value in group.items() if key != "params"}
-        _part(options, f"options/{number}", tensors)
-        groups.append({"parameters": names, "options": options})
-    return tensors, groups
+    options = [_options(group) for group in optimizer.param_groups]
+    for number, values in enumerate(options):
+        _part(values, f"options/{number}", tensors)
+    return tensors, options
 
 
 # --- in -------------------------------------------------------------------------------------------
@@ -124,13 +141,20 @@ def described_groups(
 class SavedStates:
     """The optimizer in a checkpoint.
 
-    where   its file, for errors
+    aliases   further names of parameters -> those by which states are found
+    where     its file, for errors
     """
 
     def __init__(
-        self, tensors: Mapping[str, Stored], description: Description, files: Files, where: str
+        self,
+        tensors: Mapping[str, Stored],
+        description: Description,
+        aliases: Mapping[str, str],
+        files: Files,
+        where: str,
     ) -> None:
         self._description = description
+        self._aliases = aliases
         self._files = files
         self._where = where
         self._states: dict[str, dict[str, Stored]] = defaultdict(dict)
@@ -149,47 +173,55 @@ class SavedStates:
 
     def master(self, name: str) -> Stored | None:
         """A parameter's master weights, if it had any."""
-        return self._states.get(name, {}).get(MASTER)
+        return self._states.get(self._first(name), {}).get(MASTER)
 
-    def state_dict(self, optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, whole_groups: Sequence[Sequence[str]]) -> dict[str, Any]:
         """What the optimizer's load_state_dict takes to go on from the saved state, but for states.
 
         Its groups may list their parameters in another order than the saved ones did, and may come in
         another order; but what was one group must be one group. CheckpointError otherwise.
+
+        whole_groups   the names in each group, on all ranks together
         """
-        saved = {
-            frozenset(group["parameters"]): number for number, group in enumerate(self._description["groups"])
-        }
+        saved: dict[frozenset[str], list[int]] = defaultdict(list)
+        for number, group in enumerate(self._description["groups"]):
+            saved[frozenset(group["parameters"])].append(number)
         groups = []
         for group, names, indices in zip(
-            optimizer.param_groups, _names(optimizer, model), _indices(optimizer), strict=True
+            optimizer.param_groups, whole_groups, _indices(optimizer), strict=True
         ):
-            number = saved.pop(frozenset(names), None)
-            if number is None:
-                raise CheckpointError(_no_such_group(names, self._description, self._where))
             current = {key: value for key, value in group.items() if key != "params"}
-            options = {
-                key: _like(current.get(key), value)
-                for key, value in self._description["groups"][number]["options"].items()
-            }
-            tensors = {key: stored.whole(self._files) for key, stored in self._options[number].items()}
-            groups.append({**current, **options, **tensors, "params": indices})
-        if saved:
-            first = sorted(next(iter(saved)))[0]
+            wanted = frozenset(map(self._first, names))
+            if saved[wanted]:
+                current |= self._options_of(saved[wanted].pop(0), current)
+            elif wanted:
+                raise CheckpointError(_no_such_group(wanted, self._description, self._where))
+            groups.append({**current, "params": indices})
+        left = [names for names, numbers in saved.items() if numbers and names]
+        if left:
             raise CheckpointError(
-                f"{self._where} has {len(saved)} groups of parameters that the optimizer does not have; "
-                f"one of them holds {first}"
+                f"{self._where} has {len(left)} groups of parameters that the optimizer does not have; "
+                f"one of them holds {min(left[0])}"
             )
         scale = self._description.get("loss_scale")
         return {"param_groups": groups} | ({} if scale is None else {"loss_scale": scale})
 
-    def whole_states(self, optimizer: Optimizer, model: nn.Module) -> dict[int, dict[str, Any]]:
+    def whole_states(self, optimizer: Optimizer, name_of: ParameterNames) -> dict[int, dict[str, Any]]:
         """The states of parameters as this rank has them, by number in a state_dict; no master weights."""
         return {
             index: self._whole_state(name, holding_of(parameter))
-            for name, parameter, index in _members(optimizer, model)
-            if name in self._states or name in self._description["scalars"]
+            for name, parameter, index in _members(optimizer, name_of)
+            if self._first(name) in self._states or self._first(name) in self._description["scalars"]
         }
+
+    def _first(self, name: str) -> str:
+        return self._aliases.get(name, name)
+
+    def _options_of(self, number: int, current: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved group's; JSON made lists of what are tuples in the current ones."""
+        options = _options(self._description["groups"][number]["options"])
+        tensors = {key: stored.whole(self._files) for key, stored in self._options[number].items()}
+        return {key: _like(current.get(key), value) for key, value in options.items()} | tensors
 
     def _whole_state(self, name: str, holding: Holding) -> dict[str, Any]:
         state = self._read(name, holding, lambda stored: stored.held(self._files, holding))
@@ -209,28 +241,16 @@ class SavedStates:
             is_of_elements = stored.shape and stored.shape == holding.shape
             return own_part(stored) if is_of_elements else stored.whole(self._files)
 
-        tensors = {key: value(stored) for key, stored in self._states.get(name, {}).items()}
-        return {**self._description["scalars"].get(name, {}), **tensors}
+        first = self._first(name)
+        tensors = {key: value(stored) for key, stored in self._states.get(first, {}).items()}
+        return {**self._description["scalars"].get(first, {}), **tensors}
 
 
-def _members(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+def _members(optimizer: Optimizer, name_of: ParameterNames) -> Iterator[tuple[str, Tensor, int]]:
     """(name, parameter, number in torch's state_dict) of all that the optimizer holds."""
-    groups = zip(optimizer.param_groups, _names(optimizer, model), _indices(optimizer), strict=True)
+    groups = zip(optimizer.param_groups, group_names(optimizer, name_of), _indices(optimizer), strict=True)
     for group, names, indices in groups:
         yield from zip(names, group["params"], indices, strict=True)
-
-
-def _names(optimizer: Optimizer, model: nn.Module) -> Iterator[list[str]]:
-    """The names of each group's parameters, in the group's order."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in name_of]
-        if unknown:
-            raise CheckpointError(
-                f"group {number} of the optimizer has {len(unknown)} parameters that the model does not "
-                f"have, the first of shape {unknown[0]}; save the model that the optimizer was made for"
-            )
-        yield [name_of[id(parameter)] for parameter in group["params"]]
 
 
 def _indices(optimizer: Optimizer) -> Iterator[list[int]]:
@@ -239,6 +259,11 @@ def _indices(optimizer: Optimizer) -> Iterator[list[int]]:
     for group in optimizer.param_groups:
         yield list(range(start, start + len(group["params"])))
         start += len(group["params"])
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a group but its parameters, and their names, which torch keeps there if it was told them."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _part(values: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpcpar.checkpoint.holding import Holding
+from hpcpar.checkpoint.holding import Holding, all_of, contiguous
 from hpcpar.checkpoint.manifest import Entry
 from hpcpar.checkpoint.parts import Part
 from hpcpar.checkpoint.stored import Extract, Stored, StoredPart
@@ -67,6 +67,10 @@ class PieceFiles:
         self.written.append(Written(name, values.dtype, holding.shape, holding.part, strides, extract))
         if self._waiting_nbytes >= FILE_NBYTES:
             self.finish()
+
+    def add_whole(self, name: str, value: Tensor) -> None:
+        """A whole tensor, which stays in its shape in the file."""
+        self.add(name, value, all_of(contiguous(value.shape)), 0)
 
     def finish(self) -> None:
         """Write what waits."""

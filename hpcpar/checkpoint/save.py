@@ -22,13 +22,10 @@ from hpcpar.checkpoint import random_state, random_streams
 from hpcpar.checkpoint.catalogue import checkpoint_path, prune
 from hpcpar.checkpoint.holding import holding_of, is_the_same_everywhere
 from hpcpar.checkpoint.manifest import MANIFEST, Entry, Manifest
-from hpcpar.checkpoint.model_state import model_tensors
-from hpcpar.checkpoint.optimizer_state import (
-    Scalars,
-    described_groups,
-    write_states,
-)
+from hpcpar.checkpoint.model_state import ModelState
+from hpcpar.checkpoint.optimizer_state import Scalars, group_names, group_options, write_states
 from hpcpar.checkpoint.piece_files import PieceFiles, Written, joined, on_cpu, write_tensors
+from hpcpar.checkpoint.positions import Member, Positions
 from hpcpar.checkpoint.stored import as_record
 from hpcpar.checkpoint.writers import Coordinates, Writer
 from hpcpar.data_parallel import DistributedOptimizer
@@ -64,41 +61,52 @@ def save(
     step    optimizer steps taken so far, which is also the position in the data: samplers are
             functions of it
     extra   whatever JSON can hold and the caller wants back: config, scheduler, data position
-    comm    of all ranks that model and optimizer are split or sharded over, and their replicas; `directory`
-            is the same for all
+    model   parameters and buffers have the names of the whole model, of which this may be a few layers; of
+            what is tied across ranks, `tied_names` tells
+    comm    of all ranks that model and optimizer are split, sharded or spread over, and their replicas;
+            `directory` is the same for all
     keep    checkpoints to keep, this one included; None keeps all
 
-    What is split or sharded is written by its owners, at the same time; of what is a replica the first
-    rank's is written, and random-number states for every rank. The checkpoint appears whole or not at all,
-    and one of the same step is replaced.
+    What is split, sharded or spread is written by its owners, at the same time; of what is a replica the
+    first rank's is written, and random-number states for every rank. The checkpoint appears whole or not at
+    all, and one of the same step is replaced.
 
     errors  OSError (a full disk, no permission) or CheckpointError (a state that is no tensor, a part that
-            no rank of `comm` has); of several ranks, PeerFailedError on every one, with that text
+            no rank of `comm` has, layers or groups of ranks that do not fit together); of several ranks,
+            PeerFailedError on every one, with that text
     """
     if isinstance(optimizer, DistributedOptimizer):
         optimizer.wait_for_parameters()
     final = checkpoint_path(Path(directory), step)
     doing = f"saving the checkpoint {final}"
     with comm.together(doing):
-        own_coordinates = Coordinates.of(model, optimizer)
+        state = ModelState(model)
+        groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
         own_random = _random_states(model)
+    positions = Positions.agree(Member(state.names, groups), comm, doing)
+    position = positions.of_ranks[comm.rank]
+    with comm.together(doing):
+        own_coordinates = Coordinates.of(model, optimizer, position)
     random_states = comm.gather_object(own_random)
     coordinates = comm.allgather_object(own_coordinates)
     with ExitStack() as to_be_named:
         staging = None
         with comm.together(doing):
             _refuse_to_keep_none(keep)
-            writer = Writer(coordinates, comm)
+            elsewhere = [
+                each for each in state.tensors if not positions.writes(position, state.name_of(each))
+            ]
+            writer = Writer(coordinates, comm, {id(each) for each in (*elsewhere, *state.copies)})
             if comm.rank == 0:
                 staging = to_be_named.enter_context(whole_directory(final))
         staging = Path(comm.broadcast_object(str(staging)))
         with comm.together(doing):
-            mine = _write_own(staging, model, optimizer, writer, comm.rank)
+            mine = _write_own(staging, model, state, optimizer, writer, comm.rank)
         of_ranks = comm.gather_object(mine)
         with comm.together(doing):
             if of_ranks is not None and random_states is not None:
-                places = [(each.tp_rank, each.tp_size) for each in coordinates]
-                _write_common(staging, step, dict(extra or {}), places, random_states, of_ranks)
+                ranks = _Ranks(positions, coordinates, random_states, of_ranks)
+                _write_common(staging, step, dict(extra or {}), ranks)
                 to_be_named.close()
                 if keep is not None:
                     prune(final.parent, newest=final, keep=keep)
@@ -112,15 +120,16 @@ class _Own:
     entries            its files, by name
     model, optimizer   the pieces in them
     scalars            of states, what is no tensor
-    aliases, groups, loss_scale   of the model and the optimizer, the same on all ranks
+    options, tensors   of the optimizer's groups, and those that are tensors
+    loss_scale         of the optimizer
     """
 
-    aliases: dict[str, str]
     entries: dict[str, Entry] = field(default_factory=dict)
     model: list[Written] = field(default_factory=list)
     optimizer: list[Written] = field(default_factory=list)
     scalars: Scalars = field(default_factory=dict)
-    groups: list[dict[str, Any]] | None = None
+    options: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     loss_scale: dict[str, float] | None = None
 
     def take(self, files: PieceFiles) -> list[Written]:
@@ -129,6 +138,61 @@ class _Own:
         self.entries |= files.entries
         return files.written
 
+    def every_option(self) -> dict[str, Any]:
+        """What all positions are to have alike, by what to call it."""
+        options = {
+            f"{key} of group {number}": value
+            for number, group in enumerate(self.options)
+            for key, value in group.items()
+        }
+        tensors = {name: value.tolist() for name, value in self.tensors.items()}
+        return {**options, **tensors, "the loss scale": self.loss_scale}
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """What rank 0 knows of all, by rank."""
+
+    positions: Positions
+    coordinates: Sequence[Coordinates]
+    random_states: Sequence[random_state.Captured]
+    wrote: Sequence[_Own]
+
+    def require_same_options(self) -> None:
+        """CheckpointError where positions would step by other numbers."""
+        first, *others = self.positions.first_ranks
+        expected = self.wrote[first].every_option()
+        for rank in others:
+            found = self.wrote[rank].every_option()
+            for name in expected | found:
+                if expected.get(name) != found.get(name):
+                    raise CheckpointError(
+                        f"the optimizer has {name} = {expected.get(name)} on rank {first}, "
+                        f"{found.get(name)} on rank {rank}; a checkpoint has it once, so make them equal"
+                    )
+
+    def state(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+        """What state.json tells."""
+        first, groups = self.wrote[0], self.positions.groups
+        scalars = {name: values for own in self.wrote for name, values in own.scalars.items()}
+        optimizer = None
+        if groups is not None:
+            described = [
+                {"parameters": names, "options": options}
+                for names, options in zip(groups, first.options, strict=True)
+            ]
+            optimizer = {"scalars": scalars, "groups": described, "loss_scale": first.loss_scale}
+        return {
+            "step": step,
+            "ranks": len(self.wrote),
+            "aliases": self.positions.aliases,
+            "optimizer": optimizer,
+            "random": [scalars for _, scalars in self.random_states],
+            "tp": [(each.tp_rank, each.tp_size) for each in self.coordinates],
+            "names": self.positions.digests,
+            "extra": extra,
+        }
+
 
 def _refuse_to_keep_none(keep: int | None) -> None:
     if keep is not None and keep < 1:
@@ -136,24 +200,27 @@ def _refuse_to_keep_none(keep: int | None) -> None:
 
 
 def _write_own(
-    staging: Path, model: nn.Module, optimizer: Optimizer | None, writer: Writer, rank: int
+    staging: Path,
+    model: nn.Module,
+    state: ModelState,
+    optimizer: Optimizer | None,
+    writer: Writer,
+    rank: int,
 ) -> _Own:
     if not staging.is_dir():
         raise CheckpointError(
             f"{staging}, which rank 0 made, is not there for this rank; save to a file system that all share"
         )
-    tensors, aliases = model_tensors(model)
-    own = _Own(aliases)
-    _write_model(own, staging, model, tensors, writer, rank)
+    own = _Own()
+    _write_model(own, staging, model, state, writer, rank)
     if optimizer is not None:
-        _write_optimizer(own, staging, optimizer, model, writer, rank)
+        _write_optimizer(own, staging, optimizer, state, writer, rank)
     return own
 
 
 def _write_model(
-    own: _Own, staging: Path, model: nn.Module, tensors: dict[str, Tensor], writer: Writer, rank: int
+    own: _Own, staging: Path, model: nn.Module, state: ModelState, writer: Writer, rank: int
 ) -> None:
-    name_of = {id(value): name for name, value in tensors.items()}
     files = PieceFiles(staging, "model", rank)
     sharding = sharding_of(list(model.parameters()))
     # Without elements there is no piece either.
@@ -163,32 +230,35 @@ def _write_model(
         for piece, values in sharding.own_pieces():
             if writer.writes(piece.parameter, sharded=True):
                 holding = holding_of(piece.parameter, piece.layout)
-                files.add(name_of[id(piece.parameter)], values, holding, piece.start)
+                files.add(state.name_of(piece.parameter), values, holding, piece.start)
     common = {}
-    for name, value in tensors.items():
+    for value in state.tensors:
         if id(value) in sharded or not writer.writes(value, sharded=False):
             continue
-        if is_the_same_everywhere(value):
-            common[name] = on_cpu(value)
-        else:
+        name = state.name_of(value)
+        if not is_the_same_everywhere(value):
             holding = holding_of(value)
             files.add(name, in_memory_order(value, holding.layout), holding, 0)
+        elif writer.writes_common:
+            common[name] = on_cpu(value)
+        else:
+            files.add_whole(name, value)
     own.model = own.take(files)
     if writer.writes_common:
         own.entries[MODEL] = write_tensors(common, staging / MODEL)
 
 
 def _write_optimizer(
-    own: _Own, staging: Path, optimizer: Optimizer, model: nn.Module, writer: Writer, rank: int
+    own: _Own, staging: Path, optimizer: Optimizer, state: ModelState, writer: Writer, rank: int
 ) -> None:
-    tensors, own.groups = described_groups(optimizer, model)
+    own.tensors, own.options = group_options(optimizer)
     if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
         own.loss_scale = optimizer.scaler.state_dict()
     files = PieceFiles(staging, "optimizer", rank)
-    common, own.scalars = write_states(optimizer, model, files, writer)
+    common, own.scalars = write_states(optimizer, state.parameter_names, files, writer)
     own.optimizer = own.take(files)
     if writer.writes_common:
-        own.entries[OPTIMIZER] = write_tensors(tensors | common, staging / OPTIMIZER)
+        own.entries[OPTIMIZER] = write_tensors(own.tensors | common, staging / OPTIMIZER)
 
 
 def _random_states(model: nn.Module) -> random_state.Captured:
@@ -196,36 +266,17 @@ def _random_states(model: nn.Module) -> random_state.Captured:
     return arrays | random_streams.capture(model), scalars
 
 
-def _write_common(
-    staging: Path,
-    step: int,
-    extra: dict[str, Any],
-    tp_places: Sequence[tuple[int, int]],
-    random_states: Sequence[random_state.Captured],
-    of_ranks: Sequence[_Own],
-) -> None:
+def _write_common(staging: Path, step: int, extra: dict[str, Any], ranks: _Ranks) -> None:
     """Whatever is about all ranks: state.json, pieces.json, random numbers, and at last the manifest."""
-    first = of_ranks[0]
-    scalars = {name: values for own in of_ranks for name, values in own.scalars.items()}
-    state = {
-        "step": step,
-        "ranks": len(random_states),
-        "aliases": first.aliases,
-        "optimizer": None
-        if first.groups is None
-        else {"scalars": scalars, "groups": first.groups, "loss_scale": first.loss_scale},
-        "random": [scalars for _, scalars in random_states],
-        "tp": tp_places,
-        "extra": extra,
-    }
-    entries = {name: entry for own in of_ranks for name, entry in own.entries.items()}
-    entries[STATE] = _write_text(_as_json(state, extra), staging / STATE)
-    entries[RANDOM] = write_tensors(_by_rank(random_states), staging / RANDOM)
+    ranks.require_same_options()
+    entries = {name: entry for own in ranks.wrote for name, entry in own.entries.items()}
+    entries[STATE] = _write_text(_as_json(ranks.state(step, extra), extra), staging / STATE)
+    entries[RANDOM] = write_tensors(_by_rank(ranks.random_states), staging / RANDOM)
     pieces = {
         kind: {name: as_record(stored) for name, stored in joined(written).items()}
         for kind, written in (
-            ("model", [piece for own in of_ranks for piece in own.model]),
-            ("optimizer", [piece for own in of_ranks for piece in own.optimizer]),
+            ("model", [piece for own in ranks.wrote for piece in own.model]),
+            ("optimizer", [piece for own in ranks.wrote for piece in own.optimizer]),
         )
     }
     if any(pieces.values()):

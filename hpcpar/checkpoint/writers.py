@@ -8,11 +8,12 @@
     a replica                       x
 
 A replica over tp is what is not split, and what a split gives to several ranks, such as shared heads.
+In a pipeline each position has such a grid of its own, for what it alone has or is the first to have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ class Coordinates:
     tp_rank, tp_size   0 of 1 for a model that is not split
     dp_rank, dp_size   0 of 1 where nothing is sharded: then dp replicas have the same coordinates
     tp, dp             names of the communicators, "" where there is none
+    position           in the pipeline, whose other positions have other parameters
     """
 
     tp_rank: int = 0
@@ -43,30 +45,35 @@ class Coordinates:
     dp_size: int = 1
     tp: str = ""
     dp: str = ""
+    position: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: Optimizer | None) -> Coordinates:
+    def of(cls, model: nn.Module, optimizer: Optimizer | None, position: int = 0) -> Coordinates:
         """This rank's; CheckpointError for a model that is split over several communicators."""
         tp_comm, dp_comm = _split_over(model), _sharded_over(model, optimizer)
         tp_rank, tp_size, tp = _place_in(tp_comm)
         dp_rank, dp_size, dp = _place_in(dp_comm)
-        return cls(tp_rank, tp_size, dp_rank, dp_size, tp, dp)
+        return cls(tp_rank, tp_size, dp_rank, dp_size, tp, dp, position)
 
     @property
-    def place(self) -> tuple[int, int]:
-        return self.tp_rank, self.dp_rank
+    def place(self) -> tuple[int, int, int]:
+        return self.position, self.tp_rank, self.dp_rank
 
 
 class Writer:
     """What this rank writes.
 
     coordinates   of all ranks that save together; of those in the same place all but the first write nothing
+    elsewhere     tensors, by id, that are written under another name or in another position
     errors        CheckpointError, on every rank, when some of those are missing that have the other parts
     """
 
-    def __init__(self, coordinates: Sequence[Coordinates], comm: Communicator) -> None:
+    def __init__(
+        self, coordinates: Sequence[Coordinates], comm: Communicator, elsewhere: Container[int] = ()
+    ) -> None:
         _require_all(coordinates, comm)
         self._own = coordinates[comm.rank]
+        self._elsewhere = elsewhere
         self._is_first = self._own.place not in [other.place for other in coordinates[: comm.rank]]
 
     def writes(self, tensor: Tensor, *, sharded: bool) -> bool:
@@ -74,6 +81,8 @@ class Writer:
 
         sharded   by ZeRO, so that every dp rank has a piece of its own
         """
+        if id(tensor) in self._elsewhere:
+            return False
         split = split_of(tensor)
         own = self._own
         replica = own.tp_rank if split is None or split.size != own.tp_size else split.replicas[own.tp_rank]
@@ -81,8 +90,11 @@ class Writer:
 
     @property
     def writes_common(self) -> bool:
-        """Whether it writes what is whole and the same on all ranks: one rank does."""
-        return self._is_first and self._own.place == (0, 0)
+        """Whether it writes what is whole in the files that every checkpoint has: one rank does.
+
+        Whoever else `writes` what is whole, in another position, does so in files of its own.
+        """
+        return self._is_first and self._own.place == (0, 0, 0)
 
     @property
     def has_first_part(self) -> bool:
@@ -121,13 +133,16 @@ def _sharded_over(model: nn.Module, optimizer: Optimizer | None) -> Communicator
 def _require_all(coordinates: Sequence[Coordinates], comm: Communicator) -> None:
     own = coordinates[comm.rank]
     wanted = [(tp, dp) for tp in range(own.tp_size) for dp in range(own.dp_size)]
-    found = sorted(other.place for other in coordinates)
+    found = sorted((each.tp_rank, each.dp_rank) for each in coordinates if each.position == own.position)
     # Replicas may be any number; but of what is sharded each piece is to be there once.
     if found == wanted or (not own.dp and sorted(set(found)) == wanted):
         return
     over = [f"sharded over the {own.dp_size} ranks of {own.dp!r}"] if own.dp else []
     over += [f"split over the {own.tp_size} ranks of {own.tp!r}"] if own.tp else []
+    by = f"the {comm.size} of {comm.name!r}"
+    if len(found) < comm.size:
+        by = f"{len(found)} of {by}, which have the same layers"
     raise CheckpointError(
-        f"what is {' and '.join(over) or 'neither sharded nor split'} was to be saved by the {comm.size} of "
-        f"{comm.name!r}; pass the communicator of all {len(wanted)} that have a part of it"
+        f"what is {' and '.join(over) or 'neither sharded nor split'} was to be saved by {by}; pass the "
+        f"communicator of all {len(wanted)} that have a part of it"
     )

@@ -26,7 +26,11 @@ COMMANDS: Commands = {
         "doctor",
         "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
     ),
-    "draw": ("hpcpar.cli.draw", "draw", "Draw the steps of a collective, or what layers keep for backward."),
+    "draw": (
+        "hpcpar.cli.draw",
+        "draw",
+        "Draw the steps of a collective, pipeline schedules, or what layers keep.",
+    ),
     "bench": ("hpcpar.cli.bench", "bench", "Measure collectives, choose by measurement, fit and simulate."),
 }
 

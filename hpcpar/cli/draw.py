@@ -1,4 +1,4 @@
-"""`hpcpar draw ring --size 4`: the steps of a collective, as text; and `hpcpar draw activations`."""
+"""`hpcpar draw ring --size 4`: the steps of a collective, as text; `draw pipeline`; `draw activations`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ COMMANDS: Commands = {
         "hpcpar.cli.draw",
         "steps",
         "The steps of a collective, as text: `draw ring`.",
+    ),
+    "pipeline": (
+        "hpcpar.cli.draw_pipeline",
+        "pipeline",
+        "Pipeline schedules: proved, priced and drawn: `draw pipeline 1f1b`.",
     ),
     "activations": (
         "hpcpar.cli.draw_activations",
@@ -34,7 +39,7 @@ class Drawings(LazyGroup):
 
 @click.group(cls=Drawings, lazy=COMMANDS)
 def draw() -> None:
-    """Draw the steps of a collective as text, or the activations of a layer as bars."""
+    """Draw the steps of a collective, a pipeline's schedule, or the activations of a layer."""
 
 
 @click.command()

@@ -580,8 +580,8 @@ class DistributedOptimizer(Optimizer):
             )
         if self._tied and self.zero_stage > 1:
             raise OperationError(
-                f"tied parameters ({', '.join(self._tied)}) with zero_stage={self.zero_stage}: gradients would "
-                "be averaged, and cut, before they are summed over the copies; use zero_stage 0 or 1"
+                f"tied parameters ({', '.join(self._tied)}) with zero_stage={self.zero_stage}: gradients "
+                "would be averaged, and cut, before they are summed over the copies; use zero_stage 0 or 1"
             )
         if self._is_managed:
             require_elementwise(self.inner)

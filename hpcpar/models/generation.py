@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hpcpar.errors import ConfigError
-from hpcpar.models.llama import Llama
+from hpcpar.models.llama_config import LlamaConfig
+
+
+class LanguageModel(Protocol):
+    """A Llama, or what several ranks have of one. Shapes as there."""
+
+    config: LlamaConfig
+    sequence_multiple: int
+    training: bool
+
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+
+    def whole_logits(self, logits: Tensor) -> Tensor: ...
+
+    def train(self, mode: bool = True) -> Any: ...
 
 
 @torch.no_grad()
 def generate(
-    model: Llama,
+    model: LanguageModel,
     tokens: Tensor,
     new_tokens: int,
     *,
@@ -36,7 +52,7 @@ def generate(
         raise ConfigError(f"temperature={temperature} must be >= 0 and top_k={top_k} None or >= 1")
     generator = torch.Generator(tokens.device).manual_seed(seed)
     was_training = model.training
-    model.eval()
+    model.train(False)
     try:
         for _ in range(new_tokens):
             chosen = _choose(_next_logits(model, tokens).float(), temperature, top_k, generator)
@@ -46,7 +62,7 @@ def generate(
     return tokens
 
 
-def _next_logits(model: Llama, tokens: Tensor) -> Tensor:
+def _next_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
     """[B, V], of what follows the last of tokens [B, S]."""
     multiple = model.sequence_multiple
     window = tokens[:, -(model.config.max_sequence // multiple * multiple) :]

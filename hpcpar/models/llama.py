@@ -8,11 +8,15 @@ D head size, V vocabulary. A, K, F and V are those of this rank when its layers 
       x = x + mlp(post_attention_layernorm(x))              /
     norm -> lm_head -> logits [B, S, V]
 
+A `Part` of it takes up, and leaves off, between any two of its layers: a stage of a pipeline.
+
 Modules are named as in Hugging Face's Llama, so a state dict of one is that of the other.
 source   Touvron et al. 2023, arXiv 2302.13971; Ainslie et al. 2023, arXiv 2305.13245
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +24,50 @@ from torch.nn import functional
 
 from hpcpar.autograd import Recompute, recompute
 from hpcpar.autograd.recompute import Mode
-from hpcpar.errors import ConfigError
-from hpcpar.models.initialise import initialise
+from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.models.initialise import initial_value, initialise
 from hpcpar.models.layers import Layers
 from hpcpar.models.llama_config import LlamaConfig
 from hpcpar.models.loss import Reduction
 from hpcpar.models.rotary import rotary_tables, rotate
-from hpcpar.tensor_parallel import Dropout, Stream
+from hpcpar.tensor_parallel import Dropout, Stream, own_shard
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [S, D/2] each."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""What is one parameter where embeddings are tied."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of the whole model there is.
+
+    layers   by their numbers in the whole model
+    embeds   it begins with the embedding: its input is tokens [B, S], else [B, S, H]
+    heads    it ends with norm and output projection: its output is logits [B, S, V], else [B, S, H]
+    """
+
+    layers: range
+    embeds: bool
+    heads: bool
+
+    @classmethod
+    def of(cls, start: int, stop: int, layers: int) -> Part:
+        """Items start … stop - 1 of a model's embedding, `layers` layers, and head.
+
+        errors   LayoutError where it has no such items
+        """
+        if not 0 <= start < stop <= layers + 2:
+            raise LayoutError(
+                f"items {start} to {stop} are no part of a model of {layers} layers; give a start below the "
+                f"stop, within the {layers + 2} items that embedding, layers and head are"
+            )
+        return cls(range(max(start, 1) - 1, min(stop - 1, layers)), start == 0, stop == layers + 2)
+
+    @classmethod
+    def whole(cls, layers: int) -> Part:
+        return cls(range(layers), embeds=True, heads=True)
 
 
 class SelfAttention(nn.Module):
@@ -125,38 +163,50 @@ def _dropout(config: LlamaConfig, layers: Layers, stream: Stream) -> Dropout:
 
 
 class Decoder(nn.Module):
-    """Everything of a Llama but its last projection."""
+    """Everything of a Llama, or of a part of one, but its last projection."""
 
-    def __init__(self, config: LlamaConfig, layers: Layers, again: Recompute) -> None:
+    def __init__(self, config: LlamaConfig, layers: Layers, again: Recompute, part: Part) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = layers.embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layers, again.of_layer(number, config.layers))
-            for number in range(config.layers)
-        )
-        self.norm = layers.norm(config.hidden_size, config.norm_epsilon)
+        self.part = part
+        self.sequence_multiple = layers.sequence_multiple
+        if part.embeds:
+            self.embed_tokens = layers.embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList()
+        for number in part.layers:
+            layer = DecoderLayer(config, layers, again.of_layer(number, config.layers))
+            self.layers.add_module(str(number), layer)  # and not append, which would count from 0
+        if part.heads:
+            self.norm = layers.norm(config.hidden_size, config.norm_epsilon)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens [B, S], their positions [S] in the whole sequence (None = 0 … S - 1) -> [B, S, H]"""
+    def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens [B, S], or what the part before gave, and positions [S] (None = 0 … S - 1) -> [B, S, H]"""
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden: Tensor = self.embed_tokens(tokens)
+            positions = torch.arange(self.sequence(inputs), device=inputs.device)
+        hidden: Tensor = self.embed_tokens(inputs) if self.part.embeds else inputs
         rotation = rotary_tables(positions, self.config.head_width, self.config.rope_theta, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rotation)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm(hidden) if self.part.heads else hidden
+
+    def sequence(self, inputs: Tensor) -> int:
+        """Tokens in each of the sequences that inputs are of: of [B, S, H] a rank may have its part alone."""
+        return inputs.shape[1] * (1 if self.part.embeds else self.sequence_multiple)
 
 
 class Llama(nn.Module):
-    """The whole model; with default `layers` it is the serial one.
+    """The whole model, or a part of it; with default `layers` the serial one.
 
     layers      what it is built from: `parallel_layers(config, tp)` for one that several ranks compute
     seed        of the initial values, which depend on it and on parameter names alone; None leaves the
                 parameters as the layers made them (unset memory), for a caller that loads or shards values
                 itself
     recompute   which activations are computed anew in backward; None = none
+    part        which part; its parameters have the names and the values that they have in the whole model.
+                None = all of it
+    embedding   where embeddings are tied, the parameter of the embedding, for a part that has the head alone;
+                None: the head has one of its own, which begins with the embedding's values
+    errors      LayoutError for a part with layers that the model does not have
     """
 
     def __init__(
@@ -166,35 +216,48 @@ class Llama(nn.Module):
         *,
         seed: int | None = 0,
         recompute: Recompute | None = None,
+        part: Part | None = None,
+        embedding: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        layers = layers or Layers()
+        layers, part = layers or Layers(), part or Part.whole(config.layers)
+        _require_layers(part.layers, config)
         self.config = config
-        self.model = Decoder(config, layers, recompute or Recompute())
-        self.lm_head = layers.vocabulary_linear(config.hidden_size, config.vocab_size)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.part = part
+        self.model = Decoder(config, layers, recompute or Recompute(), part)
+        if part.heads:
+            self.lm_head = layers.vocabulary_linear(config.hidden_size, config.vocab_size)
+            if config.tie_embeddings and part.embeds:
+                embedding = self.model.embed_tokens.get_parameter("weight")
+            if config.tie_embeddings and embedding is not None:
+                self.lm_head.weight = embedding
         self.sequence_multiple = layers.sequence_multiple
         self.random_streams = layers.streams
         self._loss = layers.loss
         self._whole_logits = layers.whole_logits
         if seed is not None:
-            initialise(self, config, seed=seed)
+            self._initialise(
+                seed, copies_embedding=part.heads and config.tie_embeddings and embedding is None
+            )
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] of the token that follows each of tokens [B, S].
 
-        With parallel layers V is this rank's part of the vocabulary: see `loss` and `whole_logits`.
+        With parallel layers V is this rank's part of the vocabulary: see `loss` and `whole_logits`. A part
+        that does not embed takes what the part before gave, [B, S, H], and one that has no head gives such;
+        S is then this rank's part of the sequence, where layers divide it.
+
         positions   [S], where each token stands in the whole sequence, for a rank that holds only
                     a part of it; None = 0 … S - 1
         """
-        if tokens.shape[-1] > self.config.max_sequence:
+        sequence = self.model.sequence(inputs)
+        if sequence > self.config.max_sequence:
             raise ConfigError(
-                f"a sequence of {tokens.shape[-1]} tokens is longer than max_sequence="
+                f"a sequence of {sequence} tokens is longer than max_sequence="
                 f"{self.config.max_sequence}; cut it, or build the model with a larger max_sequence"
             )
-        logits: Tensor = self.lm_head(self.model(tokens, positions))
-        return logits
+        hidden: Tensor = self.model(inputs, positions)
+        return self.lm_head(hidden) if self.part.heads else hidden
 
     def loss(self, logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
         """`next_token_loss` of logits that `forward` gave, also where each rank has a part of them."""
@@ -203,3 +266,25 @@ class Llama(nn.Module):
     def whole_logits(self, logits: Tensor) -> Tensor:
         """All of such logits, on every rank; collective where each has a part."""
         return self._whole_logits(logits)
+
+    @torch.no_grad()
+    def _initialise(self, seed: int, *, copies_embedding: bool) -> None:
+        # A tied head has no values of its own: it is the embedding, or begins as a copy of it.
+        own = nn.Module()
+        own.model = self.model
+        if self.part.heads and not self.config.tie_embeddings:
+            own.lm_head = self.lm_head
+        initialise(own, self.config, seed=seed)
+        if copies_embedding:
+            weight = self.lm_head.get_parameter("weight")
+            if not weight.is_meta:
+                weight.copy_(own_shard(weight, initial_value(self.config, EMBEDDING, seed)))
+
+
+def _require_layers(numbers: range, config: LlamaConfig) -> None:
+    for number in numbers:
+        if not 0 <= number < config.layers:
+            raise LayoutError(
+                f"a part with layer {number} of a model whose layers are 0 to {config.layers - 1}; "
+                "choose among these"
+            )

@@ -27,13 +27,14 @@ source   Shoeybi et al. 2019, arXiv 1909.08053, section 3; Korthikanti et al. 20
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from hpcpar.autograd import Recompute
 from hpcpar.data_parallel.traffic import allgather_nbytes, allreduce_nbytes, reduce_scatter_nbytes
+from hpcpar.models.llama import Part
 from hpcpar.models.llama_config import LlamaConfig
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel import TensorParallel
@@ -111,33 +112,39 @@ def norm_backward(config: LlamaConfig, tp: TensorParallel) -> Iterator[Exchange]
         yield Exchange("allreduce", config.hidden_size)
 
 
-def forward(config: LlamaConfig, tp: TensorParallel, size: Pass) -> Iterator[Exchange]:
-    """From tokens to the loss."""
-    yield Exchange("reduce_scatter" if tp.sequence_parallel else "allreduce", _unit(config, size))
-    for _ in range(config.layers):
+def forward(config: LlamaConfig, tp: TensorParallel, size: Pass, part: Part) -> Iterator[Exchange]:
+    """From tokens to the loss, as far as a part goes."""
+    if part.embeds:
+        yield Exchange("reduce_scatter" if tp.sequence_parallel else "allreduce", _unit(config, size))
+    for _ in part.layers:
         yield from layer_forward(config, tp, size)
+    if not part.heads:
+        return
     yield from column_forward(config, tp, size)
     tokens = size.sequences * size.tokens
     yield Exchange("allreduce", tokens, "largest logits")
     yield Exchange("allreduce", 2 * tokens, "of the loss")
 
 
-def backward(config: LlamaConfig, tp: TensorParallel, size: Pass, again: Recompute) -> Iterator[Exchange]:
+def backward(
+    config: LlamaConfig, tp: TensorParallel, size: Pass, again: Recompute, part: Part
+) -> Iterator[Exchange]:
     """From the loss to the embedding, with what is recomputed; without weights of shared heads."""
-    yield from column_backward(config, tp, size)
-    yield from norm_backward(config, tp)
-    for number in range(config.layers):
+    if part.heads:
+        yield from column_backward(config, tp, size)
+        yield from norm_backward(config, tp)
+    for number in part.layers:
         if again.of_layer(number, config.layers) == "full":
             yield from layer_forward(config, tp, size)
         yield from layer_backward(config, tp, size)
-    if tp.sequence_parallel:
+    if part.embeds and tp.sequence_parallel:
         yield Exchange("allgather", _unit(config, size))
 
 
-def shared_heads_backward(config: LlamaConfig, tp: TensorParallel) -> Iterator[Exchange]:
+def shared_heads_backward(config: LlamaConfig, tp: TensorParallel, part: Part) -> Iterator[Exchange]:
     """Weights of keys and values, over the ranks with the same head."""
     if config.key_value_heads < tp.size:
-        for _ in range(2 * config.layers):
+        for _ in range(2 * len(part.layers)):
             yield Exchange("allreduce", config.head_width * config.hidden_size)
 
 
@@ -149,24 +156,30 @@ def expected_tensor_traffic(
     trained: Iterable[Pass] = (),
     evaluated: Iterable[Pass] = (),
     recompute: Recompute | None = None,
+    parts: Sequence[Part] | None = None,
 ) -> Counter[tuple[Communicator, str]]:
     """(communicator, collective) -> bytes that its ranks together send.
 
     dtype       of parameters and activations
     trained     a forward and a backward of each; evaluated: a forward of each
     recompute   as the model was built with
+    parts       that these ranks have of it; None: they have all of it
     """
     total: Counter[tuple[Communicator, str]] = Counter()
     if tp.size == 1:
         return total
-    for size, times in Counter(trained).items():
-        exchanges = [*forward(config, tp, size), *backward(config, tp, size, recompute or Recompute())]
-        _add(total, tp.comm, exchanges, dtype, times)
-        if config.key_value_heads < tp.size:
-            same = tp.sharers(config.key_value_heads).same
-            _add(total, same, shared_heads_backward(config, tp), dtype, times)
-    for size, times in Counter(evaluated).items():
-        _add(total, tp.comm, forward(config, tp, size), dtype, times)
+    again = recompute or Recompute()
+    held = [Part.whole(config.layers)] if parts is None else parts
+    with_backward, forward_only = Counter(trained), Counter(evaluated)
+    for part in held:
+        for size, times in with_backward.items():
+            exchanges = [*forward(config, tp, size, part), *backward(config, tp, size, again, part)]
+            _add(total, tp.comm, exchanges, dtype, times)
+            if config.key_value_heads < tp.size:
+                same = tp.sharers(config.key_value_heads).same
+                _add(total, same, shared_heads_backward(config, tp, part), dtype, times)
+        for size, times in forward_only.items():
+            _add(total, tp.comm, forward(config, tp, size, part), dtype, times)
     return total
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -13,10 +13,13 @@ from hpcpar.data import Prepared, prepare
 from hpcpar.data_parallel import DistributedOptimizer, Precision, broadcast_parameters, fully_shard
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
-from hpcpar.models import Llama, parallel_layers
+from hpcpar.mesh import Mesh
+from hpcpar.models import Llama, LlamaStages, parallel_layers
 from hpcpar.models.initialise import initial_value
+from hpcpar.pipeline_schedules.schedule import Schedule
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard, split_over
 from hpcpar.training.config import Config, OptimizerSection
+from hpcpar.training.pipelined import item_costs, make_schedule, require_zero_stage, split_of_layers
 from hpcpar.units import MiB
 
 
@@ -87,9 +90,50 @@ def build_model(
     return model
 
 
-def build_optimizer(config: Config, model: nn.Module, dp_comm: Communicator) -> DistributedOptimizer:
-    """The optimizer that the configuration names, on gradients averaged over `dp_comm`."""
+def build_stages(
+    config: Config, vocabulary: int, device: torch.device, mesh: Mesh, tp: TensorParallel, microbatches: int
+) -> tuple[LlamaStages, Schedule]:
+    """This rank's layers, and how the ranks of `mesh.pp` work on so many microbatches; collective.
+
+    The stages are the same on every rank of `mesh.dp`, and of their layers each rank of `tp` has its part.
+    errors   ScheduleError, LayoutError or ConfigError on all ranks
+    """
+    sizes = config.model_config_for(vocabulary)
+    # Masks are to differ between layers, and so between the ranks that have them.
+    replica = mesh.pp.rank * mesh.dp.size + mesh.dp.rank
+    streams = RandomStreams(config.train.seed, tp.rank, device, replica=replica)
+    layers = parallel_layers(sizes, tp, streams=streams)
+    costs = item_costs(config, sizes, layers, device, mesh.world)
+    with mesh.world.together("dividing the model into stages"):
+        schedule = make_schedule(config, mesh.pp.size, microbatches, costs)
+        require_zero_stage(config, schedule)
+        split = split_of_layers(config, sizes.layers, costs, schedule)
+    own = schedule.stages_of(mesh.pp.rank)
+    model = LlamaStages(sizes, layers, split, own, seed=config.model.seed, recompute=config.recompute)
+    model.to(device=device, dtype=_plain_dtype(config))
+    broadcast_parameters(model, mesh.dp)
+    return model, schedule
+
+
+def build_optimizer(
+    config: Config,
+    model: nn.Module,
+    dp_comm: Communicator,
+    *,
+    pp_comm: Communicator | None = None,
+    tied: Mapping[str, bool] | None = None,
+    backwards: int = 1,
+) -> DistributedOptimizer:
+    """The optimizer that the configuration names, on gradients averaged over `dp_comm`.
+
+    pp_comm     over whose ranks the model's layers are divided, if they are
+    tied        parameters of which other stages have copies: as of DistributedOptimizer
+    backwards   that each parameter gets a gradient from in a step, without `no_sync`
+    """
     section = config.optimizer
+    over = {name: list(comms) for name, comms in split_over(model).items()}
+    if pp_comm is not None:
+        over = {name: [*over.get(name, ()), pp_comm] for name, _ in model.named_parameters()}
     return DistributedOptimizer(
         plain_optimizer(section, model),
         model.named_parameters(),
@@ -99,7 +143,9 @@ def build_optimizer(config: Config, model: nn.Module, dp_comm: Communicator) -> 
         offload=section.offload,
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
         model=model if section.zero_stage in (1, 2) else None,
-        split_over=split_over(model),
+        backward_passes_per_step=backwards,
+        split_over=over,
+        tied=tied,
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
         first_bucket_bytes=int(section.first_bucket_mib * MiB),
         algorithm=section.algorithm,

@@ -159,12 +159,41 @@ class ScheduleSection(Section):
 class MeshSection(Section):
     """Degrees of parallelism; -1 = whatever the number of ranks leaves.
 
+    pp   ranks that have different layers, and work on several microbatches at once
     dp   ranks that see different sequences
     tp   ranks that compute each layer together
     """
 
+    pp: int = 1
     dp: int = -1
     tp: int = 1
+
+
+class PipelineSection(Section):
+    """How the ranks of a pipeline share layers, and in which order they work.
+
+    schedule          a name (`hpcpar draw pipeline` lists them), or a file: rows as in `0F0 0F1 0B0`, or
+                      torch's CSV
+    stages_per_rank   None = as usual for the schedule
+    memory_limit      chunks (a microbatch's activations of one stage) that a rank may keep, for schedules
+                      that can be told; None = the schedule's own
+    balance           what decides which layers a stage has: their floating-point operations; their times,
+                      measured at the start; or how many each stage has, as in [3, 3, 4, 2]
+    """
+
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = Field(default=None, gt=0)
+    memory_limit: int | None = Field(default=None, gt=0)
+    balance: Literal["flops", "measured"] | tuple[int, ...] = "flops"
+
+    @field_validator("balance", mode="before")
+    @classmethod
+    def _is_a_way_or_numbers(cls, value: Any) -> Any:
+        if value in ("flops", "measured"):
+            return value
+        if isinstance(value, (list, tuple)) and all(type(each) is int and each >= 0 for each in value):
+            return tuple(value)
+        raise ValueError("give 'flops', 'measured', or the layers of each stage, as in [3, 3]")
 
 
 class TensorParallelSection(Section):
@@ -221,6 +250,7 @@ class Config(Section):
     schedule: ScheduleSection = ScheduleSection()
     mesh: MeshSection = MeshSection()
     tensor_parallel: TensorParallelSection = TensorParallelSection()
+    pipeline: PipelineSection = PipelineSection()
     output: OutputSection = OutputSection()
 
     def model_config_for(self, vocabulary: int) -> LlamaConfig:
@@ -261,6 +291,31 @@ class Config(Section):
             f"train.sequence = {sequence} does not divide among mesh.tp = {tp} ranks, which are to have "
             f"equal parts of it; make it {near}, or set tensor_parallel.sequence_parallel=false"
         )
+
+    def require_pipeline_for(self, pp: int, dp: int) -> None:
+        """ConfigError unless `pp` ranks can share the layers, and each dp rank has whole microbatches."""
+        if pp == 1:
+            return
+        if self.optimizer.zero_stage == 3:
+            raise ConfigError(
+                f"optimizer.zero_stage = 3 with mesh.pp = {pp}: each of a step's microbatches would gather "
+                "a stage's parameters twice and scatter its gradients; use zero_stage=1, whose traffic does "
+                "not grow with them, or mesh.pp=1"
+            )
+        if self.optimizer.zero_stage == 2 and self.model_config_for(1).tie_embeddings:
+            raise ConfigError(
+                f"optimizer.zero_stage = 2 with mesh.pp = {pp} and tied embeddings: every backward averages "
+                "and cuts gradients, before those of embedding and head can be summed; use zero_stage=1, or "
+                "model.tie_embeddings=false"
+            )
+        batch, microbatch = self.train.global_batch, self.train.microbatch
+        if batch % (dp * microbatch):
+            whole = max(1, batch // (dp * microbatch)) * dp * microbatch
+            raise ConfigError(
+                f"train.global_batch = {batch} is not divided by mesh.dp x train.microbatch = {dp} x "
+                f"{microbatch}, and a pipeline needs microbatches of one size; make it {whole} or "
+                f"{whole + dp * microbatch}, or change train.microbatch"
+            )
 
 
 def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:

@@ -34,19 +34,23 @@ from hpcpar.data_parallel import (
 from hpcpar.data_parallel.activations import Activations
 from hpcpar.errors import ConfigError, DataError, DivergenceError
 from hpcpar.mesh import Mesh
-from hpcpar.models import generate
+from hpcpar.models import Llama, LlamaStages, generate
 from hpcpar.partition import bounds
+from hpcpar.pipeline_parallel import TiedWeights
+from hpcpar.pipeline_schedules import record
 from hpcpar.training.build import (
     build_model,
     build_optimizer,
+    build_stages,
     place_on_hardware,
     prepare_data,
     tensor_parallel_of,
 )
 from hpcpar.training.config import Config
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
+from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel, copies_here
 from hpcpar.training.schedule import learning_rate
-from hpcpar.training.step import StepResult, held_out_loss, train_step
+from hpcpar.training.step import StepResult, WholeModel, held_out_loss, train_step
 from hpcpar.training.summary import TrafficLine, as_records, gather_traffic, table
 from hpcpar.training.theory import Passes, Theory, expected_traffic
 from hpcpar.training.timeline import Timeline, span
@@ -102,9 +106,10 @@ class Run:
         self.mesh = Mesh(comm, config.mesh.model_dump())
         config.require_sequence_for(self.mesh.tp.size)
         self.tp = tensor_parallel_of(config, self.mesh.tp)
-        # Losses travel apart from gradients, so that the bytes of the latter can be held to theory; over dp
-        # alone, as ranks that share layers have the same loss.
-        losses = self.mesh.dp.split(0, name="losses")
+        config.require_pipeline_for(self.mesh.pp.size, self.mesh.dp.size)
+        # Losses travel apart from gradients, so that the bytes of the latter can be held to theory; not over
+        # tp, as ranks that share layers have the same loss.
+        losses = self.mesh.comm("pp", "dp").split(0, name="losses")
         assert losses is not None, "every rank is in it"
         self._losses = losses
         self.device = place_on_hardware(config, comm)
@@ -115,13 +120,44 @@ class Run:
         self.sampler = Sampler(
             len(self.data.shards.train), config.train.sequence, config.train.global_batch, config.train.seed
         )
-        self.model = build_model(config, self.data.shards.vocabulary, self.device, self.mesh.dp, self.tp)
-        # Before the optimizer may give the parameters another type.
-        self._start_nbytes = expected_broadcast_nbytes(self.model, self.mesh.dp)
-        self.optimizer = build_optimizer(config, self.model, self.mesh.dp)
+        self.model: Llama | LlamaStages
+        self.worker: WholeModel | PipelinedModel
+        if self.mesh.pp.size == 1:
+            self._build_whole()
+        else:
+            self._build_stages()
         self._resumed = False
         self._activations: Activations | None = None
         self.first_step = self._prepare_directory(resume)
+
+    def _build_whole(self) -> None:
+        config, vocabulary = self.config, self.data.shards.vocabulary
+        model = build_model(config, vocabulary, self.device, self.mesh.dp, self.tp)
+        # Before the optimizer may give the parameters another type.
+        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.dp)
+        self.optimizer = build_optimizer(config, model, self.mesh.dp)
+        self.model, self.worker = model, WholeModel(model)
+
+    def _build_stages(self) -> None:
+        config, mesh = self.config, self.mesh
+        microbatches = self._microbatches(config.train.global_batch)
+        model, schedule = build_stages(
+            config, self.data.shards.vocabulary, self.device, mesh, self.tp, microbatches
+        )
+        self._start_nbytes = expected_broadcast_nbytes(model, mesh.dp)
+        tied = TiedWeights(mesh.pp, model.tied_parameters())
+        self.optimizer = build_optimizer(
+            config,
+            model,
+            mesh.dp,
+            pp_comm=mesh.pp,
+            tied=copies_here(model, tied),
+            backwards=microbatches,
+        )
+        self.model = model
+        self.worker = PipelinedModel(
+            model, schedule, mesh, tied, self.optimizer, global_tokens=self.tokens_per_step
+        )
 
     @property
     def directory(self) -> Path:
@@ -152,6 +188,8 @@ class Run:
                 seconds += time.perf_counter() - start_s
                 if timeline is not None and stop == self._traced_until:
                     timeline.write(self.directory / "timeline.json")
+                if isinstance(self.worker, PipelinedModel) and stop == train.steps:
+                    self._record_last_step(self.worker)
                 if self._is_evaluated(stop):
                     held_out = self._evaluate(stop, metrics)
                 if is_due(stop, output.checkpoint_every) or stop == train.steps:
@@ -237,7 +275,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         return train_step(
-            self.model,
+            self.worker,
             self.optimizer,
             tokens,
             targets,
@@ -268,7 +306,7 @@ class Run:
             )
 
     def _evaluate(self, steps_done: int, metrics: Metrics | None) -> float:
-        loss = held_out_loss(self.model, self._held_out_batches(), self._losses)
+        loss = held_out_loss(self.worker, self._held_out_batches(), self._losses)
         if metrics is not None:
             metrics.held_out(steps_done, loss)
         return loss
@@ -363,6 +401,12 @@ class Run:
             keep=self.config.output.keep,
         )
 
+    def _record_last_step(self, worker: PipelinedModel) -> None:
+        """When each stage worked in the last step, for `hpcpar draw pipeline --measured`. Collective."""
+        timetable = worker.pipeline.timetable()
+        if self.comm.rank == 0:
+            record.write(timetable, self.directory / "pipeline.json")
+
     def _open_metrics(self, stack: ExitStack) -> Metrics | None:
         """On rank 0: metrics.jsonl and the display of progress."""
         if self.comm.rank != 0:
@@ -390,6 +434,7 @@ class Run:
             self._losses,
             passes,
             recompute=self.config.recompute,
+            worker=self.worker if isinstance(self.worker, PipelinedModel) else None,
             start_nbytes=0 if self.optimizer.zero_stage == 3 else self._start_nbytes,
         )
 
@@ -401,6 +446,7 @@ class Run:
             f"{torch.get_num_threads()}, on {self.device}\n"
             f"model: {config.model.preset}, {self.model.config.parameters():,} parameters{self._division}\n"
             f"text:  {len(shards.train):,} tokens to learn from, {len(shards.held_out):,} held out\n"
+            f"{self._working_together}"
             f"steps: {config.train.steps} of {config.train.global_batch} × {config.train.sequence} tokens, "
             f"{total:,} in all, {total / len(shards.train):.2f} of the text"
         )
@@ -412,7 +458,9 @@ class Run:
         prompt = self.data.shards.held_out.read(0, min(PROMPT_TOKENS, self.config.train.sequence))
         tokens = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(self.device)
         # All ranks write the same, as those that share layers, or parameters, must call the model alike.
-        written = generate(self.model, tokens, self.config.output.sample_tokens, seed=self.config.train.seed)
+        worker = self.worker
+        model = worker.model if isinstance(worker, WholeModel) else PipelinedLogits(worker)
+        written = generate(model, tokens, self.config.output.sample_tokens, seed=self.config.train.seed)
         known = written[0][written[0] < self.data.shards.vocabulary].tolist()
         return self.data.tokenizer.decode(known)
 
@@ -442,6 +490,19 @@ class Run:
             f"{math.log(self.data.shards.vocabulary):.3f} knows nothing)\n"
             f"{outcome.tokens_per_s:,.0f} tokens/s, {format_duration(outcome.seconds)} of training\n"
             f"metrics.jsonl, loss.png, summary.json and checkpoints are in {self.directory}"
+        )
+
+    @property
+    def _working_together(self) -> str:
+        """How ranks of a pipeline do, for the announcement; nothing where there is none."""
+        if not isinstance(self.worker, PipelinedModel):
+            return ""
+        schedule, split = self.worker.pipeline.schedule, self.worker.model.split
+        ends = {0: -1, len(split) - 1: -1}
+        layers = [stop - start + ends.get(stage, 0) for stage, (start, stop) in enumerate(split)]
+        return (
+            f"pipeline: {schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
+            f"layers of the stages {', '.join(map(str, layers))}\n"
         )
 
     @property

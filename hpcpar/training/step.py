@@ -1,10 +1,15 @@
-"""One optimizer step, and one look at held-out text. Shape letters: B batch, S sequence."""
+"""One optimizer step, and one look at held-out text. Shape letters: B batch, S sequence.
+
+Who computes is a `Worker`: this rank with the whole model, or with the ranks of a pipeline. It leaves the sum
+of all microbatches' gradients; what follows is the same for both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +25,7 @@ from hpcpar.training.timeline import span
 class StepResult:
     """What a step measured.
 
-    loss_share      this rank's share of the mean loss in nats: summed over dp ranks, it is the loss
+    loss_share      this rank's share of the mean loss in nats: summed over dp and pp ranks, it is the loss
     gradient_norm   of the whole averaged gradient before clipping, the same on every rank
     """
 
@@ -28,8 +33,75 @@ class StepResult:
     gradient_norm: Tensor
 
 
+class Worker(Protocol):
+    """What computes losses and gradients of a dp rank's sequences; collective over those that share it."""
+
+    def accumulate(
+        self,
+        optimizer: DistributedOptimizer,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        microbatches: int,
+        global_tokens: int,
+        trace: Trace | None,
+    ) -> Tensor:
+        """Add the gradients of the global batch's mean loss; this rank's share of that, in float64."""
+        ...
+
+    def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+        """Of (tokens, targets) [B, S] this rank's share of the losses' sum, and of tokens; no gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """All layers on this rank, or on those that share each of them."""
+
+    model: Llama
+
+    def accumulate(
+        self,
+        optimizer: DistributedOptimizer,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        microbatches: int,
+        global_tokens: int,
+        trace: Trace | None,
+    ) -> Tensor:
+        """One microbatch after another; averages travel while the last one's backward runs."""
+        ranks = optimizer.dp_comm.size
+        loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        for number, (start, stop) in enumerate(bounds(len(tokens), microbatches)):
+            last = number == microbatches - 1
+            with nullcontext() if last else optimizer.no_sync():
+                with span(trace, "forward", microbatch=number):
+                    logits = self.model(tokens[start:stop])
+                    loss = self.model.loss(logits, targets[start:stop], reduction="sum") / global_tokens
+                with span(trace, "backward", microbatch=number):
+                    # The optimizer averages over ranks where the global mean asks for a sum.
+                    optimizer.scale_loss(loss * ranks).backward()  # type: ignore[no-untyped-call]
+            loss_share += loss.detach()
+        return loss_share
+
+    @torch.no_grad()
+    def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+        """One batch after another."""
+        total, tokens_seen = 0.0, 0
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            for tokens, targets in batches:
+                total += self.model.loss(self.model(tokens), targets, reduction="sum").item()
+                tokens_seen += targets.numel()
+        finally:
+            self.model.train(was_training)
+        return total, tokens_seen
+
+
 def train_step(
-    model: Llama,
+    worker: Worker,
     optimizer: DistributedOptimizer,
     tokens: Tensor,
     targets: Tensor,
@@ -49,19 +121,10 @@ def train_step(
     Each microbatch's loss is a sum divided by `global_tokens`, so parts of unequal size on the ranks
     give the same gradient as one process with the whole batch.
     """
-    ranks = optimizer.dp_comm.size
     optimizer.zero_grad(set_to_none=False)
-    loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
-    for number, (start, stop) in enumerate(bounds(len(tokens), microbatches)):
-        last = number == microbatches - 1
-        with nullcontext() if last else optimizer.no_sync():
-            with span(trace, "forward", microbatch=number):
-                logits = model(tokens[start:stop])
-                loss = model.loss(logits, targets[start:stop], reduction="sum") / global_tokens
-            with span(trace, "backward", microbatch=number):
-                # The optimizer averages over ranks where the global mean asks for a sum.
-                optimizer.scale_loss(loss * ranks).backward()  # type: ignore[no-untyped-call]
-        loss_share += loss.detach()
+    loss_share = worker.accumulate(
+        optimizer, tokens, targets, microbatches=microbatches, global_tokens=global_tokens, trace=trace
+    )
     with span(trace, "wait for gradients"):
         optimizer.synchronize()
     with span(trace, "optimizer"):
@@ -70,20 +133,15 @@ def train_step(
     return StepResult(loss_share, norm)
 
 
-@torch.no_grad()
-def held_out_loss(model: Llama, batches: Iterable[tuple[Tensor, Tensor]], dp_comm: Communicator) -> float:
+def held_out_loss(
+    worker: Worker, batches: Iterable[tuple[Tensor, Tensor]], losses_comm: Communicator
+) -> float:
     """Mean loss in nats per token over all dp ranks' batches of (tokens, targets) [B, S]; collective.
+
+    losses_comm   over all that have a share of the losses
 
     Each rank brings as many batches, of which some may be empty. Ranks that share layers have the same ones.
     """
-    totals = torch.zeros(2, dtype=torch.float64)
-    was_training = model.training
-    model.eval()
-    try:
-        for tokens, targets in batches:
-            totals[0] += model.loss(model(tokens), targets, reduction="sum").double().cpu()
-            totals[1] += targets.numel()
-    finally:
-        model.train(was_training)
-    dp_comm.allreduce(totals)
+    totals = torch.tensor(worker.summed_losses(batches), dtype=torch.float64)
+    losses_comm.allreduce(totals)
     return float(totals[0] / totals[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -562,8 +563,11 @@ def test_torch_s_own_checkpoint_records_when_it_is_told_to() -> None:
 
 
 def test_recorded_ranks_in_threads_average_their_microbatches_once_all_are_in() -> None:
+    # Made by one thread: torch's generator is common to all.
+    start, serial = made(mlp), made(mlp)
+
     def averages(comm: Communicator) -> list[Tensor | None]:
-        module = made(mlp)
+        module = copy.deepcopy(start)
         synchronizer = GradientSynchronizer(module.named_parameters(), comm, passes=2)
         both = [backward_of(module, [values(2, 5, 8, seed=2 * comm.rank + turn)])[0] for turn in range(2)]
         for deferred in both:
@@ -571,7 +575,6 @@ def test_recorded_ranks_in_threads_average_their_microbatches_once_all_are_in() 
         synchronizer.synchronize()
         return [parameter.grad for parameter in module.parameters()]
 
-    serial = made(mlp)
     for seed in range(4):
         whole(serial, [values(2, 5, 8, seed=seed)])
     for found in run_loopback(2, averages, timeout_s=20):

@@ -10,6 +10,7 @@ import torch
 from hpcpar.autograd import Recompute
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
+from hpcpar.models.llama import Part
 from hpcpar.models.tensor_traffic import (
     Exchange,
     Pass,
@@ -85,7 +86,8 @@ def test_a_layer_sends_eight_units_and_ten_if_its_inputs_are_gathered_again(size
 
 def test_the_loss_moves_three_values_a_token_whatever_the_vocabulary() -> None:
     def work(comm: Communicator) -> list[Exchange]:
-        return [e for e in forward(sizes(1), TensorParallel(comm), Pass(B, S)) if e.kind != "of the model"]
+        exchanges = forward(sizes(1), TensorParallel(comm), Pass(B, S), Part.whole(1))
+        return [each for each in exchanges if each.kind != "of the model"]
 
     assert sum(e.values for e in run_loopback(2, work)[0]) == 3 * B * S
 
@@ -106,7 +108,11 @@ def test_chunks_are_more_exchanges_of_the_same_values() -> None:
         found = []
         for chunks in (1, 3):
             tp = TensorParallel(comm, sequence_parallel=True, chunks=chunks)
-            both = [*forward(sizes(1), tp, Pass(B, S)), *backward(sizes(1), tp, Pass(B, S), Recompute())]
+            size, whole = Pass(B, S), Part.whole(1)
+            both = [
+                *forward(sizes(1), tp, size, whole),
+                *backward(sizes(1), tp, size, Recompute(), whole),
+            ]
             found += [len(both), units(both)]
         return tuple(found)  # type: ignore[return-value]
 

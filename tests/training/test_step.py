@@ -11,7 +11,7 @@ from hpcpar.models import Llama, LlamaConfig, next_token_loss
 from hpcpar.partition import bounds
 from hpcpar.training.build import build_optimizer, plain_optimizer
 from hpcpar.training.config import Config, OptimizerSection
-from hpcpar.training.step import held_out_loss, train_step
+from hpcpar.training.step import WholeModel, held_out_loss, train_step
 
 CONFIG = LlamaConfig(vocab_size=11, hidden_size=8, layers=1, heads=2, kv_heads=1, ffn_size=16, max_sequence=6)
 SEQUENCE = 6
@@ -58,7 +58,7 @@ def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch
         for step in range(steps):
             tokens, targets = global_batch(step, sequences)
             result = train_step(
-                mine,
+                WholeModel(mine),
                 optimizer,
                 tokens[start:stop],
                 targets[start:stop],
@@ -82,7 +82,7 @@ def test_no_clipping_leaves_the_gradient_and_tells_its_norm() -> None:
     optimizer = build_optimizer(Config(optimizer=OptimizerSection(name="sgd")), mine, Communicator.alone())
     tokens, targets = global_batch(0, 2)
     result = train_step(
-        mine, optimizer, tokens, targets, microbatches=3, global_tokens=12, clip_norm=math.inf
+        WholeModel(mine), optimizer, tokens, targets, microbatches=3, global_tokens=12, clip_norm=math.inf
     )
     gradients = [parameter.grad.flatten() for parameter in mine.parameters() if parameter.grad is not None]
     assert float(result.gradient_norm) == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-12)
@@ -96,7 +96,7 @@ def test_held_out_loss_is_the_mean_over_all_ranks_tokens_even_if_one_has_none() 
         mine = model()
         rows = [slice(0, 3), slice(3, 5), slice(5, 5)][comm.rank]
         batches = [(whole[0][rows], whole[1][rows])] if comm.rank < 2 else []
-        return held_out_loss(mine, batches, comm), mine.training
+        return held_out_loss(WholeModel(mine), batches, comm), mine.training
 
     for loss, training in run_loopback(3, work):
         assert loss == pytest.approx(expected, abs=1e-12)
