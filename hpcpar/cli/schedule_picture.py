@@ -1,0 +1,154 @@
+"""The picture of `hpcpar draw pipeline`: pipeline schedules one above the other, along one axis of time.
+
+    1f1b: 2 ranks, 2 stages, 3 microbatches: bubble rate 25.00%, cost 12 s
+    rank 0 |0|1|···|  0  |2|  1  |·|  2  |   2 alive
+    rank 1   |0|  0  |1|  1  |2|  2  |       1 alive
+
+A bar's colour is its kind, the number in it the microbatch.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcpar.pipeline_schedules.action import Kind
+from hpcpar.pipeline_schedules.timetable import Timed, Timetable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Colour = tuple[float, float, float]
+
+COLOURS: dict[Kind, Colour] = {"F": (0.36, 0.60, 0.86), "B": (0.95, 0.60, 0.25), "W": (0.42, 0.72, 0.38)}
+
+NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "W": "weights' gradients, where apart"}
+
+IDLE: Colour = (0.90, 0.90, 0.90)
+
+WIDTH_INCHES = 14.0
+RANK_INCHES = 0.21
+HEAD_INCHES = 0.42  # a panel's title and what is between panels
+CHART_INCHES = 12.4  # what is left for the bars, roughly, after the names beside them
+FONT_POINTS = 6.5
+DIGIT_POINTS = 5.0  # what a digit takes, and some air
+
+
+class Panel(NamedTuple):
+    """One timetable with its title; for each rank, if known, of how many microbatches it keeps all."""
+
+    title: str
+    timetable: Timetable
+    peaks: Sequence[float] | None = None
+
+
+def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -> None:
+    """All panels into a file (PNG, SVG or PDF, by its name); each begins at its own first start.
+
+    Stages of one rank have one colour in several shades, the first stage the fullest; grey is idle.
+
+    until_s   where the axis of time ends; None: where the longest panel does
+    """
+    # Imported here, so that nothing but a picture waits for it.
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    inches = sum(HEAD_INCHES + RANK_INCHES * len(panel.timetable.rows) for panel in panels)
+    figure = Figure(figsize=(WIDTH_INCHES, 0.8 + inches), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    heights = [max(1, len(panel.timetable.rows)) for panel in panels]
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    if until_s is None:
+        until_s = max((panel.timetable.seconds for panel in panels), default=0.0) or 1.0
+    for axes, panel in zip(all_axes, panels, strict=True):
+        _draw_panel(axes, panel, until_s)
+    all_axes[-1].set_xlim(0, until_s)
+    all_axes[-1].set_xlabel("seconds")
+    _legend(figure, panels)
+    if path.suffix == ".png":
+        _save_few_colours(figure, path)
+        return
+    # Numbers as text, and with few fonts' names, else a large SVG has many times its bytes.
+    with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "sans-serif"]}):
+        figure.savefig(path, format=path.suffix[1:])  # a name without suffix is no PNG either
+
+
+def _save_few_colours(figure: Figure, path: Path) -> None:
+    """As PNG with a palette, in a third of the bytes: there are few colours, and letters mix them."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def shade(colour: Colour, place: int, stages: int) -> Colour:
+    """The colour of a rank's stage number `place` of so many: the later, the nearer to white."""
+    white = 0.65 * place / max(1, stages - 1)
+    red, green, blue = (part + (1 - part) * white for part in colour)
+    return red, green, blue
+
+
+def _draw_panel(axes: Axes, panel: Panel, until_s: float) -> None:
+    rows = panel.timetable.rows
+    origin_s = min((each.start_s for row in rows for each in row), default=0.0)
+    for rank, row in enumerate(rows):
+        from_zero = [Timed(each.action, each.start_s - origin_s, each.end_s - origin_s) for each in row]
+        _draw_row(axes, rank, from_zero, until_s)
+    if panel.peaks is not None:
+        for rank, peak in enumerate(panel.peaks):
+            axes.text(
+                1.005,
+                rank,
+                f"{peak:.3g} alive",
+                transform=axes.get_yaxis_transform(),
+                va="center",
+                fontsize=FONT_POINTS + 1,
+            )
+    rate = f"bubble rate {panel.timetable.bubble_rate:.2%}, cost {panel.timetable.cost_s:.4g} s"
+    axes.set_title(f"{panel.title}: {rate}", fontsize=9, loc="left", pad=3)
+    axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))], fontsize=FONT_POINTS + 1)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_row(axes: Axes, rank: int, row: Sequence[Timed], until_s: float) -> None:
+    """One rank's bars, those of one colour as one object, over a grey one of its span."""
+    stages = sorted({each.action.stage for each in row})
+    bars: dict[Colour, list[tuple[float, float]]] = defaultdict(list)
+    for (stage, kind, microbatch), start_s, end_s in row:
+        seen_s = min(end_s, until_s) - start_s
+        if start_s >= until_s:
+            break
+        bars[shade(COLOURS[kind], stages.index(stage), len(stages))].append((start_s, seen_s))
+        number = str(microbatch)
+        if seen_s * 72 * CHART_INCHES / until_s > DIGIT_POINTS * len(number):
+            middle_s = start_s + seen_s / 2
+            axes.text(middle_s, rank, number, ha="center", va="center_baseline", fontsize=FONT_POINTS)
+    for colour, places in bars.items():
+        axes.broken_barh(places, (rank - 0.42, 0.84), facecolor=colour, edgecolor="white", linewidth=0.4)
+    if bars:
+        span = (row[0].start_s, min(row[-1].end_s, until_s) - row[0].start_s)
+        axes.broken_barh([span], (rank - 0.42, 0.84), facecolor=IDLE, linewidth=0, zorder=0.5)
+
+
+def _legend(figure: Figure, panels: Sequence[Panel]) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {each.action.kind for panel in panels for row in panel.timetable.rows for each in row}
+    handles = [Patch(color=COLOURS[kind], label=name) for kind, name in NAMES.items() if kind in kinds]
+    handles.append(Patch(color=IDLE, label="idle"))
+    several = any(len({e.action.stage for e in row}) > 1 for panel in panels for row in panel.timetable.rows)
+    notes = ["lighter: later stages of the rank"] if several else []
+    if any(panel.peaks is not None for panel in panels):
+        notes.append("alive: microbatches whose activations the rank keeps, at most")
+    title = "; ".join(notes)
+    figure.legend(
+        handles=handles, title=title, title_fontsize=8, fontsize=8, ncols=4, loc="outside lower center"
+    )

@@ -1,0 +1,214 @@
+"""A Llama in stages, of which a rank builds its own; and what its embedding, layers and head cost.
+
+Shape letters: B batch, S sequence on this rank, H hidden, A heads, D head size, V vocabulary, L layers.
+
+    split ((0, 3), (3, 6), (6, 10)) of a model of 8 layers: items 0 … 9, as hpcpar.pipeline_parallel.balance
+
+    stage 0   embed_tokens, layers 0 and 1       tokens [B, S]    -> hidden [B, S, H]
+    stage 1   layers 2, 3 and 4                  hidden           -> hidden
+    stage 2   layers 5, 6 and 7, norm, lm_head   hidden           -> logits [B, S, V]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from hpcpar.autograd import Recompute
+from hpcpar.errors import LayoutError
+from hpcpar.models.layers import Layers
+from hpcpar.models.llama import EMBEDDING, HEAD, Llama, Part
+from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.models.loss import Reduction
+from hpcpar.pipeline_parallel.balance import require_split
+
+
+class LlamaStages(nn.Module):
+    """The stages of one rank: what training, checkpoints and tables take for its model.
+
+    Names of parameters, and of what is in state_dict(), are those of the whole model, of which this is a
+    slice. To compute, a stage is called by itself: `stages.stages[3](hidden)`.
+
+    split        (start, stop) of the items of each stage, embedding first and head last: what `balanced` and
+                 `by_hand` give, the same on every rank
+    own_stages   which of them this rank has
+    config, layers, seed, recompute   as of Llama; layers are made for all stages from the same `layers`, and
+                 draw from its streams
+
+    stages       this rank's, by number
+    tied_names   where embeddings are tied, and there is more than one stage, on every rank: a name that is in
+                 no whole model's parameters -> the one whose values it has
+
+    Embeddings that are tied are one parameter where one rank has both ends, as in a V; on two ranks each has
+    a copy: `tied_parameters` is what TiedWeights sums their gradients for.
+
+    errors   LayoutError for a split that is not one of the model, or stages that it does not have
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: Layers,
+        split: Sequence[tuple[int, int]],
+        own_stages: Iterable[int],
+        *,
+        seed: int | None = 0,
+        recompute: Recompute | None = None,
+    ) -> None:
+        super().__init__()
+        require_split(split, config.layers + 2)
+        self.config = config
+        self.split = tuple(split)
+        self.random_streams = layers.streams
+        self.sequence_multiple = layers.sequence_multiple
+        self.tied_names = {HEAD: EMBEDDING} if config.tie_embeddings and len(split) > 1 else {}
+        self._loss = layers.loss
+        self._whole_logits = layers.whole_logits
+        # A dict is no submodule: what is registered is the tree below, with the whole model's names.
+        self.stages: dict[int, Llama] = {}
+        embedding: nn.Parameter | None = None
+        for stage in _in_order(own_stages, len(split)):
+            part = Part.of(*split[stage], config.layers)
+            built = Llama(config, layers, seed=seed, recompute=recompute, part=part, embedding=embedding)
+            if part.embeds:
+                embedding = built.model.embed_tokens.get_parameter("weight")
+            self.stages[stage] = built
+        self._register()
+
+    def _register(self) -> None:
+        """The modules of all stages in one tree, in the whole model's order."""
+        self.model = nn.Module()
+        numbered = nn.ModuleList()
+        for stage in self.stages.values():
+            if stage.part.embeds:
+                self.model.embed_tokens = stage.model.embed_tokens
+            for number, layer in stage.model.layers.named_children():
+                numbered.add_module(number, layer)
+        self.model.layers = numbered
+        for stage in self.stages.values():
+            if stage.part.heads:
+                self.model.norm = stage.model.norm
+                self.lm_head = stage.lm_head
+
+    def train(self, mode: bool = True) -> LlamaStages:
+        super().train(mode)
+        for stage in self.stages.values():
+            stage.train(mode)
+        return self
+
+    def tied_parameters(self) -> dict[str, nn.Parameter | None]:
+        """By the name that it has in the whole model, what this rank has of a parameter that ends share.
+
+        None on a rank with neither end; empty on every rank where nothing is tied.
+        """
+        if not self.tied_names:
+            return {}
+        own = dict(self.named_parameters())
+        return {first: own.get(first, own.get(name)) for name, first in self.tied_names.items()}
+
+    def loss(self, logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+        """`Llama.loss` of what the last stage gave."""
+        return self._loss(logits, targets, reduction=reduction)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """`Llama.whole_logits` of what the last stage gave."""
+        return self._whole_logits(logits)
+
+
+def layer_costs(config: LlamaConfig, sequence: int, *, recompute: Recompute | None = None) -> list[int]:
+    """Of embedding, each layer, and head with loss: products of forward and backward, in FLOPs per token.
+
+    embedding   0: it looks up
+    a layer     as LlamaConfig.flops_per_token, and what is recomputed: a forward (full), or the attention
+                core's 4·S·A·D (selective)
+    head        6·V·H
+    sequence    S of the whole sequence
+    """
+    again = recompute or Recompute()
+    head = 2 * config.vocab_size * config.hidden_size
+    layer = (config.flops_per_token(sequence, backward=False) - head) // config.layers
+    core = 4 * sequence * config.heads * config.head_width
+    anew = {"none": 0, "selective": core, "full": layer}
+    numbers = range(config.layers)
+    layers = [3 * layer + anew[again.of_layer(number, config.layers)] for number in numbers]
+    return [0, *layers, 3 * head]
+
+
+def measured_costs(
+    config: LlamaConfig,
+    layers: Layers,
+    *,
+    microbatch: int,
+    sequence: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    recompute: Recompute | None = None,
+    repeats: int = 5,
+) -> list[float]:
+    """Of embedding, each layer, and head with loss: seconds of a forward and a backward on this machine.
+
+    The median of `repeats`, after one that is not counted. One layer of each kind of recomputation is built
+    and timed, embedding and head by themselves, one after the other.
+
+    microbatch, sequence   B and the S of the whole sequence
+    collective             over the ranks that share a layer. Ranks measure different times: average them
+                           before they are split by, so that all ranks split alike
+    """
+    again = recompute or Recompute()
+    kept = layers.streams.state_dict()
+
+    def seconds(part: Part) -> float:
+        # Values do not matter to time, as long as they are ordinary numbers: none need to be drawn.
+        with torch.device(device):
+            stage = Llama(config, layers, seed=None, recompute=again, part=part).to(dtype=dtype)
+        for parameter in stage.parameters():
+            nn.init.constant_(parameter, 0.01)
+        tokens = torch.arange(microbatch * sequence, device=device).view(microbatch, sequence)
+        tokens %= config.vocab_size
+        shape = (microbatch, sequence // layers.sequence_multiple, config.hidden_size)
+        hidden = torch.linspace(-1, 1, shape[-1], dtype=dtype, device=device).expand(shape)
+        inputs = tokens if part.embeds else hidden.clone().requires_grad_()
+        return median([_once(stage, inputs, tokens) for _ in range(repeats + 1)][1:])
+
+    embedding = seconds(Part(range(0), embeds=True, heads=False))
+    head = seconds(Part(range(0), embeds=False, heads=True))
+    modes = [again.of_layer(number, config.layers) for number in range(config.layers)]
+    of_mode = {}
+    for mode in dict.fromkeys(modes):
+        number = modes.index(mode)
+        of_mode[mode] = seconds(Part(range(number, number + 1), embeds=False, heads=False))
+    layers.streams.load_state_dict(kept)
+    return [embedding, *(of_mode[mode] for mode in modes), head]
+
+
+def _once(stage: Llama, inputs: Tensor, targets: Tensor) -> float:
+    """Seconds of a forward and a backward."""
+    stage.zero_grad()
+    _finish(inputs.device)
+    start = time.perf_counter()
+    output = stage(inputs)
+    if stage.part.heads:
+        output = stage.loss(output, targets, reduction="sum")
+    output.backward(torch.ones_like(output))
+    _finish(inputs.device)
+    return time.perf_counter() - start
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what a GPU still has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _in_order(own_stages: Iterable[int], stages: int) -> list[int]:
+    numbers = sorted(own_stages)
+    for stage in numbers:
+        if not 0 <= stage < stages:
+            raise LayoutError(f"there is no stage {stage}: the split has stages 0 to {stages - 1}")
+    if len(set(numbers)) < len(numbers):
+        raise LayoutError(f"stages {numbers} of one rank: name each of them once")
+    return numbers

@@ -1,0 +1,69 @@
+"""A batch, as the microbatches that a pipeline works on one after the other.
+
+[B, …]                       m tensors [B/m, …]
+([B, …], [B, …])             m tuples of two
+[x, y, …]                    a list is m microbatches already, of any kind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcpar.errors import OperationError
+
+
+def microbatches_of(batch: Any, count: int, what: str) -> list[Any]:
+    """The `count` microbatches of a tensor or a tuple of tensors along dim 0, or those of a list.
+
+    what     "inputs", for errors
+    errors   OperationError where it does not divide, where a list has another length, and for other objects
+    """
+    if isinstance(batch, list):
+        if len(batch) != count:
+            raise OperationError(
+                f"{what}: a list of {len(batch)} microbatches was given, where the schedule has {count}; "
+                f"give {count}, or a schedule for {len(batch)}"
+            )
+        return batch
+    if isinstance(batch, tuple) and batch and all(isinstance(each, Tensor) for each in batch):
+        return list(zip(*(_divided(each, count, what) for each in batch), strict=True))
+    if isinstance(batch, Tensor):
+        return list(_divided(batch, count, what))
+    raise OperationError(
+        f"{what}: expected a tensor or a tuple of tensors [B, …], or a list of microbatches, "
+        f"found {'nothing' if batch is None else type(batch).__qualname__}"
+    )
+
+
+def _divided(batch: Tensor, count: int, what: str) -> tuple[Tensor, ...]:
+    length = batch.shape[0] if batch.dim() else 0
+    if not length or length % count:
+        below, above = length // count * count, (length // count + 1) * count
+        near = f"{below} or {above}" if below else f"{above}"
+        raise OperationError(
+            f"{what}: a batch of {length} does not divide into {count} microbatches; {near} would, and "
+            "a list may have microbatches of different lengths"
+        )
+    return torch.split(batch, length // count)
+
+
+def as_arguments(microbatch: Any) -> tuple[Any, ...]:
+    """What the first stage is called with."""
+    return microbatch if isinstance(microbatch, tuple) else (microbatch,)
+
+
+def signature(microbatches: Sequence[Any]) -> str:
+    """The same for microbatches that give outputs of the same shapes: shapes and types, not values."""
+    return repr([[_signature(each) for each in as_arguments(microbatch)] for microbatch in microbatches])
+
+
+def _signature(argument: Any) -> str:
+    if isinstance(argument, Tensor):
+        return f"{argument.dtype}{list(argument.shape)}{argument.requires_grad}"
+    if isinstance(argument, (bool, int, float, str, type(None))):
+        return repr(argument)
+    return type(argument).__qualname__

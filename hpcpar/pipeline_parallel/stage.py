@@ -1,0 +1,175 @@
+"""One stage's forward, backward and weights' part of a microbatch, and what is kept in between.
+
+    F   inputs ─ module ─ outputs                kept: the graph, and of the inputs those that want a gradient
+    B   gradients of outputs ─► of inputs        the weights', too, unless a W follows
+    W   the weights' gradients                   nothing is kept from here on
+
+Microbatches know nothing of each other: the inputs of each are leaves of a graph of its own. The outputs
+themselves are not kept, only their place in the graph: once delivered, their memory is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcpar.autograd.weight_gradients import DeferredGradients
+from hpcpar.errors import OperationError
+from hpcpar.pipeline_parallel.forms import Form, Tensors, as_tensors
+
+
+@dataclass
+class _Kept:
+    """Of one microbatch between its forward and the end of its backward.
+
+    inputs     those that want a gradient
+    root       a scalar whose backward is that of all outputs; None where no output requires a gradient
+    gradients  put here before that: of the outputs that require one
+    """
+
+    inputs: tuple[Tensor, ...]
+    root: Tensor | None
+    gradients: list[Tensor]
+    deferred: DeferredGradients | None
+
+
+class Stage:
+    """A part of the model, by its number, and the microbatches that are between forward and backward."""
+
+    def __init__(self, number: int, module: nn.Module) -> None:
+        self.number = number
+        self.module = module
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def alive(self) -> int:
+        """How many microbatches are kept."""
+        return len(self._kept)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs are to be: with its first parameter, or buffer."""
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        form: Form | None,
+        *,
+        split: bool = False,
+        loss: Callable[[Any], Tensor] | None = None,
+    ) -> Any:
+        """What the module makes of the inputs, or the loss of that; kept for backward where grad is enabled.
+
+        form    says which inputs want a gradient; None: they are as the caller has them
+        split   the weights' gradients will be asked for apart
+        loss    of the module's output, on the last stage
+        errors  OperationError where the loss is not one number, BufferTypeError as `as_tensors`
+        """
+        leaves = tuple(inputs) if form is None else _leaves(inputs, form)
+        deferred = DeferredGradients() if split and torch.is_grad_enabled() else None
+        with nullcontext() if deferred is None else deferred.recording():
+            output = self.module(*leaves)
+        if loss is not None:
+            output = loss(output)
+            if not isinstance(output, Tensor) or output.numel() != 1:
+                found = list(output.shape) if isinstance(output, Tensor) else type(output).__qualname__
+                raise OperationError(
+                    f"the loss of microbatch {microbatch} must be a tensor of one number, not {found}"
+                )
+        if torch.is_grad_enabled():
+            wanting = (
+                [] if form is None else [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+            )
+            outputs = [each for each in as_tensors(output, f"stage {self.number}") if each is not None]
+            gradients = [] if loss is None or not output.requires_grad else [torch.ones_like(output)]
+            root = _root(gradients, [each for each in outputs if each.requires_grad])
+            self._kept[microbatch] = _Kept(tuple(wanting), root, gradients, deferred)
+        return output
+
+    def backward(self, microbatch: int, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Gradients of the inputs that want one, zeros where nothing depends on one.
+
+        gradients   of the outputs that require one; none for a loss
+        """
+        kept = self._kept[microbatch]
+        kept.gradients.extend(gradients)
+        if kept.root is not None:
+            kept.root.backward()  # type: ignore[no-untyped-call]
+        found = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in kept.inputs)
+        kept.inputs, kept.root = (), None
+        kept.gradients.clear()
+        if kept.deferred is None:
+            del self._kept[microbatch]
+        return found
+
+    def weights(self, microbatch: int) -> None:
+        """The weights' gradients of a microbatch whose backward has left them."""
+        deferred = self._kept.pop(microbatch).deferred
+        assert deferred is not None, "its forward has seen the same schedule"
+        deferred.compute()
+
+    def forget(self) -> None:
+        """Let go of what is kept of all microbatches."""
+        self._kept.clear()
+
+
+def _leaves(inputs: Sequence[Any], form: Form) -> Tensors:
+    return tuple(
+        None if each is None else tensor.detach().requires_grad_(each.requires_grad)
+        for tensor, each in zip(inputs, form.tensors, strict=True)
+    )
+
+
+class _Root(torch.autograd.Function):
+    """A scalar in place of several outputs: its backward hands each of them the gradient that has come."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gradients)
+
+
+def _root(gradients: list[Tensor], outputs: Sequence[Tensor]) -> Tensor | None:
+    if not outputs:
+        return None
+    root: Tensor = _Root.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+    return root
+
+
+@contextmanager
+def poking_between_layers(modules: Iterable[nn.Module], poke: Callable[[], None]) -> Iterator[None]:
+    """Inside, `poke` is called after every layer that has parameters, forward and backward.
+
+    Nothing moves in the background, so that a message would otherwise wait for the action to end.
+    """
+
+    def on_forward(_: nn.Module, __: Any, output: Any) -> None:
+        poke()
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: poke())  # type: ignore[no-untyped-call]
+
+    layers = [
+        layer
+        for module in modules
+        for layer in module.modules()
+        if any(True for _ in layer.parameters(False))
+    ]
+    hooks = [layer.register_forward_hook(on_forward) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,1 @@
+"""Pipeline schedules as values: made, proved, priced and drawn with bare Python."""

@@ -1,0 +1,77 @@
+"""1F1B with several stages on each rank, in a loop: a shorter way through a rank, so less idle time.
+
+    2 ranks, 2 stages on each, 2 microbatches to a round
+
+    rank 0   0F0 0F1 2F0 2F1 0F2     2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
+    rank 1       1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+Microbatches come in rounds of about as many as there are ranks. All of a round pass the rank's first stage,
+then all its second one, and so on; then the next round comes. Backwards go the other way through the stages.
+
+idle     (p - 1)(F + B + W) / v on rank 0 of p, with v stages per rank and m >= p, no hops
+alive    2 (p - r - 1) + (v - 1) R + 1 chunks on rank r; R, microbatches in a round, is p where p divides m
+source   Narayanan et al. 2021, arXiv 2104.04473, section 2.2, where p divides m
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hpcpar.errors import ScheduleError
+from hpcpar.pipeline_schedules.action import Action
+from hpcpar.pipeline_schedules.one_f_one_b import in_turn
+from hpcpar.pipeline_schedules.placement import Placement
+from hpcpar.pipeline_schedules.schedule import Schedule
+
+
+def interleaved(placement: Placement, microbatches: int, *, memory_limit: int | None = None) -> Schedule:
+    """1F1B over the stages of a loop.
+
+    Any number of microbatches: rounds are as many as can be without one of fewer microbatches than ranks,
+    and as even as can be, the larger ones first.
+
+    memory_limit   chunks that may be alive on a rank, from the stages that it has
+    errors         ScheduleError for a smaller limit
+    """
+    ranks, per_rank = placement.ranks, placement.per_rank
+    if memory_limit is not None and memory_limit < per_rank:
+        raise ScheduleError(
+            f"interleaved with {per_rank} stages per rank keeps at least {per_rank} chunks alive, but the "
+            f"limit is {memory_limit}: raise the limit, or ask for fewer stages per rank"
+        )
+    rounds = _rounds(ranks, per_rank, microbatches, memory_limit)
+    most, fewest = len(rounds[0]), len(rounds[-1])
+    # The last rank's first backward needs so many forwards. Where rounds are short, more than 2 · fewest
+    # beyond it would make a forward wait for a backward that waits for that forward.
+    least = (per_rank - 1) * most + 1
+    spare = 2 * fewest if memory_limit is None else min(2 * fewest, memory_limit - least)
+    ahead = [least + min(2 * (ranks - rank - 1), spare) for rank in range(ranks)]
+    return Schedule(
+        tuple(_row(stages, rounds, ahead[rank]) for rank, stages in enumerate(placement.stages)),
+        "interleaved",
+    )
+
+
+def _row(stages: tuple[int, ...], rounds: list[range], ahead: int) -> tuple[Action, ...]:
+    forwards = [Action(stage, "F", each) for members in rounds for stage in stages for each in members]
+    backwards = [Action(stage, "B", each) for members in rounds for stage in stages[::-1] for each in members]
+    return tuple(in_turn(forwards, backwards, ahead))
+
+
+def _rounds(ranks: int, per_rank: int, microbatches: int, memory_limit: int | None) -> list[range]:
+    """The microbatches of each round.
+
+    Under a limit rounds are shorter if that leaves the ranks memory for forwards while the first backward is
+    on its way; how much is a rule of thumb.
+    """
+    count = max(1, microbatches // ranks)
+    if memory_limit is not None:
+        while count < microbatches:
+            most, fewest = -(-microbatches // count), microbatches // count
+            if (per_rank - 1) * most + 1 + min(ranks - 1, fewest) <= memory_limit:
+                break
+            count += 1
+    starts = [0]
+    for each in range(count):
+        starts.append(starts[-1] + microbatches // count + (each < microbatches % count))
+    return [range(start, end) for start, end in pairwise(starts)]

@@ -1,0 +1,164 @@
+"""One stage by itself: its forward, backward and weights' part beside autograd's own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcpar.errors import BufferTypeError, OperationError
+from hpcpar.pipeline_parallel.forms import Form, TensorForm, as_tensors, form_of
+from hpcpar.pipeline_parallel.stage import Stage, poking_between_layers
+
+WITH_GRADIENT = Form((TensorForm((2, 3), torch.float64, True),))
+
+
+def stage(seed: int = 0) -> Stage:
+    torch.manual_seed(seed)
+    return Stage(1, nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double())
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients_of(module: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def truth(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    module = stage().module
+    x = x.clone().requires_grad_()
+    output = module(x)
+    output.backward(gradient)
+    assert x.grad is not None
+    return output.detach(), x.grad, gradients_of(module)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_forward_and_backward_are_those_of_autograd_and_weights_come_with_w_where_split(split):
+    own, x, gradient = stage(), drawn(2, 3), drawn(2, 2, seed=2)
+    output = own.forward(0, (x,), WITH_GRADIENT, split=split)
+    assert own.alive == 1
+    (of_x,) = own.backward(0, (gradient,))
+    if split:
+        assert own.alive == 1
+        assert gradients_of(own.module) == [None] * 6
+        own.weights(0)
+    assert own.alive == 0
+    expected, expected_of_x, of_weights = truth(x, gradient)
+    torch.testing.assert_close(output.detach(), expected)
+    torch.testing.assert_close(of_x, expected_of_x)
+    torch.testing.assert_close(gradients_of(own.module), of_weights)
+    assert x.grad is None
+    assert not x.requires_grad
+
+
+def test_between_b_and_w_only_what_the_weights_need_is_kept():
+    own = Stage(1, nn.Sequential(nn.Tanh(), nn.Linear(3, 2)).double())
+    x = drawn(2, 3)
+    gone = weakref.ref(x.untyped_storage())
+    own.forward(0, (x,), WITH_GRADIENT, split=True)
+    del x
+    assert gone() is not None
+    own.backward(0, (drawn(2, 2),))
+    assert gone() is None
+    own.weights(0)
+    assert own.module[1].weight.grad is not None
+
+
+def test_microbatches_end_in_another_order_than_they_began_and_add_up():
+    own, x, gradient = stage(), drawn(2, 3), drawn(2, 2, seed=2)
+    for microbatch in (0, 1):
+        own.forward(microbatch, (x * (1 + microbatch),), WITH_GRADIENT)
+    assert own.alive == 2
+    found = {microbatch: own.backward(microbatch, (gradient,))[0] for microbatch in (1, 0)}
+    of_weights = [sum(pair) for pair in zip(truth(x, gradient)[2], truth(2 * x, gradient)[2], strict=True)]
+    torch.testing.assert_close(found[0], truth(x, gradient)[1])
+    torch.testing.assert_close(found[1], truth(2 * x, gradient)[1])
+    torch.testing.assert_close(gradients_of(own.module), of_weights)
+
+
+def test_a_loss_starts_its_own_backward():
+    own = stage()
+    loss = own.forward(0, (drawn(2, 3),), WITH_GRADIENT, loss=lambda output: output.sum())
+    (of_x,) = own.backward(0, ())
+    output, expected, of_weights = truth(drawn(2, 3), torch.ones(2, 2, dtype=torch.float64))
+    assert loss.item() == pytest.approx(output.sum().item())
+    torch.testing.assert_close(of_x, expected)
+    torch.testing.assert_close(gradients_of(own.module), of_weights)
+
+
+class Pair(nn.Module):
+    """(x, y, indices, None) -> (x passed through, 2x, indices, no y)."""
+
+    def forward(self, x: Tensor, y: Tensor, indices: Tensor, none: None) -> tuple[Any, ...]:
+        assert none is None
+        return x, 2 * x, indices, y.detach()
+
+
+def test_gradients_of_several_outputs_meet_and_inputs_that_nothing_depends_on_have_zeros():
+    own = Stage(1, Pair())
+    x, y, indices = drawn(2, 3), drawn(4), torch.arange(3)
+    form = form_of((x.requires_grad_(), y.requires_grad_(), indices, None))
+    outputs = as_tensors(own.forward(0, (x.detach(), y.detach(), indices, None), form), "stage 1")
+    assert [each.requires_grad for each in form_of(outputs).present] == [True, True, False, False]
+    of_x, of_y = own.backward(0, (torch.full((2, 3), 10.0).double(), torch.ones(2, 3).double()))
+    assert of_x.tolist() == [[12.0] * 3] * 2
+    assert of_y.tolist() == [0.0] * 4
+
+
+def test_a_stage_without_anything_to_learn_has_a_backward_that_does_nothing():
+    own = Stage(0, nn.Identity())
+    own.forward(0, (drawn(2),), None)
+    assert own.backward(0, ()) == ()
+    assert own.alive == 0
+
+
+def test_without_grad_nothing_is_kept():
+    own = stage()
+    with torch.no_grad():
+        output = own.forward(0, (drawn(2, 3),), WITH_GRADIENT, split=True)
+    assert own.alive == 0
+    assert not output.requires_grad
+
+
+def test_an_output_is_free_while_its_backward_is_waited_for():
+    own = stage()
+    output = own.forward(0, (drawn(2, 3),), WITH_GRADIENT)
+    gone = weakref.ref(output.untyped_storage())
+    del output
+    assert gone() is None
+    own.backward(0, (drawn(2, 2, seed=2),))
+    torch.testing.assert_close(gradients_of(own.module), truth(drawn(2, 3), drawn(2, 2, seed=2))[2])
+
+
+@pytest.mark.parametrize("loss", [lambda output: output, lambda output: 3.0])
+def test_a_loss_of_anything_but_one_number_is_refused(loss):
+    with pytest.raises(
+        OperationError, match=r"microbatch 5 must be a tensor of one number, not (\[2, 2\]|float)"
+    ):
+        stage().forward(5, (drawn(2, 3),), WITH_GRADIENT, loss=loss)
+
+
+def test_what_cannot_go_to_the_next_stage_is_refused_by_its_place():
+    with pytest.raises(BufferTypeError, match="stage 1 returned a dict at place 0 of 1"):
+        as_tensors({}, "stage 1")
+    with pytest.raises(
+        BufferTypeError, match=r"stage 2 returned a tensor of float64, .*sparse_coo.* place 1 of 2"
+    ):
+        as_tensors((None, drawn(2, 2).to_sparse()), "stage 2")
+
+
+def test_layers_with_parameters_poke_in_forward_and_backward_as_long_as_they_are_asked_to():
+    module, pokes = stage().module, []
+    with poking_between_layers([module], lambda: pokes.append(1)):
+        output = module(drawn(2, 3))
+        assert len(pokes) == 3
+        output.sum().backward()
+        assert len(pokes) == 6
+    module(drawn(2, 3)).sum().backward()
+    assert len(pokes) == 6

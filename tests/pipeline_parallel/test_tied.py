@@ -1,0 +1,348 @@
+"""Copies of a tied parameter get the sum of their gradients, and stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import MismatchError
+from hpcpar.mesh import Mesh
+from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, parallel_layers
+from hpcpar.models.stages import layer_costs
+from hpcpar.pipeline_parallel import Pipeline
+from hpcpar.pipeline_parallel.balance import balanced, by_hand
+from hpcpar.pipeline_parallel.tied import TiedWeights
+from hpcpar.pipeline_schedules.catalogue import make
+from hpcpar.tensor_parallel import TensorParallel, gather_whole
+
+CONFIG = LlamaConfig(
+    vocab_size=23,
+    hidden_size=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    ffn_size=24,
+    max_sequence=16,
+    initial_std=0.3,
+    tie_embeddings=True,
+)
+EMBEDDING = "model.embed_tokens.weight"
+STEPS, MICROBATCHES = 4, 2
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+}
+
+run = partial(run_loopback, timeout_s=60)
+
+
+def holding(*gradients: list[float] | None, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    """A copy for each rank, with these gradients."""
+    copies = []
+    for gradient in gradients:
+        copy = nn.Parameter(torch.zeros(3, dtype=dtype))
+        copy.grad = None if gradient is None else torch.tensor(gradient, dtype=dtype)
+        copies.append(copy)
+    return copies
+
+
+def test_every_copy_gets_the_sum_and_who_has_none_gets_nothing() -> None:
+    """Ranks 0 and 2 of three, as embedding and head of a pipeline; in place."""
+    first, other, last = holding([1.0, 2.0, 3.0], [7.0, 7.0, 7.0], [10.0, 20.0, 30.0])
+
+    def on_rank(comm: Communicator) -> tuple[dict[str, tuple[int, ...]], bool]:
+        own = {0: first, 1: None, 2: last}[comm.rank]
+        gradient = None if own is None else own.grad
+        tied = TiedWeights(comm, {"shared": own})
+        tied.sum_gradients()
+        in_place = own is None or own.grad is gradient
+        tied.free()
+        return tied.holders, in_place
+
+    assert run(3, on_rank) == [({"shared": (0, 2)}, True)] * 3
+    for copy in (first, last):
+        assert copy.grad is not None
+        assert copy.grad.tolist() == [11.0, 22.0, 33.0]
+    assert other.grad is not None
+    assert other.grad.tolist() == [7.0, 7.0, 7.0]
+
+
+def test_a_copy_without_a_gradient_counts_as_zeros() -> None:
+    copies = holding(None, [1.0, 2.0, 3.0])
+    run(2, lambda comm: TiedWeights(comm, {"shared": copies[comm.rank]}).sum_gradients())
+    assert [copy.grad.tolist() for copy in copies if copy.grad is not None] == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_where_no_copy_has_a_gradient_none_gets_one() -> None:
+    copies = holding(None, None)
+    run(2, lambda comm: TiedWeights(comm, {"shared": copies[comm.rank]}).sum_gradients())
+    assert [copy.grad for copy in copies] == [None, None]
+
+
+def test_a_gradient_that_does_not_lie_in_rows_is_summed_in_place() -> None:
+    copies = [nn.Parameter(torch.zeros(2, 3)) for _ in range(2)]
+    for copy in copies:
+        copy.grad = torch.arange(6.0).view(3, 2).t()
+    run(2, lambda comm: TiedWeights(comm, {"shared": copies[comm.rank]}).sum_gradients())
+    for copy in copies:
+        assert copy.grad is not None
+        assert copy.grad.tolist() == [[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_copies_get_the_same_bits(size: int) -> None:
+    drawn = torch.randn(size, 1000, generator=torch.Generator().manual_seed(2))
+    copies = [nn.Parameter(torch.zeros(1000)) for _ in range(size)]
+    for copy, gradient in zip(copies, drawn, strict=True):
+        copy.grad = gradient.clone()
+    run(size, lambda comm: TiedWeights(comm, {"shared": copies[comm.rank]}).sum_gradients())
+    for copy in copies:
+        assert copy.grad is not None
+        assert torch.equal(copy.grad, copies[0].grad)  # type: ignore[arg-type]
+        torch.testing.assert_close(copy.grad.double(), drawn.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_tied_between_other_ranks_are_summed_among_these() -> None:
+    """a on ranks 0 and 1, b on 1 and 2, c on 0 and 1 again, and d on rank 2 alone."""
+    where = {"a": (0, 1), "b": (1, 2), "c": (0, 1), "d": (2,)}
+
+    def on_rank(comm: Communicator) -> tuple[dict[str, float], int]:
+        own: dict[str, nn.Parameter | None] = dict.fromkeys(where)
+        for name, ranks in where.items():
+            if comm.rank in ranks:
+                parameter = nn.Parameter(torch.zeros(()))
+                parameter.grad = torch.tensor(10.0**comm.rank)
+                own[name] = parameter
+        tied = TiedWeights(comm, own)
+        assert tied.holders == where
+        tied.sum_gradients()
+        found = {name: float(p.grad) for name, p in own.items() if p is not None and p.grad is not None}
+        return found, len(set(tied.comms.values()))
+
+    assert run(3, on_rank) == [
+        ({"a": 11.0, "c": 11.0}, 1),
+        ({"a": 11.0, "b": 110.0, "c": 11.0}, 2),
+        ({"b": 110.0, "d": 100.0}, 1),
+    ]
+
+
+def test_one_of_the_copies_counts_and_every_parameter_that_is_not_tied() -> None:
+    def on_rank(comm: Communicator) -> tuple[bool, bool]:
+        own, plain = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        tied = TiedWeights(comm, {"shared": own if comm.rank else None})
+        return tied.counts_here(own), tied.counts_here(plain)
+
+    assert run(3, on_rank)[1:] == [(True, True), (False, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_holders_send_their_gradient_once_each(dtype: torch.dtype) -> None:
+    """2(n - 1)/n·S, beside a byte for whether there are gradients; and nothing goes over the pipeline's."""
+    copies = holding([1.0] * 3, [2.0] * 3, dtype=dtype)
+
+    def on_rank(comm: Communicator) -> tuple[int, int, int]:
+        own = {0: copies[0], 3: copies[1]}.get(comm.rank)
+        tied = TiedWeights(comm, {"shared": own})
+        comm.traffic.reset()
+        tied.sum_gradients()
+        sent = comm.traffics().get(f"{comm.name}-tied")
+        mine = (0, 0) if sent is None else (sent.nbytes_sent("allreduce"), sent.nbytes_sent("agreement"))
+        return *mine, comm.traffic.nbytes_sent()
+
+    # Unchecked, because to agree on every call costs messages of its own.
+    found = run(4, on_rank, check=False)
+    assert found[1] == found[2] == (0, 0, 0)
+    assert sum(sent for sent, _, _ in found) == 2 * 3 * dtype.itemsize
+    assert sum(agreed for _, agreed, _ in found) == 2
+    assert all(over == 0 for _, _, over in found)
+
+
+def test_a_parameter_that_one_rank_has_alone_goes_nowhere() -> None:
+    """As in a V, whose first rank has both ends."""
+    (own,) = holding([1.0, 2.0, 3.0])
+
+    def on_rank(comm: Communicator) -> int:
+        tied = TiedWeights(comm, {"shared": None if comm.rank else own})
+        tied.sum_gradients()
+        return len(tied.comms)
+
+    assert run(2, on_rank) == [0, 0]
+    assert own.grad is not None
+    assert own.grad.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_copies_of_other_shapes_are_refused_on_every_rank() -> None:
+    def on_rank(comm: Communicator) -> str:
+        with pytest.raises(MismatchError) as refused:
+            TiedWeights(comm, {"shared": nn.Parameter(torch.zeros(2, 3 + comm.rank))})
+        return str(refused.value)
+
+    for told in run(2, on_rank):
+        assert "copies of shared are of different forms: rank 0 2 x 3 torch.float32; rank 1 2 x 4" in told
+
+
+def test_other_names_are_refused_on_every_rank() -> None:
+    def on_rank(comm: Communicator) -> str:
+        with pytest.raises(MismatchError) as refused:
+            TiedWeights(comm, {} if comm.rank else {"shared": None})
+        return str(refused.value)
+
+    for told in run(2, on_rank):
+        assert "rank 0 names shared, rank 1 none" in told
+
+
+class Trained(NamedTuple):
+    """Losses by step, gradients of the first step, and parameters in the end."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def batches() -> Tensor:
+    """[step, microbatch, (tokens, targets), B, S]"""
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(23, (STEPS, MICROBATCHES, 2, 2, 8), generator=generator)
+
+
+def train_serially(optimizer: str) -> Trained:
+    model = Llama(CONFIG, seed=1).double()
+    steps = OPTIMIZERS[optimizer](model.parameters())
+    losses, first = [], None
+    for step in batches():
+        steps.zero_grad()
+        total = 0.0
+        for tokens, targets in step:
+            loss = model.loss(model(tokens), targets) / MICROBATCHES
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        losses.append(total)
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        first = first or gradients
+        steps.step()
+    assert first is not None
+    return Trained(losses, first, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def train_in_two_stages(pp: Communicator, layers: Layers, optimizer: str) -> tuple[Trained, list[Tensor]]:
+    """Rank 0 has the first stage, rank 1 the last; also the tied copy after each step.
+
+    Both compute in turn: what goes from one to the other is broadcast.
+    """
+    rank = LlamaStages(CONFIG, layers, by_hand([1, 1], 2), [pp.rank], seed=1).double()
+    stage = rank.stages[pp.rank]
+    tied = TiedWeights(pp, rank.tied_parameters())
+    steps = OPTIMIZERS[optimizer](rank.parameters())
+    (copy,) = rank.tied_parameters().values()
+    assert copy is not None
+    shape = (2, 8 // rank.sequence_multiple, CONFIG.hidden_size)
+    losses, first, copies = [], None, []
+    for step in batches():
+        steps.zero_grad()
+        total = 0.0
+        for tokens, targets in step:
+            if pp.rank == 0:
+                hidden = stage(tokens)
+                pp.broadcast(hidden.detach().clone(), root=0)
+                gradient = pp.broadcast(torch.empty(shape, dtype=torch.float64), root=1)
+                hidden.backward(gradient)
+            else:
+                hidden = pp.broadcast(torch.empty(shape, dtype=torch.float64), root=0).requires_grad_()
+                loss = rank.loss(stage(hidden), targets) / MICROBATCHES
+                loss.backward()  # type: ignore[no-untyped-call]
+                pp.broadcast(hidden.grad, root=1)
+                total += loss.item()
+        losses.append(total)
+        tied.sum_gradients()
+        if first is None:
+            first = {name: gather_whole(p, p.grad) for name, p in rank.named_parameters()}
+        steps.step()
+        copies.append(copy.detach().clone())
+    assert first is not None
+    return Trained(losses, first, {name: gather_whole(p) for name, p in rank.named_parameters()}), copies
+
+
+def require_serial(found: list[tuple[Trained, list[Tensor]]], optimizer: str) -> None:
+    """Both ranks' training is the serial one's, and their copies have the same bits after every step."""
+    truth = train_serially(optimizer)
+    # In float64 what is summed in another order differs by its last bits.
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    (first, its_copies), (last, others) = found
+    close(torch.tensor(last.losses), torch.tensor(truth.losses))
+    theirs = first.gradients | last.gradients
+    close(theirs.pop("lm_head.weight"), truth.gradients[EMBEDDING])
+    assert theirs.keys() == truth.gradients.keys()
+    for name, gradient in truth.gradients.items():
+        close(theirs[name], gradient)
+    # AdamW divides by roots of squares: what are last bits of small gradients counts for more.
+    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9 if optimizer == "adamw" else 1e-12)
+    for name, parameter in truth.parameters.items():
+        close((first.parameters | last.parameters)[name], parameter)
+    assert len(its_copies) == STEPS
+    assert all(torch.equal(one, other) for one, other in zip(its_copies, others, strict=True))
+    assert not torch.equal(its_copies[0], its_copies[-1])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_in_two_stages_is_that_of_the_serial_tied_model(optimizer: str) -> None:
+    require_serial(run(2, lambda comm: train_in_two_stages(comm, Layers(), optimizer)), optimizer)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_so_it_is_where_two_ranks_share_every_layer(sequence_parallel: bool) -> None:
+    def on_rank(comm: Communicator) -> tuple[Trained, list[Tensor]]:
+        mesh = Mesh(comm, pp=2, tp=2)
+        tp = TensorParallel(mesh.tp, sequence_parallel=sequence_parallel)
+        return train_in_two_stages(mesh.pp, parallel_layers(CONFIG, tp), "sgd")
+
+    found = run(4, on_rank)
+    for of_tp_rank in (found[0::2], found[1::2]):
+        require_serial(of_tp_rank, "sgd")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_by_every_kind_of_schedule_gradients_are_those_of_the_serial_tied_model(name: str) -> None:
+    """Copies on two ranks, or ends on one; backwards whole, or in two parts."""
+    schedule = make(name, 2, 4)
+    config = replace(CONFIG, layers=4)
+    tokens, targets = torch.randint(23, (2, 4, 8), generator=torch.Generator().manual_seed(6))
+    serial = Llama(config, seed=1).double()
+    truth = serial.loss(serial(tokens), targets)
+    truth.backward()  # type: ignore[no-untyped-call]
+    split = balanced(layer_costs(config, 8), schedule.stages, schedule.rank_of_stage)
+
+    def on_rank(comm: Communicator) -> tuple[float | None, dict[str, Tensor]]:
+        rank = LlamaStages(config, Layers(), split, schedule.stages_of(comm.rank), seed=1).double()
+        tied = TiedWeights(comm, rank.tied_parameters())
+        pipeline = Pipeline(rank.stages, schedule, comm, loss=lambda *made: rank.loss(*made) / 4)
+        losses = pipeline.step(tokens, targets)
+        tied.sum_gradients()
+        gradients = {name: p.grad for name, p in rank.named_parameters() if p.grad is not None}
+        return None if losses is None else losses.sum().item(), gradients
+
+    found = run(2, on_rank)
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    (loss,) = [loss for loss, _ in found if loss is not None]
+    close(torch.tensor(loss, dtype=torch.float64), truth.detach())
+    gradients = found[0][1] | found[1][1]
+    if name not in ("zb-v", "dualpipe-v"):
+        assert torch.equal(gradients.pop("lm_head.weight"), gradients[EMBEDDING])
+    assert gradients.keys() == dict(serial.named_parameters()).keys()
+    for of_parameter, parameter in serial.named_parameters():
+        close(gradients[of_parameter], parameter.grad)
+
+
+@pytest.mark.mpi
+def test_over_mpi_training_in_two_stages_is_that_of_the_serial_tied_model(world: Communicator) -> None:
+    if world.size < 2:
+        pytest.skip("needs two ranks")
+    pair = world.split(0 if world.rank < 2 else None, name="pair")
+    found = None if pair is None else train_in_two_stages(pair, Layers(), "adamw")
+    both = [each for each in world.allgather_object(found) if each is not None]
+    require_serial(both, "adamw")
