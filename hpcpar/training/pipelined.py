@@ -1,0 +1,216 @@
+"""A run whose layers are divided over the ranks of an axis: which rank has which, and how they work.
+
+Shape letters: B batch, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcpar.comm import Trace
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.errors import ConfigError
+from hpcpar.mesh import Mesh
+from hpcpar.models import LlamaConfig, LlamaStages
+from hpcpar.models.layers import Layers
+from hpcpar.models.stages import layer_costs, measured_costs
+from hpcpar.pipeline_parallel import Pipeline, TiedWeights
+from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand, stage_costs
+from hpcpar.pipeline_schedules import catalogue, text
+from hpcpar.pipeline_schedules.price import Durations
+from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.training.config import Config
+from hpcpar.training.timeline import span
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[float]) -> Schedule:
+    """The one that the configuration names, or that its file holds.
+
+    costs    of embedding, each layer and head, for a method that goes by durations
+    errors   ScheduleError where the method does not allow so many; ConfigError for a file of another pipeline
+    """
+    section = config.pipeline
+    path = Path(section.schedule)
+    if section.schedule in catalogue.METHODS:
+        return catalogue.make(
+            section.schedule,
+            ranks,
+            microbatches,
+            stages_per_rank=section.stages_per_rank,
+            memory_limit=section.memory_limit,
+            durations=expected_durations(costs, balanced(costs, ranks)),
+        )
+    if not path.is_file():
+        raise ConfigError(
+            f"pipeline.schedule = {section.schedule!r} is neither a file nor a name; there are "
+            f"{', '.join(catalogue.METHODS)}"
+        )
+    schedule = text.read(path)
+    if (schedule.ranks, schedule.microbatches) != (ranks, microbatches):
+        raise ConfigError(
+            f"the schedule in {path} is for {schedule.ranks} ranks and {schedule.microbatches} microbatches, "
+            f"but the run has mesh.pp = {ranks} and {microbatches} microbatches on each dp rank; "
+            "change train.global_batch, train.microbatch or the file"
+        )
+    return schedule
+
+
+def expected_durations(costs: list[float], split: StageSplit) -> Durations:
+    """Of the stages' actions, taking forward, and both parts of backward, for a third each."""
+    thirds = [cost / 3 for cost in stage_costs(costs, split)]
+    return Durations(thirds, thirds, thirds)
+
+
+def item_costs(
+    config: Config, sizes: LlamaConfig, layers: Layers, device: torch.device, world: Communicator
+) -> list[float]:
+    """Of embedding, each layer and head: as `pipeline.balance` says, the same on all ranks. Collective."""
+    if config.pipeline.balance != "measured":
+        return [float(cost) for cost in layer_costs(sizes, config.train.sequence, recompute=config.recompute)]
+    dtype = torch.float64 if config.train.precision == "float64" else torch.float32
+    measured = measured_costs(
+        sizes,
+        layers,
+        microbatch=config.train.microbatch,
+        sequence=config.train.sequence,
+        device=device,
+        dtype=dtype,
+        recompute=config.recompute,
+    )
+    costs: list[float] = world.allreduce(torch.tensor(measured, dtype=torch.float64), "average").tolist()
+    return costs
+
+
+def split_of_layers(config: Config, layers: int, costs: list[float], schedule: Schedule) -> StageSplit:
+    """Which items each stage has; LayoutError where they cannot be divided so."""
+    by = config.pipeline.balance
+    if isinstance(by, str):
+        return balanced(costs, schedule.stages, schedule.rank_of_stage)
+    if len(by) != schedule.stages:
+        raise ConfigError(
+            f"pipeline.balance has layers for {len(by)} stages, but the schedule {schedule.name!r} has "
+            f"{schedule.stages}; give one number for each"
+        )
+    return by_hand(by, layers)
+
+
+def copies_here(model: LlamaStages, tied: TiedWeights) -> dict[str, bool]:
+    """By the name that it has here, this rank's copy of a tied parameter: whether it counts in norms."""
+    copies = [id(parameter) for parameter in model.tied_parameters().values() if parameter is not None]
+    return {
+        name: tied.counts_here(parameter)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in copies
+    }
+
+
+def require_zero_stage(config: Config, schedule: Schedule) -> None:
+    """ConfigError where gradients cannot be averaged in the way that is asked for."""
+    if config.optimizer.zero_stage < 2:
+        return
+    if any(action.kind == "W" for action in schedule.actions()):
+        raise ConfigError(
+            f"optimizer.zero_stage = {config.optimizer.zero_stage} with pipeline.schedule = "
+            f"{config.pipeline.schedule!r}: every backward of stage 2 sends all gradients, and this schedule "
+            "has two for each microbatch; use zero_stage=1, whose traffic does not grow with them, or a "
+            "schedule that does not split the backward, such as 1f1b"
+        )
+
+
+class PipelinedModel:
+    """This rank's stages among those of the others, as a `Worker`. Making one is collective over `mesh.pp`.
+
+    model      this rank's stages
+    schedule   for the microbatches of a step
+    """
+
+    def __init__(
+        self,
+        model: LlamaStages,
+        schedule: Schedule,
+        mesh: Mesh,
+        tied: TiedWeights,
+        optimizer: DistributedOptimizer,
+        *,
+        global_tokens: int,
+    ) -> None:
+        self.model = model
+        self.tied = tied
+        self._optimizer = optimizer
+        # The optimizer averages over ranks where the global mean asks for a sum.
+        self._share = optimizer.dp_comm.size / global_tokens
+        self.pipeline = Pipeline(model.stages, schedule, mesh.pp, loss=self._loss)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """For backward as the optimizer wants it, in evaluation the sum."""
+        total = self.model.loss(logits, targets, reduction="sum")
+        return self._optimizer.scale_loss(total * self._share) if torch.is_grad_enabled() else total
+
+    def accumulate(
+        self,
+        optimizer: DistributedOptimizer,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        microbatches: int,
+        global_tokens: int,
+        trace: Trace | None,
+    ) -> Tensor:
+        """All microbatches by the schedule; averages travel while other stages still work."""
+        losses = self.pipeline.step(tokens, targets)
+        with span(trace, "tied weights"):
+            self.tied.sum_gradients()
+        if losses is None:
+            return torch.zeros((), dtype=torch.float64, device=tokens.device)
+        ranks, scale = optimizer.dp_comm.size, optimizer.scaler.scale
+        return losses.double().sum() / (ranks * scale)
+
+    def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+        """All batches at once; where the last stage is."""
+        inputs, targets = map(list, zip(*batches, strict=True))
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            losses = self.pipeline.evaluate(inputs, targets)
+        finally:
+            self.model.train(was_training)
+        if losses is None:
+            return 0.0, 0
+        assert isinstance(losses, Tensor), "with targets"
+        return losses.double().sum().item(), sum(each.numel() for each in targets)
+
+
+class PipelinedLogits(nn.Module):
+    """The stages of all ranks as one model, for `generate`: the last stage tells all. Collective."""
+
+    def __init__(self, worker: PipelinedModel) -> None:
+        super().__init__()
+        self.stages = worker.model
+        self.config = worker.model.config
+        self.sequence_multiple = worker.model.sequence_multiple
+        self._pipeline = worker.pipeline
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, S] -> what the last stage has of their logits [B, S, V]; of no V elsewhere."""
+        outputs: Any = self._pipeline.evaluate([tokens])
+        return tokens.new_empty((*tokens.shape, 0)) if outputs is None else outputs[0]
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """[B, V] on every rank."""
+        comm, last = self._pipeline.comm, self._pipeline.last_rank
+        dtype = next(self.stages.parameters()).dtype
+        whole = (
+            self.stages.whole_logits(logits).contiguous()
+            if comm.rank == last
+            else torch.empty((len(logits), self.config.vocab_size), dtype=dtype, device=logits.device)
+        )
+        comm.broadcast(whole, root=last)
+        return whole

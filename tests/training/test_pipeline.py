@@ -1,0 +1,296 @@
+"""Runs whose layers are divided over a pipeline: the serial run's numbers, and bytes as theory says."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import ConfigError, LayoutError, PeerFailedError
+from hpcpar.models import LlamaStages
+from hpcpar.pipeline_schedules import record
+from hpcpar.training import Config, Outcome, Run
+from hpcpar.training.metrics import records_of
+
+MakeConfig = Callable[..., Config]
+
+MODEL = (
+    "model.hidden_size=24",
+    "model.layers=6",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn_size=48",
+    "train.sequence=24",
+    "train.steps=4",
+    "train.evaluate_every=2",
+    "train.global_batch=8",
+    "optimizer.clip_norm=0.2",
+)
+"""Every gradient is clipped."""
+
+TIED = "model.tie_embeddings=true"
+
+SEQUENCE = "tensor_parallel.sequence_parallel=true"
+
+
+def trained(config: Config, size: int = 1, *, resume: bool = False) -> list[Outcome]:
+    return run_loopback(size, lambda comm: Run(config, comm, resume=resume).train(), check=False)
+
+
+def course(config: Config) -> list[float]:
+    """Losses and gradient norms of all steps."""
+    records = records_of(config.output.directory / "metrics.jsonl")
+    return [record[key] for record in records if "loss" in record for key in ("loss", "gradient_norm")]
+
+
+def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
+    """Of what carries the run's numbers."""
+    return {
+        (line.communicator, line.collective): line.deviation
+        for line in outcome.traffic
+        if line.communicator.split("-")[0] in ("pp", "dp", "tp", "losses")
+        and line.collective in ("send", "allreduce", "allgather", "reduce_scatter", "broadcast")
+    }
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((2, 1, 1), ("pipeline.schedule=naive",)),
+        ((2, 1, 1), ("pipeline.schedule=gpipe", "optimizer.name=sgd", "optimizer.learning_rate=0.1")),
+        ((3, 1, 1), ("pipeline.balance=[1, 3, 2]",)),
+        ((2, 1, 1), ("pipeline.schedule=eager-1f1b", "train.recompute=full")),
+        ((2, 1, 1), ("pipeline.schedule=interleaved", TIED)),
+        ((4, 1, 1), ("pipeline.schedule=zb-h1", TIED)),
+        ((3, 1, 1), ("pipeline.schedule=zb-h2", "optimizer.name=sgd", "optimizer.learning_rate=0.1")),
+        ((2, 1, 1), ("pipeline.schedule=zb-v", TIED, "train.recompute=selective")),
+        ((2, 1, 1), ("pipeline.schedule=dualpipe-v",)),
+        ((2, 1, 1), ("pipeline.schedule=automatic", "pipeline.memory_limit=3")),
+        ((2, 2, 1), ("optimizer.zero_stage=1", TIED)),
+        ((2, 2, 1), ("optimizer.zero_stage=1", "pipeline.schedule=zb-v", "optimizer.bucket_mib=0.001")),
+        ((2, 2, 1), ("optimizer.zero_stage=2", "pipeline.schedule=interleaved")),
+        ((2, 2, 1), ("pipeline.schedule=zb-h1", TIED, "optimizer.bucket_mib=0.001")),
+        ((2, 1, 2), (TIED,)),
+        ((2, 1, 2), (SEQUENCE, "pipeline.schedule=zb-h1", "train.recompute=full")),
+        ((2, 2, 2), (SEQUENCE, "optimizer.zero_stage=1", "pipeline.schedule=interleaved")),
+    ],
+)
+def test_any_layout_and_schedule_trains_the_model_of_one_process_and_sends_what_theory_says(
+    config_of: MakeConfig, mesh: tuple[int, int, int], options: tuple[str, ...]
+) -> None:
+    pp, dp, tp = mesh
+    of_run = [
+        option for option in options if option.startswith(("model.", "optimizer.name", "optimizer.lea"))
+    ]
+    small = ("train.microbatch=1",) if dp == 2 else ()
+    alone = config_of(*MODEL, *of_run, name="alone")
+    together = config_of(*MODEL, *small, *options, f"mesh.pp={pp}", f"mesh.tp={tp}", name="together")
+    expected = trained(alone)[0]
+    outcomes = trained(together, pp * dp * tp)
+    # float64: only the order of summation differs.
+    assert min(course(alone)[1::2]) > 0.2
+    assert course(together) == pytest.approx(course(alone), abs=1e-10)
+    assert outcomes[0].held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
+    assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
+        (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
+    }
+    found = deviations(outcomes[0])
+    assert set(found.values()) == {0}, found
+    assert ("pp", "send") in found
+    assert outcomes[0].memory.worst.unexplained_nbytes == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_copies_of_tied_weights_stay_the_same_to_the_last_bit(config_of: MakeConfig, stage: int) -> None:
+    # Over three replicas the order of a sum depends on where in its bucket a gradient lies.
+    config = config_of(
+        *MODEL,
+        TIED,
+        "mesh.pp=2",
+        "train.microbatch=1",
+        "train.global_batch=6",
+        "train.precision=float32",
+        f"optimizer.zero_stage={stage}",
+    )
+
+    def work(comm: Communicator) -> bytes:
+        run = Run(config, comm)
+        run._steps(0, 3, None)
+        run.optimizer.wait_for_parameters()
+        assert isinstance(run.model, LlamaStages)
+        (copy,) = run.model.tied_parameters().values()
+        assert copy is not None
+        return copy.detach().numpy().tobytes()
+
+    assert len(set(run_loopback(6, work, check=False))) == 1
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_sends_half_of_the_bytes(config_of: MakeConfig, precision: str) -> None:
+    config = config_of(*MODEL, TIED, "mesh.pp=2", "train.microbatch=1", f"train.precision={precision}")
+    outcomes = trained(config, 4)
+    assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
+        (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
+    }
+    found = deviations(outcomes[0])
+    assert {nbytes for (name, _), nbytes in found.items() if name.startswith("pp")} == {0}, found
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------
+
+
+def half_of(config: Config, size: int) -> None:
+    """Train 2 of 4 steps, save, and be gone."""
+
+    def interrupted(comm: Communicator) -> None:
+        run = Run(config, comm)
+        run._steps(0, 2, None)
+        run._save(2)
+
+    run_loopback(size, interrupted, check=False)
+
+
+Way = tuple[int, tuple[str, ...]]
+"""ranks, options"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, ()), (2, ("mesh.pp=2", "pipeline.schedule=zb-v"))),
+        ((2, ("mesh.pp=2", "pipeline.schedule=zb-h1")), (1, ())),
+        (
+            (4, ("mesh.pp=2", "train.microbatch=1", "optimizer.zero_stage=1")),
+            (3, ("mesh.pp=3", "pipeline.schedule=gpipe")),
+        ),
+        ((4, ("mesh.pp=2", "mesh.tp=2")), (4, ("mesh.pp=1", "mesh.tp=2", "optimizer.zero_stage=3"))),
+    ],
+)
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_a_run_is_resumed_with_another_pipeline(
+    config_of: MakeConfig, before: Way, after: Way, tied: str
+) -> None:
+    model = (*MODEL, f"model.tie_embeddings={tied}")
+    whole = config_of(*model, name="whole")
+    expected = trained(whole)[0]
+    (size, options), (size_after, options_after) = before, after
+    half_of(config_of(*model, *options, name="parts"), size)
+    config = config_of(*model, *options_after, name="parts")
+    resumed = trained(config, size_after, resume=True)[0]
+    assert resumed.first_step == 2
+    # float64: only the order of summation differs.
+    assert resumed.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
+    assert course(config) == pytest.approx(course(whole)[4:], abs=1e-10)
+
+
+def test_a_run_with_dropout_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:
+    told = (*MODEL, "mesh.pp=2", "model.dropout=0.2", "train.microbatch=1")
+    whole, parts = config_of(*told, name="whole"), config_of(*told, name="parts")
+    uninterrupted = trained(whole, 4)[0]
+    half_of(parts, 4)
+    resumed = trained(parts, 4, resume=True)[0]
+    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
+    assert course(parts) == course(whole)[4:]
+
+
+# --- what is said, and left behind ------------------------------------------------------------------------
+
+
+def test_the_stages_are_told_a_sample_is_the_serial_models_and_the_last_step_is_recorded(
+    config_of: MakeConfig,
+) -> None:
+    told = (*MODEL, "output.sample_tokens=5", "train.steps=2", "output.timeline_steps=1")
+    consoles = [Console(file=io.StringIO(), width=200) for _ in range(3)]
+
+    def said(number: int) -> str:
+        stream = consoles[number].file
+        assert isinstance(stream, io.StringIO)
+        return stream.getvalue()
+
+    alone = config_of(*told, name="alone")
+    run_loopback(1, lambda comm: Run(alone, comm, console=consoles[2]).train())
+    config = config_of(*told, "mesh.pp=2", name="together")
+    run_loopback(2, lambda comm: Run(config, comm, console=consoles[comm.rank]).train())
+    assert said(2).split("a sample:\n")[1].splitlines()[0] == said(0).split("a sample:\n")[1].splitlines()[0]
+    assert "pipeline: 1f1b, 2 ranks, 4 microbatches, layers of the stages 3, 3" in said(0)
+    assert said(1) == ""
+    timetable = record.read(config.output.directory / "pipeline.json")
+    actions = [str(timed.action) for timed in timetable.rows[1]]
+    assert actions == [f"1{kind}{number}" for number in range(4) for kind in "FB"]
+    events = json.loads((config.output.directory / "timeline.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"0F0", "1B3", "tied weights", "optimizer"} <= names
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        (
+            ("train.microbatch=3",),
+            ConfigError,
+            "global_batch = 8 is not divided by .* 1 x 3.* make it 6 or 9",
+        ),
+        (("optimizer.zero_stage=3",), ConfigError, "zero_stage = 3 with mesh.pp = 2"),
+        (
+            ("optimizer.zero_stage=2", "pipeline.schedule=zb-h1"),
+            PeerFailedError,
+            "two for each microbatch; use zero_stage=1",
+        ),
+        (("optimizer.zero_stage=2", TIED), ConfigError, "zero_stage = 2 .* tied embeddings"),
+        (
+            ("pipeline.schedule=1f1",),
+            PeerFailedError,
+            "'1f1' is neither a file nor a name; there are naive, g",
+        ),
+        (("pipeline.balance=[1, 2, 3]",), PeerFailedError, "for 3 stages, but the schedule '1f1b' has 2"),
+        (("pipeline.balance=[1, 2]",), PeerFailedError, "1, 2 are 3 together, but the model has 6"),
+        (("mesh.pp=3",), LayoutError, "pp=3 does not divide"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(
+    config_of: MakeConfig, options: tuple[str, ...], kind: type[Exception], words: str
+) -> None:
+    config = config_of(*MODEL, "mesh.pp=2", *options)
+
+    def work(comm: Communicator) -> str:
+        with pytest.raises(kind, match=words) as caught:
+            Run(config, comm)
+        return type(caught.value).__name__
+
+    assert run_loopback(2, work, check=False) == [kind.__name__] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n", "for 2 ranks and 2 microbatches, but the run has .* 2 and 4"),
+        ("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3\n", "1B3"),
+    ],
+)
+def test_a_schedule_of_a_file_is_followed_or_refused(
+    config_of: MakeConfig, tmp_path: Path, rows: str, words: str
+) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text(rows)
+    config = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", name="refused")
+
+    def refused(comm: Communicator) -> None:
+        with pytest.raises((PeerFailedError, ValueError), match=words):
+            Run(config, comm)
+
+    run_loopback(2, refused, check=False)
+    path.write_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n")
+    followed = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", name="followed")
+    alone = config_of(*MODEL, name="alone")
+    trained(alone)
+    trained(followed, 2)
+    assert course(followed) == pytest.approx(course(alone), abs=1e-10)
