@@ -194,9 +194,14 @@ def choose(named: list[str] | None, task: Task, cleanup: ExitStack) -> list[str]
     if elsewhere:
         where = "without --tp" if task.peers is TENSOR_PARALLEL else "with --tp"
         give_up(task.world, f"{', '.join(elsewhere)}: only {where}; here there are {', '.join(task.peers)}")
+    return those_that_can(names, task, cleanup, were_named=bool(named))
+
+
+def those_that_can(names: list[str], task: Task, cleanup: ExitStack, *, were_named: bool) -> list[str]:
+    """Of these peers those that can be had, all if they were asked for by name; joined by gloo if need be."""
     missing = absent(names, task)
     lines = [f"{name}: {why}" for name, why in missing.items()]
-    if named and missing:
+    if were_named and missing:
         give_up(task.world, "asked for, but not to be had: " + "; ".join(lines))
     if task.world.rank == 0:
         for line in lines:
@@ -211,7 +216,7 @@ def give_up(world: Communicator, why: str) -> NoReturn:
     """End the job, not before rank 0 has said why and all that it printed is out; collective."""
     if world.rank == 0:
         sys.stdout.flush()
-        print(f"benchmarks/training.py: {why}", file=sys.stderr, flush=True)
+        print(f"benchmarks/{Path(sys.argv[0]).name}: {why}", file=sys.stderr, flush=True)
     world.barrier()
     sys.exit(1)
 

@@ -13,6 +13,7 @@ Those that share every layer are in benchmarks/tensor_parallel_peers.py.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -439,6 +440,9 @@ def join_gloo(world: Communicator, cleanup: ExitStack) -> None:
     else:
         store = tcp_store(world)
     distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    # Last first. A store that outlives its file ends the process: what holds it is to go on all ranks before.
+    cleanup.callback(world.barrier)
+    cleanup.callback(gc.collect)
     cleanup.callback(distributed.destroy_process_group)
 
 
