@@ -1,5 +1,5 @@
 # make train    train a small language model on real text, on two MPI ranks
-# make test     everything: in one process, then on 1, 2, 3 and 4 ranks
+# make test     everything: in two processes without MPI, then on 1, 2, 3 and 4 ranks
 # make lint     style, types and the floors
 # make bench    figures into benchmarks/results/
 # make clean    remove .venv, caches and build files; runs/ stays
@@ -56,7 +56,7 @@ train: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
 	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi -m mpi --quiet || exit 1; \
@@ -74,6 +74,9 @@ bench: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --json benchmarks/results/training-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --tp $(RANKS) --hidden 256 --forward-only --json benchmarks/results/training-tp-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/zero_memory.py --offload runs/offload --shared-parameters --json benchmarks/results/zero-memory-$(RANKS).jsonl
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py peers --microbatches 16 --json benchmarks/results/pipeline-peers-$(RANKS).jsonl
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py sleep --json benchmarks/results/pipeline-sleep.jsonl
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py layers --batch 4 --json benchmarks/results/pipeline-layers-$(RANKS).jsonl
 	$(BIN)/python benchmarks/horovod.py -n $(RANKS) --json benchmarks/results/horovod-$(RANKS).jsonl
 
 clean:

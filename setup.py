@@ -37,6 +37,7 @@ EXTRAS = {
         "pytest>=8",
         "pytest-mpi>=0.6",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.5",
         "hypothesis>=6.100",
         "psutil>=5.9",
         "cloudpickle>=2",
