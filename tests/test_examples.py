@@ -1,4 +1,4 @@
-"""examples/fsdp_tp.py, and the benchmark that runs it, in sizes that take seconds."""
+"""The examples, and the benchmark that runs one of them, in sizes that take seconds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from hpcpar.pipeline_schedules import record
 
 pytest.importorskip("mpi4py")
 
@@ -40,6 +42,21 @@ def test_a_size_beyond_the_limit_fails_with_advice_and_fits_with_tensor_parallel
         "rank 1: peak memory",
     ):
         assert said in shared.stdout
+
+
+def test_a_model_of_ones_own_is_the_same_in_any_pipeline(run_ranks: RunRanks, tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "pipeline.py")
+    told = ("--steps", "5", "--batch", "32", "--microbatches", "4")
+    measured = tmp_path / "measured.json"
+    ends = []
+    for options in ((), ("--schedule", "zb-v", "--record", str(measured))):
+        done = run_ranks(2, example, *told, *options)
+        assert done.returncode == 0, done.stderr
+        ends.append([line for line in done.stdout.splitlines() if line.startswith("step   5  loss")])
+        assert "of the last step idle, of which the schedule says" in done.stdout
+    assert len(ends[0]) == 1
+    assert ends[0] == ends[1]
+    assert record.read(measured).rows[1]
 
 
 def test_the_degrees_are_run_in_turn_and_drawn(tmp_path: Path) -> None:

@@ -24,7 +24,12 @@ def asked(script: Path) -> Config:
 def test_a_job_script_is_bash_and_its_overrides_are_keys_of_the_configuration(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
     config = asked(script)
-    name = f"zero-{config.optimizer.zero_stage}.sh" if config.mesh.tp == 1 else "fsdp-tp.sh"
+    if config.mesh.pp > 1:
+        name = "pipeline.sh"
+    elif config.mesh.tp > 1:
+        name = "fsdp-tp.sh"
+    else:
+        name = f"zero-{config.optimizer.zero_stage}.sh"
     assert script.name == name
 
 
@@ -32,6 +37,13 @@ def test_layers_are_divided_within_a_node_and_stage_3_is_between_them() -> None:
     script = SCRIPTS[0].with_name("fsdp-tp.sh")
     config = asked(script)
     assert (config.optimizer.zero_stage, config.tensor_parallel.sequence_parallel) == (3, True)
+    assert f"#SBATCH --ntasks-per-node={config.mesh.tp}\n" in script.read_text()
+
+
+def test_a_pipeline_is_across_nodes_and_tensor_parallelism_within_them() -> None:
+    script = SCRIPTS[0].with_name("pipeline.sh")
+    config = asked(script)
+    assert f"#SBATCH --nodes={config.mesh.pp}\n" in script.read_text()
     assert f"#SBATCH --ntasks-per-node={config.mesh.tp}\n" in script.read_text()
 
 

@@ -225,5 +225,3 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
-
-NAMES = {name: method.summary for name, method in METHODS.items()}

@@ -224,7 +224,7 @@ class TensorParallelSection(Section):
 class OutputSection(Section):
     """What a run leaves behind.
 
-    directory         metrics.jsonl, loss.png, summary.json, timeline.json and checkpoints/
+    directory         metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json and checkpoints/
     log_every         steps between lines of progress; losses are summed over ranks as often
     checkpoint_every  steps between checkpoints; 0 = at the end only
     keep              checkpoints that stay

@@ -109,7 +109,8 @@ class Run:
         config.require_pipeline_for(self.mesh.pp.size, self.mesh.dp.size)
         # Losses travel apart from gradients, so that the bytes of the latter can be held to theory; not over
         # tp, as ranks that share layers have the same loss.
-        losses = self.mesh.comm("pp", "dp").split(0, name="losses")
+        over = self.mesh.dp if self.mesh.pp.size == 1 else self.mesh.comm("pp", "dp")
+        losses = over.split(0, name="losses")
         assert losses is not None, "every rank is in it"
         self._losses = losses
         self.device = place_on_hardware(config, comm)
