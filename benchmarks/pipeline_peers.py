@@ -31,9 +31,10 @@ from training_peers import Peer, Recipe, Share, Solo, Task
 from hpcpar.models import Layers, next_token_loss
 from hpcpar.models.stages import LlamaStages
 from hpcpar.partition import counts
-from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand, looped, v_shaped
+from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand
 from hpcpar.pipeline_parallel.pipeline import Pipeline
 from hpcpar.pipeline_schedules import catalogue
+from hpcpar.pipeline_schedules.placement import loop, v_shape
 from hpcpar.pipeline_schedules.price import Durations
 from hpcpar.pipeline_schedules.schedule import Schedule
 
@@ -203,13 +204,11 @@ class Torch(PipelinePeer):
     def make_stages(self, task: PipelineTask) -> LlamaStages:
         theirs = TORCH[self.name]
         size = task.world.size
-        homes = (
-            v_shaped(size)
-            if theirs.v_shaped
-            else looped(size, theirs.stages_per_rank or task.stages_per_rank)
+        placement = (
+            v_shape(size) if theirs.v_shaped else loop(size, theirs.stages_per_rank or task.stages_per_rank)
         )
-        own = [stage for stage, home in enumerate(homes) if home == task.world.rank]
-        return task.stages(task.even(len(homes)), own)
+        split = task.even(placement.ranks * placement.per_rank)
+        return task.stages(split, placement.stages[task.world.rank])
 
     def run(self) -> float:
         inputs, targets = self.share

@@ -3,12 +3,7 @@
     items     embedding   layer 0   layer 1   …   layer L - 1   norm, head and loss        L + 2 of them
     split     ╰──────── stage 0 ───────╯╰─ stage 1 ─ …   ╰──────── last stage ──────╯
 
-and stages put on ranks:
-
-    looped(3, 2)      rank 0: 0 3      rank 1: 1 4      rank 2: 2 5
-    v_shaped(3)       rank 0: 0 5      rank 1: 1 4      rank 2: 2 3     the first stage beside the last
-
-source   loops: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the V: Qi et al. 2024, arXiv 2405.15362
+Which rank has which stage is the schedule's to say.
 """
 
 from __future__ import annotations
@@ -104,16 +99,6 @@ def require_split(split: Sequence[tuple[int, int]], items: int) -> None:
             f"the stages have {reached} items, but the model {items} (embedding, layers, head); "
             "split all of them"
         )
-
-
-def looped(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
-    """The rank of each stage: stage s on rank s mod `ranks`."""
-    return tuple(range(ranks)) * stages_per_rank
-
-
-def v_shaped(ranks: int) -> tuple[int, ...]:
-    """The rank of each stage, two on each: down the ranks and up again."""
-    return (*range(ranks), *reversed(range(ranks)))
 
 
 def stage_costs(costs: Sequence[float], split: Sequence[tuple[int, int]]) -> list[float]:

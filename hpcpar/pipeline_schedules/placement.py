@@ -29,6 +29,11 @@ class Placement:
     def per_rank(self) -> int:
         return len(self.stages[0])
 
+    @property
+    def rank_of_stage(self) -> dict[int, int]:
+        """As a Schedule's of the same stages."""
+        return {stage: rank for rank, stages in enumerate(self.stages) for stage in stages}
+
 
 def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
     """Stage s on rank s modulo ranks."""

@@ -16,7 +16,8 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, Part, parallel_layers
 from hpcpar.models.stages import layer_costs, measured_costs
-from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand, v_shaped
+from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand
+from hpcpar.pipeline_schedules.placement import v_shape
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel
 
 SMALL = LlamaConfig(
@@ -154,7 +155,7 @@ def test_a_rank_builds_its_own_stages_and_nothing_else() -> None:
 
 
 def test_in_a_v_the_ends_are_on_one_rank_and_share_the_tied_parameter() -> None:
-    split = balanced(layer_costs(TIED, 12), 4, v_shaped(2))
+    split = balanced(layer_costs(TIED, 12), 4, v_shape(2).rank_of_stage)
     first, second = (LlamaStages(TIED, Layers(), split, own, seed=1).double() for own in ((0, 3), (1, 2)))
     assert list(first.stages) == [0, 3]
     assert first.stages[0].model.embed_tokens.weight is first.stages[3].lm_head.weight

@@ -14,12 +14,11 @@ from hpcpar.pipeline_parallel.balance import (
     StageSplit,
     balanced,
     by_hand,
-    looped,
     rank_costs,
     require_split,
     stage_costs,
-    v_shaped,
 )
+from hpcpar.pipeline_schedules.placement import loop, v_shape
 
 
 def all_splits(items: int, stages: int) -> Iterator[StageSplit]:
@@ -83,7 +82,7 @@ def test_every_split_is_contiguous_without_empty_stages() -> None:
     for costs in drawn_costs():
         for stages in range(1, len(costs) + 1):
             require_split(balanced(costs, stages), len(costs))
-            require_split(balanced(costs, stages, looped(1, stages)), len(costs))
+            require_split(balanced(costs, stages, loop(1, stages).rank_of_stage), len(costs))
 
 
 def test_more_stages_than_items_are_refused() -> None:
@@ -99,25 +98,23 @@ def test_a_cost_that_is_none_is_refused(cost: float) -> None:
         balanced([1, cost], 1)
 
 
-def test_placements_are_those_drawn() -> None:
-    assert looped(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert v_shaped(3) == (0, 1, 2, 2, 1, 0)
-    assert looped(2) == (0, 1)
-    assert v_shaped(1) == (0, 0)
-
-
 def test_in_a_v_the_rank_with_the_head_gets_fewer_layers() -> None:
     """A head worth four layers of six: by stages alone its rank gets two of them beside it."""
     costs = [0, 1, 1, 1, 1, 1, 1, 4]
-    alone, together = balanced(costs, 4), balanced(costs, 4, v_shaped(2))
+    alone, together = balanced(costs, 4), balanced(costs, 4, v_shape(2).rank_of_stage)
     assert stage_costs(costs, alone) == [2, 2, 2, 4]
-    assert rank_costs(costs, alone, v_shaped(2)) == [6, 4]
+    assert rank_costs(costs, alone, v_shape(2).rank_of_stage) == [6, 4]
     assert stage_costs(costs, together) == [1, 2, 3, 4]
-    assert rank_costs(costs, together, v_shaped(2)) == [5, 5]
+    assert rank_costs(costs, together, v_shape(2).rank_of_stage) == [5, 5]
 
 
 def placements(ranks: int) -> list[Sequence[int]]:
-    return [looped(ranks), looped(ranks, 2), looped(ranks, 3), v_shaped(ranks)]
+    return [
+        loop(ranks).rank_of_stage,
+        loop(ranks, 2).rank_of_stage,
+        loop(ranks, 3).rank_of_stage,
+        v_shape(ranks).rank_of_stage,
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -155,10 +152,10 @@ def test_with_any_costs_ranks_are_no_worse_than_without_the_placement(ranks: int
     assert better > 0
 
 
-def test_a_placement_may_be_a_mapping() -> None:
+def test_a_placement_may_be_a_mapping_or_a_sequence() -> None:
     costs = [0, *[1] * 14, 2]
-    of_schedule = dict(enumerate(v_shaped(2)))
-    assert balanced(costs, 4, of_schedule) == balanced(costs, 4, v_shaped(2))
+    in_order = (0, 1, 1, 0)
+    assert balanced(costs, 4, in_order) == balanced(costs, 4, v_shape(2).rank_of_stage)
 
 
 def test_a_placement_without_a_stage_is_refused() -> None:
