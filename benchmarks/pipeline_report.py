@@ -97,7 +97,7 @@ def report_comparisons(about: dict[str, Any], comparisons: Sequence[Comparison])
     print(
         "# step: as priced, and median (quartiles) of the slowest rank, ms; bubble rate: (cost - work)/cost, "
         "cost the longest span of a rank, work the mean of what ranks were busy; priced with each stage's "
-        "times alone, and as in the step: with its medians there"
+        "times alone, and as in the step: with each action's time there"
     )
     titles = ["stages", "priced", "step", "quartiles", "step/priced", "bubble priced", "as in step", "bubble"]
     print(f"{'schedule':<14}" + "".join(f"{title:>15}" for title in titles) + f"  {about['criterion']}")

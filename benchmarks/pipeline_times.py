@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from hpcpar.comm import Communicator
 from hpcpar.pipeline_parallel.forms import Form, form_of
 from hpcpar.pipeline_parallel.pipeline import Pipeline
 from hpcpar.pipeline_parallel.stage import Stage
-from hpcpar.pipeline_schedules.measured import measured_durations
+from hpcpar.pipeline_schedules.measured import replayed
 from hpcpar.pipeline_schedules.price import Durations, price
 from hpcpar.pipeline_schedules.schedule import Schedule
 from hpcpar.pipeline_schedules.timetable import Timetable
@@ -54,8 +54,8 @@ class Comparison:
 
     step_s        of each step, from a barrier on, of the slowest rank
     bubble_rates  of each step's timetable
-    own_rates     what the schedule says where each action takes its stage's median in that very step, and a
-                  message what it takes alone
+    own_rates     what the schedule says where each action takes as long as in that very step, and a message
+                  as long as alone: what is idle beyond it is the executor's
     measured      the timetable of the step with the median bubble rate
     """
 
@@ -100,10 +100,7 @@ def compare(world: Communicator, schedule: Schedule, work: Work, clock: Clock, s
         measured=sorted(timetables, key=lambda each: each.bubble_rate)[steps // 2],
         step_s=[max(of_ranks) for of_ranks in zip(*world.allgather_object(own_s), strict=True)],
         bubble_rates=[each.bubble_rate for each in timetables],
-        own_rates=[
-            price(schedule, replace(measured_durations(each), hop_s=durations.hop_s)).bubble_rate
-            for each in timetables
-        ],
+        own_rates=[replayed(each, durations.hop_s).bubble_rate for each in timetables],
     )
 
 

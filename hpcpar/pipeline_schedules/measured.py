@@ -8,7 +8,7 @@ from statistics import median
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Kind
-from hpcpar.pipeline_schedules.price import Durations, price
+from hpcpar.pipeline_schedules.price import Durations, price, price_each
 from hpcpar.pipeline_schedules.schedule import Schedule
 from hpcpar.pipeline_schedules.timetable import Timetable
 
@@ -43,6 +43,12 @@ def measured_durations(timetable: Timetable) -> Durations:
         return [median(seconds[stage, kind]) for stage in range(schedule.stages)]
 
     return Durations(medians("F"), medians("B"), medians("W"))
+
+
+def replayed(timetable: Timetable, hop_s: float = 0) -> Timetable:
+    """What `price` says if every action takes as long as it did: what is idle here nobody can help."""
+    taken = {timed.action: timed.seconds for row in timetable.rows for timed in row}
+    return price_each(schedule_of(timetable), taken.__getitem__, hop_s)
 
 
 def predicted(timetable: Timetable) -> Timetable:

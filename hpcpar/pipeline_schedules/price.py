@@ -7,7 +7,7 @@ An action starts when its rank is free and what it needs has arrived. What comes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpcpar.errors import ScheduleError
@@ -66,24 +66,32 @@ def price(schedule: Schedule, durations: Durations) -> Timetable:
     errors   ScheduleError where an action can never start, or durations are of another number of stages
     """
     forward, backward, weight = durations.of_stages(schedule.stages)
+
+    def seconds_of(action: Action) -> float:
+        stage, kind, microbatch = action
+        if kind == "F":
+            return forward[stage]
+        if kind == "W":
+            return weight[stage]
+        whole = not schedule.is_split(stage, microbatch)
+        return backward[stage] + weight[stage] if whole else backward[stage]
+
+    return price_each(schedule, seconds_of, durations.hop_s)
+
+
+def price_each(schedule: Schedule, seconds_of: Callable[[Action], float], hop_s: float = 0) -> Timetable:
+    """`price`, where every action takes a time of its own."""
     home = schedule.rank_of_stage
     ends: dict[Action, float] = {}
     free: list[float] = [0] * schedule.ranks
     rows: list[list[Timed]] = [[] for _ in range(schedule.ranks)]
     for action in in_order(schedule):
-        stage, kind, microbatch = action
-        rank = home[stage]
+        rank = home[action.stage]
         start = free[rank]
         for need in schedule.needs(action):
-            hop = 0 if home[need.stage] == rank else durations.hop_s
+            hop = 0 if home[need.stage] == rank else hop_s
             start = max(start, ends[need] + hop)
-        if kind == "F":
-            seconds = forward[stage]
-        elif kind == "W":
-            seconds = weight[stage]
-        else:
-            whole = not schedule.is_split(stage, microbatch)
-            seconds = backward[stage] + weight[stage] if whole else backward[stage]
+        seconds = seconds_of(action)
         ends[action] = free[rank] = start + seconds
         rows[rank].append(Timed(action, start, start + seconds))
     return Timetable(tuple(tuple(row) for row in rows))

@@ -4,7 +4,7 @@ import pytest
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules import catalogue
-from hpcpar.pipeline_schedules.measured import measured_durations, predicted, schedule_of
+from hpcpar.pipeline_schedules.measured import measured_durations, predicted, replayed, schedule_of
 from hpcpar.pipeline_schedules.price import Durations, price
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
@@ -27,6 +27,17 @@ def test_one_slow_action_is_idle_time_and_no_one_elses_work() -> None:
     late = Timetable(((*early, Timed(action, start_s, end_s + 10)), other))
     assert predicted(late) == timetable
     assert late.bubble_rate > timetable.bubble_rate
+
+
+def test_replaying_leaves_the_idle_time_that_late_actions_make_and_no_other() -> None:
+    first, last = price(catalogue.make("1f1b", 2, 5), Durations(1.0, 1.0, 1.0)).rows
+    # Rank 1 takes 3 s longer for its first action, and then does nothing for 7 s.
+    slow = [Timed(each.action, each.start_s + 3, each.end_s + 3) for each in last]
+    slow[0] = Timed(last[0].action, last[0].start_s, last[0].end_s + 3)
+    lazy = [slow[0], *(Timed(each.action, each.start_s + 7, each.end_s + 7) for each in slow[1:])]
+    found = replayed(Timetable((first, tuple(lazy))))
+    assert found.rows[1] == tuple(slow)
+    assert found.span_s(0) == price(catalogue.make("1f1b", 2, 5), Durations(1.0, 1.0, 1.0)).span_s(0) + 3
 
 
 def test_a_pass_without_backward_has_no_durations() -> None:
