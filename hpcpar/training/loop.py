@@ -137,7 +137,9 @@ class Run:
         # Before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.dp)
         self.optimizer = build_optimizer(config, model, self.mesh.dp)
-        self.model, self.worker = model, WholeModel(model)
+        self.model = model
+        microbatches = self._microbatches(config.train.global_batch)
+        self.worker = WholeModel(model, self.optimizer, microbatches, self.tokens_per_step)
 
     def _build_stages(self) -> None:
         config, mesh = self.config, self.mesh
@@ -277,11 +279,8 @@ class Run:
             group["lr"] = self._learning_rate(step)
         return train_step(
             self.worker,
-            self.optimizer,
             tokens,
             targets,
-            microbatches=self._microbatches(self.config.train.global_batch),
-            global_tokens=self.tokens_per_step,
             clip_norm=self.config.optimizer.clip_norm or math.inf,
             trace=trace,
         )

@@ -128,8 +128,10 @@ def require_zero_stage(config: Config, schedule: Schedule) -> None:
 class PipelinedModel:
     """This rank's stages among those of the others, as a `Worker`. Making one is collective over `mesh.pp`.
 
-    model      this rank's stages
-    schedule   for the microbatches of a step
+    model           this rank's stages
+    schedule        for the microbatches of a step
+    tied            its weights that other ranks have, too
+    global_tokens   in the global batch, over all dp ranks
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class PipelinedModel:
     ) -> None:
         self.model = model
         self.tied = tied
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         # The optimizer averages over ranks where the global mean asks for a sum.
         self._share = optimizer.dp_comm.size / global_tokens
         self.pipeline = Pipeline(model.stages, schedule, mesh.pp, loss=self._loss)
@@ -152,25 +154,16 @@ class PipelinedModel:
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """For backward as the optimizer wants it, in evaluation the sum."""
         total = self.model.loss(logits, targets, reduction="sum")
-        return self._optimizer.scale_loss(total * self._share) if torch.is_grad_enabled() else total
+        return self.optimizer.scale_loss(total * self._share) if torch.is_grad_enabled() else total
 
-    def accumulate(
-        self,
-        optimizer: DistributedOptimizer,
-        tokens: Tensor,
-        targets: Tensor,
-        *,
-        microbatches: int,
-        global_tokens: int,
-        trace: Trace | None,
-    ) -> Tensor:
+    def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
         """All microbatches by the schedule; averages travel while other stages still work."""
         losses = self.pipeline.step(tokens, targets)
         with span(trace, "tied weights"):
             self.tied.sum_gradients()
         if losses is None:
             return torch.zeros((), dtype=torch.float64, device=tokens.device)
-        ranks, scale = optimizer.dp_comm.size, optimizer.scaler.scale
+        ranks, scale = self.optimizer.dp_comm.size, self.optimizer.scaler.scale
         return losses.double().sum() / (ranks * scale)
 
     def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:

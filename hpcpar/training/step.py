@@ -36,17 +36,16 @@ class StepResult:
 class Worker(Protocol):
     """What computes losses and gradients of a dp rank's sequences; collective over those that share it."""
 
-    def accumulate(
-        self,
-        optimizer: DistributedOptimizer,
-        tokens: Tensor,
-        targets: Tensor,
-        *,
-        microbatches: int,
-        global_tokens: int,
-        trace: Trace | None,
-    ) -> Tensor:
-        """Add the gradients of the global batch's mean loss; this rank's share of that, in float64."""
+    @property
+    def optimizer(self) -> DistributedOptimizer:
+        """Of the parameters that it has."""
+        ...
+
+    def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
+        """Add the gradients of the global batch's mean loss; this rank's share of that, in float64.
+
+        tokens, targets   [B, S], this dp rank's part of the global batch; B may differ between them
+        """
         ...
 
     def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
@@ -56,29 +55,30 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class WholeModel:
-    """All layers on this rank, or on those that share each of them."""
+    """All layers on this rank, or on those that share each of them, as a `Worker`.
+
+    microbatches    into how many parts a batch is cut, the same on every rank; a part may be empty
+    global_tokens   in the global batch, over all dp ranks
+
+    Each microbatch's loss is a sum divided by `global_tokens`, so parts of unequal size on the ranks
+    give the same gradient as one process with the whole batch.
+    """
 
     model: Llama
+    optimizer: DistributedOptimizer
+    microbatches: int
+    global_tokens: int
 
-    def accumulate(
-        self,
-        optimizer: DistributedOptimizer,
-        tokens: Tensor,
-        targets: Tensor,
-        *,
-        microbatches: int,
-        global_tokens: int,
-        trace: Trace | None,
-    ) -> Tensor:
+    def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
         """One microbatch after another; averages travel while the last one's backward runs."""
-        ranks = optimizer.dp_comm.size
+        optimizer, ranks = self.optimizer, self.optimizer.dp_comm.size
         loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        for number, (start, stop) in enumerate(bounds(len(tokens), microbatches)):
-            last = number == microbatches - 1
+        for number, (start, stop) in enumerate(bounds(len(tokens), self.microbatches)):
+            last = number == self.microbatches - 1
             with nullcontext() if last else optimizer.no_sync():
                 with span(trace, "forward", microbatch=number):
                     logits = self.model(tokens[start:stop])
-                    loss = self.model.loss(logits, targets[start:stop], reduction="sum") / global_tokens
+                    loss = self.model.loss(logits, targets[start:stop], reduction="sum") / self.global_tokens
                 with span(trace, "backward", microbatch=number):
                     # The optimizer averages over ranks where the global mean asks for a sum.
                     optimizer.scale_loss(loss * ranks).backward()  # type: ignore[no-untyped-call]
@@ -102,29 +102,20 @@ class WholeModel:
 
 def train_step(
     worker: Worker,
-    optimizer: DistributedOptimizer,
     tokens: Tensor,
     targets: Tensor,
     *,
-    microbatches: int,
-    global_tokens: int,
     clip_norm: float,
     trace: Trace | None = None,
 ) -> StepResult:
     """Forward, backward, and the optimizer on the gradient of the whole global batch's mean loss.
 
     tokens, targets   [B, S], this dp rank's part of the global batch; B may differ between them
-    microbatches      into how many parts they are cut, the same on every rank; a part may be empty
-    global_tokens     in the global batch, over all dp ranks
     clip_norm         largest norm of the gradient; inf = no clipping
-
-    Each microbatch's loss is a sum divided by `global_tokens`, so parts of unequal size on the ranks
-    give the same gradient as one process with the whole batch.
     """
+    optimizer = worker.optimizer
     optimizer.zero_grad(set_to_none=False)
-    loss_share = worker.accumulate(
-        optimizer, tokens, targets, microbatches=microbatches, global_tokens=global_tokens, trace=trace
-    )
+    loss_share = worker.accumulate(tokens, targets, trace)
     with span(trace, "wait for gradients"):
         optimizer.synchronize()
     with span(trace, "optimizer"):

@@ -142,7 +142,7 @@ def test_half_precision_sends_half_of_the_bytes(config_of: MakeConfig, precision
     assert {nbytes for (name, _), nbytes in found.items() if name.startswith("pp")} == {0}, found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_averages_over_replicas_travel_while_other_stages_still_work(
     config_of: MakeConfig, schedule: str
 ) -> None:
@@ -151,7 +151,8 @@ def test_averages_over_replicas_travel_while_other_stages_still_work(
     )
     trained(config, 4)
     events = json.loads((config.output.directory / "timeline.json").read_text())["traceEvents"]
-    # Rank 2 has the last stage of the first replica, and is through before rank 0 with the first stage is.
+    # Rank 2's last backward is of a later stage than rank 0's, which waits for its gradient: however fast
+    # either is, what rank 2 sends in that backward's hooks leaves before rank 0 has done its last.
     ends = [event["ts"] + event["dur"] for event in events if event["pid"] == 0 and event["name"][0] == "0"]
     sent = [event["ts"] for event in events if event["pid"] == 2 and event["name"] == "allreduce dp"]
     assert sent

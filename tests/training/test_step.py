@@ -53,17 +53,15 @@ def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch
     def work(comm: Communicator) -> tuple[list[Tensor], list[float]]:
         mine = model()
         optimizer = build_optimizer(Config(optimizer=section), mine, comm)
+        worker = WholeModel(mine, optimizer, microbatches=3, global_tokens=sequences * SEQUENCE)
         start, stop = bounds(sequences, comm.size)[comm.rank]
         losses = []
         for step in range(steps):
             tokens, targets = global_batch(step, sequences)
             result = train_step(
-                WholeModel(mine),
-                optimizer,
+                worker,
                 tokens[start:stop],
                 targets[start:stop],
-                microbatches=3,
-                global_tokens=sequences * SEQUENCE,
                 clip_norm=section.clip_norm,
             )
             losses.append(float(comm.allreduce(result.loss_share.reshape(1))[0]))
@@ -81,9 +79,8 @@ def test_no_clipping_leaves_the_gradient_and_tells_its_norm() -> None:
     mine = model()
     optimizer = build_optimizer(Config(optimizer=OptimizerSection(name="sgd")), mine, Communicator.alone())
     tokens, targets = global_batch(0, 2)
-    result = train_step(
-        WholeModel(mine), optimizer, tokens, targets, microbatches=3, global_tokens=12, clip_norm=math.inf
-    )
+    worker = WholeModel(mine, optimizer, microbatches=3, global_tokens=12)
+    result = train_step(worker, tokens, targets, clip_norm=math.inf)
     gradients = [parameter.grad.flatten() for parameter in mine.parameters() if parameter.grad is not None]
     assert float(result.gradient_norm) == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-12)
 
@@ -96,7 +93,9 @@ def test_held_out_loss_is_the_mean_over_all_ranks_tokens_even_if_one_has_none() 
         mine = model()
         rows = [slice(0, 3), slice(3, 5), slice(5, 5)][comm.rank]
         batches = [(whole[0][rows], whole[1][rows])] if comm.rank < 2 else []
-        return held_out_loss(WholeModel(mine), batches, comm), mine.training
+        optimizer = build_optimizer(Config(), mine, comm)
+        worker = WholeModel(mine, optimizer, microbatches=1, global_tokens=1)  # of which it takes no notice
+        return held_out_loss(worker, batches, comm), mine.training
 
     for loss, training in run_loopback(3, work):
         assert loss == pytest.approx(expected, abs=1e-12)
