@@ -62,9 +62,16 @@ class StallInspector:
         shutdown_s = self._knobs.stall_shutdown_s
         lost = [(name, ranks) for wait_s, name, ranks in waits if 0 < shutdown_s < wait_s]
         if lost:
+            # The first to be over the limit may be only what followed from another wait, which tells the cause.
+            stalled = [
+                (name, ranks)
+                for wait_s, name, ranks in waits
+                if self._knobs.stall_check_s < wait_s <= shutdown_s
+            ]
             raise HorovodInternalError(
                 f"not asked for by all ranks within {format_duration(shutdown_s)} "
                 f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): {_told(lost)}"
+                + (f". Stalled as well: {_told(stalled)}" if stalled else "")
             )
         fresh = [
             (name, ranks)

@@ -110,6 +110,19 @@ def test_the_shutdown_time_ends_the_wait_with_names_and_ranks(clock, caplog):
     assert "5" in text
 
 
+def test_what_ends_the_wait_also_names_what_stalled_a_little_later(clock, caplog):
+    """A rank that left an operation out hears of it later than it asks for its next one."""
+    watched = Watched([("barrier", 100.0, (0, 2)), ("allreduce.loss", 100.3, (1,)), ("young", 103.9, (2,))])
+    inspector = StallInspector(Knobs(stall_check_s=2.0, stall_shutdown_s=5.0), watched)
+    clock.s = 105.2
+    with pytest.raises(HorovodInternalError) as raised:
+        inspector.inspect(())
+    overdue, stalled = str(raised.value).split("Stalled as well")
+    assert "barrier waits for ranks 0, 2" in overdue
+    assert "allreduce.loss waits for rank 1" in stalled
+    assert "young" not in overdue + stalled
+
+
 def test_a_shutdown_time_of_zero_is_never(clock, caplog):
     inspector = StallInspector(Knobs(stall_check_s=1.0), Watched([("a", 100.0, (1,))]))
     clock.s = 1e9
