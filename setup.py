@@ -18,7 +18,6 @@ REQUIRED = [
     "safetensors>=0.4",
     "tokenizers>=0.15",
     "matplotlib>=3.8",
-    "ClusterShell>=1.9",
     "tomli>=2; python_version < '3.11'",
 ]
 
@@ -31,6 +30,8 @@ EXTRAS = {
     "cuda13": ["cupy-cuda13x>=13.6"],
     # What a Horovod script sends around as objects.
     "horovod": ["cloudpickle>=2"],
+    # jobscripts/ray-preprocess.sh and serve-vllm.sh.
+    "ray": ["ray>=2.50"],
     # The images of examples/horovod_digits.py.
     "examples": ["scikit-learn>=1.3"],
     "dev": [
@@ -41,11 +42,15 @@ EXTRAS = {
         "hypothesis>=6.100",
         "psutil>=5.9",
         "cloudpickle>=2",
+        "ClusterShell>=1.9",
+        "ray>=2.50; sys_platform == 'linux' and python_version < '3.14'",
         "scikit-learn>=1.3",
         "transformers>=4.48; python_version >= '3.11'",
         "ruff>=0.6",
         "mypy>=1.11",
         "import-linter>=2",
+        # tests/modulefiles builds without an environment of its own for it.
+        "wheel>=0.40",
     ],
 }
 

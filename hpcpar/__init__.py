@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator, run_loopback
+    from hpcpar.comm.preemption import Preemption
     from hpcpar.comm.world import init
     from hpcpar.data_parallel import (
         DistributedOptimizer,
@@ -34,6 +35,7 @@ _HOME = {
     "init": "hpcpar.comm.world",
     "Communicator": "hpcpar.comm",
     "run_loopback": "hpcpar.comm",
+    "Preemption": "hpcpar.comm.preemption",
     "DistributedOptimizer": "hpcpar.data_parallel",
     "Precision": "hpcpar.data_parallel",
     "broadcast_parameters": "hpcpar.data_parallel",
@@ -51,6 +53,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "Precision",
+    "Preemption",
     "__version__",
     "broadcast_parameters",
     "fully_shard",

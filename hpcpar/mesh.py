@@ -297,10 +297,13 @@ def crossing_reason(nodes: Sequence[int], layout: Layout) -> str | None:
     largest = max(per_node.values(), default=0)
     for axis, span in (("tp", layout.tp), ("cp", layout.cp * layout.tp), ("ep", layout.ep * layout.tp)):
         groups = layout.groups(axis)
-        crossing = sum(len({nodes[rank] for rank in group}) > 1 for group in groups)
+        crossing = [group for group in groups if len({nodes[rank] for rank in group}) > 1]
         if not crossing or (axis != "tp" and span > largest):
             continue
-        found = f"{axis}={layout.degree(axis)} crosses nodes in {crossing} of {len(groups)} groups"
+        found = (
+            f"{axis}={layout.degree(axis)} crosses nodes in {len(crossing)} of {len(groups)} groups "
+            f"({_group_text(crossing[0], nodes)}{', …' if len(crossing) > 1 else ''})"
+        )
         if span > largest:
             fits = max(d for d in range(1, largest + 1) if layout.tp % d == 0)
             return (
@@ -313,6 +316,15 @@ def crossing_reason(nodes: Sequence[int], layout: Layout) -> str | None:
             f"network; start the same multiple of {span} ranks on every node"
         )
     return None
+
+
+def _group_text(group: Sequence[int], nodes: Sequence[int]) -> str:
+    """ "mesh ranks 0, 1 on node 0 and 2, 3 on node 1" """
+    members: dict[int, list[int]] = {}
+    for rank in group:
+        members.setdefault(nodes[rank], []).append(rank)
+    parts = (f"{', '.join(map(str, ranks))} on node {node}" for node, ranks in sorted(members.items()))
+    return f"mesh ranks {' and '.join(parts)}"
 
 
 class Mesh:

@@ -182,11 +182,13 @@ def test_crossing_gives_the_reason() -> None:
     assert crossing_reason([0, 0, 1, 1], Layout(dp=4)) is None
     too_wide = crossing_reason([0, 0, 1, 1], Layout(tp=4))
     assert too_wide is not None
-    assert "tp=4 crosses nodes in 1 of 1 groups: the largest node holds 2 of the job's ranks" in too_wide
+    assert "tp=4 crosses nodes in 1 of 1 groups" in too_wide
+    assert "(mesh ranks 0, 1 on node 0 and 2, 3 on node 1): the largest node holds 2 of the job's" in too_wide
     assert "use tp=2, or start at least 4 ranks on every node" in too_wide
     uneven = crossing_reason([0, 0, 0, 1], Layout(dp=2, tp=2))
     assert uneven is not None
-    assert "the nodes hold 3, 1 ranks, not all multiples of 2" in uneven
+    assert "in 1 of 2 groups (mesh ranks 2 on node 0 and 3 on node 1): the nodes hold 3, 1 ranks" in uneven
+    assert "not all multiples of 2" in uneven
 
 
 def test_cp_wider_than_a_node_is_no_reason_to_warn() -> None:

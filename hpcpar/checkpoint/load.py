@@ -110,6 +110,20 @@ def load(
     return Loaded(chosen, content.state["step"], content.state["extra"], content.ranks, restored)
 
 
+def read_extra(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """Which checkpoint `load` would take, and the `extra` of it; not collective, and no tensor is read.
+
+    errors  CheckpointError as of `load`, where files are missing or were cut short
+    """
+    chosen = _choose(Path(path))
+    manifest = Manifest.read(chosen)
+    manifest.check_sizes(chosen)
+    if STATE not in manifest.files:
+        raise CheckpointError(f"{chosen} is not a checkpoint of this program: it has no {STATE}")
+    extra: dict[str, Any] = json.loads((chosen / STATE).read_text())["extra"]
+    return chosen, extra
+
+
 def _restore_random(content: _Content, model: nn.Module, positions: Positions, comm: Communicator) -> bool:
     """Whether all that was saved for this rank is restored."""
     # A rank in another place would draw what another one drew.

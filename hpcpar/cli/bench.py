@@ -134,10 +134,12 @@ def collectives(
     """
     import hpcpar
     from hpcpar.bench import collectives as table
-    from hpcpar.bench import peers, pictures
+    from hpcpar.bench import pictures
     from hpcpar.transport.mpi import library_facts
 
     world = hpcpar.init()
+    from hpcpar.bench import peers  # uses mpi4py by itself, and must find MPI started
+
     try:
         options = _options(measuring, dtype=dtype, kind=kind, candidates=candidates, singly=each_call)
         with peers.connected(world, candidates) as (others, said):
@@ -191,10 +193,11 @@ def overlap(threads: int | None, json_file: Path | None, round_seconds: float, *
     import hpcpar
     from hpcpar.bench import collectives as table
     from hpcpar.bench import overlap as overlapping
-    from hpcpar.bench import peers
     from hpcpar.transport.mpi import library_facts
 
     world = hpcpar.init()
+    from hpcpar.bench import peers  # uses mpi4py by itself, and must find MPI started
+
     mpi = library_facts()
     try:
         node = overlapping.Node.of(world, 1)

@@ -7,6 +7,7 @@ Horovod's `--check-build` shows is part of it, and printed alone by `hpcpar run 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 import socket
@@ -14,17 +15,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import click
 
+from hpcpar.cli.start_times import MODULES, StartTimes, process_age_s, time_import
 from hpcpar.errors import LaunchError
 from hpcpar.launch import binding
 from hpcpar.launch.crosscheck import library_name
 from hpcpar.launch.cuda_awareness import CudaAwareness, cuda_awareness
 from hpcpar.launch.environment import RankInfo, detect
+from hpcpar.launch.placement import NodePlace, Placement, RankPlace
 from hpcpar.units import GiB, MiB, busbw_factor, format_duration, format_nbytes
 
 if TYPE_CHECKING:
@@ -34,9 +38,16 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 CHECK_S = 1.0
+NODES_SHOWN = 8
 CHECK_NBYTES = (8, 4 * MiB)
 OLDEST_TORCH = (2, 4)
 SMALL_SHARED_MEMORY_NBYTES = 256 * MiB
+
+LONG_WAIT_S = 10.0
+"""Waiting for files that is worth a word: a local disk that reads them for the first time takes a few seconds
+once for a node, memory none at all."""
+
+NOT_TIMED = StartTimes()
 
 # Asks the MPI library for its name without starting it, in a process of its own: loading one may fail hard.
 ASK_MPI = """
@@ -73,9 +84,14 @@ class RankFacts:
     rank: int
     node: int
     host: str
-    cores: tuple[int, ...]
+    place: RankPlace
     torch: TorchFacts
     shared_memory_nbytes: int | None
+    start: StartTimes = NOT_TIMED
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        return self.place.cores
 
 
 @dataclass(frozen=True)
@@ -93,7 +109,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Visit:
-    """Everything that the report is made of; `choices` says which all-reduce runs at what size."""
+    """Everything that the report is made of; `choices` says which all-reduce runs at what size.
+
+    connected_by   what brought the ranks together, and why that
+    """
 
     info: RankInfo
     mpi: dict[str, str]
@@ -102,10 +121,19 @@ class Visit:
     measurements: tuple[Measurement, ...]
     findings: tuple[Finding, ...] = field(default=())
     choices: str = ""
+    connected_by: str = ""
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def placement(self) -> Placement:
+        nodes = by_node(self.ranks).items()
+        return Placement(
+            tuple(NodePlace(node, on[0].host, tuple(facts.place for facts in on)) for node, on in nodes),
+            self.info.launcher,
+        )
 
 
 @dataclass(frozen=True)
@@ -138,24 +166,44 @@ def doctor() -> int:
 
     Returns 1 where something is wrong, else 0.
     """
+    start = StartTimes(process_age_s(), {name: time_import(module) for name, module in MODULES.items()})
     import hpcpar
 
     try:
-        world = hpcpar.init()
+        start_s = time.perf_counter()
+        with hints_left_to_the_report():
+            world = hpcpar.init()
+        start = replace(start, init_s=time.perf_counter() - start_s)
     except LaunchError as error:
         if detect().rank != 0:
             return 1
         refusal = Finding(str(error), "nothing else can be looked at before this works", wrong=True)
         print_findings(_console(), [refusal])
         return 1
-    visit = examine(world)
+    visit = examine(world, start)
     if world.rank == 0:
         print_report(_console(), visit)
     return int(any(finding.wrong for finding in visit.findings))
 
 
-def examine(world: Communicator) -> Visit:
+@contextmanager
+def hints_left_to_the_report() -> Iterator[None]:
+    """What `init` would log of launcher and placement is among the findings."""
+
+    def refuse(record: logging.LogRecord) -> bool:
+        return False
+
+    log = logging.getLogger("hpcpar")
+    log.addFilter(refuse)
+    try:
+        yield
+    finally:
+        log.removeFilter(refuse)
+
+
+def examine(world: Communicator, start: StartTimes = NOT_TIMED) -> Visit:
     """Gather every rank's facts, measure, judge. Collective; the same on every rank."""
+    from hpcpar.comm.world import way as way_taken
     from hpcpar.transport.mpi import library_facts
 
     mpi = library_facts()
@@ -163,9 +211,10 @@ def examine(world: Communicator) -> Visit:
         info=detect(),
         mpi=mpi,
         awareness=cuda_awareness(mpi["library"]),
-        ranks=tuple(world.allgather_object(rank_facts(world))),
+        ranks=tuple(world.allgather_object(rank_facts(world, start))),
         measurements=tuple(measure(world, nbytes) for nbytes in CHECK_NBYTES),
         choices=choices(world),
+        connected_by=way.why if (way := way_taken()) else "MPI was started by somebody else",
     )
     return replace(visit, findings=tuple(judge(visit)))
 
@@ -199,14 +248,15 @@ def print_build(build: Build | None = None) -> None:
             click.echo(f"    [{'X' if there else ' '}] {name}")
 
 
-def rank_facts(world: Communicator) -> RankFacts:
+def rank_facts(world: Communicator, start: StartTimes) -> RankFacts:
     return RankFacts(
         rank=world.rank,
         node=world.nodes[world.rank],
         host=socket.gethostname(),
-        cores=binding.affinity(),
+        place=RankPlace.here(world.rank),
         torch=torch_facts(),
         shared_memory_nbytes=shared_memory_nbytes(),
+        start=start,
     )
 
 
@@ -256,7 +306,9 @@ def measure(world: Communicator, nbytes: int) -> Measurement:
 def judge(visit: Visit) -> list[Finding]:
     """What could be better, the wrong things first."""
     found = [*_judge_results(visit), *_judge_torch(visit), *_judge_start(visit)]
-    found += [*_judge_nodes(visit), *_judge_gpus(visit)]
+    found += [*_judge_nodes(visit), *_judge_gpus(visit), *_judge_imports(visit)]
+    # What torch takes is known here, so OMP_NUM_THREADS need not be guessed from.
+    found += [Finding(flaw.found, flaw.do) for flaw in visit.placement.flaws(sets_threads=True)]
     return sorted(found, key=lambda finding: not finding.wrong)
 
 
@@ -290,13 +342,17 @@ def _judge_torch(visit: Visit) -> list[Finding]:
         found.append(
             Finding(f"ranks have different versions of torch: {listed}", "use one environment", wrong=True)
         )
-    if any(facts.torch.threads > len(facts.cores) for facts in visit.ranks if facts.torch.version):
-        found.append(
-            Finding(
-                "torch uses more threads than the rank may use cores",
-                f"set OMP_NUM_THREADS={suited_threads(visit)}",
+    for ranks in by_node(visit.ranks).values():
+        threads = sum(facts.torch.threads for facts in ranks)
+        cores = binding.node_cores([facts.cores for facts in ranks])
+        if threads > max(cores, len(ranks)):
+            found.append(
+                Finding(
+                    f"torch uses more threads than cores: {threads} on the {cores} of {ranks[0].host}",
+                    f"set OMP_NUM_THREADS={suited_threads(visit)}",
+                )
             )
-        )
+            break
     return found
 
 
@@ -359,6 +415,21 @@ def _judge_gpus(visit: Visit) -> list[Finding]:
     return found
 
 
+def _judge_imports(visit: Visit) -> list[Finding]:
+    slowest = max(visit.ranks, key=lambda facts: facts.start.imported.waited_s)
+    waited_s = slowest.start.imported.waited_s
+    if waited_s < LONG_WAIT_S:
+        return []
+    return [
+        Finding(
+            f"rank {slowest.rank} on {slowest.host} waited {format_duration(waited_s)} for files while it "
+            f"imported",
+            "every rank reads the whole Python environment: if that lies on a shared file system, "
+            "`hpcpar run --broadcast-env` starts the ranks from copies on the nodes' own disks",
+        )
+    ]
+
+
 def _release(version: str) -> tuple[int, ...]:
     """ "2.13.0+cpu" -> (2, 13)"""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
@@ -395,11 +466,16 @@ def facts_table(visit: Visit) -> Table:
         "MPI library", f"{library_name(visit.mpi['library'])} (MPI standard {visit.mpi['standard']})"
     )
     table.add_row("thread level", visit.mpi["thread_level"])
-    table.add_row("launcher", _launcher_line(visit.info))
+    table.add_row("launcher", visit.info.launcher)
+    if visit.connected_by:
+        table.add_row("connected by", visit.connected_by)
     table.add_row("CUDA-aware", f"{_yes_no_open(visit.awareness.likely)} ({visit.awareness.why})")
     table.add_row("ranks", f"{visit.size} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
-    for node, ranks in nodes.items():
-        table.add_row(f"node {node}", _node_line(ranks))
+    for line in visit.placement.lines():
+        node, _, facts = line.partition("  ")
+        table.add_row(node, facts)
+    for name, line in start_lines(visit.ranks):
+        table.add_row(name, line)
     if visit.size > 1:
         table.add_row("all-reduce by", visit.choices)
     table.add_row(
@@ -420,22 +496,32 @@ def _there_and_not(things: Sequence[tuple[str, bool]]) -> str:
     return f"{there or 'none'} (not {missing})" if missing else there
 
 
-def _launcher_line(info: RankInfo) -> str:
-    return f"{info.launcher} (--mpi={info.wire})" if info.launcher == "slurm" else info.launcher
-
-
 def _yes_no_open(likely: bool | None) -> str:
     return {True: "likely", False: "no", None: "open"}[likely]
 
 
-def _node_line(ranks: Sequence[RankFacts]) -> str:
-    union = {core for facts in ranks for core in facts.cores}
-    bound = len({facts.cores for facts in ranks}) > 1
-    how = "bound to cores of their own" if bound else "sharing them"
-    numbers = binding.format_cores([facts.rank for facts in ranks])
-    cores = binding.format_cores(union)
-    together = f", {how}" if len(ranks) > 1 else ""
-    return f"{ranks[0].host}: rank {numbers} on {len(union)} cores ({cores}){together}"
+def start_lines(ranks: Sequence[RankFacts]) -> list[tuple[str, str]]:
+    """How long it took to start: the slowest rank in detail, and the slowest of every node in short."""
+    slowest = max(ranks, key=lambda facts: facts.start.imported.wall_s)
+    start, where = slowest.start, f"rank {slowest.rank} on {slowest.host}" if len(ranks) > 1 else "here"
+    if not start.imports:
+        return []
+    parts = ", ".join(f"{name} {format_duration(span.wall_s)}" for name, span in start.imports.items())
+    whole, waited = map(format_duration, start.imported)
+    lines = [("import time", f"{whole} {where} ({parts}), of it {waited} waiting for files")]
+    nodes = by_node(ranks).values()
+    if len(nodes) > 1:
+        of_nodes = sorted(max(facts.start.imported.wall_s for facts in node) for node in nodes)
+        few = len(of_nodes) <= NODES_SHOWN
+        shown = map(format_duration, of_nodes if few else (of_nodes[0], of_nodes[-1]))
+        lines.append(("on the nodes", f"{(', ' if few else ' to ').join(shown)} on the slowest rank of each"))
+    init, python = (
+        format_duration(max(getattr(facts.start, name) for facts in ranks)) for name in ("init_s", "python_s")
+    )
+    lines.append(
+        ("init time", f"{init} for MPI_Init and hpcpar.init(), {python} for Python before the imports")
+    )
+    return lines
 
 
 def check_table(visit: Visit) -> Table:

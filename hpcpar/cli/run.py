@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import click
 
 from hpcpar.errors import ConfigError, HpcparError
-from hpcpar.launch import supervise
+from hpcpar.launch import node_copies, supervise
 from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile
 from hpcpar.launch.knobs import LOG_LEVELS
 from hpcpar.launch.supervise import Wishes
@@ -98,6 +99,12 @@ def _check_build(context: click.Context, parameter: click.Parameter, asked: bool
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds that srun may wait for nodes.",
 )
+@click.option(
+    "--broadcast-env", is_flag=True, help="Start the ranks from copies of this Python on the nodes."
+)
+@click.option(
+    "--broadcast-to", metavar="DIR", default="", help="The same, and where the copies go (see below)."
+)
 @click.option("--verbose", is_flag=True, help="Show the variables that the options set, too.")
 @click.option(
     "--check-build",
@@ -119,6 +126,8 @@ def run(
     output_filename: str | None,
     network_interfaces: str,
     start_timeout: float | None,
+    broadcast_env: bool,
+    broadcast_to: str,
     verbose: bool,
     program: tuple[str, ...],
     **knobs: Any,
@@ -127,6 +136,10 @@ def run(
 
     Without -n there are as many ranks as the hosts have slots. Horovod's --config-file is not read:
     hpcpar needs no YAML package; write the options.
+
+    With --broadcast-env every node first gets a copy of the Python environment on its own disk, in DIR,
+    $SLURM_TMPDIR, $TMPDIR or /tmp, and the ranks start from there: thousands that import from a shared file
+    system at once wait for it long. The copies are removed when the job is over.
 
     Returns the job's exit status, and 1 where the launcher says 0 although a rank was lost.
     """
@@ -143,7 +156,10 @@ def run(
         if verbose:
             for name, value in wishes.variables.items():
                 say(f"hpcpar run: {name}={value}")
-        return supervise.run(
+        start: Callable[..., int] = supervise.run
+        if broadcast_env or broadcast_to:
+            start = partial(node_copies.run, wanted=broadcast_to)
+        return start(
             ranks or number_of(places),
             argv,
             say=say,

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hpcpar.errors import CheckpointError, ConfigError, DataError, LayoutError, PeerFailedError
+from hpcpar.launch import slurm
+from hpcpar.launch.signals import SIGNALS, START_AGAIN, EarlySignals
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+    from hpcpar.comm.preemption import Preemption
 
 CANNOT_WORK = 2
 """Exit status when the run was asked for in a way that cannot work."""
@@ -22,26 +31,57 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
 
     KEY=VALUE overrides a key of the file, as in train.steps=100. Start it under mpiexec or srun, or
     by `hpcpar run -n 4 -- -m hpcpar train CONFIG`; alone it trains on one rank.
+
+    SIGUSR1 or SIGTERM has it save a checkpoint after the step and end with status 75: start it again.
+    A Slurm job that was put back into the queue goes on from its newest checkpoint by itself.
     """
+    # What follows takes seconds, on many nodes minutes, in which a signal shall not end the job.
+    with ExitStack() as stack:
+        early = EarlySignals(SIGNALS)
+        stack.callback(early.close)
+        return _train(config, overrides, resume, early, stack)
+
+
+def _train(
+    config: Path, overrides: tuple[str, ...], resume: bool, early: EarlySignals, stack: ExitStack
+) -> int:
     from rich.console import Console
 
     import hpcpar
-    from hpcpar.training import Run, parse
+    from hpcpar.training import Preempted, Run, parse
     from hpcpar.training.config import read_text
 
-    world = hpcpar.init()
+    world = hpcpar.init(sets_threads=True)
     logging.basicConfig(level=logging.WARNING, format=f"[{world.rank}/{world.size}] %(message)s")
+    restarts = slurm.restarts()
+    if restarts and not resume and world.rank == 0:
+        click.echo(f"Slurm started this job again (SLURM_RESTART_COUNT={restarts}): as with --resume")
     text = ""
     try:
         with world.together(f"reading {config}"):
             if world.rank == 0:
                 text = read_text(config)
         told = parse(world.broadcast_object(text), source=str(config), overrides=overrides)
-        run = Run(told, world, resume=resume, console=Console())
+        preemption = _preemption(told.train.preemptible, world, early, stack)
+        run = Run(told, world, resume=resume or restarts > 0, console=Console(), preemption=preemption)
     except (CheckpointError, ConfigError, DataError, LayoutError, PeerFailedError) as error:
         # Every rank has met the same error, so one of them says it and all leave.
         if world.rank == 0:
             click.echo(f"hpcpar train: {error}", err=True)
         return CANNOT_WORK
-    run.train()
-    return 0
+    return START_AGAIN if isinstance(run.train(), Preempted) else 0
+
+
+def _preemption(
+    wanted: bool, world: Communicator, early: EarlySignals, stack: ExitStack
+) -> Preemption | None:
+    """From here on, and for what came early, a signal means what the configuration says. Collective."""
+    from hpcpar.comm.preemption import Preemption
+
+    heard = early.close()
+    preemption = stack.enter_context(Preemption(world, SIGNALS)) if wanted else None
+    if heard is not None and preemption is not None:
+        preemption.request(heard.name)
+    elif heard is not None:
+        os.kill(os.getpid(), heard)
+    return preemption

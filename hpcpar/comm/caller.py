@@ -72,6 +72,7 @@ class Family:
     tuning      measured tables, from which each communicator takes its own
     trace       where to note what moved when, or None
     shares_memory, stage_nbytes   as `Communicator.share_memory` was asked for
+    end_job     as `Communicator.end_job`, for ranks that are processes
     """
 
     transport: Transport
@@ -84,6 +85,7 @@ class Family:
     stage_nbytes: int | None = None
     traffics: dict[str, Traffic] = field(default_factory=dict)
     scratch: ScratchPool = field(default_factory=ScratchPool)
+    end_job: Callable[[str, int], None] | None = None
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.transport, self.watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -120,6 +121,16 @@ class Communicator(Objects):
     def depart(self) -> None:
         """This rank makes no more calls on this family: those who wait for it get a PeerLeftError."""
         self._family.watch.depart()
+
+    def end_job(self, why: str, status: int) -> None:
+        """End the whole job at once, with this exit status; from any thread, and without a traceback.
+
+        why   for people; the sentinel hears it, too, so that nobody is called lost
+        """
+        if self._family.end_job is None:  # this process is all of the job
+            os.write(2, f"hpcpar: ends the job: {why}\n".encode())
+            os._exit(status)
+        self._family.end_job(why, status)
 
     def while_waiting(self, inspect: Callable[[tuple[int, ...]], None]) -> Callable[[], None]:
         """Have `inspect(missing world ranks)` called now and then in long waits; its errors end them.

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from hpcpar.comm.watch import Watch
 from hpcpar.launch.sentinel import Guard
-from hpcpar.transport.mpi import MpiTransport
+
+if TYPE_CHECKING:
+    from hpcpar.transport.mpi import MpiTransport
 
 FAREWELL_POLL_S = 0.01
 
 RELAY_S = 0.2
 """What the launcher gets to pass the traceback on, before MPI_Abort has it drop everything."""
+
+ABORT_LIMIT_S = 3.0
+"""After which a process ends by itself, should MPI_Abort not return while another thread is inside MPI."""
 
 
 class FailureHooks:
@@ -73,6 +80,17 @@ class FailureHooks:
         time.sleep(RELAY_S)
         self._transport.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
+    def end_job(self, why: str, status: int) -> None:
+        """End the whole job at once, without an exception, from any thread."""
+        rank, size = self._transport.rank, self._transport.size
+        os.write(2, f"hpcpar: rank {rank} of {size} (pid {os.getpid()}) ends the job: {why}\n".encode())
+        self._guard.aborting(why)
+        last_resort = threading.Timer(ABORT_LIMIT_S, os._exit, (status,))
+        last_resort.daemon = True
+        last_resort.start()
+        time.sleep(RELAY_S)
+        self._transport.abort(status)
+
     def _on_exit(self) -> None:
         """At the end of the program: wait for the other ranks, and tell those who ask that we left.
 
@@ -85,4 +103,9 @@ class FailureHooks:
         while not everybody_is_here.test():
             self._watch.leave()
             time.sleep(FAREWELL_POLL_S)
+        # All ranks are ending. Where their common status is not 0, a launcher that ends the job at the
+        # first such one (srun --kill-on-bad-exit=1) sends SIGTERM to those that need a few milliseconds
+        # more: it shall find them deaf, or the job's status would be that of the signal.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._guard.done()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hpcpar.comm.caller import Family
 from hpcpar.comm.communicator import Communicator
 from hpcpar.comm.failure import FailureHooks
+from hpcpar.comm.places import gather_from_nodes
 from hpcpar.comm.select import parse_overrides
 from hpcpar.comm.tuning import Tuning, read_together
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import LaunchError, PeerFailedError
-from hpcpar.launch import binding, crosscheck, environment, sentinel
+from hpcpar.launch import binding, crosscheck, environment, one_voice, rendezvous, sentinel, wiring
 from hpcpar.launch.environment import RankInfo
+from hpcpar.launch.own_library import name_hint
+from hpcpar.launch.placement import Placement, RankPlace
 from hpcpar.launch.settings import Settings, own_tuning_file
 
 if TYPE_CHECKING:
@@ -25,20 +28,29 @@ log = logging.getLogger("hpcpar")
 _hooks: FailureHooks | None = None
 """Exception hooks and the sentinel belong to the process, however often it calls init()."""
 
+_way: wiring.Way | None = None
+"""MPI belongs to the process as well; None until hpcpar starts it."""
 
-def init(*, timeout_s: float | None = None, check: bool | None = None) -> Communicator:
+
+def init(
+    *, timeout_s: float | None = None, check: bool | None = None, sets_threads: bool = False
+) -> Communicator:
     """Join the job: start MPI, see that it agrees with the launcher, guard against failures.
 
     timeout_s   how long a wait may last before it is a StallError (default: HPCPAR_TIMEOUT_S, or 600)
     check       agree on every collective before data moves (default: HPCPAR_CHECK, or off)
+    sets_threads   the program chooses its number of compute threads itself: an OMP_NUM_THREADS that is
+                   not set is no reason for a warning
     returns     a communicator over all ranks; a new one at each call. Collective.
+                Rank 0 logs where the ranks run (INFO), and warns of cores that ranks share needlessly
     errors      LaunchError when launcher and MPI disagree, or when there is no MPI
                 ConfigError for an HPCPAR_* variable that is not understood
     """
     settings = Settings.from_environ()
     info = environment.detect()
-    transport = _connect(info)
-    watch = Watch(transport, settings.timeout_s if timeout_s is None else timeout_s)
+    patience_s = settings.timeout_s if timeout_s is None else timeout_s
+    transport = _connect(info, patience_s)
+    watch = Watch(transport, patience_s)
     family = Family(
         transport,
         watch,
@@ -49,27 +61,55 @@ def init(*, timeout_s: float | None = None, check: bool | None = None) -> Commun
     _crosscheck(world, info)
     world.choose_by(_tuning(world, settings))
     with world.unchecked("start-up").split_by_node("node at start-up") as node:
-        masks = node.unchecked("start-up").allgather_object(binding.affinity())
-        transport.yield_at_once = binding.oversubscribed(node.size, masks)
+        places = node.unchecked("start-up").allgather_object(RankPlace.here(world.rank))
+        transport.yield_at_once = binding.oversubscribed(node.size, [place.cores for place in places])
+        if _hooks is None and world.size > 1:
+            placement = gather_from_nodes(world.unchecked("start-up"), places, first=node.rank == 0)
+            _report(placement, sets_threads=sets_threads)
         guard = _guard(world, node, settings, info)
     if settings.shared_memory:
         world.share_memory()
     _hook_failures(transport, watch, guard)
+    if _hooks is not None:
+        family.end_job = _hooks.end_job
     world.traffic.reset()
     family.forget("node at start-up")
     return world
 
 
-def _connect(info: RankInfo) -> MpiTransport:
-    """Start MPI."""
+def way() -> wiring.Way | None:
+    """How the ranks were connected; None where hpcpar has not started MPI."""
+    return _way
+
+
+def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
+    """Start MPI, with a server of our own where the launcher does not connect the ranks."""
+    global _way  # MPI is the process's, and starts once
     try:
-        from hpcpar.transport.mpi import MpiTransport
+        from hpcpar.transport import mpi
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"no MPI library could be loaded ({error}). Load your site's MPI module, or "
-            f"`pip install hpcpar[mpich]`; `hpcpar doctor` shows what is found"
+            f"`pip install hpcpar[mpich]`; `hpcpar doctor` shows what is found{name_hint(str(error))}"
         ) from error
-    return MpiTransport.world()
+    if not mpi.is_started():
+        _way = wiring.choose(info, mpi.library_version())
+        if _way.kind == "none":
+            _refuse(info, mpi.library_version())
+        elif _way.kind == "server":
+            with rendezvous.connected(info, timeout_s=patience_s):
+                mpi.start()
+        else:
+            mpi.start()
+    return mpi.MpiTransport.world()
+
+
+def _refuse(info: RankInfo, library: str) -> NoReturn:
+    """Raise on every rank what rank 0 says alone: launcher and library cannot meet."""
+    if info.rank > 0:
+        one_voice.leave_it_to_another_rank()
+    offered = wiring.srun_plugins() if info.rank == 0 else None
+    raise LaunchError(crosscheck.refusal(info, library, offered))
 
 
 def _crosscheck(world: Communicator, info: RankInfo) -> None:
@@ -90,9 +130,12 @@ def _crosscheck(world: Communicator, info: RankInfo) -> None:
             host=socket.gethostname(),
             mpi_node=world.nodes[world.rank],
             neighbours=[local_ranks[rank] for rank in here],
+            started_before=_way is None,
         )
     except LaunchError as error:
         failure = error
+        if world.size == 1 and info.rank > 0:
+            one_voice.leave_it_to_another_rank()
     try:
         world.unchecked("start-up").agree(failure, "comparing the launcher's variables with MPI")
     except PeerFailedError as error:
@@ -109,20 +152,46 @@ def _tuning(world: Communicator, settings: Settings) -> Tuning:
     return read_together(world.unchecked("start-up"), settings.tuning, own_tuning_file(), vendor)
 
 
+def _report(placement: Placement | None, *, sets_threads: bool) -> None:
+    """On rank 0, which alone has a placement: log it, and what is amiss."""
+    if placement is not None:
+        for line in placement.lines():
+            log.info(line)
+        for flaw in placement.flaws(sets_threads=sets_threads):
+            log.warning(flaw)
+
+
 def _guard(world: Communicator, node: Communicator, settings: Settings, info: RankInfo) -> sentinel.Guard:
     """Join the node's sentinel, which the node's first rank starts; a rank alone has nobody to lose."""
     if _hooks is not None or world.size == 1:
         return sentinel.Guard()
+    links = _links(world, settings)
     address = ""
     if node.rank == 0:
         address = sentinel.start(
             local_size=node.size,
             nodes=len(set(world.nodes)),
             run_directory=settings.run_directory,
+            links=links,
             end_command=sentinel.end_command_for(info.launcher),
         )
     address = node.unchecked("start-up").broadcast_object(address)
     return sentinel.Guard.connect(address, rank=world.rank)
+
+
+def _links(world: Communicator, settings: Settings) -> sentinel.Links | None:
+    """What joins this node's sentinel to those of other nodes: rank 0's opens a door, all learn where."""
+    count = len(set(world.nodes))
+    if count == 1:
+        return None
+    listener, hub = sentinel.open_hub(count) if world.rank == 0 else (None, "")
+    hub = world.unchecked("start-up").broadcast_object(hub)
+    if not hub:
+        return None
+    ranks: list[list[int]] = [[] for _ in range(count)]
+    for rank, number in enumerate(world.nodes):
+        ranks[number].append(rank)
+    return sentinel.Links(world.nodes[world.rank], ranks, hub, listener, settings.node_timeout_s)
 
 
 def _hook_failures(transport: MpiTransport, watch: Watch, guard: sentinel.Guard) -> None:

@@ -94,6 +94,11 @@ class FileTokenizer:
         """The text's tokens, without the special tokens that a template would add."""
         return np.asarray(self._compiled.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
+    def text_of(self, token: int) -> str | None:
+        """What the vocabulary calls a token; None where it has none of this number."""
+        text: str | None = self._compiled.id_to_token(token)
+        return text
+
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of these tokens, special ones left out."""
         text: str = self._compiled.decode([int(token) for token in tokens])

@@ -7,7 +7,7 @@ model, each alone. `check_against_mpi` refuses it and says what to type instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -26,6 +26,7 @@ def check_against_mpi(
     host: str,
     mpi_node: int | None = None,
     neighbours: Sequence[int | None] | None = None,
+    started_before: bool = False,
 ) -> RankInfo:
     """The launcher's word completed by MPI's, or LaunchError where the two disagree.
 
@@ -35,6 +36,7 @@ def check_against_mpi(
     neighbours                       what the launcher told the ranks of the same shared memory as their
                                      local ranks, in MPI's order: any order of 0 to n-1 is as good as MPI's
                                      (Open MPI deals ranks out anew when there are more than cores)
+    started_before                   the program had started MPI itself, before hpcpar could see to it
 
     A launcher that is not in our table ("single" by the variables, several ranks by MPI) is
     taken at MPI's word.
@@ -46,7 +48,7 @@ def check_against_mpi(
         raise LaunchError(
             f"{where}: {_started(info)} {info.size} processes, but MPI_COMM_WORLD has size 1 "
             f"({_wire(info)}the library is {library_name(mpi_library)}): every rank would train alone. "
-            f"{remedy(info, mpi_library)}"
+            f"{_too_early(info, mpi_library) if started_before else ''}{remedy(info, mpi_library)}"
         )
     if (info.rank, info.size) != (mpi_rank, mpi_size):
         _refuse(
@@ -106,8 +108,20 @@ SRUN_OPTION = {
 }
 
 
-def remedy(info: RankInfo, mpi_library: str) -> str:
-    """What to type so that this launcher and this library meet."""
+def refusal(info: RankInfo, mpi_library: str, offered: Collection[str] | None = None) -> str:
+    """Why srun and this library cannot meet, found out before MPI starts, and what to do."""
+    return (
+        f"srun started {info.size} processes and offers --mpi={info.wire}, which "
+        f"{library_name(mpi_library)} does not speak: every rank would train alone. "
+        f"{remedy(info, mpi_library, offered)}"
+    )
+
+
+def remedy(info: RankInfo, mpi_library: str, offered: Collection[str] | None = None) -> str:
+    """What to type so that this launcher and this library meet.
+
+    offered   what this Slurm's `srun --mpi=` can be, where it is known
+    """
     library = flavour(mpi_library)
     own = (
         "Open MPI's own `mpiexec`"
@@ -115,13 +129,7 @@ def remedy(info: RankInfo, mpi_library: str) -> str:
         else f"the `mpiexec` of {library_name(mpi_library)}"
     )
     if info.launcher == "slurm":
-        option = SRUN_OPTION.get(library, "--mpi=pmix")
-        extra = " with I_MPI_PMI_LIBRARY set to the path of Slurm's libpmi2.so" if library == "intel" else ""
-        return (
-            f"Use `srun {option} …`{extra} (or `export SLURM_MPI_TYPE={option.removeprefix('--mpi=')}`), "
-            f"or {own} inside the job; `srun --mpi=list` shows what this Slurm offers, and a module of the "
-            f"site's own MPI, loaded before Python starts, may set this for you."
-        )
+        return _slurm_remedy(info, library, own, offered)
     if info.launcher == "torchrun":
         return (
             "torchrun does not start MPI ranks: use `srun python …`, `mpiexec -n N python …` or `hpcpar run`."
@@ -132,6 +140,34 @@ def remedy(info: RankInfo, mpi_library: str) -> str:
             f"(`which mpiexec` shows the one that was used), or `hpcpar run`, which picks the fitting one."
         )
     return f"Use {own}, or the module of the MPI that {info.launcher} belongs to."
+
+
+def _slurm_remedy(info: RankInfo, library: str, own: str, offered: Collection[str] | None) -> str:
+    option = SRUN_OPTION.get(library, "--mpi=pmix")
+    plugin = option.removeprefix("--mpi=")
+    run = f"`hpcpar run -n {info.size} …` in the batch script instead of srun, or {own} there"
+    if offered is not None and plugin not in offered:
+        return (
+            f"This Slurm has no {plugin} (it has {', '.join(sorted(offered))}): use {run}; or "
+            f"`pip install mpich` in place of this library, for hpcpar itself connects "
+            f"an MPICH's ranks under any srun."
+        )
+    extra = " with I_MPI_PMI_LIBRARY set to the path of Slurm's libpmi2.so" if library == "intel" else ""
+    ask = "`srun --mpi=list` shows what this Slurm offers, and a" if offered is None else "a"
+    return (
+        f"Use `srun {option} …`{extra} (or `export SLURM_MPI_TYPE={plugin}`), or {run}; "
+        f"{ask} module of the site's own MPI, loaded before Python starts, may set this for you."
+    )
+
+
+def _too_early(info: RankInfo, mpi_library: str) -> str:
+    """What a program that has started MPI itself should do, where hpcpar would have connected the ranks."""
+    if info.launcher != "slurm" or flavour(mpi_library) not in ("mpich", "intel", "mvapich"):
+        return ""
+    return (
+        "The program had started MPI (`from mpi4py import MPI` does) before hpcpar could connect the ranks: "
+        "call `hpcpar.init()` first and import mpi4py.MPI after it, and it needs no option of srun's. Else: "
+    )
 
 
 def _started(info: RankInfo) -> str:

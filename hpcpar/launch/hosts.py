@@ -54,7 +54,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts and their slots: "node[1-2]:4,login" -> node1 with 4, node2 with 4, login with 1.
 
     A host that is named twice has the slots of both.
-    errors   ConfigError where the text is not of this form; ranges are read by ClusterShell
+    errors   ConfigError where the text is not of this form
     """
     found: list[Host] = []
     for item in _OUTSIDE_BRACKETS.split(text):

@@ -11,6 +11,7 @@ its parent.
                                       ←  ok
     ... trains ...
     done                              →  forget this rank
+                                      ←  ok
     aborting: why                     →  from now on say nothing, but end what is left after 8 s
     (end of file without either)      →  lost: say so, end the ranks of this node, exit
 
@@ -18,6 +19,11 @@ A dying process closes its socket before its parent hears of the death, and epol
 in the order in which they happened: so the first end of file is the first loss, even when
 all the others are dead by the time the sentinel runs. Where Linux gives a pidfd it is watched as
 well, because a child that a rank forked can keep the rank's socket open.
+
+A rank that was ended from outside (SIGTERM, as scancel and time limits send it; or anything after the
+sentinel has had one itself) is a loss only if others still work a second later.
+
+The sentinels of several nodes are linked: see `sentinel_links`.
 """
 
 from __future__ import annotations
@@ -37,6 +43,24 @@ ABORT_GRACE_S = 8.0
 KILL_GRACE_S = 5.0
 STARTER_POLL_S = 0.5
 GREETING_LIMIT = 65536
+OUTSIDE_S = 1.0
+
+EXIT_CODE_FIELD = 49
+"""In /proc/PID/stat, counted behind the command's name; see proc(5)."""
+
+PIDFD_INFO_NBYTES = 64
+PIDFD_INFO_EXIT = 1 << 3
+PIDFD_GET_INFO = 0xC0000000 | PIDFD_INFO_NBYTES << 16 | 0xFF << 8 | 11
+"""_IOWR(0xFF, 11, struct pidfd_info) of linux/pidfd.h."""
+
+FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What a launcher or a person sends to have a program end."""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without importing `typing`, which takes longer than all the rest
+    from typing import Any
+
+    from hpcpar.launch.sentinel_links import Hub, Spoke
 
 
 class Rank:
@@ -95,26 +119,88 @@ class Poller:
         return [(descriptor, bool(events & closed)) for descriptor, events in found]
 
 
+class Alone:
+    """Judges the losses of one node by itself: where there is no other, or no link to it."""
+
+    def __init__(self, sentinel: Sentinel) -> None:
+        self.sentinel = sentinel
+        self.pids: dict[int, int] = {}
+        self.suspects: dict[int, float] = {}
+        self.end_at: float | None = None
+
+    def joined(self, rank: int, pid: int) -> None:
+        self.pids[rank] = pid
+
+    def done(self, rank: int) -> None:
+        """Nothing to judge."""
+
+    def aborting(self, rank: int, why: str) -> None:
+        """End the job in a while, if it does not end by itself; only the first tells why."""
+        if self.end_at is None:
+            host = self.sentinel.host
+            self.sentinel.leave_word("aborted", host, rank, f"rank {rank} (on {host}) ended the job: {why}")
+            self.end_at = time.monotonic() + self.sentinel.abort_grace_s
+
+    def lost(self, rank: int) -> None:
+        """Name it, and end the others; if one was ended from outside just before, that one is the first."""
+        if self.end_at is not None or self.sentinel.ending:
+            return
+        rank = min(self.suspects, key=self.suspects.__getitem__, default=rank)
+        others = self.sentinel.members()
+        ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
+        self.sentinel.say_lost(rank, self.pids.get(rank, 0), ending)
+        self.sentinel.end(elsewhere=True)
+
+    def suspect(self, rank: int) -> None:
+        self.suspects[rank] = time.monotonic()
+
+    def told(self) -> None:
+        """Nobody else to tell."""
+
+    def leave(self) -> None:
+        """Nobody else to tell."""
+
+    @property
+    def stays(self) -> bool:
+        return False
+
+    def read(self, descriptor: int) -> bool:
+        return False
+
+    def deadlines(self) -> list[float]:
+        times = [since + OUTSIDE_S for since in self.suspects.values()]
+        return times if self.end_at is None else [*times, self.end_at]
+
+    def act_on_time(self, now: float) -> None:
+        if self.suspects and now >= min(self.suspects.values()) + OUTSIDE_S:
+            if self.sentinel.working():
+                self.lost(-1)
+            self.suspects.clear()
+        if self.end_at is not None and now >= self.end_at:
+            self.end_at = None
+            self.sentinel.end(elsewhere=True)
+
+
 class Sentinel:
     """Watches the ranks of one node until the last of them has gone."""
 
-    def __init__(self, order: dict[str, object], listener: socket.socket, starter: int) -> None:
+    def __init__(self, order: dict[str, Any], listener: socket.socket, starter: int) -> None:
         self.token = str(order["token"])
         self.host = str(order["host"])
-        self.local_size = int(str(order["local_size"]))
-        self.nodes = int(str(order["nodes"]))
+        self.local_size = int(order["local_size"])
+        self.nodes = int(order["nodes"])
         self.run_directory = str(order["run_directory"] or "")
-        self.end_command: list[str] = [str(word) for word in order["end_command"] or ()]  # type: ignore[attr-defined]
+        self.end_command: list[str] = order["end_command"]
         self.listener: socket.socket | None = listener
         self.starter = starter
-        self.join_deadline = time.monotonic() + float(str(order["join_limit_s"]))
-        self.kill_grace_s = float(str(order["kill_grace_s"]))
-        self.abort_grace_s = float(str(order["abort_grace_s"]))
+        self.join_deadline = time.monotonic() + float(order["join_limit_s"])
+        self.kill_grace_s = float(order["kill_grace_s"])
+        self.abort_grace_s = float(order["abort_grace_s"])
         self.poller = Poller()
         self.ranks: dict[int, Rank] = {}
         self.pidfds: dict[int, Rank] = {}
-        self.silent = False
-        self.terminate_at: float | None = None
+        self.was_told = False
+        self.ending = False
         self.kill_at: float | None = None
         self.leave_at: float | None = None
         listener.setblocking(False)
@@ -123,10 +209,13 @@ class Sentinel:
             signal.signal(number, self.told_to_end)
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
+        self.judge = judge_for(self, order["link"])
 
     def told_to_end(self, number: int, frame: object) -> None:
-        """The whole job is being ended from outside: no rank is *lost* then. Stay until they are gone."""
-        self.silent = True
+        """The whole job is being ended from outside. Stay: a rank may be lost while others finish."""
+        if not self.was_told:
+            self.was_told = True
+            self.judge.told()
 
     def watch(self) -> None:
         while not self.is_over():
@@ -137,20 +226,26 @@ class Sentinel:
                     self.read(self.pidfds[descriptor], ended=True)
                 elif descriptor in self.ranks:
                     self.read(self.ranks[descriptor], ended=closed)
+                else:
+                    self.judge.read(descriptor)
             self.act_on_time()
 
     def members(self) -> list[Rank]:
         """Ranks that are still there, the lowest first."""
         return sorted((rank for rank in self.ranks.values() if rank.joined), key=lambda rank: rank.number)
 
+    def working(self) -> list[Rank]:
+        """Ranks that are still there and have not said that they are done."""
+        return [rank for rank in self.members() if not rank.finished]
+
     def is_over(self) -> bool:
         if self.leave_at is not None and time.monotonic() >= self.leave_at:
             return True
-        return self.listener is None and not self.members()
+        return self.listener is None and not self.members() and not self.judge.stays
 
     def patience_s(self) -> float | None:
         """How long nothing may happen before there is something to do by the clock."""
-        deadlines = [t for t in (self.terminate_at, self.kill_at, self.leave_at) if t is not None]
+        deadlines = [t for t in (self.kill_at, self.leave_at) if t is not None] + self.judge.deadlines()
         now = time.monotonic()
         if self.listener is not None:
             deadlines += [self.join_deadline, now + STARTER_POLL_S]
@@ -186,14 +281,12 @@ class Sentinel:
             self.greet(rank, line)
         elif line == "done":
             rank.finished = True
+            self.judge.done(rank.number)
+            with suppress(OSError):  # now that all who may have to know have been told
+                rank.connection.sendall(b"ok\n")
         elif line.startswith("aborting:"):
-            why = line.removeprefix("aborting:").strip()
-            self.leave_word(
-                "aborted", rank.number, f"rank {rank.number} (on {self.host}) ended the job: {why}"
-            )
-            rank.finished = self.silent = True
-            if self.terminate_at is None:
-                self.terminate_at = time.monotonic() + self.abort_grace_s
+            rank.finished = True
+            self.judge.aborting(rank.number, line.removeprefix("aborting:").strip())
 
     def greet(self, rank: Rank, line: str) -> None:
         try:
@@ -211,17 +304,19 @@ class Sentinel:
         if rank.pidfd >= 0:
             self.pidfds[rank.pidfd] = rank
             self.poller.add(rank.pidfd)
+        self.judge.joined(number, named_pid)
         with suppress(OSError):  # should it have gone already, its end of file comes next
             rank.connection.sendall(b"ok\n")
         if len(self.members()) == self.local_size:
             self.close_door()
 
     def gone(self, rank: Rank) -> None:
-        """The connection or the process has ended: forget it, and speak if nobody said that it would."""
-        others = [member for member in self.members() if member is not rank]
+        """The connection or the process has ended: forget it, and judge whether that was a loss."""
         descriptor = rank.connection.fileno()
         if descriptor not in self.ranks:
             return
+        unexpected = rank.joined and not rank.finished and not self.ending
+        from_outside = unexpected and (self.was_told or ending_signal(rank.pid, rank.pidfd) in FROM_OUTSIDE)
         self.poller.remove(descriptor)
         del self.ranks[descriptor]
         rank.connection.close()
@@ -229,21 +324,40 @@ class Sentinel:
             self.poller.remove(rank.pidfd)
             del self.pidfds[rank.pidfd]
             os.close(rank.pidfd)
-        if rank.joined and not rank.finished and not self.silent:
-            self.report(rank, others)
+        if from_outside:
+            self.judge.suspect(rank.number)
+        elif unexpected:
+            self.judge.lost(rank.number)
 
-    def report(self, rank: Rank, others: list[Rank]) -> None:
-        self.silent = True
-        ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
-        line = (
-            f"rank {rank.number} (pid {rank.named_pid} on {self.host}) was lost: "
-            f"killed or exited without finishing; {ending}{self.moment()}"
+    def loss_of(self, rank: int, pid: int, host: str, ending: str) -> str:
+        return (
+            f"rank {rank} (pid {pid} on {host}) was lost: killed or exited without finishing; "
+            f"{ending}{self.moment()}"
         )
-        with suppress(OSError):  # nobody may listen to standard error any more; the file below tells
+
+    def say_lost(self, rank: int, pid: int, ending: str) -> None:
+        line = self.loss_of(rank, pid, self.host, ending)
+        self.say(line)
+        self.leave_word("lost", self.host, rank, line)
+
+    def say(self, line: str) -> bool:
+        """Whether there was anybody to listen to standard error."""
+        try:
             os.write(2, f"hpcpar: {line}\n".encode())
-        self.leave_word("lost", rank.number, line)
+        except OSError:
+            return False
+        return True
+
+    def end(self, *, elsewhere: bool) -> None:
+        """End the ranks of this node, now with TERM and soon with KILL, and the other nodes' if need be."""
+        if self.ending:
+            return
+        self.ending = True
         self.close_door()
-        self.terminate_at = time.monotonic()
+        self.kill_at = time.monotonic() + self.kill_grace_s
+        self.signal_all(signal.SIGTERM)
+        if elsewhere:
+            self.end_elsewhere()
 
     def moment(self) -> str:
         """The time of day where several nodes may speak: a launcher that ends the job kills their ranks,
@@ -253,23 +367,20 @@ class Sentinel:
         now = time.time()
         return f" (at {time.strftime('%H:%M:%S', time.localtime(now))}.{int(now * 1000) % 1000:03d})"
 
-    def leave_word(self, what: str, number: int, line: str) -> None:
+    def leave_word(self, what: str, host: str, number: int, line: str) -> None:
         if not os.path.isdir(self.run_directory):
             return
         try:
-            with open(os.path.join(self.run_directory, f"{what}-{self.host}-{number}"), "w") as file:
+            with open(os.path.join(self.run_directory, f"{what}-{host}-{number}"), "w") as file:
                 file.write(line + "\n")
         except OSError as error:
-            os.write(2, f"hpcpar: cannot leave word in {self.run_directory}: {error}\n".encode())
+            self.say(f"cannot leave word in {self.run_directory}: {error}")
 
     def act_on_time(self) -> None:
         now = time.monotonic()
         if self.listener is not None and self.door_should_close(now):
             self.close_door()
-        if self.terminate_at is not None and now >= self.terminate_at:
-            self.terminate_at, self.kill_at = float("inf"), now + self.kill_grace_s
-            self.signal_all(signal.SIGTERM)
-            self.end_elsewhere()
+        self.judge.act_on_time(now)
         if self.kill_at is not None and now >= self.kill_at:
             self.kill_at, self.leave_at = float("inf"), now + self.kill_grace_s
             self.signal_all(signal.SIGKILL)
@@ -298,6 +409,22 @@ class Sentinel:
             os.posix_spawn(self.end_command[0], self.end_command, dict(os.environ), file_actions=quiet)
 
 
+def judge_for(sentinel: Sentinel, link: dict[str, Any] | None) -> Alone | Hub | Spoke:
+    """Who tells a loss from an orderly end: this node alone, or the hub of the nodes' links."""
+    alone = Alone(sentinel)
+    if link is None:
+        return alone
+    # An isolated interpreter does not look where its script lies.
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    links = __import__("sentinel_links")
+    judge: Hub | Spoke
+    if link["node"] == 0:
+        judge = links.Hub(sentinel, link, socket.socket(fileno=link["listener"]))
+    else:
+        judge = links.Spoke(sentinel, link, alone)
+    return judge
+
+
 def same_user(connection: socket.socket) -> bool:
     """Whether the other end belongs to our user; True where the system cannot say (the token decides)."""
     if not hasattr(socket, "SO_PEERCRED"):
@@ -322,6 +449,28 @@ def open_pidfd(pid: int) -> int:
         return -1
 
 
+def ending_signal(pid: int, pidfd: int) -> int:
+    """The signal that ended a process which is ending; 0 where it ended by itself, or nobody can tell.
+
+    Its parent may reap it at any moment; from then on only a pidfd tells, and only since Linux 6.15.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[EXIT_CODE_FIELD]) & 0x7F
+    except (OSError, ValueError, IndexError):
+        if pidfd < 0:
+            return 0
+    import fcntl  # here, for most sentinels never need it
+
+    info = bytearray(struct.pack("=Q", PIDFD_INFO_EXIT).ljust(PIDFD_INFO_NBYTES, b"\0"))
+    try:
+        fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+    except OSError:
+        return 0
+    known, *_, status = struct.unpack("=Q52xi", info)
+    return int(status & 0x7F) if known & PIDFD_INFO_EXIT else 0
+
+
 def exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -332,7 +481,7 @@ def exists(pid: int) -> bool:
     return True
 
 
-def watching_file(order: dict[str, object]) -> str:
+def watching_file(order: dict[str, Any]) -> str:
     """Named while a sentinel may still have something to say: `hpcpar run` waits for its removal."""
     directory = str(order["run_directory"] or "")
     return (
@@ -352,7 +501,12 @@ def main() -> None:
         if mark:
             with open(mark, "w"):
                 pass
-        Sentinel(order, listener, starter).watch()
+        sentinel = Sentinel(order, listener, starter)
+        try:
+            sentinel.watch()
+        finally:
+            # Also if something unforeseen ends it: the link's end must not count as a lost node.
+            sentinel.judge.leave()
     finally:
         if mark:
             os.unlink(mark)

@@ -18,12 +18,13 @@ _NO = ("0", "false", "no", "off", "")
 class Settings:
     """What `HPCPAR_*` variables ask for.
 
-    check           HPCPAR_CHECK          ranks agree on every collective before data moves
-    timeout_s       HPCPAR_TIMEOUT_S      a wait that lasts longer is an error that says who waits
-    algorithm       HPCPAR_ALGORITHM      name of the algorithm for every collective that has it
-    run_directory   HPCPAR_RUN_DIRECTORY  where the sentinel leaves word of a lost rank
-    tuning          HPCPAR_TUNING         file with measured algorithms; "none": the built-in table
-    shared_memory   HPCPAR_SHARED_MEMORY  ranks of a node exchange through memory that they share
+    check           HPCPAR_CHECK           ranks agree on every collective before data moves
+    timeout_s       HPCPAR_TIMEOUT_S       a wait that lasts longer is an error that says who waits
+    algorithm       HPCPAR_ALGORITHM       name of the algorithm for every collective that has it
+    run_directory   HPCPAR_RUN_DIRECTORY   where the sentinel leaves word of a lost rank
+    tuning          HPCPAR_TUNING          file with measured algorithms; "none": the built-in table
+    shared_memory   HPCPAR_SHARED_MEMORY   ranks of a node exchange through memory that they share
+    node_timeout_s  HPCPAR_NODE_TIMEOUT_S  a node that has not answered the others for so long is lost
     """
 
     check: bool = False
@@ -32,6 +33,7 @@ class Settings:
     run_directory: str | None = None
     tuning: str | None = None
     shared_memory: bool = True
+    node_timeout_s: float = 20.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, *, patience_s: float = 600.0) -> Settings:
@@ -46,6 +48,7 @@ class Settings:
             run_directory=environ.get("HPCPAR_RUN_DIRECTORY") or None,
             tuning=environ.get("HPCPAR_TUNING") or None,
             shared_memory=flag(environ, "HPCPAR_SHARED_MEMORY", True),
+            node_timeout_s=seconds(environ, "HPCPAR_NODE_TIMEOUT_S", 20.0),
         )
 
 

@@ -9,13 +9,17 @@ source   recorded from Slurm 22.05: block, cyclic, uneven and heterogeneous step
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, product, zip_longest
 
 from hpcpar.errors import LaunchError
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
+_HET_JOB_IDS = "SLURM_JOB_ID_HET_GROUP_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +52,12 @@ def host_names(text: str) -> tuple[str, ...]:
     """The hosts of a Slurm host list in Slurm's order, repetitions kept.
 
     host_names("gpu[003,1-2],login") == ("gpu003", "gpu1", "gpu2", "login")
-
-    ClusterShell expands the ranges. It works on sets, which would sort the hosts and drop the
-    second mention of one, so it is given one range at a time.
+    errors   LaunchError where brackets do not pair or a range is none
     """
-    try:
-        from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
-    except ImportError as error:
-        raise LaunchError(
-            f"reading the host list {text!r} needs ClusterShell: pip install ClusterShell"
-        ) from error
     names: list[str] = []
-    try:
-        for piece in _pieces(text):
-            names.extend(NodeSet(piece, resolver=RESOLVER_NOGROUP))
-    except NodeSetException as error:
-        raise LaunchError(f"cannot read {text!r} as a host list: {error}") from error
-    return tuple(names)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """The host list cut at every comma, also at those in brackets: "a[3,1-2],b" -> a[3] a[1-2] b."""
     for item in _split(text):
-        yield from _single_ranges(item)
+        names.extend(_hosts(item, text))
+    return tuple(names)
 
 
 def _split(text: str) -> Iterator[str]:
@@ -90,16 +77,34 @@ def _split(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _single_ranges(item: str) -> Iterator[str]:
-    """One item with several ranges in its brackets -> items with one each, first bracket slowest."""
-    before, bracket, rest = item.partition("[")
-    if not bracket:
-        yield item
-        return
-    inside, _, after = rest.partition("]")
-    for part in inside.split(","):
-        for tail in _single_ranges(after):
-            yield f"{before}[{part}]{tail}"
+def _hosts(item: str, text: str) -> Iterator[str]:
+    """The hosts of one item of a list: "r[1-2]n[1,3]" -> r1n1 r1n3 r2n1 r2n3.
+
+    Of several brackets Slurm changes the last one fastest, but before it the first one: from fast to
+    slow last, first, second, ... That is no plan, but its order, and a node's number counts by it.
+    """
+    first, *rest = item.split("[")
+    brackets, texts = [], [first]
+    for piece in rest:
+        inside, _, after = piece.partition("]")
+        brackets.append(_numbers(inside, text))
+        texts.append(after)
+    slow_to_fast = brackets[-2::-1] + brackets[-1:]
+    for numbers in product(*slow_to_fast):
+        in_place = [*numbers[-2::-1], *numbers[-1:]]
+        yield "".join(chain.from_iterable(zip_longest(texts, in_place, fillvalue="")))
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    """What is in a pair of brackets: "08-10,3" -> 08 09 10 3."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or int(match["last"] or match["first"]) < int(match["first"]):
+            raise LaunchError(f"cannot read {text!r} as a host list: {part!r} is not like 7 or 3-12")
+        first, last = match["first"], match["last"] or match["first"]
+        numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    return numbers
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
@@ -117,6 +122,10 @@ def task(environ: Mapping[str, str]) -> SlurmTask:
         task_counts(environ["SLURM_STEP_TASKS_PER_NODE"]) if "SLURM_STEP_TASKS_PER_NODE" in environ else None
     )
     node = integer(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else None
+    name = environ.get("SLURMD_NODENAME", "")
+    if "SLURM_HET_SIZE" in environ and nodes is not None and nodes.count(name) == 1:
+        # Components are numbered in their order, but their hosts and tasks are listed in the hosts' order.
+        node = nodes.index(name)
     local_size = _local_size(environ, size, counts, node)
     if nodes is not None and (node is None or node >= len(nodes)):
         nodes = None
@@ -140,14 +149,27 @@ def _local_size(
 
 
 def wire(environ: Mapping[str, str]) -> str:
-    """How this step's tasks can find each other: "pmix", "pmi2", "cray" or "none" (srun --mpi=…)."""
-    if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix"):
+    """How this step's tasks can find each other: "pmix", "pmi2", "cray" or "none" (srun --mpi=…).
+
+    A step that a task of another step has started inherits that one's variables; they lead nowhere.
+    """
+    namespace, job_and_step = environ.get("PMIX_NAMESPACE", ""), environ.get("PMI_JOBID", "")
+    if namespace.startswith("slurm.pmix.") and _of_this_step(namespace[len("slurm.pmix.") :], environ):
         return "pmix"
-    if "PMI_FD" in environ or "PMI_PORT" in environ:
+    if ("PMI_FD" in environ or "PMI_PORT" in environ) and _of_this_step(job_and_step, environ):
         return "pmi2"
     if "PALS_APINFO" in environ or "PMI_CRAY_NO_SMP_ORDER" in environ:
         return "cray"
     return "none"
+
+
+def _of_this_step(job_and_step: str, environ: Mapping[str, str]) -> bool:
+    """Whether "7.0" is this step of this job; so is what looks otherwise, of other versions of Slurm."""
+    job, _, step = job_and_step.partition(".")
+    if not (job.isdigit() and step.isdigit()) or "SLURM_STEP_ID" not in environ:
+        return True
+    own = (environ[name] for name in environ if name == "SLURM_JOB_ID" or name.startswith(_HET_JOB_IDS))
+    return step == environ["SLURM_STEP_ID"] and job in own
 
 
 def forgotten_srun(environ: Mapping[str, str]) -> str | None:
@@ -179,6 +201,11 @@ def job_nodes(environ: Mapping[str, str]) -> int:
     """Nodes of the job, as far as its environment tells; else 1."""
     text = environ.get("SLURM_JOB_NUM_NODES", "")
     return int(text) if text.isdigit() else 1
+
+
+def restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often Slurm has put this job back into its queue and started it again; 0 outside of one."""
+    return integer(environ, "SLURM_RESTART_COUNT") if environ.get("SLURM_RESTART_COUNT") else 0
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:

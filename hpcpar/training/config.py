@@ -95,6 +95,7 @@ class TrainSection(Section):
     recompute          activations that are computed anew in backward, not kept: "selective" scores and shares
                        of attention, "full" each layer from its input
     recompute_layers   in so many layers, from the first on; None = all
+    preemptible        SIGUSR1 and SIGTERM ask for a checkpoint after the step, and for exit status 75
     """
 
     steps: int = Field(default=500, gt=0)
@@ -109,6 +110,7 @@ class TrainSection(Section):
     held_out_batches: int = Field(default=8, gt=0)
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: int | None = Field(default=None, ge=0)
+    preemptible: bool = True
 
 
 class OptimizerSection(Section):

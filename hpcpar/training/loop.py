@@ -24,6 +24,8 @@ from torch import Tensor
 
 from hpcpar.checkpoint import latest, load, save
 from hpcpar.comm import Communicator
+from hpcpar.comm.places import gather_placement
+from hpcpar.comm.preemption import Preemption
 from hpcpar.data import Dataset, Sampler
 from hpcpar.data_parallel import (
     MemoryReport,
@@ -86,6 +88,18 @@ class Outcome:
     memory: MemoryReport
 
 
+@dataclass(frozen=True)
+class Preempted:
+    """What a run that was asked to stop came to; the same on every rank.
+
+    steps        done in all, of those that were asked for
+    checkpoint   of exactly these, from which a resumed run goes on
+    """
+
+    steps: int
+    checkpoint: Path
+
+
 class Run:
     """One rank's part of a training run; making one and every method are collective.
 
@@ -93,15 +107,23 @@ class Run:
     comm      over all ranks of the run; its axes are split from it
     resume    go on from the newest checkpoint in the output directory, if there is one
     console   rank 0 reports to it; None = in silence
+    preemption   asked between steps whether to stop; it stays the caller's to close
 
     errors    ConfigError, LayoutError, DataError, CheckpointError or PeerFailedError, on all ranks
     """
 
     def __init__(
-        self, config: Config, comm: Communicator, *, resume: bool = False, console: Console | None = None
+        self,
+        config: Config,
+        comm: Communicator,
+        *,
+        resume: bool = False,
+        console: Console | None = None,
+        preemption: Preemption | None = None,
     ) -> None:
         self.config = config
         self.comm = comm
+        self._preemption = preemption
         self._console = console if comm.rank == 0 else None
         self.mesh = Mesh(comm, config.mesh.model_dump())
         config.require_sequence_for(self.mesh.tp.size)
@@ -127,8 +149,9 @@ class Run:
             self._build_whole()
         else:
             self._build_stages()
-        self._resumed = False
+        self._resumed = self._owes_evaluation = False
         self._activations: Activations | None = None
+        self._is_to_stop = False
         self.first_step = self._prepare_directory(resume)
 
     def _build_whole(self) -> None:
@@ -175,8 +198,8 @@ class Run:
         """Tokens of the global batch."""
         return self.config.train.global_batch * self.config.train.sequence
 
-    def train(self) -> Outcome:
-        """Every step that is left, and what belongs between and after them."""
+    def train(self) -> Outcome | Preempted:
+        """Every step that is left, and what belongs between and after them; or less if asked to stop."""
         train, output = self.config.train, self.config.output
         self._announce()
         loss: float | None = None
@@ -185,10 +208,14 @@ class Run:
         with ExitStack() as stack:
             metrics = self._open_metrics(stack)
             timeline = Timeline(self.comm) if output.timeline_steps and self._steps_left else None
+            if self._owes_evaluation:
+                held_out = self._evaluate(self.first_step, metrics)
             for start, stop in self._stretches():
                 start_s = time.perf_counter()
-                loss = self._steps(start, stop, metrics)
+                done, loss = self._steps(start, stop, metrics)
                 seconds += time.perf_counter() - start_s
+                if self._is_to_stop:
+                    return self._leave(done)
                 if timeline is not None and stop == self._traced_until:
                     timeline.write(self.directory / "timeline.json")
                 if isinstance(self.worker, PipelinedModel) and stop == train.steps:
@@ -199,6 +226,8 @@ class Run:
                     self._save(stop)
             if held_out is None:
                 held_out = self._evaluate(self.first_step, metrics)
+        if self._preemption is not None:
+            self._preemption.settle()
         outcome = Outcome(
             first_step=self.first_step,
             steps=self.first_step + self._steps_left,
@@ -235,13 +264,19 @@ class Run:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _steps(self, start: int, stop: int, metrics: Metrics | None) -> float:
-        """Train steps start … stop - 1; the last one's loss.
+    def _steps(self, start: int, stop: int, metrics: Metrics | None) -> tuple[int, float]:
+        """Train steps start … stop - 1, or less if the run is to stop.
+
+        returns   steps done in all, and the last one's loss
 
         Losses are summed over ranks once for all of these steps, so that no step waits for a number.
         """
         start_s = time.perf_counter()
-        results = [self._watched_step(start), *(self._step(step) for step in range(start + 1, stop))]
+        results: list[StepResult] = []
+        while not results or (start + len(results) < stop and not self._is_to_stop):
+            results.append(self._watched_step(start + len(results)))
+            self._ask(start + len(results))
+        stop = start + len(results)
         losses = torch.stack([result.loss_share for result in results]).cpu()
         self._losses.allreduce(losses)
         step_s = (time.perf_counter() - start_s) / len(results)
@@ -261,7 +296,12 @@ class Run:
                     for step, loss, result in zip(range(start, stop), losses.tolist(), results, strict=True)
                 ]
             )
-        return float(losses[-1])
+        return stop, float(losses[-1])
+
+    def _ask(self, steps_done: int) -> None:
+        """Whether ranks want to stop here; after the last step it makes no difference."""
+        if self._preemption is not None and steps_done < self.config.train.steps:
+            self._is_to_stop = self._preemption.is_agreed()
 
     def _watched_step(self, step: int) -> StepResult:
         """A step; the run's first one under the eyes of who counts activations."""
@@ -375,6 +415,7 @@ class Run:
             return 0
         restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
         self._resumed = True
+        self._owes_evaluation = restored.extra.get("owes_evaluation", False)
         self._warn_of_changes(restored.extra.get("config", {}))
         self._say(f"resuming after step {restored.step} from {found}")
         return restored.step
@@ -390,13 +431,23 @@ class Run:
                         "resuming with %s.%s = %r, which was %r before", section, key, value, before
                     )
 
-    def _save(self, steps_done: int) -> None:
-        save(
+    def _leave(self, steps_done: int) -> Preempted:
+        """Save what a resumed run needs to go on as if nothing had happened; there is no time for more."""
+        checkpoint = self._save(steps_done, owes_evaluation=self._is_evaluated(steps_done))
+        self._say(
+            f"asked to stop: {steps_done} of {self.config.train.steps} steps are done and saved in "
+            f"{checkpoint}; --resume goes on from there"
+        )
+        return Preempted(steps_done, checkpoint)
+
+    def _save(self, steps_done: int, *, owes_evaluation: bool = False) -> Path:
+        """The checkpoint after so many steps; `owes_evaluation`: of that which is due now there was none."""
+        return save(
             self.checkpoints,
             step=steps_done,
             model=self.model,
             optimizer=self.optimizer,
-            extra={"config": self.config.model_dump(mode="json")},
+            extra={"config": self.config.model_dump(mode="json"), "owes_evaluation": owes_evaluation},
             comm=self.comm,
             keep=self.config.output.keep,
         )
@@ -421,7 +472,7 @@ class Run:
         cuts = self._stretches()
         passes = Passes(
             trained=self._microbatch_sizes(self.config.train.global_batch),
-            evaluations=max(1, sum(self._is_evaluated(stop) for _, stop in cuts)),
+            evaluations=max(1, self._owes_evaluation + sum(self._is_evaluated(stop) for _, stop in cuts)),
             held_out=self._microbatch_sizes(len(self._held_out_windows)),
             sequence=self.config.train.sequence,
             stretches=[stop - start for start, stop in cuts],
@@ -435,12 +486,16 @@ class Run:
             passes,
             recompute=self.config.recompute,
             worker=self.worker if isinstance(self.worker, PipelinedModel) else None,
+            preemption=None if self._preemption is None else self._preemption.comm,
             start_nbytes=0 if self.optimizer.zero_stage == 3 else self._start_nbytes,
         )
 
     def _announce(self) -> None:
         config, shards = self.config, self.data.shards
         total = config.train.steps * self.tokens_per_step
+        placement = gather_placement(self.comm)
+        if placement is not None:
+            self._say("\n".join(placement.lines()))
         self._say(
             f"ranks: {self.comm.size} ({self.mesh.layout}), torch threads on each: "
             f"{torch.get_num_threads()}, on {self.device}\n"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hpcpar.autograd import Recompute
+from hpcpar.comm.preemption import QUESTION_NBYTES
 from hpcpar.data_parallel import DistributedOptimizer, allreduce_nbytes
 from hpcpar.data_parallel.traffic import NORM_NBYTES
 from hpcpar.models import Llama, LlamaStages
@@ -62,6 +63,7 @@ def expected_traffic(
     recompute: Recompute,
     start_nbytes: int,
     worker: PipelinedModel | None = None,
+    preemption: Communicator | None = None,
 ) -> Theory:
     """Of the communicators that this rank is in.
 
@@ -69,6 +71,7 @@ def expected_traffic(
     recompute      as the model was built with
     start_nbytes   of the parameters' broadcast; 0: there was none
     worker         where layers are divided over a pipeline
+    preemption     where ranks ask each other between steps whether to stop
     """
     dp = optimizer.dp_comm
     total: Counter[tuple[Communicator, str]] = Counter()
@@ -101,6 +104,11 @@ def expected_traffic(
     summed = [STEP_LOSS_NBYTES * steps for steps in passes.stretches]
     for nbytes in summed + [HELD_OUT_LOSS_NBYTES] * passes.evaluations:
         total[losses, "allreduce"] += allreduce_nbytes(losses, nbytes, dtype="float64")
+    if preemption is not None:
+        questions = max(0, passes.steps - 1)
+        total[preemption, "allreduce"] += questions * allreduce_nbytes(
+            preemption, QUESTION_NBYTES, dtype="uint8"
+        )
     return total
 
 

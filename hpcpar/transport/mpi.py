@@ -1,10 +1,11 @@
 """MPI on host memory: point-to-point, and its own collectives.
 
-The only file that imports mpi4py; importing it starts MPI.
+The only file that imports mpi4py. Importing it loads the library; `start` starts MPI.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from mpi4py import MPI
+import mpi4py
 
 from hpcpar.errors import MismatchError, PeerFailedError
 from hpcpar.transport.buffers import HostBuffer
@@ -27,6 +28,14 @@ from hpcpar.transport.interface import (
     Prepared,
     Transport,
 )
+
+# Where the launcher does not connect the ranks, somebody must before MPI_Init: mpi4py shall not call it.
+_mpi4py_settled = "mpi4py.MPI" in sys.modules
+if not _mpi4py_settled:
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = mpi4py.rc.finalize is not False
+
+from mpi4py import MPI  # noqa: E402
 
 MAX_MESSAGE_NBYTES = 2**30
 """Longer messages travel in pieces: MPI counts are 32-bit in most libraries' data paths."""
@@ -69,6 +78,33 @@ REDUCTIONS = ("allreduce", "reduce_scatter")
 
 MOST_OF_MPI_3 = 2**31 - 1
 """Elements, or bytes of what is only moved, that a call of MPI 3 can name; MPI 4 has larger counts."""
+
+
+def is_started() -> bool:
+    """Whether MPI_Init has been called, by whomever."""
+    return MPI.Is_initialized()
+
+
+def start() -> None:
+    """Start MPI, unless it runs, with the threads that mpi4py.rc asks for; it ends with the interpreter."""
+    if MPI.Is_initialized():
+        return
+    if mpi4py.rc.threads:
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+    else:
+        MPI.Init()
+    if _mpi4py_settled:  # somebody else told mpi4py not to start MPI, so it does not end it either
+        atexit.register(_finalize)
+
+
+def _finalize() -> None:
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def library_version() -> str:
+    """What the library says of itself, also before MPI is started."""
+    return MPI.Get_library_version().strip("\0 \n")
 
 
 class _Exchange:
@@ -301,7 +337,8 @@ class MpiTransport:
 
     @classmethod
     def world(cls, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES) -> MpiTransport:
-        """All ranks of the job, on a communicator of our own. Collective."""
+        """All ranks of the job, on a communicator of our own. Collective; starts MPI unless it runs."""
+        start()
         return cls(
             MPI.COMM_WORLD.Split(0, MPI.COMM_WORLD.Get_rank()),
             _Control(),
@@ -418,7 +455,8 @@ def _world_nodes() -> tuple[int, ...]:
 
 
 def library_facts() -> dict[str, str]:
-    """What MPI says of itself: library, standard, thread_level, vendor, host."""
+    """What MPI says of itself: library, standard, thread_level, vendor, host. Starts MPI unless it runs."""
+    start()
     levels = {
         MPI.THREAD_SINGLE: "single",
         MPI.THREAD_FUNNELED: "funneled",
@@ -427,7 +465,7 @@ def library_facts() -> dict[str, str]:
     }
     name, version = MPI.get_vendor()
     return {
-        "library": MPI.Get_library_version().strip("\0 \n"),
+        "library": library_version(),
         "vendor": f"{name} {'.'.join(map(str, version))}",
         "standard": ".".join(map(str, MPI.Get_version())),
         "thread_level": levels[MPI.Query_thread()],

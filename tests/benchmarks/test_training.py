@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 SCRIPT = str(Path(__file__).resolve().parents[2] / "benchmarks" / "training.py")
 SMALL = ["--model", "tiny", "--sequence", "16", "--batch", "2", "--rounds", "2", "--steps", "1"]
 TENSOR_PARALLEL = {
@@ -67,21 +65,37 @@ def test_data_parallel_peers_agree_with_one_process(run_ranks: RunRanks, tmp_pat
     assert max(differences) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (["--tp", "3"], "--tp 3, but the job has 2 ranks"),
-        (["--tp", "2", "--hidden", "100"], "--hidden 100; give a multiple of 64"),
-        (["--tp", "2", "--hidden", "64", "--sequence", "15"], "--sequence=15 does not divide among tp=2"),
-        (["--tp", "2", "--dtype", "bfloat16"], "--tp has no masters for --dtype bfloat16"),
-        (["--tp", "2", "--hidden", "64", "--peers", "dtensor tp"], "would cut kv_heads=1 for tp=2 ranks"),
-        (["--tp", "2", "--peers", "ddp"], "ddp: only without --tp"),
-        (["--peers", "dtensor tp"], "dtensor tp: only with --tp"),
-        (["--layers", "0"], "layers=0 must be greater than 0"),
-    ],
-)
-def test_what_does_not_fit_is_named_once(run_ranks: RunRanks, given: list[str], named: str) -> None:
-    done = run_ranks(2, SCRIPT, *SMALL, *given)
-    assert done.returncode != 0
-    assert done.stderr.count(named) == 1, done.stderr
+MISTAKES = [
+    (["--tp", "3"], "--tp 3, but the job has 2 ranks"),
+    (["--tp", "2", "--hidden", "100"], "--hidden 100; give a multiple of 64"),
+    (["--tp", "2", "--hidden", "64", "--sequence", "15"], "--sequence=15 does not divide among tp=2"),
+    (["--tp", "2", "--dtype", "bfloat16"], "--tp has no masters for --dtype bfloat16"),
+    (["--tp", "2", "--hidden", "64", "--peers", "dtensor tp"], "would cut kv_heads=1 for tp=2 ranks"),
+    (["--tp", "2", "--peers", "ddp"], "ddp: only without --tp"),
+    (["--peers", "dtensor tp"], "dtensor tp: only with --tp"),
+    (["--layers", "0"], "layers=0 must be greater than 0"),
+]
+
+# One job makes all the mistakes, for starting ranks takes longer than everything else.
+MAKE_THEM = """
+import json, os, runpy, sys
+script, mistakes = sys.argv[1], json.loads(sys.argv[2])
+sys.path.insert(0, os.path.dirname(script))
+for words in mistakes:
+    sys.argv = [script, *words]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 1
+    else:
+        raise AssertionError(f"{words} were taken")
+"""
+
+
+def test_what_does_not_fit_is_named_once(run_ranks: RunRanks) -> None:
+    asked = json.dumps([[*SMALL, *given] for given, _ in MISTAKES])
+    done = run_ranks(2, "-c", MAKE_THEM, SCRIPT, asked)
+    assert done.returncode == 0, done.stderr
+    for _, named in MISTAKES:
+        assert done.stderr.count(named) == 1, done.stderr
     assert "Traceback" not in done.stderr

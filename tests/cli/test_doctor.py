@@ -16,10 +16,12 @@ from rich.console import Console
 
 from hpcpar.cli import doctor
 from hpcpar.cli.doctor import Measurement, RankFacts, TorchFacts, Visit, judge, measure, print_report
+from hpcpar.cli.start_times import Elapsed, StartTimes
 from hpcpar.comm import run_loopback
 from hpcpar.comm.select import UP_TO, describe
 from hpcpar.launch.cuda_awareness import CudaAwareness
 from hpcpar.launch.environment import RankInfo
+from hpcpar.launch.placement import RankPlace
 from hpcpar.units import GiB, MiB
 
 if TYPE_CHECKING:
@@ -28,8 +30,18 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 
 
-def facts(rank: int, node: int = 0, **others: object) -> RankFacts:
-    common = RankFacts(rank, node, f"node{node}", (0, 1, 2, 3), TorchFacts("2.13.0+cpu", 1, 0), 2 * GiB)
+def facts(
+    rank: int, node: int = 0, cores: tuple[int, ...] = (0, 1, 2, 3), waited_s: float = 0.1, **others: object
+) -> RankFacts:
+    common = RankFacts(
+        rank,
+        node,
+        f"node{node}",
+        RankPlace(rank, cores, cores),
+        TorchFacts("2.13.0+cpu", 1, 0),
+        2 * GiB,
+        StartTimes(0.2, {"numpy": Elapsed(0.25), "torch": Elapsed(2.0 + waited_s, waited_s)}, 0.05),
+    )
     return replace(common, **others)  # type: ignore[arg-type]
 
 
@@ -75,6 +87,18 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
         visit(facts(0, torch=TorchFacts("2.13.0", 8)), facts(1, torch=TorchFacts("2.13.0", 8))),
         "more threads than",
         "OMP_NUM_THREADS=2",
+        False,
+    ),
+    "cores shared needlessly": (
+        visit(*(facts(r, place=RankPlace(r, (1, 2), (0, 1, 2, 3))) for r in range(2))),
+        "ranks 0 and 1 share core 1 of node0, although cores 0,3 are free",
+        "mpiexec -bind-to core:2",
+        False,
+    ),
+    "a slow file system": (
+        visit(facts(0), facts(1, node=1, waited_s=60.0)),
+        "rank 1 on node1 waited 1 min 00 s for files while it imported",
+        "hpcpar run --broadcast-env",
         False,
     ),
     "too many ranks": (
@@ -143,14 +167,17 @@ def test_wrong_things_come_before_notes() -> None:
 def test_the_report_shows_library_nodes_cores_and_times() -> None:
     text = io.StringIO()
     two_nodes = visit(facts(0), facts(1), facts(2, node=1), facts(3, node=1))
-    print_report(Console(file=text, width=120), replace(two_nodes, findings=tuple(judge(two_nodes))))
+    print_report(Console(file=text, width=160), replace(two_nodes, findings=tuple(judge(two_nodes))))
     for words in (
         "MPICH 5.0.2 (MPI standard 5.0)",
         "multiple",
         "hydra",
         "4 on 2 nodes",
-        "node0: rank 0-1 on 4 cores (0-3), sharing them",
-        "node1: rank 2-3",
+        "node0: ranks 0-1, cores 0-3 (shared)",
+        "node1: ranks 2-3",
+        "2.4 s rank 0 on node0 (numpy 250.00 ms, torch 2.1 s), of it 100.00 ms waiting for files",
+        "2.4 s, 2.4 s on the slowest rank of each",
+        "50.00 ms for MPI_Init and hpcpar.init(), 200.00 ms for Python before the imports",
         "4.0 µs",
         "4.0 MiB",
         "10.49 GB/s",

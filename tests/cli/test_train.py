@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,7 +48,7 @@ def config(tmp_path: Path) -> Path:
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
     """The command on one rank without MPI."""
-    monkeypatch.setattr(hpcpar, "init", Communicator.alone, raising=False)
+    monkeypatch.setattr(hpcpar, "init", lambda **_: Communicator.alone(), raising=False)
     return CliRunner().invoke(train, list(arguments), standalone_mode=False, catch_exceptions=False)
 
 
@@ -94,3 +97,52 @@ def test_a_misspelt_key_ends_a_real_process_with_status_2_and_without_a_tracebac
     assert done.stderr == (
         "hpcpar train: override 'train.stpes=3': there is no key train.stpes; did you mean train.steps?\n"
     )
+
+
+@pytest.mark.parametrize("when", ["while torch is imported", "in the run"])
+def test_a_signal_ends_a_real_process_with_status_75_and_a_restarted_job_goes_on(
+    config: Path, tmp_path: Path, when: str
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "hpcpar",
+        "train",
+        str(config),
+        "train.steps=100000",
+        "output.log_every=1",
+    ]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    ended = [subprocess.PIPE, subprocess.STDOUT]
+    with subprocess.Popen(command, stdout=ended[0], stderr=ended[1], text=True) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        deadline_s = time.monotonic() + 60
+        while not (metrics.exists() if when == "in the run" else "libtorch" in maps.read_text()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "asked to stop: " in said
+    done = len([record for record in records_of(metrics) if "loss" in record])
+    again = subprocess.run(
+        [*command, f"train.steps={done + 1}"],
+        env={**os.environ, "SLURM_RESTART_COUNT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "Slurm started this job again (SLURM_RESTART_COUNT=1): as with --resume" in again.stdout
+    assert f"resuming after step {done} from" in again.stdout
+
+
+def test_a_run_that_is_not_preemptible_ends_of_the_signal(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hpcpar", "train", str(config), "train.steps=100000"]
+    with subprocess.Popen([*command, "train.preemptible=false"], stdout=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + 60
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpcpar.errors import LaunchError
-from hpcpar.launch.crosscheck import check_against_mpi, flavour, library_name
+from hpcpar.launch.crosscheck import check_against_mpi, flavour, library_name, refusal
 from hpcpar.launch.environment import RankInfo
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Tue\n"
@@ -62,6 +62,24 @@ def test_silent_singletons_under_srun_are_refused_and_the_right_option_named(
     assert "node2, rank 2" in message
     assert f"`{option} …`" in message
     assert library_name(library) in message
+
+
+def test_a_program_that_started_mpi_itself_is_told_to_leave_it_to_hpcpar_where_that_helps() -> None:
+    early = {"mpi_rank": 0, "mpi_size": 1, "mpi_local_rank": 0, "mpi_local_size": 1, "started_before": True}
+    with pytest.raises(LaunchError, match=r"call `hpcpar.init\(\)` first .* Else: Use `srun --mpi=pmi2"):
+        check(SLURM, MPICH, **early)
+    with pytest.raises(LaunchError) as caught:
+        check(SLURM, OPENMPI, **early)
+    assert "first" not in str(caught.value)
+
+
+def test_a_refusal_names_only_what_this_slurm_has() -> None:
+    assert "Use `srun --mpi=pmix …`" in refusal(SLURM, OPENMPI, ("none", "pmi2", "pmix"))
+    without = refusal(SLURM, OPENMPI, ("none", "pmi2"))
+    assert "This Slurm has no pmix (it has none, pmi2): use `hpcpar run -n 4 …`" in without
+    assert "pip install mpich" in without
+    assert "srun --mpi=pmix" not in without
+    assert "`srun --mpi=list` shows" in refusal(SLURM, OPENMPI)
 
 
 def test_intel_mpi_under_srun_is_told_of_slurms_library() -> None:

@@ -1,7 +1,6 @@
 """Ranks are killed for real; the sentinel must name the first of them, and never be in the way.
 
-The ranks here are small processes that join a sentinel and then do as they are told on
-standard input; the last tests are MPI jobs.
+The ranks here are small processes that join a sentinel; the last tests are MPI jobs.
 """
 
 from __future__ import annotations
@@ -18,122 +17,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpcpar.launch.sentinel import Guard, end_command_for, start
-from hpcpar.launch.supervise import await_sentinels
+from hpcpar.launch.sentinel_process import ending_signal
+from tests.launch.sentinel_nodes import REPOSITORY, Node, await_that
 
-REPOSITORY = Path(__file__).parents[2]
 MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
-
-RANK = """
-import os, signal, sys, time
-from hpcpar.launch.sentinel import Guard, start
-
-rank, size, address, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], eval(sys.argv[4])
-if not address:
-    address = start(local_size=size, host="node7", **options)
-    print(address, flush=True)
-for line in sys.stdin:
-    match line.split():
-        case ["join"]:
-            guard = Guard.connect(address, rank=rank)
-            print(guard.connected, flush=True)
-        case ["done"]:
-            guard.done()
-        case ["abort"]:
-            guard.aborting("ValueError: planted\\nsecond line")
-        case ["ignore"]:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        case ["fork"]:
-            child = os.fork()
-            if child == 0:
-                os.close(1)
-                time.sleep(60)
-                os._exit(0)
-            print(child, flush=True)
-        case ["exit", status]:
-            os._exit(int(status))
-    print("ok", flush=True)
-"""
-
-
-class Node:
-    """Stand-ins for the ranks of one node, their sentinel's standard error and its directory."""
-
-    def __init__(self, directory: Path, size: int, **options: object) -> None:
-        self.directory = directory / "run"
-        self.directory.mkdir()
-        self.error = (directory / "stderr").open("w+")
-        self.size = size
-        self.options = {"run_directory": str(self.directory), **options}
-        self.ranks = [self.spawn(0, "")]
-        self.address = self.answer(0)
-        self.ranks += [self.spawn(rank, self.address) for rank in range(1, size)]
-
-    def spawn(self, rank: int, address: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-S", "-c", RANK, str(rank), str(self.size), address, repr(self.options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.error,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )
-
-    def tell(self, rank: int, order: str) -> None:
-        stdin = self.ranks[rank].stdin
-        assert stdin is not None
-        stdin.write(order + "\n")
-        stdin.flush()
-
-    def answer(self, rank: int) -> str:
-        stdout = self.ranks[rank].stdout
-        assert stdout is not None
-        return stdout.readline().strip()
-
-    def do(self, rank: int, order: str) -> None:
-        self.tell(rank, order)
-        assert self.answer(rank) == "ok"
-
-    def join(self, *ranks: int) -> None:
-        for rank in ranks or range(self.size):
-            self.tell(rank, "join")
-        for rank in ranks or range(self.size):
-            assert (self.answer(rank), self.answer(rank)) == ("True", "ok")
-
-    def kill(self, rank: int) -> None:
-        self.ranks[rank].kill()
-        self.ranks[rank].wait(timeout=10)
-
-    @property
-    def sentinel_pid(self) -> int:
-        deadline = time.monotonic() + 10
-        while not (files := list(self.directory.glob("watching-node7-*"))) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return int(files[0].name.rpartition("-")[2])
-
-    def is_watched(self) -> bool:
-        return any(self.directory.glob("watching-*"))
-
-    def lines(self) -> list[str]:
-        """What the sentinel has said, once it has gone."""
-        await_sentinels(self.directory, patience_s=15)
-        assert not self.is_watched(), "the sentinel is still there"
-        self.error.seek(0)
-        return self.error.read().splitlines()
-
-    def words(self) -> list[str]:
-        return sorted(path.name for path in self.directory.iterdir())
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            if rank.poll() is None:
-                rank.kill()
-            rank.communicate(timeout=10)
-        self.error.close()
 
 
 @pytest.fixture
@@ -222,6 +115,15 @@ def test_a_rank_that_aborts_has_the_last_word_and_leftover_ranks_are_ended(node:
     assert word == "rank 1 (on node7) ended the job: ValueError: planted second line\n"
 
 
+def test_of_ranks_that_all_abort_the_first_tells_why(node: Node) -> None:
+    node.join()
+    for rank in (2, 0, 1):
+        node.do(rank, "abort")
+        node.tell(rank, "exit 1")
+    assert node.lines() == []
+    assert node.words() == ["aborted-node7-2"]
+
+
 def test_a_rank_that_does_not_heed_sigterm_is_killed(node: Node) -> None:
     node.join()
     node.do(0, "ignore")
@@ -261,6 +163,52 @@ def test_a_job_that_is_ended_from_outside_loses_nobody(node: Node) -> None:
     for rank in range(3):
         node.kill(rank)
     assert node.lines() == []
+
+
+def test_ranks_that_are_all_told_to_end_are_not_lost(node: Node) -> None:
+    node.join()
+    for rank in range(3):
+        node.ranks[rank].terminate()
+    assert node.lines() == []
+    assert node.words() == []
+
+
+def test_a_rank_that_is_told_to_end_while_others_work_on_is_lost(node: Node) -> None:
+    node.join()
+    node.ranks[1].terminate()
+    assert node.lines() == [line_for(node, 1)]
+    assert [node.ranks[rank].wait(timeout=10) for rank in (0, 2)] == [-signal.SIGTERM] * 2
+
+
+def test_a_rank_that_is_told_to_end_is_the_first_loss_if_the_launcher_then_kills_all(node: Node) -> None:
+    node.join()
+    node.ranks[1].terminate()
+    # Its status is known before its connection is closed: the other way about, rank 0 could be heard first.
+    await_that(lambda: psutil.Process(node.ranks[1].pid).status() == psutil.STATUS_ZOMBIE, "rank 1 has ended")
+    node.kill(0)
+    node.kill(2)
+    (line,) = node.lines()
+    assert line.startswith(f"hpcpar: rank 1 (pid {node.ranks[1].pid} on node7) was lost")
+
+
+def test_a_rank_lost_while_the_others_finish_after_the_jobs_end_was_called_is_named(node: Node) -> None:
+    node.join()
+    os.kill(node.sentinel_pid, signal.SIGTERM)
+    node.kill(2)
+    assert node.lines() == [line_for(node, 2)]
+
+
+def test_the_signal_that_ended_a_process_is_known_until_it_is_reaped() -> None:
+    found = []
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        found.append(ending_signal(child.pid, -1))
+        child.send_signal(number)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        found.append(ending_signal(child.pid, -1))
+        child.communicate()
+        found.append(ending_signal(child.pid, -1))
+    assert found == [0, signal.SIGTERM, 0, 0, signal.SIGKILL, 0, 0, signal.SIGSEGV, 0]
 
 
 def test_a_sentinel_that_nobody_joins_leaves_at_the_time_limit(tmp_path: Path, nodes: list[Node]) -> None:

@@ -23,9 +23,10 @@ def test_every_variable_is_read() -> None:
         "HPCPAR_RUN_DIRECTORY": "/scratch/run",
         "HPCPAR_TUNING": "/home/me/tuning.toml",
         "HPCPAR_SHARED_MEMORY": "0",
+        "HPCPAR_NODE_TIMEOUT_S": "90",
     }
     assert Settings.from_environ(environ) == Settings(
-        True, 2.5, "ring", "/scratch/run", "/home/me/tuning.toml", False
+        True, 2.5, "ring", "/scratch/run", "/home/me/tuning.toml", False, 90.0
     )
 
 

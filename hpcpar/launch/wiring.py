@@ -1,0 +1,171 @@
+"""How the ranks of this job get connected: by the launcher, by a server of our own, or not at all.
+
+Decided before MPI starts, for a library that cannot speak with its launcher often starts a world of
+one rank without a word. MPI says who it is before that (MPI_Get_library_version), and what is loaded
+into the process says what it was built with.
+
+    srun --mpi=     none              pmi2                    pmix
+    MPICH, Intel    our server        srun; MPICH over UCX:   srun if linked with PMIx, else our server
+                                      our server
+    Open MPI        refused           srun if built for it,   srun
+                                      else refused
+
+Slurm's pmi2 reads PMI-1 in lines of 1,024 bytes, but lets MPICH put values of that length in: a UCX address
+whose pieces are dense (several network devices, or by chance) breaks the exchange, and the start hangs.
+
+source   MPICH issue 6924; seen with MPICH 5.0.2 under Slurm 22.05
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcpar.errors import ConfigError
+from hpcpar.launch.crosscheck import flavour, library_name
+from hpcpar.launch.environment import RankInfo
+
+CHOICES = ("auto", "launcher", "server")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How MPI_COMM_WORLD comes about.
+
+    kind   "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": there is no way
+    why    for a reader
+    """
+
+    kind: str
+    why: str
+
+
+def choose(
+    info: RankInfo,
+    mpi_library: str,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    loaded: Collection[str] | None = None,
+) -> Way:
+    """The way for this rank, the same on every rank of the job.
+
+    mpi_library   what MPI_Get_library_version says
+    loaded        paths of the shared libraries in this process (default: look)
+    errors        ConfigError for an HPCPAR_WIRE that is not understood
+    """
+    asked = environ.get("HPCPAR_WIRE") or "auto"
+    if asked not in CHOICES:
+        raise ConfigError(f"HPCPAR_WIRE={asked!r} is not understood: set it to {', '.join(CHOICES)}")
+    if info.launcher != "slurm" or info.size == 1:
+        return Way("launcher", _not_srun(info))
+    library, name = flavour(mpi_library), library_name(mpi_library)
+    libraries = loaded_libraries() if loaded is None else tuple(loaded)
+    offer = f"srun offers --mpi={info.wire}"
+    if asked == "launcher":
+        return Way("launcher", f"{offer}; HPCPAR_WIRE=launcher leaves it at that")
+    if library == "openmpi":
+        if _open_mpi_can(info.wire, mpi_library, libraries):
+            return Way("launcher", f"{offer}, which {name} speaks")
+        return Way("none", f"{offer}, which {name} does not speak")
+    if library not in ("mpich", "intel", "mvapich"):
+        return Way("launcher", f"{offer}; what {name} speaks is not known here")
+    if asked == "auto":
+        if info.wire == "pmi2" and library == "mpich" and _over_ucx(mpi_library):
+            why = (
+                f"own PMI-1 server: srun offers --mpi=pmi2, whose lines may be too short for {name} over UCX"
+            )
+            return Way("server", why)
+        spoken = _srun_speaks(info.wire, library, libraries, environ)
+        if spoken:
+            return Way("launcher", f"{offer}, {spoken.format(name)}")
+    cause = "HPCPAR_WIRE=server asks for it" if asked == "server" else offer
+    return Way("server", f"own PMI-1 server: {cause}, {name} speaks PMI-1")
+
+
+def _not_srun(info: RankInfo) -> str:
+    if info.size == 1:
+        return "one rank: nobody to find"
+    return (
+        "torchrun brings no MPI up"
+        if info.launcher == "torchrun"
+        else f"{info.launcher} brings MPI up itself"
+    )
+
+
+def _srun_speaks(
+    wire: str, library: str, libraries: Collection[str], environ: Mapping[str, str]
+) -> str | None:
+    """Why srun's offer fits a library of MPICH's family ({} for its name); None where it does not."""
+    if wire == "pmi2":
+        return "which {} speaks"
+    if library == "intel" and environ.get("I_MPI_PMI_LIBRARY"):
+        return "and {} is told of I_MPI_PMI_LIBRARY"
+    if wire == "pmix" and _has(libraries, "libpmix"):
+        return "and {} is linked with PMIx"
+    if wire == "none" and _has(libraries, "libpmi"):
+        return "and {} is linked with Slurm's libpmi"
+    return None
+
+
+def _over_ucx(mpi_library: str) -> bool:
+    """ "MPICH Device: ch4:ucx ofi" -> True"""
+    devices = (line for line in mpi_library.splitlines() if line.startswith("MPICH Device"))
+    return any("ucx" in line for line in devices)
+
+
+def _has(libraries: Collection[str], stem: str) -> bool:
+    return any(os.path.basename(path).startswith(f"{stem}.so") for path in libraries)
+
+
+def _open_mpi_can(wire: str, mpi_library: str, libraries: Collection[str]) -> bool:
+    """Whether Open MPI may understand srun: False only where it certainly does not."""
+    if wire in ("pmix", "cray"):
+        return True
+    if _major(mpi_library) >= 5:
+        return False  # PMIx is all that it speaks
+    components = _pmix_components(libraries)
+    return not components or any(name.startswith(("mca_pmix_s1", "mca_pmix_s2")) for name in components)
+
+
+def _major(mpi_library: str) -> int:
+    """ "Open MPI v4.1.4, package: …" -> 4; 0 where it does not say."""
+    digits = mpi_library.partition(" v")[2].partition(".")[0]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _pmix_components(libraries: Collection[str]) -> list[str]:
+    """Open MPI 4's plugins that speak with process managers; none where they are built in, or not found."""
+    homes = {
+        os.path.dirname(os.path.realpath(path)) for path in libraries if "libmpi." in os.path.basename(path)
+    }
+    return [found.name for home in homes for found in Path(home, "openmpi").glob("**/mca_pmix_*.so")]
+
+
+def loaded_libraries() -> tuple[str, ...]:
+    """Paths of the shared libraries in this process; none where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return ()
+    paths = (line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6)
+    return tuple(dict.fromkeys(path for path in paths if ".so" in os.path.basename(path)))
+
+
+def srun_plugins(environ: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
+    """What this Slurm's `srun --mpi=` can be; None where there is no srun to ask."""
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    if srun is None:
+        return None
+    try:
+        said = subprocess.run(
+            [srun, "--mpi=list"], capture_output=True, text=True, timeout=10, check=False, env=dict(environ)
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    # One plugin on a line, with sentences before and after; older versions speak on standard error.
+    lines = [line.removeprefix("srun:").strip() for line in (said.stdout + said.stderr).splitlines()]
+    return tuple(line for line in lines if line and " " not in line) or None

@@ -1,0 +1,184 @@
+"""The ranks of a node, or of several, as small processes that do as they are told on standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hpcpar.launch.supervise import await_sentinels
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def await_that(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"after {patience_s:g} s it is still not true that {what}"
+        time.sleep(0.01)
+
+
+RANK = """
+import os, resource, signal, sys, time
+from hpcpar.launch.sentinel import Guard, Links, open_hub, start
+
+rank, size, address, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], eval(sys.argv[4])
+if "descriptors" in options:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (options.pop("descriptors"), most))
+if not address:
+    if "links" in options:
+        links = options.pop("links")
+        listener = None
+        if not links["address"]:
+            listener, links["address"] = open_hub(len(links["ranks"]))
+        print(links["address"], flush=True)
+        options.update(nodes=len(links["ranks"]), links=Links(listener=listener, **links))
+    address = start(local_size=size, **options)
+    print(address, flush=True)
+for line in sys.stdin:
+    match line.split():
+        case ["join"]:
+            guard = Guard.connect(address, rank=rank)
+            print(guard.connected, flush=True)
+        case ["done"]:
+            guard.done()
+        case ["abort"]:
+            guard.aborting("ValueError: planted\\nsecond line")
+        case ["ignore"]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case ["fork"]:
+            child = os.fork()
+            if child == 0:
+                os.close(1)
+                time.sleep(60)
+                os._exit(0)
+            print(child, flush=True)
+        case ["exit", status]:
+            os._exit(int(status))
+    print("ok", flush=True)
+"""
+
+
+class Node:
+    """Stand-ins for the ranks of one node, their sentinel's standard error and its directory.
+
+    first     number of its first rank in the job
+    links     the fields of `sentinel.Links`; an empty address makes it the hub's node
+    options   for `sentinel.start`
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        size: int,
+        *,
+        host: str = "node7",
+        first: int = 0,
+        links: dict[str, object] | None = None,
+        **options: object,
+    ) -> None:
+        self.directory = directory / "run"
+        self.directory.mkdir(parents=True)
+        self.error = (directory / "stderr").open("w+")
+        self.size = size
+        self.host = host
+        self.first = first
+        self.is_off = False
+        self.options = {"run_directory": str(self.directory), "host": host, **options}
+        if links is not None:
+            self.options["links"] = links
+        self.ranks = [self.spawn(0, "")]
+        self.hub = self.answer(0) if links is not None else ""
+        self.address = self.answer(0)
+        self.ranks += [self.spawn(rank, self.address) for rank in range(1, size)]
+
+    def spawn(self, rank: int, address: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-S",
+                "-c",
+                RANK,
+                str(self.first + rank),
+                str(self.size),
+                address,
+                repr(self.options),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.error,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+
+    def tell(self, rank: int, order: str) -> None:
+        stdin = self.ranks[rank].stdin
+        assert stdin is not None
+        stdin.write(order + "\n")
+        stdin.flush()
+
+    def answer(self, rank: int) -> str:
+        stdout = self.ranks[rank].stdout
+        assert stdout is not None
+        return stdout.readline().strip()
+
+    def do(self, rank: int, order: str) -> None:
+        self.tell(rank, order)
+        assert self.answer(rank) == "ok"
+
+    def join(self, *ranks: int) -> None:
+        for rank in ranks or range(self.size):
+            self.tell(rank, "join")
+        for rank in ranks or range(self.size):
+            assert (self.answer(rank), self.answer(rank)) == ("True", "ok")
+
+    def kill(self, rank: int) -> None:
+        self.ranks[rank].kill()
+        self.ranks[rank].wait(timeout=10)
+
+    @property
+    def sentinel_pid(self) -> int:
+        deadline = time.monotonic() + 10
+        while (
+            not (files := list(self.directory.glob(f"watching-{self.host}-*")))
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.01)
+        return int(files[0].name.rpartition("-")[2])
+
+    def is_watched(self) -> bool:
+        return any(self.directory.glob("watching-*"))
+
+    def has_said_something(self) -> bool:
+        return os.path.getsize(self.error.name) > 0
+
+    def lines(self) -> list[str]:
+        """What the sentinel has said, once it has gone."""
+        await_sentinels(self.directory, patience_s=15)
+        assert not self.is_watched(), "the sentinel is still there"
+        self.error.seek(0)
+        return self.error.read().splitlines()
+
+    def power_off(self) -> None:
+        """Kill all of the node's processes at once, its sentinel included."""
+        self.is_off = True
+        pid = self.sentinel_pid
+        os.kill(pid, signal.SIGSTOP)
+        for rank in range(self.size):
+            self.kill(rank)
+        os.kill(pid, signal.SIGKILL)
+
+    def words(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.communicate(timeout=10)
+        self.error.close()

@@ -1,0 +1,129 @@
+"""Who connects the ranks, for every library and every plugin of srun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcpar.errors import ConfigError
+from hpcpar.launch.environment import RankInfo
+from hpcpar.launch.wiring import Way, choose, loaded_libraries, srun_plugins
+
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Tue\n"
+OPENMPI_5 = "Open MPI v5.0.11, package: Open MPI runner, ident: 5.0.11"
+OPENMPI_4 = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
+INTEL = "Intel(R) MPI Library 2021.19 for Linux* OS\n"
+MVAPICH = "MVAPICH2 Version      :	2.3.7\n"
+CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)\n"
+
+LIBMPI = "/opt/mpi/lib/libmpi.so.12"
+
+
+def way(wire: str, library: str, *loaded: str, **environ: str) -> Way:
+    info = RankInfo(2, 4, 0, 2, 1, ("node1", "node2"), "slurm", wire)
+    return choose(info, library, environ=environ, loaded=(LIBMPI, *loaded))
+
+
+@pytest.mark.parametrize(
+    ("library", "none", "pmi2", "pmix", "cray"),
+    [
+        (MPICH, "server", "launcher", "server", "server"),
+        (INTEL, "server", "launcher", "server", "server"),
+        (MVAPICH, "server", "launcher", "server", "server"),
+        (OPENMPI_5, "none", "none", "launcher", "launcher"),
+        (CRAY, "launcher", "launcher", "launcher", "launcher"),
+        ("Some MPI 1.0", "launcher", "launcher", "launcher", "launcher"),
+    ],
+)
+def test_each_library_gets_what_it_speaks_and_is_refused_only_where_nothing_can(
+    library: str, none: str, pmi2: str, pmix: str, cray: str
+) -> None:
+    kinds = [way(wire, library).kind for wire in ("none", "pmi2", "pmix", "cray")]
+    assert kinds == [none, pmi2, pmix, cray]
+
+
+def test_the_way_says_why() -> None:
+    assert way("none", MPICH).why == "own PMI-1 server: srun offers --mpi=none, MPICH 5.0.2 speaks PMI-1"
+    assert way("pmi2", MPICH).why == "srun offers --mpi=pmi2, which MPICH 5.0.2 speaks"
+    assert way("none", OPENMPI_5).why == "srun offers --mpi=none, which Open MPI v5.0.11 does not speak"
+
+
+def test_an_mpich_over_ucx_is_not_left_to_pmi2_whose_lines_may_be_too_short() -> None:
+    over_ucx = MPICH + "MPICH Device:       ch4:ucx ofi\n"
+    assert way("pmi2", over_ucx).kind == "server"
+    assert "too short for MPICH 5.0.2 over UCX" in way("pmi2", over_ucx).why
+    assert way("pmi2", over_ucx, HPCPAR_WIRE="launcher").kind == "launcher"
+    assert way("pmi2", MPICH + "MPICH Device:       ch4:ofi\n").kind == "launcher"
+
+
+def test_an_mpich_that_was_built_with_pmix_uses_it() -> None:
+    assert way("pmix", MPICH, "/usr/lib/libpmix.so.2").kind == "launcher"
+    assert way("none", MPICH, "/usr/lib/libpmix.so.2").kind == "server"
+
+
+def test_an_mpich_that_was_built_with_slurms_own_library_is_left_to_srun() -> None:
+    assert way("none", MPICH, "/usr/lib/libpmi.so.0").kind == "launcher"
+    assert way("none", MPICH, "/usr/lib/libpmi2.so.0").kind == "server"
+
+
+def test_intel_mpi_that_was_told_of_slurms_library_is_left_to_srun() -> None:
+    assert way("none", INTEL, I_MPI_PMI_LIBRARY="/usr/lib/libpmi.so").kind == "launcher"
+
+
+@pytest.mark.parametrize(
+    ("component", "kind"), [("mca_pmix_ext3x.so", "none"), ("mca_pmix_s2.so", "launcher"), (None, "launcher")]
+)
+def test_open_mpi_4_is_refused_under_pmi2_only_where_it_certainly_was_built_without(
+    tmp_path: Path, component: str | None, kind: str
+) -> None:
+    library = tmp_path / "libmpi.so.40"
+    library.touch()
+    if component:
+        plugins = tmp_path / "openmpi" / "lib"
+        plugins.mkdir(parents=True)
+        (plugins / component).touch()
+    assert way("pmi2", OPENMPI_4, str(library)).kind == kind
+
+
+@pytest.mark.parametrize("launcher", ["hydra", "openmpi", "single", "torchrun"])
+def test_other_launchers_connect_their_ranks_themselves(launcher: str) -> None:
+    info = RankInfo(0, 2, 0, 2, 0, None, launcher, "own")
+    assert choose(info, MPICH, environ={}, loaded=()).kind == "launcher"
+
+
+def test_a_step_of_one_task_needs_nobody() -> None:
+    info = RankInfo(0, 1, 0, 1, 0, None, "slurm", "none")
+    assert choose(info, OPENMPI_5, environ={}, loaded=()).kind == "launcher"
+
+
+def test_the_user_can_decide() -> None:
+    assert way("none", MPICH, HPCPAR_WIRE="launcher").kind == "launcher"
+    assert way("pmi2", MPICH, HPCPAR_WIRE="server").kind == "server"
+    assert way("none", OPENMPI_5, HPCPAR_WIRE="server").kind == "none"
+    with pytest.raises(ConfigError, match="HPCPAR_WIRE='srun' is not understood"):
+        way("none", MPICH, HPCPAR_WIRE="srun")
+
+
+def test_the_libraries_of_this_process_are_found() -> None:
+    assert any("libc" in path for path in loaded_libraries())
+
+
+@pytest.mark.parametrize("stream", ["", " >&2"])
+def test_sruns_plugins_are_read_from_its_list(tmp_path: Path, stream: str) -> None:
+    text = "MPI plugin types are...\\n\\tpmix\\n\\tnone\\n\\tpmi2\\nspecific pmix plugin versions: pmix_v4"
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\nprintf '{text}\\n'{stream}\n")
+    srun.chmod(0o755)
+    assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("pmix", "none", "pmi2")
+
+
+def test_older_srun_names_itself_on_every_line(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nprintf 'srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n' >&2\n")
+    srun.chmod(0o755)
+    assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("none", "pmi2")
+
+
+def test_without_srun_its_plugins_are_not_known(tmp_path: Path) -> None:
+    assert srun_plugins({"PATH": str(tmp_path)}) is None
