@@ -1,0 +1,111 @@
+"""Training under real Slurm: the same bits as under mpiexec, and tensor parallelism inside the nodes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+TRAIN = [sys.executable, str(Path(__file__).with_name("train_digest.py"))]
+RING = "allreduce=ring"
+# Without the number for each node it would be 3 tasks on one of them, and 1 on the other.
+CYCLIC = ("--ntasks-per-node=2", "-m", "cyclic")
+
+VERSION = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
+
+# tp on every rank: the hosts of the group, and the ranks that stand in it.
+GROUPS = """
+import socket
+import hpcpar
+from hpcpar.mesh import Layout, Mesh
+
+world = hpcpar.init()
+for degrees in ({"tp": 2, "dp": 2}, {"tp": 2, "pp": 2}):
+    mesh = Mesh(world, Layout.fit(world.size, **degrees))
+    hosts = mesh.comm("tp").allgather_object((socket.gethostname(), world.rank))
+    lines = world.allgather_object(f"{sorted(degrees)} {hosts}")
+    if world.rank == 0:
+        print(*sorted(set(lines)), sep="\\n", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    """Which MPI library this Python runs on."""
+    told = subprocess.run(
+        [sys.executable, "-c", VERSION], capture_output=True, text=True, timeout=60, check=True
+    )
+    return "openmpi" if "Open MPI" in told.stdout else "mpich"
+
+
+def srun(library: str) -> list[str]:
+    """Open MPI's ranks find each other through PMIx only; of all others hpcpar takes care itself."""
+    return ["srun", "--mpi=pmix" if library == "openmpi" else "--mpi=none", "-t5"]
+
+
+def digests(lines: Iterable[str]) -> dict[str, tuple[list[str], set[str]]]:
+    """algorithms -> (hosts by rank, digests of all ranks), from what train_digest.py prints."""
+    found: dict[str, tuple[list[str], set[str]]] = {}
+    for line in lines:
+        if line.startswith("digest: "):
+            algorithm, host, parameters = line.split()[1:]
+            hosts, seen = found.setdefault(algorithm, ([], set()))
+            hosts.append(host)
+            seen.add(parameters)
+    return found
+
+
+def test_srun_on_two_nodes_trains_to_the_same_bits_as_mpiexec(
+    cluster: Cluster, library: str, tmp_path: Path
+) -> None:
+    per_node = ["--map-by", "ppr:2:node"] if library == "openmpi" else ["-ppn", "2"]
+    under_srun = [*srun(library), "-N2", "-n4", "--ntasks-per-node=2", *TRAIN, "", RING]
+    under_mpiexec = ["mpiexec", "-n", "4", *per_node, *TRAIN, ""]
+    script = f"{shlex.join(under_srun)} > {tmp_path}/srun; {shlex.join(under_mpiexec)} > {tmp_path}/mpiexec"
+    job = cluster.submit(
+        "-N2", "--ntasks-per-node=2", f"--output={tmp_path}/log", "--wrap", script, directory=ROOT
+    )
+    assert job.wait(200).state() == "COMPLETED", job.output
+    by_srun = digests((tmp_path / "srun").read_text().splitlines())
+    assert {algorithm: hosts for algorithm, (hosts, _) in by_srun.items()} == {
+        "default": ["node1", "node1", "node2", "node2"],
+        RING: ["node1", "node1", "node2", "node2"],
+    }
+    # The same nodes, another launcher.
+    assert digests((tmp_path / "mpiexec").read_text().splitlines()) == {"default": by_srun["default"]}
+
+    # Without Slurm, all ranks on one node. There all-reduce would take another algorithm and so add in
+    # another order, unless one is named.
+    alone = cluster.run("mpiexec", "-n", "4", *TRAIN, RING, directory=ROOT, timeout_s=120)
+    hosts, on_one_node = digests(alone.stdout.splitlines())[RING]
+    assert hosts == 4 * ["head"], alone.stderr
+    assert on_one_node == by_srun[RING][1]
+    assert all(len(parameters) == 1 for _, parameters in by_srun.values())
+    assert by_srun["default"][1] != by_srun[RING][1]  # or the digest tells nothing of the order
+
+
+def test_tensor_parallelism_stays_inside_the_nodes_when_ranks_go_round_them(
+    cluster: Cluster, library: str
+) -> None:
+    done = cluster.run(*(*srun(library), "-N2", "-n4", *CYCLIC, sys.executable, "-c", GROUPS), timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "['dp', 'tp'] [('node1', 0), ('node1', 2)]",
+        "['dp', 'tp'] [('node2', 1), ('node2', 3)]",
+        "['pp', 'tp'] [('node1', 0), ('node1', 2)]",
+        "['pp', 'tp'] [('node2', 1), ('node2', 3)]",
+    ]

@@ -1,0 +1,51 @@
+"""Run examples/train.py for a few steps, and print what its parameters have become on every rank.
+
+words    values for HPCPAR_ALGORITHM, "" for none; the training runs once for each of them
+prints   a line for each of them and each rank: algorithms, host, and the parameters' SHA-256
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import hpcpar
+import hpcpar.models
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
+STEPS = "2"
+
+models: list[hpcpar.models.Llama] = []
+
+
+class KeptLlama(hpcpar.models.Llama):
+    """The example makes its model itself and returns nothing: keep it."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        models.append(self)
+
+
+def digest(model: hpcpar.models.Llama) -> str:
+    sha256 = hashlib.sha256()
+    for parameter in model.parameters():
+        sha256.update(parameter.detach().numpy().tobytes())
+    return sha256.hexdigest()
+
+
+hpcpar.models.Llama = KeptLlama  # type: ignore[misc]
+algorithms = sys.argv[1:]
+sys.argv = [str(EXAMPLE), STEPS]
+for algorithm in algorithms:
+    os.environ["HPCPAR_ALGORITHM"] = algorithm
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    with hpcpar.init() as world:
+        found = world.allgather_object((socket.gethostname(), digest(models[-1])))
+        if world.rank == 0:
+            for host, parameters in found:
+                print(f"digest: {algorithm or 'default'} {host} {parameters}", flush=True)
