@@ -1,7 +1,8 @@
 # make train    train a small language model on real text, on two MPI ranks
-# make test     everything: in two processes without MPI, then on 1, 2, 3 and 4 ranks
+# make test     everything: in two processes without MPI, then on 1, 2, 3 and 4 ranks, then on a real Slurm
 # make lint     style, types and the floors
 # make bench    figures into benchmarks/results/
+# make install-module PREFIX=/opt/hpcpar    for a whole site, with module files: modulefiles/README.md
 # make clean    remove .venv, caches and build files; runs/ stays
 #
 # PYTHON    the Python to build .venv from                     make PYTHON=python3.12 test
@@ -41,7 +42,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench install-module clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -56,11 +57,12 @@ train: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slurm'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
 	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi -m mpi --quiet || exit 1; \
 	done
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -78,6 +80,14 @@ bench: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py sleep --json benchmarks/results/pipeline-sleep.jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py layers --batch 4 --json benchmarks/results/pipeline-layers-$(RANKS).jsonl
 	$(BIN)/python benchmarks/horovod.py -n $(RANKS) --json benchmarks/results/horovod-$(RANKS).jsonl
+
+# Its words are explained in modulefiles/README.md. The examples run with these extras.
+install-module: EXTRAS := examples,horovod
+install-module:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hpcpar needs Python 3.10 or newer")'
+	$(PYTHON) modulefiles/install.py --prefix='$(PREFIX)' --version='$(MODULE_VERSION)' --mpi=$(MPI) \
+	    --extras='$(EXTRAS)' --needs='$(NEEDS)' --srun-mpi='$(SRUN_MPI)' \
+	    $(if $(SITE_PACKAGES),--site-packages) -- $(PIP_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
