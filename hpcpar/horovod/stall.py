@@ -62,7 +62,7 @@ class StallInspector:
         shutdown_s = self._knobs.stall_shutdown_s
         lost = [(name, ranks) for wait_s, name, ranks in waits if 0 < shutdown_s < wait_s]
         if lost:
-            # The first to be over the limit may be only what followed from another wait, which tells the cause.
+            # What is over the limit first may only follow from another wait, which tells the cause.
             stalled = [
                 (name, ranks)
                 for wait_s, name, ranks in waits
