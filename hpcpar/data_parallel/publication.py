@@ -95,21 +95,31 @@ class Publication:
             for number, block in enumerate(self._blocks)
             for member in block.bucket.members
         }
-        reference = weakref.ref(self)
-
-        def wait(numbers: Sequence[int] | None) -> None:
-            alive = reference()
-            if alive is not None and alive._under_way:
-                alive.wait(numbers)
-
         for module in model.modules():
             needed_by_it = module.parameters(recurse=_reads_its_childrens(module))
             held = {number_of[id(p)] for p in needed_by_it if id(p) in number_of}
             if held:
-                needed = tuple(sorted(held))
-                self._hooks.append(module.register_forward_pre_hook(lambda *_, n=needed: wait(n)))
-            hook = module.register_state_dict_pre_hook(lambda *_: wait(None))  # type: ignore[no-untyped-call]
+                self._hooks.append(module.register_forward_pre_hook(_Wait(self, tuple(sorted(held)))))
+            hook = module.register_state_dict_pre_hook(_Wait(self, None))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
+
+
+class _Wait:
+    """A hook that waits for these blocks, by default for all.
+
+    only_waits   for whoever computes several layers together and calls none of them: this must be called
+    """
+
+    only_waits = True
+
+    def __init__(self, publication: Publication, numbers: Sequence[int] | None) -> None:
+        self._publication = weakref.ref(publication)
+        self._numbers = numbers
+
+    def __call__(self, *_: object) -> None:
+        publication = self._publication()
+        if publication is not None and publication._under_way:
+            publication.wait(self._numbers)
 
 
 def _reads_its_childrens(module: nn.Module) -> bool:

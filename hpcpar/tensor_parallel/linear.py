@@ -118,7 +118,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.enter:
-            (output,) = project([self], x)
+            (output,) = _project_together([self], x)
             return output
         bias = None if self.bias is None else self.summed(self.bias)
         output = functional.linear(x, self.summed(self.weight), bias)
@@ -180,12 +180,27 @@ class ColumnParallelLinear(nn.Module):
 def project(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """What each of several layers makes of the same input: as `[layer(x) for layer in layers]`.
 
-    Of column-parallel ones the input is gathered once, and its gradient summed once.
+    Of column-parallel ones the input is gathered once, and its gradient summed once; those with hooks that
+    want to see or change what goes through them are called one by one.
     errors   MismatchError for layers on different communicators
     """
     columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and layer.enter]
-    if len(columns) < len(layers):
+    if len(columns) < len(layers) or any(_wants_its_call(column) for column in columns):
         return [layer(x) for layer in layers]
+    for column in columns:
+        for hook in column._forward_pre_hooks.values():
+            hook(column, (x,))
+    return _project_together(columns, x)
+
+
+def _wants_its_call(module: nn.Module) -> bool:
+    """Whether a module has hooks beyond those that only hold a forward up until it may begin."""
+    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return not all(getattr(hook, "only_waits", False) for hook in module._forward_pre_hooks.values())
+
+
+def _project_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tensor]:
     tp = columns[0].tp
     for column in columns[1:]:
         if column.tp is not tp and column.tp.comm is not tp.comm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpcpar.autograd import Recompute
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.errors import OperationError
+from hpcpar.models import Llama, LlamaConfig, parallel_layers
 
 
 class Network(nn.Module):
@@ -97,6 +100,54 @@ def test_every_module_has_its_new_parameters_when_it_is_called(stage: int, size:
         assert begun == 10, "every bucket is on its way when step returns"
         # The model itself waits for nothing, the first module for its own two blocks, …
         assert waiting == [10, 8, 6, 4, 2, 0]
+
+
+class Late:
+    """New parameters that are not there, not even by chance, before they are waited for."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat, self._new = flat, flat.clone()
+        flat.fill_(math.nan)
+
+    def wait(self) -> None:
+        self._flat.copy_(self._new)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_layers_that_are_computed_together_have_their_new_parameters(stage: int, mode: str) -> None:
+    """A Llama's queries, keys and values, and gate and up, of which none is called by itself."""
+    sizes = LlamaConfig(vocab_size=12, hidden_size=8, layers=2, heads=2, kv_heads=1, ffn_size=12)
+    tokens = torch.arange(6).view(1, 6)
+
+    def body(comm: Communicator) -> tuple[int, float, float]:
+        layers = parallel_layers(sizes, Communicator.alone())
+        model = Llama(sizes, layers, recompute=Recompute(mode)).double()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            comm,
+            zero_stage=stage,
+            bucket_bytes=100,
+            first_bucket_bytes=100,
+            model=model,
+        )
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        publication = optimizer._publication
+        begun = dict(publication._under_way)
+        for number, handle in begun.items():
+            handle.wait()
+            publication._under_way[number] = Late(publication._blocks[number].flat)  # type: ignore[assignment,arg-type]
+        early = model(tokens).square().mean().item()
+        left = len(publication._under_way)
+        optimizer.wait_for_parameters()
+        assert left == 0
+        return len(begun), early, model(tokens).square().mean().item()
+
+    for begun, early, later in run_loopback(2, body):
+        assert begun > 10, "every layer has buckets of its own"
+        assert early == later
 
 
 @pytest.mark.parametrize("stage", [1, 2])

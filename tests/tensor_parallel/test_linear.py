@@ -133,6 +133,30 @@ def test_layers_that_share_an_input_are_the_serial_ones_over_mpi(world: Communic
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
+def test_hooks_of_layers_that_share_an_input_are_called() -> None:
+    x = tokens()
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        layer = Pair(TensorParallel(comm)).double()
+        plain = layer(x)
+        halving = layer.one.register_forward_hook(lambda module, inputs, output: output / 2)
+        halved = layer(x)
+        halving.remove()
+        layer.other.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+        seen: list[torch.Tensor] = []
+        layer.one.register_full_backward_hook(lambda module, into, out: seen.append(into[0]))
+        doubled = layer(x.clone().requires_grad_())
+        doubled.sum().backward()
+        assert len(seen) == 1
+        one, other = layer.one(x), layer.other(x)
+        assert torch.equal(doubled, layer.down(torch.tanh(one) * other))
+        assert not torch.allclose(doubled, plain)
+        assert torch.allclose(halved, layer.down(torch.tanh(one / 2) * other / 2))
+        return [plain]
+
+    run_loopback(2, body)
+
+
 def counted(size: int, **ways: object) -> list[dict[str, int]]:
     """Bytes that each rank sent in forward and backward of `Pair`, by collective."""
 
