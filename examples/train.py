@@ -30,8 +30,10 @@ def main() -> None:
 
     model = Llama(LlamaConfig.preset("tiny"))
     hpcpar.broadcast_parameters(model, world)
+    # Without a name, the algorithm is the one that is fastest where the ranks are. One that is named adds
+    # in the same order everywhere: on one node or many, the parameters are the same to the last bit.
     optimizer = hpcpar.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=2e-3), model.named_parameters(), world
+        torch.optim.AdamW(model.parameters(), lr=2e-3), model.named_parameters(), world, algorithm="ring"
     )
 
     for step in range(STEPS):

@@ -44,6 +44,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("project")
     for name, target in (
         (".venv", sys.prefix),
+        ("benchmarks", ROOT / "benchmarks"),
         ("examples", ROOT / "examples"),
         ("jobscripts", ROOT / "jobscripts"),
     ):
@@ -175,6 +176,14 @@ def test_gpus_are_bound_and_training_is_where_torch_can(submit: Submit) -> None:
     # The cluster's GPUs are files; torch finds no driver.
     assert "WARNING: torch sees no GPU" in job.output
     assert "on cpu\n" in job.output
+
+
+def test_without_a_gpu_collectives_on_gpus_are_not_measured(cluster: Cluster, project: Path) -> None:
+    """The cluster's GPUs are files; torch finds no driver."""
+    job = cluster.sbatch("jobscripts/device-collectives.sh", directory=project, OMP_NUM_THREADS="1")
+    assert job.state() == "FAILED"
+    assert "ERROR: torch sees no GPU on ranks 0, 1 of 2" in job.output
+    assert not (project / "runs" / f"device-collectives-{job.id}.jsonl").exists()
 
 
 APPTAINER = """#!/bin/bash

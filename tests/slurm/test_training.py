@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
 TRAIN = [sys.executable, str(Path(__file__).with_name("train_digest.py"))]
-RING = "allreduce=ring"
+OTHER = "hierarchical"
+"""Adds in another order than the example's own algorithm."""
 # Without the number for each node it would be 3 tasks on one of them, and 1 on the other.
 CYCLIC = ("--ntasks-per-node=2", "-m", "cyclic")
 
@@ -73,7 +74,7 @@ def test_srun_on_two_nodes_trains_to_the_same_bits_as_mpiexec(
     cluster: Cluster, library: str, tmp_path: Path
 ) -> None:
     per_node = ["--map-by", "ppr:2:node"] if library == "openmpi" else ["-ppn", "2"]
-    under_srun = [*srun(library), "-N2", "-n4", "--ntasks-per-node=2", *TRAIN, "", RING]
+    under_srun = [*srun(library), "-N2", "-n4", "--ntasks-per-node=2", *TRAIN, "", OTHER]
     under_mpiexec = ["mpiexec", "-n", "4", *per_node, *TRAIN, ""]
     script = f"{shlex.join(under_srun)} > {tmp_path}/srun; {shlex.join(under_mpiexec)} > {tmp_path}/mpiexec"
     job = cluster.submit(
@@ -82,20 +83,19 @@ def test_srun_on_two_nodes_trains_to_the_same_bits_as_mpiexec(
     assert job.wait(200).state() == "COMPLETED", job.output
     by_srun = digests((tmp_path / "srun").read_text().splitlines())
     assert {algorithm: hosts for algorithm, (hosts, _) in by_srun.items()} == {
-        "default": ["node1", "node1", "node2", "node2"],
-        RING: ["node1", "node1", "node2", "node2"],
+        "own": ["node1", "node1", "node2", "node2"],
+        OTHER: ["node1", "node1", "node2", "node2"],
     }
     # The same nodes, another launcher.
-    assert digests((tmp_path / "mpiexec").read_text().splitlines()) == {"default": by_srun["default"]}
+    assert digests((tmp_path / "mpiexec").read_text().splitlines()) == {"own": by_srun["own"]}
 
-    # Without Slurm, all ranks on one node. There all-reduce would take another algorithm and so add in
-    # another order, unless one is named.
-    alone = cluster.run("mpiexec", "-n", "4", *TRAIN, RING, directory=ROOT, timeout_s=120)
-    hosts, on_one_node = digests(alone.stdout.splitlines())[RING]
+    # Without Slurm, all ranks on one node.
+    alone = cluster.run("mpiexec", "-n", "4", *TRAIN, "", directory=ROOT, timeout_s=120)
+    hosts, on_one_node = digests(alone.stdout.splitlines())["own"]
     assert hosts == 4 * ["head"], alone.stderr
-    assert on_one_node == by_srun[RING][1]
+    assert on_one_node == by_srun["own"][1]
     assert all(len(parameters) == 1 for _, parameters in by_srun.values())
-    assert by_srun["default"][1] != by_srun[RING][1]  # or the digest tells nothing of the order
+    assert by_srun["own"][1] != by_srun[OTHER][1]  # or the digest tells nothing of the order
 
 
 def test_tensor_parallelism_stays_inside_the_nodes_when_ranks_go_round_them(
