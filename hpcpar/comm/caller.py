@@ -19,6 +19,8 @@ from hpcpar.comm import arena, native
 from hpcpar.comm.accounting import Trace, Traffic, TrafficRow
 from hpcpar.comm.arena import Arena
 from hpcpar.comm.compiled import LANE_TAGS, LARGEST_NBYTES, Lane, LaneGroup, Lanes
+from hpcpar.comm.device_steps import device_steps
+from hpcpar.comm.devices import Devices, lead_caller
 from hpcpar.comm.operation import (
     BoundStep,
     LooseStep,
@@ -35,12 +37,14 @@ from hpcpar.comm.operation import (
 )
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
-from hpcpar.comm.select import ANY, NATIVE, choose, segments_for
+from hpcpar.comm.select import ANY, BUILT_IN_SHARED_MEMORY, NATIVE, Table, built_in, choose, segments_for
 from hpcpar.comm.shared import AtOnce, Extent, SharedStep, extent, regions_for, shared_steps
+from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
-from hpcpar.errors import HpcparError, OperationError
+from hpcpar.errors import BufferTypeError, HpcparError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
+from hpcpar.transport.device_memory import DeviceBuffer, bind_device, is_on_device
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
 from hpcpar.units import KiB, MiB
 
@@ -72,6 +76,7 @@ class Family:
     tuning      measured tables, from which each communicator takes its own
     trace       where to note what moved when, or None
     shares_memory, stage_nbytes   as `Communicator.share_memory` was asked for
+    devices     GPUs, after `Communicator.share_devices`
     end_job     as `Communicator.end_job`, for ranks that are processes
     """
 
@@ -83,6 +88,7 @@ class Family:
     trace: Trace | None = None
     shares_memory: bool = False
     stage_nbytes: int | None = None
+    devices: Devices | None = None
     traffics: dict[str, Traffic] = field(default_factory=dict)
     scratch: ScratchPool = field(default_factory=ScratchPool)
     end_job: Callable[[str, int], None] | None = None
@@ -243,6 +249,7 @@ class Caller(ABC):
         self._evictions = 0
         self._arena: Arena | None = None
         self._shares_in_part = False
+        self._mailroom = Mailroom(transport)
         self._under_way = family.progress.under_way
         self._pause = transport.pause
         self._table = family.tuning.table(transport.nodes)
@@ -250,6 +257,40 @@ class Caller(ABC):
         self.name, self.traffic = family.register(name)
         self.rank = transport.rank
         self.size = transport.size
+
+    def _view(
+        self, array: Any, *, writable: bool, what: str = "buffer", beside: HostBuffer | None = None
+    ) -> Binding:
+        """See an array as flat memory, on its GPU where the ranks can reach each other's.
+
+        beside   what else the call works on: both must be of one kind, and share a queue
+        errors   as `bind`
+        """
+        devices = self._family.devices
+        if devices is None or not is_on_device(array):
+            binding = bind(array, writable=writable, what=what)
+        elif isinstance(beside, DeviceBuffer):
+            queue = beside.queue
+            binding = bind_device(array, lambda ordinal: queue, what)
+        else:
+            binding = bind_device(array, partial(devices.queue, self._calls[0]), what)
+        if beside is not None and isinstance(binding.host, DeviceBuffer) != isinstance(beside, DeviceBuffer):
+            here, there = ("a GPU", "the host") if isinstance(beside, DeviceBuffer) else ("the host", "a GPU")
+            raise BufferTypeError(
+                f"{what} is in the memory of {there}, the other array of the call in that of {here}: move "
+                f"one of them, so that both are in one place"
+            )
+        return binding
+
+    def _view_out(self, out: Any, count: int, beside: HostBuffer) -> Binding:
+        """An `out` argument: it must be writable and have the result's length and element type."""
+        binding = self._view(out, writable=True, what="out", beside=beside)
+        if binding.host.count != count or binding.host.dtype != beside.dtype:
+            raise OperationError(
+                f"out has {binding.host.count} elements of {binding.host.dtype}; "
+                f"the result has {count} of {beside.dtype}: give an array of that length and type"
+            )
+        return binding
 
     def algorithm_for(
         self,
@@ -287,6 +328,7 @@ class Caller(ABC):
         dtype: str,
         op: str,
         same_everywhere: bool = True,
+        on_device: bool = False,
     ) -> Algorithm:
         known = "float64" if dtype == ANY else dtype
         whole = nbytes if same_everywhere else None
@@ -296,10 +338,20 @@ class Caller(ABC):
             uneven=uneven,
             named=named,
             overrides=self._family.overrides,
-            table=self._table,
+            table=self._device_table if on_device else self._table,
             dtype=dtype,
-            obstacle=native.obstacle(self._transport, collective, op, known, whole, named=named is not None),
+            obstacle="the array is on a GPU, which only the algorithms of hpcpar are trusted with"
+            if on_device
+            else native.obstacle(self._transport, collective, op, known, whole, named=named is not None),
         )
+
+    @property
+    def _device_table(self) -> Table:
+        """The built-in rules for arrays on GPUs: nobody is far away where all memory can be read in place."""
+        devices, ranks = self._family.devices, self._transport.world_ranks
+        if devices is not None and all(devices.reach(rank) == "pull" for rank in ranks):
+            return BUILT_IN_SHARED_MEMORY
+        return built_in(self._transport.nodes)
 
     def choose_by(self, tuning: Tuning) -> None:
         """Choose by these tables from now on, here and on all that will be split. The same on every rank."""
@@ -375,6 +427,7 @@ class Caller(ABC):
             dtype=whole.dtype,
             op=call.op,
             same_everywhere=same_everywhere,
+            on_device=isinstance(whole, DeviceBuffer),
         )
         if first is not None:
             fill(*first)
@@ -409,7 +462,9 @@ class Caller(ABC):
         group, regions = None, 0
         # Where ranks have other sizes than their peers, they could not choose alike by them.
         is_long = nbytes >= IN_PART_FROM_NBYTES or not same_everywhere
-        if self._is_all_shared or (self._shares_in_part and is_long):
+        if isinstance(whole, DeviceBuffer):
+            pass  # each call for itself: what a kernel takes to start hides what could be prepared
+        elif self._is_all_shared or (self._shares_in_part and is_long):
             regions = regions_for(algorithm, self.size, call.root or 0, segments, self._transport.nodes)
             lane = self._shared_lane()
         elif self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:
@@ -432,7 +487,7 @@ class Caller(ABC):
             by=algorithm.name,
             lane=lane,
             regions=regions,
-            written=None if first is None or is_same(*first) else extent(first[0].octets),
+            written=None if first is None or is_same(*first) or not regions else extent(first[0].octets),
         )
 
     def _shared_lane(self) -> arena.Lane | None:
@@ -655,9 +710,14 @@ class Caller(ABC):
             self._calls[0] += 1
         account = self.traffic.row(self._label or row or what)
         itemsize = itemsize_of(spaces)
+        buffer = next(iter(spaces.values()), NOTHING)
+        if isinstance(buffer, DeviceBuffer):
+            result = partial(_after, buffer, result)
 
         def ended(operation: Operation) -> None:
             on_done()
+            if isinstance(buffer, DeviceBuffer):
+                buffer.queue.afterwards(lambda: spaces)
             account.count(planned.messages, planned.sent * itemsize, planned.received * itemsize)
             trace = self._family.trace
             if trace is not None:
@@ -696,6 +756,11 @@ class Caller(ABC):
     ) -> Sequence[BoundStep]:
         """The plan's steps on this memory: shared, compiled where it was seen before, or for this call."""
 
+        if isinstance(next(iter(spaces.values()), None), DeviceBuffer):
+            devices = self._family.devices
+            assert devices is not None, "no array is seen as a device's without them"
+            return device_steps(devices, self._transport, self._mailroom, planned, spaces, op, tag)
+
         def loosely(step: PlannedStep) -> LooseStep:
             return LooseStep(self._transport, step, spaces, op, tag, self._family.scratch)
 
@@ -712,19 +777,14 @@ class Caller(ABC):
 
 
 def typed(array: Any, host: HostBuffer) -> str:
-    """Element type and shape, as ranks compare them: float32[1024, 1024]."""
-    return f"{host.dtype}{list(array.shape)}"
+    """Element type, shape and kind of memory, as ranks compare them: float32[1024, 1024] on a GPU."""
+    return f"{host.dtype}{list(array.shape)}{' on a GPU' if isinstance(host, DeviceBuffer) else ''}"
 
 
-def bind_out(out: Any, count: int, dtype: str) -> Binding:
-    """An `out` argument: it must be writable and have the result's length and element type."""
-    binding = bind(out, writable=True, what="out")
-    if binding.host.count != count or binding.host.dtype != dtype:
-        raise OperationError(
-            f"out has {binding.host.count} elements of {binding.host.dtype}; "
-            f"the result has {count} of {dtype}: give an array of that length and type"
-        )
-    return binding
+def _after(buffer: DeviceBuffer, result: Callable[[], Any]) -> Any:
+    """The result, for whoever works in the caller's stream from now on."""
+    lead_caller(buffer)
+    return result()
 
 
 def fill(target: HostBuffer, source: HostBuffer) -> None:

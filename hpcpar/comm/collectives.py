@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from hpcpar import partition
-from hpcpar.comm.caller import Call, Caller, Kept, bind_out, fill, typed
+from hpcpar.comm.caller import Call, Caller, Kept, fill, typed
 from hpcpar.comm.compressed import Compressed
 from hpcpar.comm.progress import Handle
 from hpcpar.comm.reductions import require_op, scale
@@ -64,8 +64,10 @@ class Collectives(Caller):
         plain = is_plain(prescale_factor, postscale_factor, compression)
         key = self._key("allreduce", meaning, buffer, out) if plain else None
         with self._asking(Call("allreduce", op, algorithm=algorithm, key=key)) as call:
-            source = bind(buffer, writable=out is None)
-            target = source if out is None else bind_out(out, source.host.count, source.host.dtype)
+            # What is compressed is encoded on the host, and so travels from there.
+            view = self._view if compression is None else bind
+            source = view(buffer, writable=out is None)
+            target = source if out is None else self._view_out(out, source.host.count, source.host)
             require_op(op, source.host.dtype)
             rescaling = Rescaling.of(prescale_factor, postscale_factor, compression)
             factors = rescaling.factors(op, source.host.dtype)
@@ -149,11 +151,11 @@ class Collectives(Caller):
         plain = is_plain(prescale_factor, postscale_factor, None)
         key = self._key("reduce_scatter", meaning, buffer, out) if plain else None
         with self._asking(Call("reduce_scatter", op, algorithm=algorithm, key=key)) as call:
-            source = bind(buffer, writable=out is None)
+            source = self._view(buffer, writable=out is None)
             pieces = self._pieces(counts, source.host.count)
             edges = partition.offsets(pieces)
             own = edges[self.rank], edges[self.rank + 1]
-            target = None if out is None else bind_out(out, pieces[self.rank], source.host.dtype)
+            target = None if out is None else self._view_out(out, pieces[self.rank], source.host)
             require_op(op, source.host.dtype)
             rescaling = Rescaling.of(prescale_factor, postscale_factor, None)
             factors = rescaling.factors(op, source.host.dtype)
@@ -228,11 +230,11 @@ class Collectives(Caller):
                 return self._start_known(recipe, out, (shard, out))
             key = self._key("allgather", meaning, shard, out)
         with self._asking(Call("allgather", algorithm=algorithm, key=key)) as call:
-            source = bind(shard, writable=False, what="shard")
+            source = self._view(shard, writable=False, what="shard")
             pieces = self._shards(counts, source.host)
             edges = partition.offsets(pieces)
             gathered = empty_like(shard, edges[-1]) if out is None else out
-            target = bind_out(gathered, edges[-1], source.host.dtype)
+            target = self._view_out(gathered, edges[-1], source.host)
             call.described = f"{source.host.dtype}, counts={list(pieces)}"
         return self._start(
             call,
@@ -271,7 +273,7 @@ class Collectives(Caller):
             return self._start_known(recipe, buffer, buffer)
         key = self._key("broadcast", (root, algorithm), buffer)
         with self._asking(Call("broadcast", root=root, algorithm=algorithm, key=key)) as call:
-            target = bind(buffer, writable=self.rank != root)
+            target = self._view(buffer, writable=self.rank != root)
             call.described = typed(buffer, target.host)
         return self._start(call, {"data": target.host}, None, lambda: buffer, write_back=target.write_back)
 
@@ -299,9 +301,9 @@ class Collectives(Caller):
         is_root = self.rank == root
         with self._asking(Call("reduce", op, root, algorithm)) as call:
             in_place = is_root and out is None
-            source = bind(buffer, writable=in_place)
+            source = self._view(buffer, writable=in_place)
             target = (
-                bind_out(out, source.host.count, source.host.dtype) if is_root and out is not None else source
+                self._view_out(out, source.host.count, source.host) if is_root and out is not None else source
             )
             require_op(op, source.host.dtype)
             call.described = f"{typed(buffer, source.host)}, op={op}"
@@ -344,11 +346,11 @@ class Collectives(Caller):
         """
         is_root = self.rank == root
         with self._asking(Call("gather", root=root, algorithm=algorithm)) as call:
-            source = bind(shard, writable=False, what="shard")
+            source = self._view(shard, writable=False, what="shard")
             pieces = self._shards(counts, source.host)
             edges = partition.offsets(pieces)
             gathered = empty_like(shard, edges[-1]) if is_root and out is None else out
-            target = bind_out(gathered, edges[-1], source.host.dtype) if is_root else None
+            target = self._view_out(gathered, edges[-1], source.host) if is_root else None
             call.described = f"{source.host.dtype}, counts={list(pieces)}"
         data = source.host.scratch(edges[-1]) if target is None else target.host
         fill(data.part(edges[self.rank], edges[self.rank + 1]), source.host)
@@ -390,12 +392,12 @@ class Collectives(Caller):
         result   out
         """
         with self._asking(Call("scatter", root=root, algorithm=algorithm)) as call:
-            target = bind(out, writable=True, what="out")
+            target = self._view(out, writable=True, what="out")
             pieces = self._shards(counts, target.host)
             edges = partition.offsets(pieces)
             data = target.host.scratch(edges[-1]) if self.rank != root else None
             if data is None:
-                data = bind(buffer, writable=False).host
+                data = self._view(buffer, writable=False, beside=target.host).host
                 if (data.count, data.dtype) != (edges[-1], target.host.dtype):
                     raise OperationError(
                         f"scatter has {data.count} elements of {data.dtype} to give, but the pieces are "
@@ -452,7 +454,7 @@ class Collectives(Caller):
                 return self._start_known(recipe, out, (buffer, out))
             key = self._key("alltoall", algorithm, buffer, out)
         with self._asking(Call("alltoall", algorithm=algorithm, key=key)) as call:
-            source = bind(buffer, writable=False)
+            source = self._view(buffer, writable=False)
             sent = self._sent_counts(send_counts, source.host.count)
             call.described = f"{source.host.dtype}, {'equal' if send_counts is None else 'uneven'} pieces"
             if send_counts is None:
@@ -460,7 +462,7 @@ class Collectives(Caller):
         received = sent if send_counts is None else self._received_counts(sent, receive_counts)
         total = sum(received)
         exchanged = empty_like(buffer, total) if out is None else out
-        target = bind_out(exchanged, total, source.host.dtype)
+        target = self._view_out(exchanged, total, source.host)
         return self._start(
             call,
             {"input": source.host, "output": target.host},

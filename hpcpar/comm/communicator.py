@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from hpcpar.comm import agree, sharing
 from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.caller import Family
+from hpcpar.comm.devices import open_devices
 from hpcpar.comm.objects import Objects
 from hpcpar.comm.watch import Waited, Watch
 from hpcpar.launch.settings import Settings
@@ -64,6 +65,18 @@ class Communicator(Objects):
         if shares:
             self._share(arena)
         return shares
+
+    def share_devices(self, asked: str, mpi_takes_pointers: Callable[[], bool] = lambda: False) -> bool:
+        """From now on move GPU memory as it is, here and on all that will be split. Collective.
+
+        asked     auto; or one way alone, for trying out: pull, mpi, staged (`hpcpar/comm/devices.py`)
+        mpi_takes_pointers   asked on rank 0, if it matters
+        returns   whether it is done: every rank has a GPU that it can use; if only some have, a warning says
+                  why the others cannot
+        errors    CudaError on every rank where the way asked for cannot be had
+        """
+        self._family.devices = open_devices(self, asked, mpi_takes_pointers)
+        return self._family.devices is not None
 
     @property
     def shares_memory(self) -> bool:

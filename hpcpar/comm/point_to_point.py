@@ -8,7 +8,6 @@ from hpcpar.comm.caller import Caller
 from hpcpar.comm.operation import Message, PlannedStep, bill
 from hpcpar.comm.progress import Handle
 from hpcpar.errors import OperationError
-from hpcpar.transport.buffers import bind
 from hpcpar.transport.interface import COLLECTIVE_TAGS
 
 
@@ -20,7 +19,7 @@ class PointToPoint(Caller):
 
     def start_send(self, buffer: Any, to: int, tag: int = 0) -> Handle:
         """Send an array's elements; the buffer may be changed once the handle is complete."""
-        source = bind(buffer, writable=False).host
+        source = self._view(buffer, writable=False).host
         self._require_peer(to, "the receiver")
         message = Message(to, (("input", 0, source.count),), source.count)
         return self._go(
@@ -43,7 +42,7 @@ class PointToPoint(Caller):
 
     def start_recv(self, buffer: Any, source: int, tag: int = 0) -> Handle:
         """Receive into an array; `wait()` returns it."""
-        target = bind(buffer, writable=True)
+        target = self._view(buffer, writable=True)
         self._require_peer(source, "the sender")
         message = Message(source, (("output", 0, target.host.count),), target.host.count)
         return self._go(

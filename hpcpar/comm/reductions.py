@@ -40,6 +40,7 @@ from hpcpar.comm.blocks import (
 )
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.device_memory import DeviceBuffer
 
 Op = Literal["sum", "average", "min", "max", "product", "and", "or"]
 OPS: tuple[str, ...] = get_args(Op)
@@ -109,6 +110,8 @@ def prepare_combine(op: str, target: HostBuffer, incoming: HostBuffer) -> Callab
     """`combine` as a call without arguments, for memory that is combined again and again."""
     if not target.count:
         return _do_nothing
+    if isinstance(target, DeviceBuffer):
+        return partial(_fold_on_device, op, target, (target, incoming))
     if target.dtype not in _HALVES or (_is_numpy(target) and target.count <= _FEW):
         run, function = silence(), NUMPY[op]
         if target.count == 1 and function is np.add and target.dtype in ("float32", "float64"):
@@ -176,6 +179,8 @@ def prepare_fold(
     require_scale(factor, into.dtype)
     if not into.count:
         return _do_nothing
+    if isinstance(into, DeviceBuffer):
+        return partial(_fold_on_device, op, into, sources, factor=factor, divisor=divisor)
     scaled = factor != 1.0 or divisor != 1
     rescale = partial(_rescale, factor=factor, divisor=divisor) if scaled else None
     chosen = op in ("min", "max")  # one of the pieces as it is, so there is nothing to round
@@ -198,7 +203,9 @@ def scale(target: HostBuffer, factor: float) -> None:
     errors         OperationError on bool, and for a factor that is not finite on integers
     """
     require_scale(factor, target.dtype)
-    if target.count:
+    if isinstance(target, DeviceBuffer):
+        fold("sum", target, (target,), factor=factor)
+    elif target.count:
         _rescale(_arithmetic(target), factor=factor)
 
 
@@ -210,10 +217,28 @@ def finish(op: str, total: HostBuffer, size: int, factor: float = 1.0) -> None:
     divisor = size if op == "average" else 1
     if not total.count or (factor == 1.0 and divisor == 1):
         return
-    if total.dtype in _HALVES and factor != 1.0:
+    if isinstance(total, DeviceBuffer) or (total.dtype in _HALVES and factor != 1.0):
         fold(op, total, (total,), factor=factor, divisor=divisor)
     else:
         _rescale(_arithmetic(total), factor=factor, divisor=divisor)
+
+
+def _fold_on_device(
+    op: str, into: DeviceBuffer, sources: Sequence[HostBuffer], *, factor: float = 1.0, divisor: int = 1
+) -> None:
+    """`fold` by a kernel, given to the queue."""
+    queue = into.queue
+    queue.cuda.use(queue.ordinal)
+    queue.kernels.fold(
+        op,
+        into.dtype,
+        into.address,
+        [source.address for source in sources],
+        into.count,
+        factor=factor,
+        divisor=divisor,
+        stream=queue.stream,
+    )
 
 
 def _is_numpy(buffer: HostBuffer) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
 
 from hpcpar.comm.caller import Family
 from hpcpar.comm.communicator import Communicator
@@ -14,11 +17,21 @@ from hpcpar.comm.select import parse_overrides
 from hpcpar.comm.tuning import Tuning, read_together
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import LaunchError, PeerFailedError
-from hpcpar.launch import binding, crosscheck, environment, one_voice, rendezvous, sentinel, wiring
+from hpcpar.launch import (
+    binding,
+    crosscheck,
+    cuda_awareness,
+    environment,
+    one_voice,
+    rendezvous,
+    sentinel,
+    wiring,
+)
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.own_library import name_hint
-from hpcpar.launch.placement import Placement, RankPlace
+from hpcpar.launch.placement import Placement, RankPlace, visible_gpus
 from hpcpar.launch.settings import Settings, own_tuning_file
+from hpcpar.transport import cuda_driver
 
 if TYPE_CHECKING:
     from hpcpar.transport.mpi import MpiTransport
@@ -69,12 +82,34 @@ def init(
         guard = _guard(world, node, settings, info)
     if settings.shared_memory:
         world.share_memory()
+    if settings.devices != "none":
+        _share_devices(world, settings)
     _hook_failures(transport, watch, guard)
     if _hooks is not None:
         family.end_job = _hooks.end_job
     world.traffic.reset()
     family.forget("node at start-up")
     return world
+
+
+def _share_devices(world: Communicator, settings: Settings) -> None:
+    """Move GPUs' memory as it is, where any rank sees a GPU or a way to do it is asked for. Collective."""
+    sees_any = np.array([settings.devices != "auto" or bool(visible_gpus(os.environ))])
+    if not world.unchecked("start-up").allreduce(sees_any, "or")[0]:
+        return
+
+    def mpi_takes_pointers() -> bool:
+        from hpcpar.transport import mpi
+
+        found = cuda_awareness.capabilities(
+            mpi.library_version(),
+            asked=settings.cuda_aware,
+            driver=str(cuda_driver.driver().version),
+            memory_kinds=mpi.memory_kinds(),
+        )
+        return found.point_to_point is True
+
+    world.share_devices(settings.devices, mpi_takes_pointers)
 
 
 def way() -> wiring.Way | None:

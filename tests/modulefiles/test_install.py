@@ -28,6 +28,7 @@ install = installer()
         (("PREFIX=/usr",), "/usr/bin holds"),
         (("PREFIX=/tmp/hpcpar-none", "MODULE_VERSION=../x"), "MODULE_VERSION=../x would be no file name"),
         (("PREFIX=/tmp/hpcpar-none", 'NEEDS=a"b'), "cannot stand in a module file"),
+        (("PREFIX=/tmp/hpcpar-none", "EXTRAS=cuda13"), "PIP_ARGS=cupy-cuda13x"),
         (("PREFIX=/tmp/hpcpar-none", "MPI=lam"), "MPI=lam is none of mpich, openmpi, own"),
     ],
 )

@@ -1,0 +1,227 @@
+"""How the ranks of a job reach each other's device memory: found out together, once.
+
+pull     ranks of one node of which each can open the other's memory (CUDA IPC), as a trial has shown
+mpi      the rest, where MPI takes device pointers, as a probe or the user says
+staged   the rest, through pinned host memory
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from hpcpar.errors import CudaError, HpcparError
+from hpcpar.launch.binding import gpu_for, gpu_sharing_warning
+from hpcpar.transport import cuda_driver, device_kernels
+from hpcpar.transport.cuda_driver import CudaDriver
+from hpcpar.transport.device_ipc import EventExports, EventImports, Exports, Imports
+from hpcpar.transport.device_memory import DeviceBuffer, Queue
+from hpcpar.transport.interface import Octets
+from hpcpar.transport.staged import PinnedPool
+
+if TYPE_CHECKING:
+    from hpcpar.comm.communicator import Communicator
+
+log = logging.getLogger("hpcpar")
+
+Reach = Literal["pull", "mpi", "staged"]
+
+QUEUES = 4
+"""Calls take turns among so many queues: one that waits for its input does not hold the next one up."""
+
+TRIAL_NBYTES = 4096
+
+
+class Devices:
+    """A rank's access to GPUs, and its ways to the other ranks' memory.
+
+    reaches   the way to each world rank
+    """
+
+    def __init__(self, cuda: CudaDriver, reaches: Sequence[Reach]) -> None:
+        self.cuda = cuda
+        self.reaches = tuple(reaches)
+        self.exports, self.imports = Exports(cuda), _imports(cuda)
+        self.event_exports, self.event_imports = EventExports(cuda), _event_imports(cuda)
+        self.pinned = PinnedPool(cuda)
+
+    def reach(self, world_rank: int) -> Reach:
+        """How messages between this rank and another one travel; the same as seen from there."""
+        return self.reaches[world_rank]
+
+    def queue(self, call: int, ordinal: int) -> Queue:
+        """What the n-th call uses on a device."""
+        queues: dict[Any, Queue] = _of_thread.__dict__
+        key = call % QUEUES, ordinal
+        if key not in queues:
+            queues[key] = Queue(self.cuda, ordinal, device_kernels.kernels)
+        return queues[key]
+
+    def open(self, descriptor: bytes) -> int:
+        """The address here of what a peer shows; to be released."""
+        queues: list[Queue] = list(_of_thread.__dict__.values())
+        for queue in queues:
+            queue.look()
+        try:
+            return self.imports.open(descriptor)
+        except CudaError:
+            # Perhaps its owner has other memory now where something lay that is still open here.
+            for queue in queues:
+                queue.synchronize()
+                queue.look()
+            return self.imports.open(descriptor)
+
+
+_of_thread = threading.local()
+"""The queues of a thread, which all its communicators share."""
+
+
+@cache
+def _imports(cuda: CudaDriver) -> Imports:
+    """What a process has open is the process's: the driver refuses to map two owners of one place."""
+    return Imports(cuda)
+
+
+@cache
+def _event_imports(cuda: CudaDriver) -> EventImports:
+    return EventImports(cuda)
+
+
+def lead_caller(buffer: DeviceBuffer) -> None:
+    """What the caller gives to the stream in which it works just now waits for the buffer's queue."""
+    buffer.queue.lead(buffer.elements())
+
+
+def open_devices(comm: Communicator, asked: str, mpi_takes_pointers: Callable[[], bool]) -> Devices | None:
+    """Find out how ranks reach each other. Collective; None where not every rank has a GPU to use.
+
+    asked                auto; or one way alone, for trying out: staged, mpi, pull
+    mpi_takes_pointers   asked on rank 0, and only if it matters
+    errors               CudaError on every rank when what is asked for cannot be had
+    """
+    quiet = comm.unchecked("devices")
+    here = [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
+    cuda, problem, identity = _open(here.index(comm.rank), len(here))
+    found = quiet.allgather_object((problem, identity))
+    problems = [problem for problem, _ in found]
+    if any(problems):
+        _tell(comm, problems, asked)
+        return None
+    assert cuda is not None, "there is no problem on any rank"
+    _warn_of_sharing(comm, [identity for _, identity in found])
+    can_pull = asked in ("auto", "pull") and _try_pulling(comm, cuda, here)
+    pulled = quiet.allgather_object(can_pull)
+    is_wide = len(here) < comm.size
+    rest: Reach = "staged"
+    if asked in ("auto", "mpi") and any(quiet.allgather_object(is_wide or not can_pull)):
+        taken = mpi_takes_pointers() if comm.rank == 0 else False
+        rest = "mpi" if quiet.broadcast_object(taken) or asked == "mpi" else "staged"
+    if asked == "pull" and not all(pulled):
+        raise CudaError(
+            "HPCPAR_DEVICES=pull, but not all ranks of a node can open each other's device memory (CUDA "
+            "IPC): use HPCPAR_DEVICES=auto, or give them one container with common PID and IPC namespaces"
+        )
+    nodes, own = comm.nodes, comm.nodes[comm.rank]
+    reaches: list[Reach] = [
+        "pull" if nodes[rank] == own and all(pulled[peer] for peer in here) else rest
+        for rank in range(comm.size)
+    ]
+    return Devices(cuda, reaches)
+
+
+def _open(local_rank: int, local_size: int) -> tuple[CudaDriver | None, str, str]:
+    """The driver, with this rank's GPU in use; what stands against it; what tells the GPU from others."""
+    try:
+        cuda = cuda_driver.driver()
+        ordinal = gpu_for(local_rank, cuda.device_count(), local_size)
+        if ordinal is None:
+            return None, "no GPU is visible", ""
+        cuda.use(ordinal)
+        device_kernels.kernels(ordinal)
+        return cuda, "", cuda.identity(ordinal)
+    except HpcparError as error:
+        return None, str(error), ""
+
+
+def _warn_of_sharing(comm: Communicator, identities: Sequence[str]) -> None:
+    """On rank 0, of the first node on which ranks share a GPU."""
+    if comm.rank:
+        return
+    for node in dict.fromkeys(comm.nodes):
+        taken = [identity for identity, its in zip(identities, comm.nodes, strict=True) if its == node]
+        warning = gpu_sharing_warning(len(set(taken)), len(taken), taken)
+        if warning is not None:
+            log.warning("node %d: %s", node, warning)
+            return
+
+
+def _tell(comm: Communicator, problems: Sequence[str], asked: str) -> None:
+    """Some ranks cannot use a GPU, so none moves device memory by itself."""
+    found = [(rank, problem) for rank, problem in enumerate(problems) if problem]
+    text = f"rank {found[0][0]}: {found[0][1]}"
+    if asked != "auto":
+        raise CudaError(f"HPCPAR_DEVICES={asked}, but {text}")
+    if comm.rank == 0:
+        log.warning(
+            "arrays on GPUs are copied to host memory for every collective: %s (%d of %d ranks)",
+            text,
+            len(found),
+            comm.size,
+        )
+
+
+def _try_pulling(comm: Communicator, cuda: CudaDriver, here: Sequence[int]) -> bool:
+    """Whether this rank can read what each rank of its node shows it. Collective.
+
+    Every rank fills a small allocation with its own number, and reads everybody's.
+    """
+    quiet = comm.unchecked("devices")
+    exports, imports = Exports(cuda), _imports(cuda)
+    event_exports, event_imports = EventExports(cuda), _event_imports(cuda)
+    stream, event, address = cuda.stream(), cuda.event(interprocess=True), cuda.alloc(TRIAL_NBYTES)
+    pinned = cuda.alloc_pinned(TRIAL_NBYTES)
+    host = _host_view(pinned, TRIAL_NBYTES)
+    shown: tuple[bytes, bytes] | None = None
+    try:
+        host[:] = comm.rank % 251
+        cuda.copy(address, pinned, TRIAL_NBYTES, stream)
+        cuda.record(event, stream)
+        cuda.synchronize(stream)
+        shown = exports.export(address, TRIAL_NBYTES), event_exports.export(event)
+    except CudaError as error:
+        log.debug("device memory cannot be shown to other processes: %s", error)
+    told = quiet.allgather_object(shown)
+    good = shown is not None
+    try:
+        for peer in here:
+            other = told[peer]
+            if other is None or not good:
+                good = False
+                break
+            cuda.wait(stream, event_imports.open(other[1]))
+            event_imports.release(other[1])
+            cuda.copy(pinned, imports.open(other[0]), TRIAL_NBYTES, stream)
+            cuda.synchronize(stream)
+            imports.release(other[0])
+            good = bool((host == peer % 251).all())
+    except CudaError as error:
+        log.debug("device memory of other processes cannot be opened: %s", error)
+        good = False
+    quiet.barrier()  # nobody reads any more
+    cuda.free(address)
+    cuda.free_pinned(pinned)
+    event_exports.forget(event)
+    cuda.destroy_event(event)
+    cuda.destroy_stream(stream)
+    return good
+
+
+def _host_view(address: int, nbytes: int) -> Octets:
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype=np.uint8)

@@ -1,0 +1,206 @@
+"""Many pieces of device memory become one: the kernels of device_kernels.cu, compiled by CuPy when needed.
+
+The result has the bits that comm/reductions.py gives on the host, down to subnormal numbers, whatever the
+order of CuPy's compiler options. Left open, here as there, where the host's own bits hang on its processor:
+
+    which NaN a NaN is (its sign and digits), and which zero the min or max of -0.0 and +0.0 is
+    the product of complex numbers: NumPy fuses a product and a sum where the processor can, the kernel never
+    a complex number with an infinite part × factor: NumPy multiplies by factor + 0j, ∞ × 0 gives it a NaN
+
+One launch takes 64 sources. More are folded 64 at a time, the result so far in the memory of the result:
+16-bit types are then rounded once per launch. A kernel is compiled for each operation and element type that
+is asked for; the first call of each waits for that (half a second; CuPy keeps the binary in its own cache).
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpcpar.errors import CudaError, OperationError
+from hpcpar.transport.buffers import DTYPES
+
+SOURCE = Path(__file__).with_name("device_kernels.cu")
+OPTIONS = ("-std=c++17", "--fmad=false")
+
+# What follows stands in device_kernels.cu too.
+THREADS = 256
+PACK_NBYTES = 16
+"""Of each source, in a thread's hands at a time."""
+MOST_SOURCES = 64
+NARROW = -1
+ARGUMENTS = struct.Struct(f"@Qqddii{MOST_SOURCES}Q")
+"""into, count, factor, divisor, source_count, head, sources."""
+
+BLOCKS_PER_PROCESSOR = 8
+"""As many as a multiprocessor holds of 256 threads; a longer array makes each of them do more."""
+
+_ITEMSIZES = {name: 2 if name == "bfloat16" else np.dtype(name).itemsize for name in DTYPES}
+
+
+class Kernels(Protocol):
+    """Arithmetic on the memory of one device."""
+
+    def fold(
+        self,
+        op: str,
+        dtype: str,
+        into: int,
+        sources: Sequence[int],
+        count: int,
+        *,
+        factor: float = 1.0,
+        divisor: int = 1,
+        stream: int,
+    ) -> None:
+        """Have `stream` do into = (sources[0] (op) sources[1] (op) …) × factor ÷ divisor, `count` elements.
+
+        into, sources   addresses, each as its element type wants it; `into` may be one of the first 64
+                        sources, and must not overlap them otherwise. Fastest where all have the same
+                        remainder by 16, as pieces of scratch memory can be given that of the result.
+        errors          OperationError if `into` is a source beyond the first 64; whether the operation and
+                        the factor have a meaning for the element type is the caller's to know
+        """
+        ...
+
+
+class CupyKernels:
+    """`Kernels` of a device, compiled and launched by CuPy."""
+
+    def __init__(self, ordinal: int) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise CudaError(
+                f"collectives on GPU memory need CuPy, which compiles the kernels that add it up: "
+                f"pip install 'hpcpar[cuda13]', or hpcpar[cuda12] with a driver for CUDA 12 ({error})"
+            ) from error
+        self._cupy = cupy
+        self._device = cupy.cuda.Device(ordinal)
+        self._most_blocks = BLOCKS_PER_PROCESSOR * self._device.attributes["MultiProcessorCount"]
+        self._compiled: dict[tuple[str, str], Any] = {}
+        self._streams: dict[int, Any] = {}
+
+    def fold(
+        self,
+        op: str,
+        dtype: str,
+        into: int,
+        sources: Sequence[int],
+        count: int,
+        *,
+        factor: float = 1.0,
+        divisor: int = 1,
+        stream: int,
+    ) -> None:
+        kernel = self._compiled.get((op, dtype)) or self._compile(op, dtype)
+        grid = (min(block_count(dtype, count), self._most_blocks),)
+        with self._device, self._streams.get(stream) or self._stream(stream):
+            for arguments in launches(dtype, into, sources, count, factor=factor, divisor=divisor):
+                # CuPy passes a NumPy array of one element by value, whatever that element is.
+                by_value = np.frombuffer(arguments, dtype=f"V{ARGUMENTS.size}")
+                kernel(grid, (THREADS,), (by_value,))
+
+    def _compile(self, op: str, dtype: str) -> Any:
+        options = (*OPTIONS, *defines(op, dtype))
+        # Not by name expressions: kernels found by those are compiled anew by every process.
+        kernel = self._cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=options).get_function(
+            "fold"
+        )
+        return self._compiled.setdefault((op, dtype), kernel)
+
+    def _stream(self, address: int) -> Any:
+        from_external = getattr(self._cupy.cuda.Stream, "from_external", None)
+        made: Any
+        if from_external is not None:
+            made = from_external(_Stream(address))
+        else:  # until CuPy 13
+            made = self._cupy.cuda.ExternalStream(address, self._device.id)
+        return self._streams.setdefault(address, made)
+
+
+class _Stream:
+    """A stream as other libraries take it."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
+def defines(op: str, dtype: str) -> tuple[str, str]:
+    """What makes the compiler compile one kernel, `fold`."""
+    return f"-DOPERATION=op_{'sum' if op == 'average' else op}", f"-DELEMENT=element_{dtype}"
+
+
+def block_count(dtype: str, count: int) -> int:
+    """Blocks that have a tile of their own each."""
+    tile = THREADS * PACK_NBYTES // _ITEMSIZES[dtype]
+    return -(-count // tile)
+
+
+def launches(
+    dtype: str, into: int, sources: Sequence[int], count: int, *, factor: float = 1.0, divisor: int = 1
+) -> Iterator[bytes]:
+    """The argument of each launch of a fold, in order: `struct Fold`."""
+    if not count:
+        return
+    if into in sources[MOST_SOURCES:]:
+        raise OperationError(
+            f"fold of {len(sources)} sources whose result takes the place of source "
+            f"{sources.index(into, MOST_SOURCES)}: of more than {MOST_SOURCES}, only the first "
+            f"{MOST_SOURCES} can be; give that source first"
+        )
+    if np.dtype("V2" if dtype == "bfloat16" else dtype).kind in "iu":
+        factor, divisor = factor / divisor, 1
+    now, later = tuple(sources[:MOST_SOURCES]), tuple(sources[MOST_SOURCES:])
+    while later:
+        yield _arguments(dtype, into, now, count, 1.0, 1)
+        now, later = (into, *later[: MOST_SOURCES - 1]), later[MOST_SOURCES - 1 :]
+    yield _arguments(dtype, into, now, count, factor, divisor)
+
+
+def _arguments(
+    dtype: str, into: int, sources: tuple[int, ...], count: int, factor: float, divisor: int
+) -> bytes:
+    unused = (0,) * (MOST_SOURCES - len(sources))
+    head = head_of(_ITEMSIZES[dtype], into, sources)
+    return ARGUMENTS.pack(into, count, factor, divisor, len(sources), min(head, count), *sources, *unused)
+
+
+def head_of(itemsize: int, into: int, sources: Sequence[int]) -> int:
+    """Elements before the first that lies on a 16-byte boundary everywhere; NARROW: there is none."""
+    head_nbytes = -into % PACK_NBYTES
+    if head_nbytes % itemsize or any((source - into) % PACK_NBYTES for source in sources):
+        return NARROW
+    return head_nbytes // itemsize
+
+
+_lock = threading.Lock()
+_known: dict[int, Kernels] = {}
+_instead: Kernels | None = None
+
+
+def kernels(ordinal: int) -> Kernels:
+    """The kernels of a device, the same for every caller in this process.
+
+    errors   CudaError if CuPy is not installed
+    """
+    if _instead is not None:
+        return _instead
+    with _lock:
+        if ordinal not in _known:
+            _known[ordinal] = CupyKernels(ordinal)
+        return _known[ordinal]
+
+
+def use_instead(kernels: Kernels | None) -> None:
+    """For tests: what `kernels` gives from now on, on every device; None: CuPy's again."""
+    global _instead
+    _instead = kernels

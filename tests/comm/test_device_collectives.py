@@ -1,0 +1,184 @@
+"""Collectives and messages on device memory, by each way, over a stand-in for the CUDA driver."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import BufferTypeError, MismatchError, OperationError
+from hpcpar.transport import device_kernels
+from tests.comm import device_cases
+from tests.comm.device_cases import CASES, on_device, values
+from tests.transport import kernel_stand_in
+
+RunRanks = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def kernels(stand_in) -> Iterator[None]:
+    device_kernels.use_instead(kernel_stand_in.StandInKernels())
+    yield
+    device_kernels.use_instead(None)
+
+
+def shared(way: str, function):
+    def body(comm: Communicator):
+        assert comm.share_devices(way)
+        return function(comm)
+
+    return body
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", ["pull", "staged"])
+@pytest.mark.parametrize("case", CASES)
+def test_arrays_on_devices_get_what_arrays_on_hosts_get(kernels, case: str, way: str, size: int) -> None:
+    run_loopback(size, shared(way, CASES[case]), check=True)
+
+
+@pytest.mark.parametrize("way", ["auto", "staged"])
+def test_on_two_nodes_ranks_of_one_pull_and_the_others_are_sent_to(kernels, way: str) -> None:
+    def body(comm: Communicator) -> None:
+        for case in CASES.values():
+            case(comm)
+        device_cases.all_reduces(
+            comm, (1, 5000), ("ring", "recursive_doubling", "hierarchical", "hierarchical_pipelined")
+        )
+
+    run_loopback(4, shared(way, body), nodes=[0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_algorithm_can_be_pulled(kernels, size: int) -> None:
+    from hpcpar.algorithms.catalogue import ALGORITHMS
+
+    def body(comm: Communicator) -> None:
+        names = [name for name in ALGORITHMS["allreduce"] if name != "native"]
+        device_cases.all_reduces(comm, (1, 777), tuple(names))
+
+    run_loopback(size, shared("pull", body))
+
+
+def test_as_many_bytes_are_counted_as_on_the_host(kernels) -> None:
+    def body(comm: Communicator) -> tuple[int, int]:
+        comm.allreduce(on_device(values(comm.rank, 1000)), algorithm="ring")
+        on_devices = comm.traffic.nbytes_sent("allreduce")
+        comm.traffic.reset()
+        comm.allreduce(values(comm.rank, 1000), algorithm="ring")
+        return on_devices, comm.traffic.nbytes_sent("allreduce")
+
+    for on_devices, on_hosts in run_loopback(4, shared("pull", body), check=False):
+        assert on_devices == on_hosts > 0
+
+
+@pytest.mark.parametrize("way", ["pull", "staged"])
+def test_bfloat16_is_summed_in_float32(kernels, way: str) -> None:
+    bits = np.array([0x3F80, 0x3B80, 0x4000], dtype=np.uint16)  # 1, 2^-8, 2
+
+    def body(comm: Communicator) -> np.ndarray:
+        array = device_cases.DeviceArray.from_host(bits, dtype="bfloat16")
+        return comm.allreduce(array, algorithm="direct").to_host()
+
+    for found in run_loopback(3, shared(way, body)):
+        assert found.tolist() == [0x4040, 0x3C40, 0x40C0]  # 3, 3·2^-8, 6
+
+
+def test_arrays_of_one_call_are_in_one_place(kernels) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(BufferTypeError, match=r"out is in the memory of the host.*a GPU"):
+            comm.unchecked("mixed").allreduce(on_device(values(0, 4)), out=np.zeros(4, "float32"))
+        with pytest.raises(BufferTypeError, match="give out"):
+            comm.unchecked("no out").allgather(on_device(values(0, 4)))
+        with pytest.raises(OperationError, match="on a GPU"):
+            comm.unchecked("native").allreduce(on_device(values(0, 4)), algorithm="native")
+
+    run_loopback(1, shared("pull", body))
+
+
+def test_a_host_array_that_meets_a_device_array_is_named(kernels) -> None:
+    def body(comm: Communicator) -> None:
+        array = values(0, 4) if comm.rank else on_device(values(0, 4))
+        with pytest.raises(MismatchError, match="on a GPU"):
+            comm.allreduce(array)
+
+    run_loopback(2, shared("pull", body), check=True)
+
+
+@pytest.mark.parametrize("way", ["pull", "staged"])
+def test_a_message_of_another_length_is_named(kernels, way: str) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.start_send(on_device(values(0, 30)), 1)
+        else:
+            with pytest.raises(MismatchError, match=r"120|expect"):
+                comm.recv(on_device(np.zeros(40, "float32")), 0)
+        comm.barrier()  # the sender makes progress meanwhile
+
+    run_loopback(2, shared(way, body), timeout_s=20)
+
+
+def test_memory_that_cannot_be_shown_is_copied_first(kernels, stand_in) -> None:
+    def body(comm: Communicator) -> None:
+        array = stand_in.DeviceArray.from_host(values(comm.rank, 500), alloc=stand_in.alloc_pooled)
+        comm.allreduce(array)
+        expected = values(0, 500) + values(1, 500)
+        np.testing.assert_array_equal(array.to_host(), expected)
+
+    run_loopback(2, shared("pull", body))
+
+
+@pytest.mark.parametrize("way", ["pull", "staged"])
+def test_no_host_waits_for_a_device_in_calls_that_follow_each_other(kernels, stand_in, way: str) -> None:
+    def body(comm: Communicator) -> int:
+        arrays = [on_device(values(comm.rank, 4000)) for _ in range(4)]
+        comm.barrier()
+        before = stand_in.calls("cuStreamSynchronize") + stand_in.calls("cuEventSynchronize")
+        for _ in range(10):
+            for array in arrays:
+                comm.allreduce(array, "max")
+        comm.barrier()
+        after = stand_in.calls("cuStreamSynchronize") + stand_in.calls("cuEventSynchronize")
+        comm.barrier()
+        return after - before
+
+    assert run_loopback(2, shared(way, body)) == [0, 0]
+
+
+SCRIPT = Path(__file__).with_name("device_rank.py")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_delays_change_nothing(run_ranks: RunRanks, stand_in, monkeypatch, size: int) -> None:
+    monkeypatch.setenv("STAND_IN_JITTER_US", "300")
+    done = run_ranks(size, str(SCRIPT), "pull", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all as it should be") == size
+
+
+def test_a_wait_left_out_would_be_seen(run_ranks: RunRanks, stand_in, monkeypatch) -> None:
+    monkeypatch.setenv("STAND_IN_JITTER_US", "300")
+    monkeypatch.setenv("STAND_IN_DROP_WAITS", "1")
+    done = run_ranks(2, str(SCRIPT), "pull", timeout_s=120)
+    assert done.returncode != 0
+    assert "Mismatched elements" in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["pull", "staged"])
+@pytest.mark.parametrize("case", CASES)
+def test_over_mpi_arrays_on_devices_get_what_arrays_on_hosts_get(
+    kernels, world: Communicator, case: str, way: str
+) -> None:
+    with world.split(0, name=f"devices {way}") as comm:
+        before = comm._family.devices
+        try:
+            assert comm.share_devices(way)
+            CASES[case](comm)
+        finally:
+            comm.barrier()
+            comm._family.devices = before
