@@ -301,15 +301,25 @@ class Caller(ABC):
         named: str | None = None,
         dtype: str = ANY,
         op: str = "sum",
+        on_device: bool = False,
     ) -> str:
         """Name of the algorithm that a collective of `nbytes`, of the whole array, would run by.
 
         uneven   the ranks' pieces are not equally large
         named    what the caller of the collective would ask for
         dtype    element type; ANY: one that every algorithm can do
+        on_device   the array is on a GPU
         errors   OperationError where the collective would raise it
         """
-        return self._choose(collective, nbytes, uneven=uneven, named=named, dtype=dtype, op=op).name
+        return self._choose(
+            collective,
+            nbytes,
+            uneven=uneven,
+            named=named,
+            dtype=dtype,
+            op=op,
+            on_device=on_device and self._family.devices is not None,  # else it is copied to the host
+        ).name
 
     def native_obstacle(
         self, collective: str, nbytes: int, *, dtype: str = ANY, op: str = "sum"

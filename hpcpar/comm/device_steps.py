@@ -246,6 +246,8 @@ class DeviceStep:
         if self._course_run is None:
             return True
         self._course.poll()
+        for exchange in self._exchanges:
+            exchange.test()  # while a token is waited for, too: its rank may wait for what is sent here
         for _ in self._course_run:
             return False
         self._course_run = None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm.operation import Message, PlannedStep, bill
 from hpcpar.errors import BufferTypeError, MismatchError, OperationError
 from hpcpar.transport import device_kernels
 from tests.comm import device_cases
@@ -147,6 +148,35 @@ def test_no_host_waits_for_a_device_in_calls_that_follow_each_other(kernels, sta
         return after - before
 
     assert run_loopback(2, shared(way, body)) == [0, 0]
+
+
+def test_what_is_sent_leaves_while_a_peer_is_waited_for(kernels) -> None:
+    """Rank 0 pulls from rank 1, which waits for rank 2 on another node, which waits for what rank 0 sends."""
+    steps = {
+        0: (PlannedStep((), (message(2, "input"),), (message(1, "output"),)),),
+        1: (
+            PlannedStep((), (), (message(2, "output"),)),
+            PlannedStep((), (message(0, "output"),), ()),
+        ),
+        2: (
+            PlannedStep((), (), (message(0, "output"),)),
+            PlannedStep((), (message(1, "output"),), ()),
+        ),
+    }
+
+    def body(comm: Communicator) -> list[float]:
+        arrays = {name: on_device(values(comm.rank, 50)) for name in ("input", "output")}
+        spaces = {name: comm._view(array, writable=True).host for name, array in arrays.items()}
+        done = comm._go("relay", bill(steps[comm.rank]), spaces, lambda: None, lambda: None)
+        done.wait()
+        return arrays["output"].to_host().tolist()
+
+    sent = values(0, 50).tolist()
+    assert run_loopback(3, shared("auto", body), nodes=[0, 0, 1], timeout_s=20) == [sent] * 3
+
+
+def message(peer: int, space: str) -> Message:
+    return Message(peer, ((space, 0, 50),), 50)
 
 
 SCRIPT = Path(__file__).with_name("device_rank.py")
