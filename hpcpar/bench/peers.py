@@ -229,9 +229,12 @@ def _started(name: str, request: MPI.Prequest, result: Any) -> Candidate:
 def prepared(array: Any, pieces: int = 1) -> list[Any]:
     """[memory, count of one of the equal pieces, type]: mpi4py need not look at the array again."""
     flat = tensor(array)
-    octets = flat.view(torch.uint8).numpy()
+    if flat.is_cuda:
+        memory = MPI.buffer.fromaddress(flat.data_ptr(), flat.numel() * flat.element_size())
+    else:
+        memory = MPI.buffer(flat.view(torch.uint8).numpy())
     dtype = str(flat.dtype).removeprefix("torch.")
-    return [MPI.buffer(octets), flat.numel() // pieces, TYPES.get(dtype, MPI.INT16_T)]
+    return [memory, flat.numel() // pieces, TYPES.get(dtype, MPI.INT16_T)]
 
 
 class GlooPeer:
@@ -239,6 +242,10 @@ class GlooPeer:
 
     errors   RuntimeError on every rank when gloo cannot be started on one
     """
+
+    name = "gloo"
+    group: Any = None
+    """torch's process group; None: the one of all ranks."""
 
     def __init__(self, comm: Communicator, *, timeout_s: float = 60.0) -> None:
         import torch.distributed as dist
@@ -280,43 +287,52 @@ class GlooPeer:
         whole, other = tensor(buffers.whole), tensor(buffers.other)
         calls = self._calls(case, comm, buffers, wait=True)
         if case.collective == "send":
-            return [Candidate("gloo", self._ping_pong(comm, whole, other), lambda: _received(comm, other))]
+            return [Candidate(self.name, self._ping_pong(comm, whole, other), lambda: _received(comm, other))]
         if (case.collective, place) not in calls:
             return []
         run, result = calls[case.collective, place]
-        return [Candidate("gloo", run, lambda: result)]
+        return [Candidate(self.name, run, lambda: result)]
 
     def starters(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Starter]:
         """Gloo's own threads make progress."""
         call = self._calls(case, comm, buffers, wait=False).get((case.collective, place))
-        return [] if call is None else [("gloo", lambda: _Work(call[0]()), call[1], True)]
+        return [] if call is None else [(self.name, lambda: _Work(call[0]()), call[1], True)]
 
     def _calls(
         self, case: Case, comm: Communicator, buffers: Buffers, *, wait: bool
     ) -> dict[tuple[str, Place], tuple[Callable[[], object], Any]]:
         """What gloo can do with these buffers, and where the result will be."""
-        dist, later = self._dist, not wait
+        dist, group, later = self._dist, self.group, not wait
         whole, shard, other = (tensor(array) for array in (buffers.whole, buffers.shard, buffers.other))
         own = whole[case.own(comm.rank)]
         # gloo has allreduce, reduce and broadcast in place only; their results are checked there.
         return {
-            ("allreduce", "in"): (lambda: dist.all_reduce(whole, async_op=later), whole),
+            ("allreduce", "in"): (lambda: dist.all_reduce(whole, group=group, async_op=later), whole),
             ("reduce_scatter", "out"): (
-                lambda: dist.reduce_scatter_tensor(shard, whole, async_op=later),
+                lambda: dist.reduce_scatter_tensor(shard, whole, group=group, async_op=later),
                 shard,
             ),
-            ("reduce_scatter", "in"): (lambda: dist.reduce_scatter_tensor(own, whole, async_op=later), own),
+            ("reduce_scatter", "in"): (
+                lambda: dist.reduce_scatter_tensor(own, whole, group=group, async_op=later),
+                own,
+            ),
             ("allgather", "out"): (
-                lambda: dist.all_gather_into_tensor(whole, shard, async_op=later),
+                lambda: dist.all_gather_into_tensor(whole, shard, group=group, async_op=later),
                 whole,
             ),
-            ("allgather", "in"): (lambda: dist.all_gather_into_tensor(whole, own, async_op=later), whole),
-            ("broadcast", "in"): (lambda: dist.broadcast(whole, 0, async_op=later), whole),
+            ("allgather", "in"): (
+                lambda: dist.all_gather_into_tensor(whole, own, group=group, async_op=later),
+                whole,
+            ),
+            ("broadcast", "in"): (lambda: dist.broadcast(whole, 0, group=group, async_op=later), whole),
             ("reduce", "in"): (
-                lambda: dist.reduce(whole, 0, async_op=later),
+                lambda: dist.reduce(whole, 0, group=group, async_op=later),
                 whole if comm.rank == 0 else None,
             ),
-            ("alltoall", "out"): (lambda: dist.all_to_all_single(other, whole, async_op=later), other),
+            ("alltoall", "out"): (
+                lambda: dist.all_to_all_single(other, whole, group=group, async_op=later),
+                other,
+            ),
         }
 
     def _ping_pong(self, comm: Communicator, sent: Any, received: Any) -> Callable[[], None]:

@@ -120,8 +120,11 @@ def open_devices(comm: Communicator, asked: str, mpi_takes_pointers: Callable[[]
     is_wide = len(here) < comm.size
     rest: Reach = "staged"
     if asked in ("auto", "mpi") and any(quiet.allgather_object(is_wide or not can_pull)):
-        taken = mpi_takes_pointers() if comm.rank == 0 else False
-        rest = "mpi" if quiet.broadcast_object(taken) or asked == "mpi" else "staged"
+        taken = asked == "mpi"
+        with quiet.together("finding out what MPI does with GPUs' memory"):
+            if comm.rank == 0 and not taken:
+                taken = mpi_takes_pointers()
+        rest = "mpi" if quiet.broadcast_object(taken) else "staged"
     if asked == "pull" and not all(pulled):
         raise CudaError(
             "HPCPAR_DEVICES=pull, but not all ranks of a node can open each other's device memory (CUDA "

@@ -23,6 +23,7 @@ def allreduce_nbytes(
     algorithm: str | None = None,
     dtype: str = ANY,
     op: str = "sum",
+    on_device: bool = False,
 ) -> int:
     """Bytes that all ranks of `comm` send in one all-reduce of S = `nbytes`, whatever the remainders.
 
@@ -36,9 +37,10 @@ def allreduce_nbytes(
     nbytes      as they travel: half of a float32 array's where it is compressed
     algorithm   None = the one that the communicator chooses for this many bytes
     dtype       element type that travels, where tables or MPI make a difference
+    on_device   whether the array is on a GPU, for which other algorithms may be chosen
     """
     size = comm.size
-    name = comm.algorithm_for("allreduce", nbytes, named=algorithm, dtype=dtype, op=op)
+    name = comm.algorithm_for("allreduce", nbytes, named=algorithm, dtype=dtype, op=op, on_device=on_device)
     members = 1 << (size.bit_length() - 1)
     folded = 2 * (size - members)
     match name:
@@ -59,7 +61,13 @@ def allreduce_nbytes(
 
 
 def reduce_scatter_nbytes(
-    comm: Communicator, nbytes: int, *, algorithm: str | None = None, dtype: str = ANY, op: str = "sum"
+    comm: Communicator,
+    nbytes: int,
+    *,
+    algorithm: str | None = None,
+    dtype: str = ANY,
+    op: str = "sum",
+    on_device: bool = False,
 ) -> int:
     """Bytes that all ranks of `comm` send in one reduce-scatter of S = `nbytes` into equal pieces.
 
@@ -68,7 +76,9 @@ def reduce_scatter_nbytes(
     0                      native
     """
     size = comm.size
-    name = comm.algorithm_for("reduce_scatter", nbytes, named=algorithm, dtype=dtype, op=op)
+    name = comm.algorithm_for(
+        "reduce_scatter", nbytes, named=algorithm, dtype=dtype, op=op, on_device=on_device
+    )
     if name == NATIVE:
         return 0
     fold = size - (1 << (size.bit_length() - 1)) if name == "recursive_halving" else 0
@@ -76,10 +86,15 @@ def reduce_scatter_nbytes(
 
 
 def allgather_nbytes(
-    comm: Communicator, nbytes: int, *, algorithm: str | None = None, dtype: str = ANY
+    comm: Communicator,
+    nbytes: int,
+    *,
+    algorithm: str | None = None,
+    dtype: str = ANY,
+    on_device: bool = False,
 ) -> int:
     """Bytes that all ranks of `comm` send in one all-gather of equal shards, S = `nbytes` in all: (p-1)S."""
-    name = comm.algorithm_for("allgather", nbytes, named=algorithm, dtype=dtype)
+    name = comm.algorithm_for("allgather", nbytes, named=algorithm, dtype=dtype, on_device=on_device)
     return 0 if name == NATIVE else (comm.size - 1) * nbytes
 
 
@@ -148,13 +163,19 @@ def expected_traffic(
         gradient = dtype_of(bucket) if dtype is None else str(dtype).removeprefix("torch.")
         nbytes = bucket.nbytes if dtype is None else bucket.numel * dtype.itemsize
         if stage == 0:
-            reduced += allreduce_nbytes(comm, nbytes, algorithm=algorithm, dtype=gradient, op="average")
+            reduced += allreduce_nbytes(
+                comm, nbytes, algorithm=algorithm, dtype=gradient, op="average", on_device=is_on_gpu(bucket)
+            )
             continue
-        scattered = reduce_scatter_nbytes(comm, nbytes, algorithm=algorithm, dtype=gradient, op="average")
+        scattered = reduce_scatter_nbytes(
+            comm, nbytes, algorithm=algorithm, dtype=gradient, op="average", on_device=is_on_gpu(bucket)
+        )
         times = steps * (1 if stage == 1 else backwards)
         total["reduce_scatter"] = total.get("reduce_scatter", 0) + times * scattered
         if stage < 3 and gathered:
-            shards = (steps + loads) * allgather_nbytes(comm, bucket.nbytes, dtype=dtype_of(bucket))
+            shards = (steps + loads) * allgather_nbytes(
+                comm, bucket.nbytes, dtype=dtype_of(bucket), on_device=is_on_gpu(bucket)
+            )
             total["allgather"] = total.get("allgather", 0) + shards
     if stage:
         reduced += norms * allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
@@ -169,7 +190,8 @@ def broadcast_nbytes(comm: Communicator, buckets: Iterable[Bucket]) -> int:
     return sum(
         (comm.size - 1) * bucket.nbytes
         for bucket in buckets
-        if comm.algorithm_for("broadcast", bucket.nbytes, dtype=dtype_of(bucket)) != NATIVE
+        if comm.algorithm_for("broadcast", bucket.nbytes, dtype=dtype_of(bucket), on_device=is_on_gpu(bucket))
+        != NATIVE
     )
 
 
@@ -177,6 +199,12 @@ def dtype_of(bucket: Bucket) -> str:
     """Name of the element type in a bucket, whose kind is that type, or begins with it."""
     dtype = bucket.kind[0] if isinstance(bucket.kind, tuple) else bucket.kind
     return str(dtype).removeprefix("torch.")
+
+
+def is_on_gpu(bucket: Bucket) -> bool:
+    """Whether it lies there, as its kind says where that names a device."""
+    kind = bucket.kind
+    return isinstance(kind, tuple) and any(getattr(part, "type", None) == "cuda" for part in kind)
 
 
 def usage_map_nbytes(parameters: int) -> int:

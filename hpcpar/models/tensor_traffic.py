@@ -157,6 +157,7 @@ def expected_tensor_traffic(
     evaluated: Iterable[Pass] = (),
     recompute: Recompute | None = None,
     parts: Sequence[Part] | None = None,
+    on_device: bool = False,
 ) -> Counter[tuple[Communicator, str]]:
     """(communicator, collective) -> bytes that its ranks together send.
 
@@ -164,6 +165,7 @@ def expected_tensor_traffic(
     trained     a forward and a backward of each; evaluated: a forward of each
     recompute   as the model was built with
     parts       that these ranks have of it; None: they have all of it
+    on_device   whether activations are on GPUs
     """
     total: Counter[tuple[Communicator, str]] = Counter()
     if tp.size == 1:
@@ -174,12 +176,12 @@ def expected_tensor_traffic(
     for part in held:
         for size, times in with_backward.items():
             exchanges = [*forward(config, tp, size, part), *backward(config, tp, size, again, part)]
-            _add(total, tp.comm, exchanges, dtype, times)
+            _add(total, tp.comm, exchanges, dtype, times, on_device)
             if config.key_value_heads < tp.size:
                 same = tp.sharers(config.key_value_heads).same
-                _add(total, same, shared_heads_backward(config, tp, part), dtype, times)
+                _add(total, same, shared_heads_backward(config, tp, part), dtype, times, on_device)
         for size, times in forward_only.items():
-            _add(total, tp.comm, forward(config, tp, size, part), dtype, times)
+            _add(total, tp.comm, forward(config, tp, size, part), dtype, times, on_device)
     return total
 
 
@@ -189,22 +191,23 @@ def _add(
     exchanges: Iterable[Exchange],
     dtype: torch.dtype,
     times: int,
+    on_device: bool,
 ) -> None:
     for exchange, count in Counter(exchanges).items():
-        total[comm, exchange.collective] += times * count * _nbytes(comm, exchange, dtype)
+        total[comm, exchange.collective] += times * count * _nbytes(comm, exchange, dtype, on_device)
 
 
-def _nbytes(comm: Communicator, exchange: Exchange, dtype: torch.dtype) -> int:
+def _nbytes(comm: Communicator, exchange: Exchange, dtype: torch.dtype, on_device: bool) -> int:
     """Bytes that all ranks of `comm` send."""
     if exchange.kind != "of the model":
         dtype = torch.promote_types(dtype, torch.float32)
     nbytes, name = exchange.values * dtype.itemsize, str(dtype).removeprefix("torch.")
     if exchange.collective == "allgather":
-        return allgather_nbytes(comm, nbytes, dtype=name)
+        return allgather_nbytes(comm, nbytes, dtype=name, on_device=on_device)
     if exchange.collective == "reduce_scatter":
-        return reduce_scatter_nbytes(comm, nbytes, dtype=name)
+        return reduce_scatter_nbytes(comm, nbytes, dtype=name, on_device=on_device)
     op = "max" if exchange.kind == "largest logits" else "sum"
-    return allreduce_nbytes(comm, nbytes, dtype=name, op=op)
+    return allreduce_nbytes(comm, nbytes, dtype=name, op=op, on_device=on_device)
 
 
 def _unit(config: LlamaConfig, size: Pass) -> int:

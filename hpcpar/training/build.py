@@ -36,10 +36,17 @@ def place_on_hardware(config: Config, comm: Communicator) -> torch.device:
     if config.train.device == "cpu":
         return torch.device("cpu")
     with comm.together("choosing a GPU"):
+        if config.optimizer.shared_parameters:
+            raise ConfigError(
+                "optimizer.shared_parameters is of host memory, but train.device = 'cuda'; use one of them"
+            )
         index = gpu_for(local_rank, torch.cuda.device_count(), local_size)
         if index is None:
             raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use train.device=cpu")
-        return torch.device("cuda", index)
+        device = torch.device("cuda", index)
+        # Whoever allocates without saying where does it on this rank's GPU, not every rank on the first.
+        torch.cuda.set_device(device)
+        return device
 
 
 def prepare_data(config: Config, comm: Communicator, *, say: Callable[[str], None]) -> Prepared:

@@ -97,6 +97,7 @@ def expected_traffic(
             evaluated=passes.evaluations * [Pass(each, passes.sequence) for each in passes.held_out],
             recompute=recompute,
             parts=None if worker is None else [stage.part for stage in worker.model.stages.values()],
+            on_device=next(model.parameters()).is_cuda,
         )
     )
     if worker is not None:
@@ -138,7 +139,9 @@ def _pipeline(
         parameter = model.tied_parameters()[name]
         assert parameter is not None, "this rank has a copy"
         kind = str(parameter.dtype).removeprefix("torch.")
-        total[over, "allreduce"] += passes.steps * allreduce_nbytes(over, parameter.nbytes, dtype=kind)
+        total[over, "allreduce"] += passes.steps * allreduce_nbytes(
+            over, parameter.nbytes, dtype=kind, on_device=parameter.is_cuda
+        )
     return total
 
 

@@ -6,11 +6,12 @@ import torch
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.buckets import Bucket, Extent, assign
 from hpcpar.data_parallel.traffic import (
     allreduce_nbytes,
     broadcast_nbytes,
     expected_nbytes,
+    is_on_gpu,
     usage_map_nbytes,
 )
 from hpcpar.errors import OperationError
@@ -73,3 +74,10 @@ def test_a_broadcast_sends_every_value_to_every_other_rank_once() -> None:
 def test_an_unknown_algorithm_has_no_theory() -> None:
     with pytest.raises(OperationError, match="no algorithm 'magic' for allreduce"):
         allreduce_nbytes(Communicator.alone(), 8, algorithm="magic")
+
+
+def test_a_bucket_tells_whether_it_is_on_a_gpu() -> None:
+    gpu, host = torch.device("cuda", 0), torch.device("cpu")
+    for kind, expected in (((torch.float32, gpu), True), ((torch.float32, host), False), ("float32", False)):
+        (bucket,) = assign([Extent(4, 4, kind)], bucket_bytes=100, first_bucket_bytes=100)
+        assert is_on_gpu(bucket) == expected

@@ -1,0 +1,159 @@
+"""gpu_check.sh goes on after a part that fails, says what passed, and names what is missing.
+
+On a real GPU it is its own test; here, stand-ins take the places of Python, its environment and the parts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
+PARTS = (
+    "facts doctor tests tests-1 tests-2 tests-3 tests-4 collectives-2 collectives-4 nccl-2 train-1 train-2"
+)
+
+
+def executable(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def check(directory: Path, *, driver: str = "echo 13000", ready: str = "exit 0", **variables: str):
+    """The script with parts that say their words; hpcpar's fail where they hold $FAILS."""
+    executable(directory / "python", driver)
+    inside = f'case "$*" in *"import cupy, hpcpar"*) {ready};; esac\necho "python $*"'
+    executable(directory / "venv" / "bin" / "python", inside)
+    executable(
+        directory / "venv" / "bin" / "hpcpar",
+        'echo "hpcpar $*"; case "$*" in *"${FAILS:-none of them}"*) echo broken; exit 7;; esac',
+    )
+    places = {
+        "PYTHON": str(directory / "python"),
+        "VENV": str(directory / "venv"),
+        "RESULTS": str(directory / "results"),
+        "LOGS": str(directory / "logs"),
+    }
+    return subprocess.run(
+        ["bash", str(SCRIPT)],
+        env={**os.environ, "ONLY": "", **places, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_all_parts_are_run_and_what_passed_is_said_and_kept(tmp_path: Path) -> None:
+    done = check(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = (tmp_path / "results" / "gpu-check.txt").read_text()
+    assert [line.split()[1] for line in summary.splitlines() if line.startswith("passed")] == [
+        *PARTS.split(),
+        "same-course",
+    ]
+    assert summary in done.stdout
+    said = (tmp_path / "logs" / "tests-4.log").read_text()
+    assert said == "hpcpar run -n 4 -- -m pytest --with-mpi -m gpu and mpi tests\n"
+    said = (tmp_path / "logs" / "train-2.log").read_text()
+    assert "train.device=cuda train.precision=bfloat16" in said
+
+
+def test_after_a_part_that_fails_the_others_follow_and_the_status_tells(tmp_path: Path) -> None:
+    done = check(tmp_path, FAILS="run -n 2 benchmarks/device_collectives.py --json")
+    assert done.returncode == 1
+    assert "-- collectives-2 failed: status 7; the end of" in done.stdout
+    assert "\nbroken\n" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last == "FAILED  collectives-2 (status 7)"
+    assert "\npassed  same-course" in done.stdout
+
+
+def test_an_experiment_that_fails_does_not_count(tmp_path: Path) -> None:
+    done = check(tmp_path, FAILS="--peers nccl")
+    assert done.returncode == 0
+    assert "failed  nccl-2 (status 7), which is an experiment and does not count" in done.stdout
+
+
+def test_some_parts_alone_are_run(tmp_path: Path) -> None:
+    done = check(tmp_path, ONLY="doctor train-1")
+    assert done.returncode == 0
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("==")] == [
+        "doctor:",
+        "train-1:",
+    ]
+
+
+def test_without_a_driver_it_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    done = check(tmp_path, driver="exit 1")
+    assert done.returncode == 1
+    assert "no CUDA driver (libcuda.so.1)" in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
+def test_an_environment_of_somebody_else_that_does_not_do_is_left_alone(tmp_path: Path) -> None:
+    done = check(tmp_path, ready='echo "AssertionError: torch 2.13.0+cpu sees no GPU"; exit 1')
+    assert done.returncode == 1
+    assert "does not do: AssertionError: torch 2.13.0+cpu sees no GPU. VENV=.venv-gpu makes" in done.stderr
+    assert "== " not in done.stdout
+
+
+def test_shellcheck_finds_nothing() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(
+        ["shellcheck", str(SCRIPT)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def run_of(directory: Path, losses: list[float]) -> Path:
+    directory.mkdir()
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses)]
+    (directory / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 1, "held_out_loss": 2.0}']))
+    summary = {"layout": "dp=2", "held_out_loss": losses[-1], "tokens_per_s": 1000.0}
+    (directory / "summary.json").write_text(json.dumps(summary))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        ([10.0, 8.0, 6.05], 0),
+        ([10.0, 8.0, 6.3], 1),
+        ([10.0, 8.0], 1),
+        ([10.0, 8.0, float("nan")], 1),
+    ],
+    ids=["as rounding makes them", "too far apart", "a step is missing", "not a number"],
+)
+def test_runs_are_the_same_to_a_tolerance(tmp_path: Path, losses: list[float], status: int) -> None:
+    first = run_of(tmp_path / "first", [10.0, 8.0, 6.0])
+    second = run_of(tmp_path / "second", losses)
+    words = [str(first), str(second), "--tolerance", "0.02", "--json", str(tmp_path / "found.jsonl")]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "same_course.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    assert found[0]["benchmark"] == "same course"
+    assert len(found) == 3
+
+
+def test_runs_that_learn_nothing_are_not_the_same(tmp_path: Path) -> None:
+    words = [str(run_of(tmp_path / name, [10.0, 9.99, 9.98])) for name in ("first", "second")]
+    script = str(ROOT / "benchmarks" / "same_course.py")
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1

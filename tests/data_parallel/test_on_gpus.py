@@ -1,0 +1,90 @@
+"""Gradients on GPUs: several ranks train what one does (`hpcpar run -n 2 -- -m pytest --with-mpi -m gpu`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpcpar.comm import Communicator
+from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters, fully_shard
+from hpcpar.launch.binding import gpu_for
+from hpcpar.partition import bounds
+
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.timeout(300)]
+
+SAMPLES, STEPS = 24, 5
+TOLERANCE = 1e-9
+"""Of float64; sums are made in other orders."""
+
+
+@pytest.fixture
+def gpu(world: Communicator) -> torch.device:
+    here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
+    device = torch.device("cuda", gpu_for(here.index(world.rank), torch.cuda.device_count(), len(here)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def network(seed: int, device: torch.device) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    return layers.to(device=device, dtype=torch.float64)
+
+
+def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(SAMPLES, 12, generator=generator, dtype=torch.float64)
+    return inputs.to(device), inputs[:, :3].sin().to(device)
+
+
+def make(parameters: list[nn.Parameter], kind: str) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def serial(device: torch.device, kind: str) -> list[Tensor]:
+    model = network(0, device)
+    optimizer = make(list(model.parameters()), kind)
+    for step in range(STEPS):
+        inputs, targets = batch(step, device)
+        functional.mse_loss(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_replicas_on_gpus_follow_one_process(
+    world: Communicator, gpu: torch.device, stage: int, kind: str
+) -> None:
+    expected = serial(gpu, kind)
+    model = network(0 if stage == 3 else world.rank, gpu)
+    if stage == 3:
+        fully_shard(model, world)
+    else:
+        broadcast_parameters(model, world)
+    optimizer = DistributedOptimizer(
+        make(list(model.parameters()), kind), model.named_parameters(), world, zero_stage=stage
+    )
+    start, stop = bounds(SAMPLES, world.size)[world.rank]
+    for step in range(STEPS):
+        inputs, targets = batch(step, gpu)
+        # Of unequal shares, each by its part of the samples; the optimizer averages over ranks.
+        loss = functional.mse_loss(model(inputs[start:stop]), targets[start:stop])
+        (loss * ((stop - start) * world.size / SAMPLES)).backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    inputs = batch(99, gpu)[0]
+    with torch.no_grad():
+        found = model(inputs)
+        serial_model = network(0, gpu)
+        for parameter, value in zip(serial_model.parameters(), expected, strict=True):
+            parameter.copy_(value)
+        difference = float((found - serial_model(inputs)).abs().max())
+    assert max(world.allgather_object(difference)) < TOLERANCE
