@@ -161,6 +161,8 @@ def poking_between_layers(modules: Iterable[nn.Module], poke: Callable[[], None]
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: poke())  # type: ignore[no-untyped-call]
 
+    # Layers that are computed together poke less often, but stay together.
+    on_forward.may_be_left_out = True  # type: ignore[attr-defined]
     layers = [
         layer
         for module in modules

@@ -194,10 +194,18 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def _wants_its_call(module: nn.Module) -> bool:
-    """Whether a module has hooks beyond those that only hold a forward up until it may begin."""
-    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+    """Whether a module has hooks that want to see or change what goes through it.
+
+    Those are not: hooks that only hold a forward up (`only_waits`), and those that one can do without
+    (`may_be_left_out`).
+    """
+    if module._backward_hooks or module._backward_pre_hooks:
         return True
-    return not all(getattr(hook, "only_waits", False) for hook in module._forward_pre_hooks.values())
+    before, after = module._forward_pre_hooks.values(), module._forward_hooks.values()
+    return not (
+        all(getattr(hook, "only_waits", False) for hook in before)
+        and all(getattr(hook, "may_be_left_out", False) for hook in after)
+    )
 
 
 def _project_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tensor]:
