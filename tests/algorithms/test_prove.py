@@ -58,8 +58,10 @@ def test_a_hierarchical_algorithm_is_right_wherever_the_ranks_are(algorithm: Alg
 
 @pytest.mark.parametrize("algorithm", EVERY, ids=name_of)
 def test_every_algorithm_is_right_for_many_ranks(algorithm: Algorithm) -> None:
-    quadratic = algorithm.name in QUADRATIC and not algorithm.rooted
-    for size in (64,) if quadratic else (64, 100, 128, 257):
+    many_messages = (algorithm.name in QUADRATIC and not algorithm.rooted) or (
+        algorithm.name == "hierarchical_pipelined"
+    )
+    for size in (64,) if many_messages else (64, 100, 128, 257):
         nodes = tuple(rank // 8 for rank in range(size)) if algorithm.placed else None
         prove(algorithm, size, size // 3, 4, nodes)
 
