@@ -59,7 +59,7 @@ train: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slurm'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slurm and not mpi'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
 	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi -m mpi --quiet \

@@ -44,10 +44,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not HAS_MPIEXEC, reason="needs mpiexec")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_losses_and_parameters_are_those_of_one_rank(
-    ranks: int, alone: dict[str, Any], tmp_path: Path
-) -> None:
+def test_losses_and_parameters_are_those_of_one_rank(alone: dict[str, Any], tmp_path: Path) -> None:
+    ranks = 3
     start = ["hpcpar", "run", "-np", str(ranks), "--as-horovod"]
     together, said = train(tmp_path / "ranks.pt", start, "--epochs", "3")
     assert f"on {ranks} ranks" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache
 
@@ -19,6 +18,7 @@ from hpcpar.pipeline_schedules import catalogue
 from hpcpar.pipeline_schedules.price import Durations
 from hpcpar.pipeline_schedules.schedule import Schedule
 from hpcpar.tensor_parallel import TensorParallel, gather_whole, split_over
+from tests.grid import WHOLE_GRID, checkered
 
 STEPS, SEQUENCE = 10, 4
 
@@ -35,9 +35,6 @@ CONFIG = LlamaConfig(
 )
 
 OPTIMIZERS = ("sgd", "adamw")
-
-WHOLE_GRID = "HPCPAR_WHOLE_GRID" in os.environ
-"""All cases, in some minutes, instead of some of each kind."""
 
 Case = tuple[str, int, int, str]
 """schedule, ranks, microbatches, optimizer"""
@@ -169,18 +166,10 @@ BESIDE: dict[str, dict[str, int | bool]] = {
 """What there is beside two stages."""
 
 
-def two_by_two() -> Iterator[tuple[str, str, str]]:
-    """With one optimizer, which the next one has not, or with both in the whole grid."""
-    number = 0
-    for name in ("1f1b", "interleaved", "zb-h1", "zb-v"):
-        for beside in BESIDE:
-            number += 1
-            chosen = OPTIMIZERS if WHOLE_GRID else [OPTIMIZERS[number % 2]]
-            yield from ((name, beside, optimizer) for optimizer in chosen)
-        number += 1
+TWO_BY_TWO = checkered(("1f1b", "interleaved", "zb-h1", "zb-v"), BESIDE, OPTIMIZERS)
 
 
-@pytest.mark.parametrize(("name", "beside", "optimizer"), list(two_by_two()))
+@pytest.mark.parametrize(("name", "beside", "optimizer"), TWO_BY_TWO)
 def test_two_by_two_with_replicas_or_shared_layers(name: str, beside: str, optimizer: str) -> None:
     schedule, options = catalogue.make(name, 2, 3), BESIDE[beside]
     results = run_loopback(

