@@ -1,5 +1,6 @@
 # make train    train a small language model on real text, on two MPI ranks
 # make test     everything: in two processes without MPI, then on 1, 2, 3 and 4 ranks, then on a real Slurm
+# make test-long    and programs beside their peers, which take minutes more
 # make lint     style, types and the floors
 # make bench    figures into benchmarks/results/
 # make install-module PREFIX=/opt/hpcpar    for a whole site, with module files: modulefiles/README.md
@@ -44,7 +45,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint bench install-module clean
+.PHONY: train test test-long lint bench install-module clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -59,13 +60,16 @@ train: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slurm and not mpi'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slurm and not mpi and not long'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
 	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi -m mpi --quiet \
 	        $(MPI_TESTS) || exit 1; \
 	done
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

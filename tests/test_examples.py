@@ -59,6 +59,7 @@ def test_a_model_of_ones_own_is_the_same_in_any_pipeline(run_ranks: RunRanks, tm
     assert record.read(measured).rows[1]
 
 
+@pytest.mark.long
 def test_the_degrees_are_run_in_turn_and_drawn(tmp_path: Path) -> None:
     lines, picture = tmp_path / "lines.jsonl", tmp_path / "degrees.png"
     command = [sys.executable, str(ROOT / "benchmarks" / "tensor_parallel_degree.py"), "--ranks", "2"]

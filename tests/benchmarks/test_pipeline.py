@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = str(Path(__file__).resolve().parents[2] / "benchmarks" / "pipeline.py")
 TINY = ["--hidden", "64", "--layers", "4", "--vocabulary", "64", "--sequence", "16", "--microbatches", "4"]
 PEERS = [

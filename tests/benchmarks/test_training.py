@@ -8,6 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 SCRIPT = str(Path(__file__).resolve().parents[2] / "benchmarks" / "training.py")
 SMALL = ["--model", "tiny", "--sequence", "16", "--batch", "2", "--rounds", "2", "--steps", "1"]
 TENSOR_PARALLEL = {

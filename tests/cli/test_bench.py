@@ -63,6 +63,7 @@ def test_names_are_separated_by_commas() -> None:
     assert bench._names(click.Context(command), click.Option(["--x"]), "ring, mpi,") == ("ring", "mpi")
 
 
+@pytest.mark.long
 def test_measuring_and_fitting_on_two_ranks(run_ranks: Run, tmp_path: Path) -> None:
     lines, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
     wanted = ("--collective", "allreduce", "--collective", "allgather", "--candidates", "chosen,ring,mpi")
@@ -81,6 +82,7 @@ def test_measuring_and_fitting_on_two_ranks(run_ranks: Run, tmp_path: Path) -> N
     assert "alpha_intra" in fitted.output
 
 
+@pytest.mark.long
 def test_overlap_on_two_ranks_shows_hidden_beside_the_bound(run_ranks: Run, tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     quick = (
@@ -120,6 +122,7 @@ def test_overlap_of_an_element_type_that_is_not_there_is_refused(run_ranks: Run)
     assert "hpcpar bench overlap: no torch arrays of float31" in done.stderr
 
 
+@pytest.mark.long
 def test_a_soak_on_three_ranks_ends_well(run_ranks: Run, tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     asked = ("--calls", "500", "--seed", "3", "--json", str(lines))
@@ -148,6 +151,7 @@ def test_a_soak_with_wrong_results_or_too_much_memory_ends_with_status_1(
     assert bench.soak.main(asked, standalone_mode=False) == status
 
 
+@pytest.mark.long
 def test_tuning_on_two_ranks_writes_a_table(run_ranks: Run, tmp_path: Path) -> None:
     path = tmp_path / "tuning.toml"
     done = run_ranks(2, "-m", "hpcpar", "bench", "tune", *QUICK, "--file", str(path))

@@ -78,6 +78,7 @@ def test_the_lines_hold_what_was_found_with_the_parameters_given(
     ]
 
 
+@pytest.mark.long
 def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "found.png"
     shown = output(capsys, "--ranks", "64", "--picture", str(picture), "--picture-bytes", "1M")

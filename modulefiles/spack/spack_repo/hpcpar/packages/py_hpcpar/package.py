@@ -39,7 +39,7 @@ class PyHpcpar(PythonPackage):
         depends_on("py-tokenizers@0.15:")
         depends_on("py-matplotlib@3.8:")
         depends_on("py-tomli@2:", when="^python@:3.10")
-        depends_on("py-cupy@13:", when="+cuda")
+        depends_on("py-cupy@14:", when="+cuda")
         depends_on("py-cloudpickle@2:", when="+horovod")
         depends_on("py-scikit-learn@1.3:", when="+examples")
 
