@@ -253,6 +253,7 @@ class Caller(ABC):
         self._under_way = family.progress.under_way
         self._pause = transport.pause
         self._table = family.tuning.table(transport.nodes)
+        self._abandoned: list[Operation] = []
         self._calls = [0]  # shared with unchecked copies, so that every call has a tag of its own
         self.name, self.traffic = family.register(name)
         self.rank = transport.rank

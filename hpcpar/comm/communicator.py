@@ -215,6 +215,19 @@ class Communicator(Objects):
         self._lanes.free()
         self._transport.free()
 
+    @property
+    def calls(self) -> int:
+        """How many collectives have been begun: the same on all ranks, if they make the same calls."""
+        return self._calls[0]
+
+    def abandon(self) -> None:
+        """Give up what is under way here because other ranks will never come to it.
+
+        Nobody may use the communicator afterwards. Not collective; memory that messages may still come to
+        is kept.
+        """
+        self._abandoned.extend(self._family.progress.give_up(self.name))
+
     def __enter__(self) -> Communicator:
         return self
 

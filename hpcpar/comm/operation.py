@@ -364,6 +364,10 @@ class Operation:
         return self.outcome.done
 
     @property
+    def comm(self) -> str:
+        return self._named[2]
+
+    @property
     def name(self) -> str:
         what, number, comm = self._named
         return f"{what} (call {number} of {comm!r})"

@@ -66,6 +66,12 @@ class Progress:
         if outcome.error is not None:
             raise outcome.error
 
+    def give_up(self, comm: str) -> list[Operation]:
+        """Advance the operations under way on this communicator no more, and return them."""
+        given_up = [operation for operation in self.under_way if operation.comm == comm]
+        self.under_way[:] = [operation for operation in self.under_way if operation.comm != comm]
+        return given_up
+
     def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:
         """Return when `condition()`, which pokes and may start operations, holds; errors tell of `waited`."""
         attempt = 0

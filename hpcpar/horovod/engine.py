@@ -48,6 +48,9 @@ EXACT_SIZE = 16
 
 _JOIN = Request("join", "join")
 
+_IN_USE = -1
+"""What a rank tells instead of the number of calls on a communicator whose borrower it still has."""
+
 _ALONE: dict[str, Callable[[Room, Sequence[Item]], Course]] = {
     "allreduce": responses.allreduce,
     "broadcast": responses.broadcast,
@@ -179,12 +182,19 @@ class Engine:
         step, serve   the schedule that will use it, and what a rank that has joined does in it; that goes on
                       when the borrower is gone, until the communicator is lent again
         Only in an operation that is being carried out: the ranks agree, and wait for each other.
+
+        A borrower that went in the middle of a backward may have begun a reduction on one rank and not on
+        another. The next one's calls would meet it there, so that communicator is not lent any more.
         """
-        free = np.array([loan.borrower() is None for loan in self._loans], dtype=np.uint8)
-        if free.size:
-            self._comm.allreduce(free, "and")
-        if free.any():
-            loan = self._loans[int(free.argmax())]
+        calls = [_IN_USE if loan.borrower() else loan.comm.calls for loan in self._loans]
+        of_ranks = self._comm.allgather(np.array(calls, dtype=np.int64)).reshape(self.size, -1)
+        gone = (of_ranks != _IN_USE).all(axis=0)
+        agreed = gone & (of_ranks == of_ranks[0]).all(axis=0)
+        for loan, is_left_alone in zip(self._loans, gone & ~agreed, strict=True):
+            if is_left_alone:
+                loan.comm.abandon()
+        if agreed.any():
+            loan = self._loans[int(agreed.argmax())]
             self.serve.pop(loan.step, None)
             loan.borrower, loan.step = weakref.ref(borrower), step
         else:

@@ -106,3 +106,17 @@ def run_loopback_with_timeout(size, function, timeout_s):
     from hpcpar.transport import loopback
 
     return loopback.run(size, lambda t: function(Communicator.over(t, timeout_s=timeout_s)), timeout_s=30)
+
+
+def test_what_other_ranks_never_come_to_is_given_up_with_its_communicator(exchange):
+    def work(comm):
+        other = comm.split(0, name="other").unchecked("other")  # else all agree on each call first
+        calls = other.calls
+        if comm.rank == 0:
+            other.start_allreduce(np.ones(100_000))
+        begun, before = other.calls - calls, len(comm._under_way)
+        other.abandon()
+        comm.allreduce(np.ones(10))
+        return begun, before, len(comm._under_way)
+
+    assert run_loopback(3, work, **exchange) == [(1, 1, 0), (0, 0, 0), (0, 0, 0)]
