@@ -63,16 +63,13 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slurm and not mpi and not long'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
-	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet \
-	        -m 'mpi and not long' \
+	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet -m mpi \
 	        $(MPI_TESTS) || exit 1; \
 	done
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not mpi'
-	timeout --kill-after=10 600 $(MPIEXEC) -n 2 $(BIN)/python -m pytest --with-mpi --quiet \
-	    -m 'mpi and long' $(MPI_TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
