@@ -65,17 +65,7 @@ class Devices:
 
     def open(self, descriptor: bytes) -> int:
         """The address here of what a peer shows; to be released."""
-        queues: list[Queue] = list(_of_thread.__dict__.values())
-        for queue in queues:
-            queue.look()
-        try:
-            return self.imports.open(descriptor)
-        except CudaError:
-            # Perhaps its owner has other memory now where something lay that is still open here.
-            for queue in queues:
-                queue.synchronize()
-                queue.look()
-            return self.imports.open(descriptor)
+        return _open_shown(self.imports, descriptor)
 
 
 _of_thread = threading.local()
@@ -91,6 +81,21 @@ def _imports(cuda: CudaDriver) -> Imports:
 @cache
 def _event_imports(cuda: CudaDriver) -> EventImports:
     return EventImports(cuda)
+
+
+def _open_shown(imports: Imports, descriptor: bytes) -> int:
+    """Open what a peer shows; what this thread has done with, but not released yet, must not hinder it."""
+    queues: list[Queue] = list(_of_thread.__dict__.values())
+    for queue in queues:
+        queue.look()
+    try:
+        return imports.open(descriptor)
+    except CudaError:
+        # Perhaps its owner has other memory now where something lay that is still open here.
+        for queue in queues:
+            queue.synchronize()
+            queue.look()
+        return imports.open(descriptor)
 
 
 def lead_caller(buffer: DeviceBuffer) -> None:
@@ -209,7 +214,7 @@ def _try_pulling(comm: Communicator, cuda: CudaDriver, here: Sequence[int]) -> b
                 break
             cuda.wait(stream, event_imports.open(other[1]))
             event_imports.release(other[1])
-            cuda.copy(pinned, imports.open(other[0]), TRIAL_NBYTES, stream)
+            cuda.copy(pinned, _open_shown(imports, other[0]), TRIAL_NBYTES, stream)
             cuda.synchronize(stream)
             imports.release(other[0])
             good = bool((host == peer % 251).all())

@@ -30,7 +30,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.long
 def test_peers_agree_with_one_process_and_keep_as_much_as_their_schedules_say(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:

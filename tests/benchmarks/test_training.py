@@ -32,7 +32,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.long
 def test_tensor_parallel_peers_agree_with_one_process_and_are_timed_in_both_ways(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -55,7 +54,6 @@ def test_tensor_parallel_peers_agree_with_one_process_and_are_timed_in_both_ways
     assert all(difference <= 1e-4 for difference in differences.values()), differences
 
 
-@pytest.mark.long
 def test_data_parallel_peers_agree_with_one_process(run_ranks: RunRanks, tmp_path: Path) -> None:
     path = tmp_path / "figures.jsonl"
     peers = ["--peers", "hpcpar", "ddp", "one rank alone"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm.devices import TRIAL_NBYTES
 from hpcpar.comm.operation import Message, PlannedStep, bill
 from hpcpar.errors import BufferTypeError, MismatchError, OperationError
 from hpcpar.transport import device_kernels
@@ -212,3 +213,25 @@ def test_over_mpi_arrays_on_devices_get_what_arrays_on_hosts_get(
         finally:
             comm.barrier()
             comm._family.devices = before
+
+
+@pytest.mark.mpi
+def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels, world: Communicator) -> None:
+    """What lies where something is still open here is refused: first let go of what has been done with."""
+    with world.split(0, name="devices twice") as comm:
+        before = comm._family.devices
+        try:
+            assert comm.share_devices("pull")
+            devices = comm._family.devices
+            address = devices.cuda.alloc(TRIAL_NBYTES)
+            shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
+            for memory in shown:
+                devices.imports.open(memory)
+            devices.queue(0, 0).afterwards(lambda: [devices.imports.release(memory) for memory in shown])
+            comm.barrier()
+            devices.cuda.free(address)
+            again = comm.share_devices("pull")
+        finally:
+            comm.barrier()
+            comm._family.devices = before
+    assert again
