@@ -22,7 +22,8 @@ ROOT = HERE.parents[1]
 
 # Prints the state directory, then has a job run until it is killed.
 OWNER = """
-import sys, time
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 sys.path.insert(0, sys.argv[1])
 from tests.slurm.cluster import Cluster
 with Cluster.start(nodes=2) as cluster:

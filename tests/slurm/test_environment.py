@@ -56,7 +56,8 @@ class Step:
         inner = f" INNER='{self.inner.words}'" if self.inner else ""
         program = "$OUT/nest" if self.inner else "$OUT/task"
         once = f"timeout --kill-after=5 25 srun {self.words} {program}"
-        return f"export CASE={case}{inner}; {once} || {once}"
+        afresh = f'rm -rf "$OUT/{case}" "$OUT/{case}-inner"'  # the first attempt may have come half way
+        return f"export CASE={case}{inner}; {once} || {{ {afresh}; {once}; }}"
 
 
 @pytest.fixture(scope="module")
