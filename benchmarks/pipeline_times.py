@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.autograd.weight_gradients import DeferredGradients, stand_in, under_way
 from hpcpar.comm import Communicator
 from hpcpar.pipeline_parallel.forms import Form, form_of
@@ -205,7 +206,8 @@ class Stopwatch:
         """Measure, after a repeat that does not count. Collective."""
         self.world.barrier()
         for alone in self.alone:
-            seconds = [alone.run(split=self.split) for _ in range(1 + self.repeats)]
+            with adding_in_place([alone.stage.module]):
+                seconds = [alone.run(split=self.split) for _ in range(1 + self.repeats)]
             self.seconds[alone.stage.number] += seconds[1:]
         self.hops_s += hops_s(self.world, self.hidden, 1 + self.repeats)[1:]
 

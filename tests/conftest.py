@@ -62,6 +62,14 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _gradients_of_any_size_are_added_in_place() -> None:
+    """As those of a large model are; weights of tests are small."""
+    from hpcpar.autograd import in_place
+
+    in_place.LEAST_NBYTES = 0
+
+
 @pytest.fixture(scope="session")
 def world() -> Communicator:
     """The communicator over all ranks of this job, for tests marked `mpi`."""

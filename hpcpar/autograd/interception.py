@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hpcpar.autograd.pieces import OfEmbedding, OfProduct, matrix
+
 if TYPE_CHECKING:
     from hpcpar.autograd.weight_gradients import DeferredGradients
 
@@ -260,30 +262,16 @@ class _Product(Function):
             of_x = rows.mm(outward).view(x.shape)
         # Without what the input was made by: the rest of the graph is to go.
         inputs = x.detach()
-        makers = (
-            partial(weight_gradient, kept, inputs, transposed=ctx.transposed),
-            partial(bias_gradient, kept),
-        )
-        for target, need, make in zip(ctx.weights, needs, makers, strict=False):
+        pieces = (OfProduct(kept, lambda: inputs, ctx.transposed), partial(bias_gradient, kept))
+        for target, need, piece in zip(ctx.weights, needs, pieces, strict=False):
             if need:
-                ctx.deferred.add(target, make)
+                ctx.deferred.add(target, piece)
         return None, None, None, None, of_x, *([None] * len(needs))
-
-
-def weight_gradient(gradient: Tensor, x: Tensor, *, transposed: bool = False) -> Tensor:
-    """dyᵀ·x, [..., O] and [..., H] -> [O, H]; transposed: xᵀ·dy, [H, O]"""
-    rows, inputs = matrix(gradient), matrix(x)
-    return inputs.t().mm(rows) if transposed else rows.t().mm(inputs)
 
 
 def bias_gradient(gradient: Tensor) -> Tensor:
     """[..., O] -> [O]"""
     return matrix(gradient).sum(0)
-
-
-def matrix(tensor: Tensor) -> Tensor:
-    """[..., H] -> [T, H]; [H] -> [1, H]"""
-    return tensor.unsqueeze(0) if tensor.dim() < 2 else tensor.flatten(0, -2)
 
 
 # --- embeddings -----------------------------------------------------------------------------------
@@ -316,7 +304,8 @@ class _Embedding(Function):
         weight: Tensor,
     ) -> Tensor:
         (ctx.weight,) = weights
-        ctx.deferred, ctx.options = deferred, options
+        padding_idx, _, _, scale_grad_by_freq, sparse = options
+        ctx.deferred, ctx.options = deferred, (padding_idx, scale_grad_by_freq, sparse)
         ctx.save_for_backward(tokens)
         return functional.embedding(tokens, weight, *options)
 
@@ -324,13 +313,7 @@ class _Embedding(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        padding, _, _, by_frequency, sparse = ctx.options
-        rows = ctx.weight.shape[0]
-        padding = -1 if padding is None else padding % rows
-        make = partial(
-            torch.ops.aten.embedding_backward, gradient, tokens, rows, padding, by_frequency, sparse
-        )
-        ctx.deferred.add(ctx.weight, make)
+        ctx.deferred.add(ctx.weight, OfEmbedding(gradient, tokens, ctx.weight.shape[0], *ctx.options))
         return None, None, None, None, None
 
 

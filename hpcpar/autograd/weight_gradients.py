@@ -30,9 +30,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.interception import Interception
-
-Piece = Callable[[], Tensor]
-"""Works out a part of a parameter's gradient; parts are added up."""
+from hpcpar.autograd.pieces import Piece, add, gradient_to_add_to
 
 
 class DeferredGradients:
@@ -147,13 +145,18 @@ class _Sum(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, pieces: list[Piece]) -> Tensor:
-        ctx.pieces = pieces
+        ctx.tensor, ctx.pieces = tensor, pieces
         return tensor.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> Any:
         pieces: list[Piece] = ctx.pieces
+        there = gradient_to_add_to(ctx.tensor)
+        if there is not None:
+            while pieces:
+                add(there, pieces.pop(0))
+            return None, None
         total = pieces.pop(0)()
         while pieces:
             total = _added(total, pieces.pop(0)())

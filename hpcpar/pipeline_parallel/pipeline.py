@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.comm import Communicator
 from hpcpar.comm.agree import require_same
 from hpcpar.errors import OperationError, ScheduleError
@@ -190,7 +191,8 @@ class Pipeline:
             given[0] if has_first else [],
             self._finish(given[-1] if given else []) if with_loss else None,
         )
-        with poking_between_layers((stage.module for stage in self.stages.values()), self.comm.poke):
+        modules = [stage.module for stage in self.stages.values()]
+        with poking_between_layers(modules, self.comm.poke), adding_in_place(modules):
             passage.run(self._around if kind == "step" else lambda _: nullcontext())
         self._remember(opened.key, mailbox)
         self._timed, self.peak_alive = passage.timed, passage.peak_alive

@@ -29,7 +29,8 @@ from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
 from hpcpar.autograd.exchange import Pending, Summand, start_gather, start_sum_scatter
-from hpcpar.autograd.interception import bias_gradient, cut_off, weight_gradient
+from hpcpar.autograd.interception import bias_gradient, cut_off
+from hpcpar.autograd.pieces import OfProduct, contribute
 from hpcpar.autograd.weight_gradients import under_way
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel.axis import TensorParallel
@@ -80,8 +81,7 @@ class _ColumnProducts(Function):
         count = len(tensors) // 2
         weights, biases = tensors[:count], tensors[count:]
         ctx.tp, ctx.has_bias = tp, [bias is not None for bias in biases]
-        ctx.deferred = under_way()
-        ctx.targets = targets if ctx.deferred is not None else ()
+        ctx.deferred, ctx.targets = under_way(), targets
         if not tp.sequence_parallel:
             whole, outputs = x, [functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
         else:
@@ -106,15 +106,13 @@ class _ColumnProducts(Function):
         if not tp.overlap:
             parts = [_done(part.wait()) for part in parts]
         whole = kept if gathering is None else gathering.wait()
-        inputs = _rows(whole)
-        flats = [_rows(gradient) for gradient in gradients]
         of_weights = []
-        for flat, need in zip(flats, needs[:count], strict=True):
-            of_weights.append(flat.t().mm(inputs) if need else None)
+        for gradient, target, need in zip(gradients, ctx.targets[:count], needs[:count], strict=True):
+            of_weights.append(contribute(target, OfProduct(gradient, lambda: whole)) if need else None)
             tp.comm.poke()
         of_biases = [
-            flat.sum(0) if need and has else None
-            for flat, need, has in zip(flats, needs[count:], ctx.has_bias, strict=True)
+            bias_gradient(gradient) if need and has else None
+            for gradient, need, has in zip(gradients, needs[count:], ctx.has_bias, strict=True)
         ]
         of_x = _in_sequence([part.wait() for part in parts]) if need_x else None
         return None, None, of_x, *of_weights, *of_biases
@@ -123,8 +121,7 @@ class _ColumnProducts(Function):
 class _RowProduct(Function):
     @staticmethod
     def forward(ctx: Any, tp: TensorParallel, targets: tuple[Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        ctx.tp, ctx.deferred = tp, under_way()
-        ctx.targets = targets if ctx.deferred is not None else ()
+        ctx.tp, ctx.deferred, ctx.targets = tp, under_way(), targets
         ctx.save_for_backward(x, weight)
         if not tp.sequence_parallel:
             summand = Summand((*x.shape[:-1], weight.shape[0]), x, tp.comm)
@@ -149,9 +146,10 @@ class _RowProduct(Function):
             of_x = gradient.matmul(weight)
         of_weight = None
         if need_weight and ctx.deferred is not None:
-            ctx.deferred.add(ctx.targets[0], partial(weight_gradient, whole, x.detach()))
+            inputs = x.detach()
+            ctx.deferred.add(ctx.targets[0], OfProduct(whole, lambda: inputs))
         elif need_weight:
-            of_weight = weight_gradient(whole, x)
+            of_weight = contribute(ctx.targets[0], OfProduct(whole, lambda: x))
         return None, None, of_x, of_weight
 
 
@@ -162,7 +160,7 @@ def _defer_weights(ctx: Any, gradients: Sequence[Tensor], kept: Tensor, needs: S
     inputs = _Input(kept.detach(), ctx.tp, sum(needs[:count]))
     for weight, gradient, need in zip(weights, gradients, needs[:count], strict=True):
         if need:
-            ctx.deferred.add(weight, lambda gradient=gradient: weight_gradient(gradient, inputs.take()))
+            ctx.deferred.add(weight, OfProduct(gradient, inputs.take))
     for bias, gradient, need in zip(biases, gradients, needs[count:], strict=True):
         if need:
             ctx.deferred.add(bias, partial(bias_gradient, gradient))

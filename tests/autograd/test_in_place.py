@@ -1,0 +1,228 @@
+"""Backwards that add to gradients where they lie: the same gradients, and every hook runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpcpar.autograd import DeferredGradients, in_place, pieces, recompute
+from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallel
+from tests.autograd.modules import (
+    MODULES,
+    Gradients,
+    X,
+    cotangent,
+    gradients,
+    heard,
+    made,
+    mlp,
+    require_same,
+    tokens,
+    whole,
+)
+
+
+def thrice(module: nn.Module, inputs: Sequence[Tensor], *, here: bool) -> Gradients:
+    """Of three microbatches, in place or as torch does it."""
+    found: Gradients = {}
+    for _ in range(3):
+        if here:
+            with adding_in_place([module]):
+                found = whole(module, inputs)
+        else:
+            found = whole(module, inputs)
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_several_backwards_are_torch_s_and_hooks_run_once_in_each(name: str) -> None:
+    make, inputs = MODULES[name]
+    expected = thrice(made(make), inputs, here=False)
+    module = made(make)
+    names = heard(module)
+    require_same(thrice(module, inputs, here=True), expected)
+    assert sorted(names) == sorted(
+        3 * [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+    )
+
+
+class Made(TorchDispatchMode):
+    """The sizes of tensors that are made in new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in given:
+            self.numels.add(found.numel())
+        return found
+
+
+def large() -> nn.Sequential:
+    """Weights of 23 x 8 and 29 x 8, of a size that nothing else has."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 29)).double()
+
+
+LARGE = {23 * 8, 29 * 8}
+TOKENS = tokens(1, 3)
+
+
+def made_in(backward: Callable[[], None]) -> set[int]:
+    """Sizes of weights that a backward makes tensors of."""
+    with Made() as found:
+        backward()
+    return found.numels & LARGE
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "B and W"])
+def test_a_weight_s_gradient_is_made_once_and_then_only_added_to(split: bool) -> None:
+    module = large()
+
+    def backward() -> None:
+        deferred = DeferredGradients()
+        with deferred.recording() if split else adding_in_place([module]):
+            output = module(TOKENS)
+        output.backward(cotangent(output))
+        deferred.compute()
+
+    assert made_in(backward) == LARGE
+    places = [parameter.grad for parameter in module.parameters()]
+    assert made_in(backward) == set()
+    assert all(p.grad is place for p, place in zip(module.parameters(), places, strict=True))
+
+
+def test_without_it_they_are_made_every_time() -> None:
+    """So that the test above can fail."""
+    module = large()
+    for _ in range(2):
+        assert made_in(lambda: whole(module, [TOKENS]) and None) == LARGE
+
+
+def test_hooks_that_want_to_see_or_change_a_gradient_by_itself_do() -> None:
+    seen: dict[bool, dict[str, list[Tensor]]] = {False: {}, True: {}}
+    found: dict[bool, Gradients] = {}
+    for here in (False, True):
+        module = made(mlp)
+        for name, parameter in module.named_parameters():
+            seen[here][name] = []
+
+            def doubled(gradient: Tensor, seen: list[Tensor] = seen[here][name]) -> Tensor:
+                seen.append(gradient.clone())
+                return gradient * 2
+
+            parameter.register_hook(doubled)
+        found[here] = thrice(module, [X], here=here)
+    torch.testing.assert_close(seen[True], seen[False])
+    require_same(found[True], found[False])
+
+
+def test_where_torch_runs_no_hooks_for_a_gradient_of_none_autograd_adds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert pieces._hooks_run_without_a_gradient() in (False, True)
+    monkeypatch.setattr(pieces, "_hooks_run_without_a_gradient", lambda: False)
+    module = large()
+    names = heard(module)
+    for number in (1, 2):
+        assert made_in(lambda: thrice(module, [TOKENS], here=True) and None) == LARGE
+        assert all(names.count(name) == 3 * number for name, _ in module.named_parameters())
+
+
+def test_a_gradient_of_gradients_is_torch_s() -> None:
+    def penalty(here: bool) -> Gradients:
+        module = made(mlp)
+        whole(module, [X])
+        x = X.clone().requires_grad_()
+        with adding_in_place([module] if here else []):
+            output = module(x)
+        of_x, *of_parameters = torch.autograd.grad(
+            output, [x, *module.parameters()], cotangent(output), create_graph=True
+        )
+        (of_x.square().sum() + sum(each.square().sum() for each in of_parameters)).backward()
+        return gradients(module, [x])
+
+    require_same(penalty(True), penalty(False))
+
+
+def test_layers_that_are_computed_anew_in_backward_add_in_place_too() -> None:
+    module = large()
+
+    def backward() -> None:
+        with adding_in_place([module]):
+            output = recompute(module[1], module[0](TOKENS))
+            output.backward(cotangent(output))
+
+    backward()
+    assert made_in(backward) == set()
+    backward()
+    require_same(gradients(module, [TOKENS]), thrice(large(), [TOKENS], here=False))
+
+
+def test_weights_too_small_for_it_and_layers_with_a_forward_of_their_own_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    with adding_in_place([own := Own(4, 4)]):
+        assert "forward" not in vars(own)
+    module = large()
+    monkeypatch.setattr(in_place, "LEAST_NBYTES", 29 * 8 * 8)
+    thrice(module, [TOKENS], here=True)
+    assert made_in(lambda: thrice(module, [TOKENS], here=True) and None) == {23 * 8}
+
+
+def test_afterwards_layers_are_as_they_were_also_after_an_error() -> None:
+    module = large()
+    with adding_in_place([module, module[1]]):
+        assert "forward" in vars(module[1])
+    with pytest.raises(IndexError), adding_in_place([module]):
+        module(TOKENS + 1000)
+    assert all("forward" not in vars(layer) for layer in module.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_gradients_are_torch_s(dtype: torch.dtype) -> None:
+    def run(here: bool) -> Gradients:
+        module = made(lambda: nn.Sequential(nn.Embedding(9, 8), mlp())).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            return thrice(module, [tokens(2, 5)], here=here)
+
+    require_same(run(True), run(False), 2**-6)
+
+
+def test_parallel_layers_add_to_their_gradients_where_they_lie() -> None:
+    def program(comm: Communicator) -> tuple[set[int], bool]:
+        tp = TensorParallel(comm)
+        column = ColumnParallelLinear(8, 23 * comm.size, tp)
+        row = RowParallelLinear(23 * comm.size, 29, tp)
+        module = nn.Sequential(column, row)
+        x = torch.ones(1, 3, 8)
+
+        def backward() -> None:
+            output = module(x)
+            output.backward(cotangent(output))
+
+        backward()
+        places = [parameter.grad for parameter in module.parameters()]
+        once = [place.clone() for place in places]
+        with Made() as found:
+            backward()
+        doubled = all(torch.allclose(place, 2 * each) for place, each in zip(places, once, strict=True))
+        return found.numels & {23 * 8, 29 * 23}, doubled
+
+    for made_anew, doubled in run_loopback(2, program):
+        assert made_anew == set()
+        assert doubled
