@@ -203,10 +203,8 @@ class Hpcpar(Peer):
             hpcpar.fully_shard(self.model, task.world, **precision, **shared)
             settings = {"zero_stage": 3}
         else:
+            settings = {"zero_stage": self.stage, "model": self.model, **precision, **shared}
             settings["bucket_bytes"] = task.bucket_bytes
-            if self.stage or precision:
-                settings |= {"zero_stage": self.stage, "model": self.model, **precision, **shared}
-        self.publishes = "model" in settings
         named = list(self.model.named_parameters())
         inner = recipe.make(parameter for _, parameter in named)
         self.module = self.model
@@ -217,8 +215,7 @@ class Hpcpar(Peer):
         self.distributed.synchronize()
 
     def settle(self) -> None:
-        if self.publishes:
-            self.distributed.wait_for_parameters()
+        self.distributed.wait_for_parameters()
 
     def parameters(self) -> dict[str, Tensor]:
         self.settle()

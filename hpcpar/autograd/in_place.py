@@ -80,7 +80,7 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         of_x = gradient.matmul(weight) if need_x else None
-        of_weight = contribute(ctx.parameter, OfProduct(gradient, lambda: x)) if need_weight else None
+        of_weight = contribute(ctx.parameter, [OfProduct(gradient, lambda: x)]) if need_weight else None
         of_bias = matrix(gradient).sum(0) if need_bias else None
         return of_x, of_weight, of_bias
 
@@ -97,4 +97,4 @@ class _Embedding(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
         piece = OfEmbedding(gradient, tokens, ctx.parameter.shape[0], *ctx.options)
-        return None, None, contribute(ctx.parameter, piece)
+        return None, None, contribute(ctx.parameter, [piece])

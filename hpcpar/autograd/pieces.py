@@ -1,19 +1,22 @@
-"""Parts of weights' gradients, worked out when they are asked for, and added to where the others lie.
+"""Parts of weights' gradients, worked out when they are asked for, where they are wanted.
 
     autograd     dW = dyᵀ·x, in new memory; then W.grad += dW     over memory of the weight's size: 4 passes
     in place     W.grad += dyᵀ·x, in one product                                                    2 passes
+    into room    W.grad = dyᵀ·x, in memory that was offered for it                                  1 pass
 
     of an embedding, autograd fills a new table with zeros and adds all of it; in place, the rows of the
     tokens that were there are added to
 
 In place is what Megatron-LM calls gradient accumulation fusion. It pays where there are few tokens beside the
-weight's size, as in a pipeline's microbatches. A parameter's first gradient is made in new memory, as always,
-and so is one that hooks want to see by itself.
+weight's size, as in a pipeline's microbatches. Room is offered by whoever has buckets that gradients are to
+lie in. Else a parameter's first gradient is made in new memory, as always, and so is one that hooks want to
+see by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Piece = Callable[[], Tensor]
 """Works out a part of a parameter's gradient; parts are added up."""
@@ -41,11 +45,20 @@ class OfProduct:
         left, right = self._factors()
         return left.mm(right)
 
+    def put_in(self, room: Tensor) -> None:
+        """room = this"""
+        left, right = self._factors()
+        if left.dtype == right.dtype == room.dtype:
+            torch.mm(left, right, out=room)
+        else:  # under autocast
+            room.copy_(left.mm(right))
+
     def add_to(self, total: Tensor) -> None:
+        """total += this"""
         left, right = self._factors()
         if left.dtype == right.dtype == total.dtype:
             torch.addmm(total, left, right, out=total)  # torch's FLOP counter does not know addmm_
-        else:  # under autocast
+        else:
             total.add_(left.mm(right))
 
     def _factors(self) -> tuple[Tensor, Tensor]:
@@ -71,49 +84,104 @@ class OfEmbedding:
         )
         return made
 
-    def add_to(self, total: Tensor) -> None:
-        if self.padding_idx is not None or self.scale_grad_by_freq or self.sparse:
-            total.add_(self())
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rows of dy count, and as they are."""
+        return self.padding_idx is None and not self.scale_grad_by_freq and not self.sparse
+
+    def put_in(self, room: Tensor) -> None:
+        """room = this"""
+        if self.is_plain:
+            self.add_to(room.zero_())
         else:
+            room.copy_(self())
+
+    def add_to(self, total: Tensor) -> None:
+        """total += this"""
+        if self.is_plain:
             total.index_add_(0, self.tokens.flatten(), matrix(self.gradient))
+        else:
+            total.add_(self())
 
 
-def contribute(parameter: Tensor, piece: Piece) -> Tensor | None:
-    """Add a piece to a parameter's gradient; where that is to be left to autograd, return it instead.
+def contribute(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
+    """Add pieces to a parameter's gradient; where that is to be left to autograd, return their sum instead.
 
     For the backward of an autograd Function, which returns what this does: the parameter's hooks run in
-    any case, once, when all that backward has for it is there.
+    any case, once, when all that backward has for it is there. `pieces`, one at least, is emptied.
     """
-    total = gradient_to_add_to(parameter)
+    if not _may_be_written(parameter):
+        return _sum(pieces)
+    total = parameter.grad
     if total is None:
-        return piece()
-    add(total, piece)
+        total = _room(parameter, pieces[0])
+        if total is None:
+            return _sum(pieces)
+        pieces.pop(0).put_in(total)  # type: ignore[attr-defined]
+        parameter.grad = total
+    while pieces:
+        piece = pieces.pop(0)
+        if isinstance(piece, (OfProduct, OfEmbedding)):
+            piece.add_to(total)
+        else:
+            total.add_(piece())
     return None
 
 
-def gradient_to_add_to(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient, if one may add to it without autograd: nobody wants to see the summand."""
+def _may_be_written(parameter: Tensor) -> bool:
+    """Whether its gradient is there for whoever makes one: no hook wants to see what is added."""
     if not parameter.is_leaf or torch.is_grad_enabled() or parameter._backward_hooks:
-        return None
-    total = parameter.grad
-    if total is None or total.layout is not torch.strided or type(total) is not Tensor:
-        return None
-    if getattr(parameter, "_post_accumulate_grad_hooks", None) and not _hooks_run_without_a_gradient():
-        return None
+        return False
+    there = parameter.grad
+    if there is not None and (there.layout is not torch.strided or type(there) is not Tensor):
+        return False
+    return not getattr(parameter, "_post_accumulate_grad_hooks", None) or _hooks_run_without_a_gradient()
+
+
+def _sum(pieces: list[Piece]) -> Tensor:
+    total = pieces.pop(0)()
+    while pieces:
+        piece = pieces.pop(0)()
+        # Dense and sparse may be added in this order alone.
+        total = piece + total if total.is_sparse else total + piece
     return total
-
-
-def add(total: Tensor, piece: Piece) -> None:
-    """total += piece, without the memory for it where the piece knows how."""
-    if isinstance(piece, (OfProduct, OfEmbedding)):
-        piece.add_to(total)
-    else:
-        total.add_(piece())
 
 
 def matrix(tensor: Tensor) -> Tensor:
     """[..., H] -> [T, H]; [H] -> [1, H]"""
     return tensor.unsqueeze(0) if tensor.dim() < 2 else tensor.flatten(0, -2)
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+Offer = Callable[[], Tensor | None]
+"""Memory of a parameter's shape, type and strides for the gradient that it does not have yet; or None."""
+
+_OFFERS: MutableMapping[Tensor, Offer] = WeakTensorKeyDictionary()
+"""Not attributes of the parameters, which would be pickled with them."""
+
+
+class OfferedRoom:
+    """An offer until it is taken back by `remove`, or another one is made for the same parameter."""
+
+    def __init__(self, parameter: Tensor, offer: Offer) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._offer = offer
+        _OFFERS[parameter] = offer
+
+    def remove(self) -> None:
+        """Take it back."""
+        parameter = self._parameter()
+        if parameter is not None and _OFFERS.get(parameter) is self._offer:
+            del _OFFERS[parameter]
+
+
+def _room(parameter: Tensor, piece: Piece) -> Tensor | None:
+    """What is offered, for a piece that can be made there."""
+    if not isinstance(piece, (OfProduct, OfEmbedding)) or getattr(piece, "sparse", False):
+        return None
+    offer = _OFFERS.get(parameter)
+    return None if offer is None else offer()
 
 
 @cache

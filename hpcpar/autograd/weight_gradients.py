@@ -30,7 +30,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.interception import Interception
-from hpcpar.autograd.pieces import Piece, add, gradient_to_add_to
+from hpcpar.autograd.pieces import Piece, contribute
 
 
 class DeferredGradients:
@@ -151,16 +151,7 @@ class _Sum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> Any:
-        pieces: list[Piece] = ctx.pieces
-        there = gradient_to_add_to(ctx.tensor)
-        if there is not None:
-            while pieces:
-                add(there, pieces.pop(0))
-            return None, None
-        total = pieces.pop(0)()
-        while pieces:
-            total = _added(total, pieces.pop(0)())
-        return total, None
+        return contribute(ctx.tensor, ctx.pieces), None
 
 
 @torch.enable_grad()
@@ -174,11 +165,6 @@ def _accumulate(pieces: Sequence[tuple[Tensor, Piece]]) -> None:
     sums = [_Sum.apply(tensor, parts) for tensor, parts in reversed(found.values())]  # type: ignore[no-untyped-call]
     if sums:
         torch.autograd.backward(sums)
-
-
-def _added(total: Tensor, piece: Tensor) -> Tensor:
-    """Dense and sparse may be added in this order alone."""
-    return piece + total if total.is_sparse else total + piece
 
 
 def _given(gradient: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from hpcpar.data_parallel.parameters import (
     agree_on_parameters,
     distinct,
     extent,
+    offer_rooms,
     view_like,
     watch_gradients,
 )
@@ -127,7 +128,10 @@ class GradientSynchronizer:
         self.used: list[int] = []
         self._begin_round()
         self.synchronized = False
-        self._hooks = watch_gradients(self.parameters, self._on_gradient)
+        self._hooks = [
+            *watch_gradients(self.parameters, self._on_gradient),
+            *offer_rooms(self.parameters, self._room),
+        ]
 
     def expected_nbytes(self, synchronizations: int = 1) -> int:
         """Bytes that all ranks together send for so many synchronizations, by theory."""
@@ -248,6 +252,10 @@ class GradientSynchronizer:
             self._mark_arrived(index)
         self._start_full_buckets()
         self.dp_comm.poke()
+
+    def _room(self, index: int) -> Tensor | None:
+        """Where backward may put a parameter's first gradient, which `_adopt` then need not copy."""
+        return None if self._arrived[index] else self._views[index]
 
     def _adopt(self, index: int) -> None:
         """Bring a gradient that autograd or the user put elsewhere into the bucket."""

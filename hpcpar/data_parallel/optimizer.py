@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.data_parallel.blocks import Block, gather_into_blocks
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.elementwise import require_elementwise
@@ -76,9 +77,11 @@ class DistributedOptimizer(Optimizer):
     offload            "cpu": master weights and state in host memory, and the step there; a directory: in
                        files there. None: where the parameters are
     shared_parameters  stages 1 and 2, on CPUs: the parameters exist once on each node, for all of its ranks
-    model              whose modules wait for their new parameters when they are called: the all-gather of
-                       stages 1 and 2 goes on under the next forward. Whoever reads parameters in another way
-                       calls `wait_for_parameters` first. None: `step` waits
+    model              whose linear layers and embeddings make gradients where they are to lie, and add to
+                       them there (`hpcpar.autograd.in_place`); and whose modules wait for their parameters when
+                       they are called: the all-gather of stages 1 and 2 goes on under the next forward. Whoever
+                       reads parameters in another way calls `wait_for_parameters` first. None: `step` waits,
+                       and gradients are copied
     backward_passes_per_step   backwards whose sum is averaged, the last of which sends, instead of `no_sync`;
                        in stages 2 and 3 each of them sends
     bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
@@ -143,6 +146,8 @@ class DistributedOptimizer(Optimizer):
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
+        self._in_place = ExitStack()
+        self._in_place.enter_context(adding_in_place([] if model is None else [model]))
         self._build()
 
     def __getattr__(self, name: str) -> Any:
@@ -523,6 +528,7 @@ class DistributedOptimizer(Optimizer):
     def close(self) -> None:
         """Take all hooks off parameters and model. Collective. A fully sharded model stays what it is."""
         self._publication.close()
+        self._in_place.close()
         if self._sharding is None:
             self._synchronizer.close()
 

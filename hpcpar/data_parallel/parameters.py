@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hpcpar.autograd.pieces import OfferedRoom
 from hpcpar.data_parallel.buckets import Extent
 from hpcpar.errors import MismatchError, OperationError
 
@@ -161,6 +162,23 @@ def watch_gradients(parameters: Sequence[Tensor], tell: Callable[[int], None]) -
         parameter.register_post_accumulate_grad_hook(hook_of(number))  # type: ignore[no-untyped-call]
         for number, parameter in enumerate(parameters)
     ]
+
+
+def offer_rooms(parameters: Sequence[Tensor], room: Callable[[int], Tensor | None]) -> list[OfferedRoom]:
+    """Let backwards put the gradient of the parameter of this number where a method says; to be removed.
+
+    They die with the method's object, as `watch_gradients`.
+    """
+    reference = weakref.WeakMethod(room)
+
+    def offer_of(number: int) -> Callable[[], Tensor | None]:
+        def offer() -> Tensor | None:
+            alive = reference()
+            return None if alive is None else alive(number)
+
+        return offer
+
+    return [OfferedRoom(parameter, offer_of(number)) for number, parameter in enumerate(parameters)]
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -108,7 +108,7 @@ class _ColumnProducts(Function):
         whole = kept if gathering is None else gathering.wait()
         of_weights = []
         for gradient, target, need in zip(gradients, ctx.targets[:count], needs[:count], strict=True):
-            of_weights.append(contribute(target, OfProduct(gradient, lambda: whole)) if need else None)
+            of_weights.append(contribute(target, [OfProduct(gradient, lambda: whole)]) if need else None)
             tp.comm.poke()
         of_biases = [
             bias_gradient(gradient) if need and has else None
@@ -149,7 +149,7 @@ class _RowProduct(Function):
             inputs = x.detach()
             ctx.deferred.add(ctx.targets[0], OfProduct(whole, lambda: inputs))
         elif need_weight:
-            of_weight = contribute(ctx.targets[0], OfProduct(whole, lambda: x))
+            of_weight = contribute(ctx.targets[0], [OfProduct(whole, lambda: x)])
         return None, None, of_x, of_weight
 
 

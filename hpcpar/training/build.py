@@ -149,7 +149,7 @@ def build_optimizer(
         precision=precision_of(config),
         offload=section.offload,
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
-        model=model if section.zero_stage in (1, 2) else None,
+        model=None if section.zero_stage == 3 else model,
         backward_passes_per_step=backwards,
         split_over=over,
         tied=tied,

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.comm import Communicator, Trace
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama
@@ -76,7 +75,7 @@ class WholeModel:
         loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
         for number, (start, stop) in enumerate(bounds(len(tokens), self.microbatches)):
             last = number == self.microbatches - 1
-            with nullcontext() if last else optimizer.no_sync(), adding_in_place([self.model]):
+            with nullcontext() if last else optimizer.no_sync():
                 with span(trace, "forward", microbatch=number):
                     logits = self.model(tokens[start:stop])
                     loss = self.model.loss(logits, targets[start:stop], reduction="sum") / self.global_tokens

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcpar.autograd import DeferredGradients, in_place, pieces, recompute
 from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.pieces import OfferedRoom
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from tests.autograd.modules import (
@@ -29,10 +30,10 @@ from tests.autograd.modules import (
 )
 
 
-def thrice(module: nn.Module, inputs: Sequence[Tensor], *, here: bool) -> Gradients:
-    """Of three microbatches, in place or as torch does it."""
+def several(module: nn.Module, inputs: Sequence[Tensor], *, here: bool, times: int = 3) -> Gradients:
+    """Of several microbatches, in place or as torch does it."""
     found: Gradients = {}
-    for _ in range(3):
+    for _ in range(times):
         if here:
             with adding_in_place([module]):
                 found = whole(module, inputs)
@@ -44,10 +45,10 @@ def thrice(module: nn.Module, inputs: Sequence[Tensor], *, here: bool) -> Gradie
 @pytest.mark.parametrize("name", MODULES)
 def test_gradients_of_several_backwards_are_torch_s_and_hooks_run_once_in_each(name: str) -> None:
     make, inputs = MODULES[name]
-    expected = thrice(made(make), inputs, here=False)
+    expected = several(made(make), inputs, here=False)
     module = made(make)
     names = heard(module)
-    require_same(thrice(module, inputs, here=True), expected)
+    require_same(several(module, inputs, here=True), expected)
     assert sorted(names) == sorted(
         3 * [name for name, parameter in module.named_parameters() if parameter.grad is not None]
     )
@@ -61,8 +62,10 @@ class Made(TorchDispatchMode):
         self.numels: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        known = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        given = {each.untyped_storage().data_ptr() for each in known}
         if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in given:
             self.numels.add(found.numel())
         return found
@@ -109,6 +112,39 @@ def test_without_it_they_are_made_every_time() -> None:
         assert made_in(lambda: whole(module, [TOKENS]) and None) == LARGE
 
 
+def test_room_that_is_offered_is_used_for_the_first_gradient_until_the_offer_is_taken_back() -> None:
+    module = large()
+    rooms = [torch.full_like(parameter, float("nan")) for parameter in module.parameters()]
+    offers = [
+        OfferedRoom(p, lambda room=room: room) for p, room in zip(module.parameters(), rooms, strict=True)
+    ]
+    names = heard(module)
+
+    def backward() -> None:
+        with adding_in_place([module]):
+            whole(module, [TOKENS])
+
+    assert made_in(backward) == set()
+    assert [p.grad is room for p, room in zip(module.parameters(), rooms, strict=True)] == [True, True, False]
+    assert len(names) == 3
+    assert made_in(backward) == set()
+    require_same(gradients(module, [TOKENS]), several(large(), [TOKENS], here=False, times=2))
+    module.zero_grad()
+    for offer in offers:
+        offer.remove()
+    assert made_in(backward) == LARGE
+
+
+def test_an_offer_may_be_declined_and_the_last_one_counts() -> None:
+    module = large()
+    weight = module[1].weight
+    first = OfferedRoom(weight, lambda: torch.zeros_like(weight))
+    OfferedRoom(weight, lambda: None)
+    first.remove()  # was replaced
+    with adding_in_place([module]):
+        assert made_in(lambda: whole(module, [TOKENS]) and None) == LARGE
+
+
 def test_hooks_that_want_to_see_or_change_a_gradient_by_itself_do() -> None:
     seen: dict[bool, dict[str, list[Tensor]]] = {False: {}, True: {}}
     found: dict[bool, Gradients] = {}
@@ -122,7 +158,7 @@ def test_hooks_that_want_to_see_or_change_a_gradient_by_itself_do() -> None:
                 return gradient * 2
 
             parameter.register_hook(doubled)
-        found[here] = thrice(module, [X], here=here)
+        found[here] = several(module, [X], here=here)
     torch.testing.assert_close(seen[True], seen[False])
     require_same(found[True], found[False])
 
@@ -135,7 +171,7 @@ def test_where_torch_runs_no_hooks_for_a_gradient_of_none_autograd_adds(
     module = large()
     names = heard(module)
     for number in (1, 2):
-        assert made_in(lambda: thrice(module, [TOKENS], here=True) and None) == LARGE
+        assert made_in(lambda: several(module, [TOKENS], here=True) and None) == LARGE
         assert all(names.count(name) == 3 * number for name, _ in module.named_parameters())
 
 
@@ -166,7 +202,7 @@ def test_layers_that_are_computed_anew_in_backward_add_in_place_too() -> None:
     backward()
     assert made_in(backward) == set()
     backward()
-    require_same(gradients(module, [TOKENS]), thrice(large(), [TOKENS], here=False))
+    require_same(gradients(module, [TOKENS]), several(large(), [TOKENS], here=False))
 
 
 def test_weights_too_small_for_it_and_layers_with_a_forward_of_their_own_are_left_alone(
@@ -180,8 +216,8 @@ def test_weights_too_small_for_it_and_layers_with_a_forward_of_their_own_are_lef
         assert "forward" not in vars(own)
     module = large()
     monkeypatch.setattr(in_place, "LEAST_NBYTES", 29 * 8 * 8)
-    thrice(module, [TOKENS], here=True)
-    assert made_in(lambda: thrice(module, [TOKENS], here=True) and None) == {23 * 8}
+    several(module, [TOKENS], here=True)
+    assert made_in(lambda: several(module, [TOKENS], here=True) and None) == {23 * 8}
 
 
 def test_afterwards_layers_are_as_they_were_also_after_an_error() -> None:
@@ -198,7 +234,7 @@ def test_under_autocast_gradients_are_torch_s(dtype: torch.dtype) -> None:
     def run(here: bool) -> Gradients:
         module = made(lambda: nn.Sequential(nn.Embedding(9, 8), mlp())).to(dtype)
         with torch.autocast("cpu", torch.bfloat16):
-            return thrice(module, [tokens(2, 5)], here=here)
+            return several(module, [tokens(2, 5)], here=here)
 
     require_same(run(True), run(False), 2**-6)
 
