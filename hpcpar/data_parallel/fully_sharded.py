@@ -23,7 +23,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.data_parallel.absent import AbsentParameter
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
@@ -259,6 +260,8 @@ class Sharding:
         self.gradients.gone = self._on_gone
         self.on_written: Callable[[], Callable[[bool], None] | None] = lambda: None
         """The optimizer's answer to parameters that were written to: to all, or to some. It may be gone."""
+        self._in_place = ExitStack()
+        self._in_place.enter_context(adding_in_place([units[0].module]))
         for unit in units:
             unit.module.register_forward_pre_hook(self._entering(unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(self._leaving(unit), with_kwargs=True)

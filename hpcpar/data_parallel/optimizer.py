@@ -78,10 +78,10 @@ class DistributedOptimizer(Optimizer):
                        files there. None: where the parameters are
     shared_parameters  stages 1 and 2, on CPUs: the parameters exist once on each node, for all of its ranks
     model              whose linear layers and embeddings make gradients where they are to lie, and add to
-                       them there (`hpcpar.autograd.in_place`); and whose modules wait for their parameters when
-                       they are called: the all-gather of stages 1 and 2 goes on under the next forward. Whoever
-                       reads parameters in another way calls `wait_for_parameters` first. None: `step` waits,
-                       and gradients are copied
+                       them there (`hpcpar.autograd.in_place`); and whose modules wait for their parameters
+                       when they are called: the all-gather of stages 1 and 2 goes on under the next forward.
+                       Whoever reads parameters in another way calls `wait_for_parameters` first. None: `step`
+                       waits, and gradients are copied
     backward_passes_per_step   backwards whose sum is averaged, the last of which sends, instead of `no_sync`;
                        in stages 2 and 3 each of them sends
     bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory

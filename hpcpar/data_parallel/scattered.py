@@ -5,9 +5,10 @@
     bucket 1               [dW3 │ dW2] full ─> reduce-scatter ─ ─ ─> shard 1 += …
     memory      room A       room B       room A again
 
-A gradient is copied into its bucket's room as soon as it is there, and freed. There are two rooms, as large
-as the largest bucket: while one is under way the other is filled. Every backward sends; what has arrived is
-added to the shard, so with several microbatches the shards accumulate and no whole gradient ever exists.
+A gradient is made in its bucket's room, or copied there as soon as it is there, and freed. There are two
+rooms, as large as the largest bucket: while one is under way the other is filled. Every backward sends; what
+has arrived is added to the shard, so with several microbatches the shards accumulate and no whole gradient
+ever exists.
 source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
 """
 
@@ -25,7 +26,7 @@ from torch.autograd import Variable
 
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.gradients import require_new_gradients
-from hpcpar.data_parallel.parameters import Layout, layout_of, view_as, watch_gradients
+from hpcpar.data_parallel.parameters import Layout, layout_of, offer_rooms, view_as, watch_gradients
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 from hpcpar.units import MiB
 
@@ -132,7 +133,10 @@ class ScatteredGradients:
         self._next = self._backwards = 0
         self._had = [False] * len(self.parameters)
         self._waiting_nbytes = self.peak_waiting_nbytes = 0
-        self._hooks = watch_gradients(self.parameters, self._on_gradient)
+        self._hooks = [
+            *watch_gradients(self.parameters, self._on_gradient),
+            *offer_rooms(self.parameters, self._room_for),
+        ]
 
     def _make_rooms(self, types: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Room]:
         nbytes = max(
@@ -247,7 +251,8 @@ class ScatteredGradients:
         self._had[index] = True
         passage.arrived.append(index)
         passage.missing -= 1
-        self._waiting_nbytes += _gradient_nbytes(self.parameters[index])
+        if not self._is_in_room(index):
+            self._waiting_nbytes += _gradient_nbytes(self.parameters[index])
         self.peak_waiting_nbytes = max(self.peak_waiting_nbytes, self._waiting_nbytes)
         self._accept()
         self.dp_comm.poke()
@@ -309,6 +314,30 @@ class ScatteredGradients:
         first = next(passage for passage in self._passages if passage.handle is not None)
         return self._harvest(first)
 
+    def _room_for(self, index: int) -> Tensor | None:
+        """Where backward may put a gradient, so that `_take` need not copy it; None where it has to wait."""
+        self.expect_backward()
+        passage = self._of[index]
+        if index in passage.taken or index in passage.arrived:
+            return None
+        if passage.flat is None:
+            if passage is not self._passages[self._next]:
+                return None
+            self._lodge(passage, self._free_room())
+        assert passage.flat is not None, "it has a room"
+        place = self._place(passage.flat, index)
+        return place if place.dtype == self.parameters[index].dtype else None
+
+    def _place(self, flat: Tensor, index: int) -> Tensor:
+        return view_as(flat, *self._places[index], self._layouts[index])
+
+    def _is_in_room(self, index: int) -> bool:
+        """Whether a gradient that has come was made where it is to lie."""
+        flat, gradient = self._of[index].flat, self.parameters[index].grad
+        if flat is None or gradient is None or gradient.layout is not torch.strided:
+            return False
+        return gradient.data_ptr() == self._place(flat, index).data_ptr()
+
     def _lodge(self, passage: _Passage, room: Room) -> None:
         room.tenant = passage
         passage.room = room
@@ -327,9 +356,9 @@ class ScatteredGradients:
                     f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
                     "build the layer with sparse=False"
                 )
-            start, stop = self._places[index]
-            view_as(passage.flat, start, stop, self._layouts[index]).copy_(gradient.detach())
-            self._waiting_nbytes -= _gradient_nbytes(parameter)
+            if not self._is_in_room(index):
+                self._place(passage.flat, index).copy_(gradient.detach())
+                self._waiting_nbytes -= _gradient_nbytes(parameter)
             parameter.grad = None
             passage.taken.add(index)
         passage.arrived.clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcpar.autograd import Recompute
 from hpcpar.autograd.weight_gradients import stand_in
@@ -193,3 +194,20 @@ def heard(module: nn.Module) -> list[str]:
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
     return names
+
+
+class Made(TorchDispatchMode):
+    """The sizes of tensors that are made in new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        known = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        given = {each.untyped_storage().data_ptr() for each in known}
+        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in given:
+            self.numels.add(found.numel())
+        return found

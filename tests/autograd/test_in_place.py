@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcpar.autograd import DeferredGradients, in_place, pieces, recompute
 from hpcpar.autograd.in_place import adding_in_place
@@ -18,6 +16,7 @@ from hpcpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Tens
 from tests.autograd.modules import (
     MODULES,
     Gradients,
+    Made,
     X,
     cotangent,
     gradients,
@@ -52,23 +51,6 @@ def test_gradients_of_several_backwards_are_torch_s_and_hooks_run_once_in_each(n
     assert sorted(names) == sorted(
         3 * [name for name, parameter in module.named_parameters() if parameter.grad is not None]
     )
-
-
-class Made(TorchDispatchMode):
-    """The sizes of tensors that are made in new memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numels: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        known = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        given = {each.untyped_storage().data_ptr() for each in known}
-        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in given:
-            self.numels.add(found.numel())
-        return found
 
 
 def large() -> nn.Sequential:
