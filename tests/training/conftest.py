@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from hpcpar.training import Config, parse
+from hpcpar.comm import run_loopback
+from hpcpar.training import Config, Outcome, Run, parse
 
 MakeConfig = Callable[..., Config]
+OfOneProcess = Callable[..., tuple[Config, Outcome]]
 
 RUN = """
 [model]
@@ -37,26 +40,38 @@ log_every = 3
 """
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A dozen small documents."""
-    directory = tmp_path / "text"
-    directory.mkdir()
+def configs_in(directory: Path) -> MakeConfig:
+    """Configurations of runs below a directory, over a dozen small documents."""
+    text = directory / "text"
+    text.mkdir()
     for number in range(12):
-        (directory / f"{number}.txt").write_text(
+        (text / f"{number}.txt").write_text(
             f"document {number}: " + "the cat sat on the mat. " * (20 + number)
         )
-    return directory
 
-
-@pytest.fixture
-def config_of(tmp_path: Path, text: Path) -> MakeConfig:
     def make(*overrides: str, name: str = "run") -> Config:
         places = (
             f"data.paths={text}",
-            f"data.cache={tmp_path / 'cache'}",
-            f"output.directory={tmp_path / name}",
+            f"data.cache={directory / 'cache'}",
+            f"output.directory={directory / name}",
         )
         return parse(RUN, source="run.toml", overrides=[*places, *overrides])
 
     return make
+
+
+@pytest.fixture
+def config_of(tmp_path: Path) -> MakeConfig:
+    return configs_in(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> OfOneProcess:
+    """`of_one_process(*overrides)`: what the run of one process leaves, once for all that compare with it."""
+
+    @cache
+    def trained(*overrides: str) -> tuple[Config, Outcome]:
+        config = configs_in(tmp_path_factory.mktemp("alone"))(*overrides)
+        return config, run_loopback(1, lambda comm: Run(config, comm).train())[0]
+
+    return trained

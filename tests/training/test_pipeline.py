@@ -19,6 +19,7 @@ from hpcpar.training import Config, Outcome, Run
 from hpcpar.training.metrics import records_of
 
 MakeConfig = Callable[..., Config]
+OfOneProcess = Callable[..., tuple[Config, Outcome]]
 
 MODEL = (
     "model.hidden_size=24",
@@ -82,16 +83,18 @@ def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
     ],
 )
 def test_any_layout_and_schedule_trains_the_model_of_one_process_and_sends_what_theory_says(
-    config_of: MakeConfig, mesh: tuple[int, int, int], options: tuple[str, ...]
+    config_of: MakeConfig,
+    of_one_process: OfOneProcess,
+    mesh: tuple[int, int, int],
+    options: tuple[str, ...],
 ) -> None:
     pp, dp, tp = mesh
     of_run = [
         option for option in options if option.startswith(("model.", "optimizer.name", "optimizer.lea"))
     ]
     small = ("train.microbatch=1",) if dp == 2 else ()
-    alone = config_of(*MODEL, *of_run, name="alone")
+    alone, expected = of_one_process(*MODEL, *of_run)
     together = config_of(*MODEL, *small, *options, f"mesh.pp={pp}", f"mesh.tp={tp}", name="together")
-    expected = trained(alone)[0]
     outcomes = trained(together, pp * dp * tp)
     # float64: only the order of summation differs.
     assert min(course(alone)[1::2]) > 0.2
@@ -191,11 +194,10 @@ Way = tuple[int, tuple[str, ...]]
 )
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_a_run_is_resumed_with_another_pipeline(
-    config_of: MakeConfig, before: Way, after: Way, tied: str
+    config_of: MakeConfig, of_one_process: OfOneProcess, before: Way, after: Way, tied: str
 ) -> None:
     model = (*MODEL, f"model.tie_embeddings={tied}")
-    whole = config_of(*model, name="whole")
-    expected = trained(whole)[0]
+    whole, expected = of_one_process(*model)
     (size, options), (size_after, options_after) = before, after
     half_of(config_of(*model, *options, name="parts"), size)
     config = config_of(*model, *options_after, name="parts")
@@ -294,7 +296,7 @@ def test_what_cannot_work_is_refused_on_every_rank(
     ],
 )
 def test_a_schedule_of_a_file_is_followed_or_refused(
-    config_of: MakeConfig, tmp_path: Path, rows: str, words: str
+    config_of: MakeConfig, of_one_process: OfOneProcess, tmp_path: Path, rows: str, words: str
 ) -> None:
     path = tmp_path / "own.txt"
     path.write_text(rows)
@@ -307,7 +309,6 @@ def test_a_schedule_of_a_file_is_followed_or_refused(
     run_loopback(2, refused, check=False)
     path.write_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n")
     followed = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", name="followed")
-    alone = config_of(*MODEL, name="alone")
-    trained(alone)
+    alone, _ = of_one_process(*MODEL)
     trained(followed, 2)
     assert course(followed) == pytest.approx(course(alone), abs=1e-10)

@@ -19,6 +19,7 @@ from hpcpar.training.build import build_model
 from hpcpar.training.metrics import records_of
 
 MakeConfig = Callable[..., Config]
+OfOneProcess = Callable[..., tuple[Config, Outcome]]
 
 MODEL = (
     "model.hidden_size=24",
@@ -90,12 +91,11 @@ def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
     ],
 )
 def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
-    config_of: MakeConfig, dp: int, tp: int, options: tuple[str, ...]
+    config_of: MakeConfig, of_one_process: OfOneProcess, dp: int, tp: int, options: tuple[str, ...]
 ) -> None:
     of_model = [option for option in options if option.startswith(("model.", "train.global_batch"))]
-    alone = config_of(*MODEL, *of_model, name="alone")
+    alone, expected = of_one_process(*MODEL, *of_model)
     together = config_of(*MODEL, *options, f"mesh.tp={tp}", name="together")
-    expected = trained(alone)[0]
     outcomes = trained(together, dp * tp)
     # float64: only the order of summation differs.
     assert min(course(alone)[1::2]) > 0.2
@@ -179,10 +179,11 @@ Way = tuple[int, int, tuple[str, ...]]
         ((2, 2, ("optimizer.zero_stage=2",)), (1, 4, (SEQUENCE,))),
     ],
 )
-def test_a_run_is_resumed_on_another_layout(config_of: MakeConfig, before: Way, after: Way) -> None:
+def test_a_run_is_resumed_on_another_layout(
+    config_of: MakeConfig, of_one_process: OfOneProcess, before: Way, after: Way
+) -> None:
     model = (*MODEL, "model.kv_heads=12")
-    whole = config_of(*model, name="whole")
-    expected = trained(whole)[0]
+    whole, expected = of_one_process(*model)
     (dp, tp, options), (dp_after, tp_after, options_after) = before, after
     half_of(config_of(*model, *options, f"mesh.tp={tp}", name="parts"), dp * tp)
     config = config_of(*model, *options_after, f"mesh.tp={tp_after}", name="parts")
