@@ -1,4 +1,4 @@
-"""`import horovod` means ours; each case in a process of its own, because modules stay imported."""
+"""`import horovod` means ours; each case in a process or a copy of its own, because modules stay imported."""
 
 from __future__ import annotations
 
@@ -30,8 +30,18 @@ def aliased(code: str, *, cwd: Path | None = None) -> str:
     return done.stdout.strip()
 
 
-def test_every_module_is_ours_under_both_names() -> None:
-    code = f"""
+def missing(name: str) -> str:
+    """Code that prints what is said of a part that there is not."""
+    return f"""
+try:
+    import horovod.{name}
+except ModuleNotFoundError as error:
+    print(error.name, "|", error)
+"""
+
+
+IN_COPIES = {
+    "every module": f"""
 import importlib, sys
 for theirs, ours in {HOMES!r}.items():
     module = importlib.import_module(theirs)
@@ -40,24 +50,16 @@ for theirs, ours in {HOMES!r}.items():
 for room in {list(ROOMS)!r}:
     importlib.import_module(room)
 print("same")
-"""
-    assert aliased(code) == "same"
-
-
-def test_the_parts_of_horovod_torch_are_ours() -> None:
-    names = ("mpi_ops", "functions", "compression", "optimizer", "sync_batch_norm")
-    code = f"""
+""",
+    "parts of horovod.torch": """
 from importlib import import_module
-for name in {(*names, "elastic", "elastic.state", "elastic.sampler")}:
-    theirs, ours = (import_module(f"{{package}}.torch.{{name}}") for package in ("horovod", "hpcpar.horovod"))
+names = ("mpi_ops", "functions", "compression", "optimizer", "sync_batch_norm")
+for name in (*names, "elastic", "elastic.state", "elastic.sampler"):
+    theirs, ours = (import_module(f"{package}.torch.{name}") for package in ("horovod", "hpcpar.horovod"))
     assert theirs is ours, name
 print("all")
-"""
-    assert aliased(code) == "all"
-
-
-def test_what_scripts_import_is_there() -> None:
-    code = """
+""",
+    "what scripts import": """
 import horovod
 import horovod.torch as hvd
 from horovod import run
@@ -72,23 +74,62 @@ assert run is run_too is horovod.run
 assert hvd.HorovodInternalError is HorovodInternalError
 assert hvd.ProcessSet is ProcessSet
 print(horovod.__version__)
-"""
-    assert aliased(code) == "0.28.1"
+""",
+    "no part": missing("torch.nothing"),
+}
+"""What imports torch anyway."""
 
 
-@pytest.mark.parametrize(
-    "name", ["tensorflow", "keras", "mxnet", "spark", "ray", "torch.nothing", "common.x"]
-)
-def test_a_part_that_we_have_not_is_no_module_and_the_error_says_why(name: str) -> None:
+@pytest.fixture(scope="module")
+def told() -> dict[str, str]:
+    """What each of IN_COPIES prints in a copy of one process that has imported torch, and nothing of ours.
+
+    That import takes longer than all else, and so does the orderly end of a process that has it.
+    """
     code = f"""
-try:
-    import horovod.{name}
-except ModuleNotFoundError as error:
-    print(error.name, "|", error)
+import os, sys
+import torch
+
+for name, code in {IN_COPIES!r}.items():
+    print("####", name, flush=True)
+    if os.fork() == 0:
+        from hpcpar.horovod import alias
+        alias.install()
+        exec(code, {{}})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0, name
 """
-    said = aliased(code)
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    pairs = (part.partition("\n") for part in done.stdout.split("#### ")[1:])
+    return {name: printed.strip() for name, _, printed in pairs}
+
+
+def test_every_module_is_ours_under_both_names(told: dict[str, str]) -> None:
+    assert told["every module"] == "same"
+
+
+def test_the_parts_of_horovod_torch_are_ours(told: dict[str, str]) -> None:
+    assert told["parts of horovod.torch"] == "all"
+
+
+def test_what_scripts_import_is_there(told: dict[str, str]) -> None:
+    assert told["what scripts import"] == "0.28.1"
+
+
+def require_explained(said: str, name: str) -> None:
     assert said.startswith(f"horovod.{name} | horovod.{name} is not part of hpcpar")
     assert "install Horovod itself" in said
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "keras", "mxnet", "spark", "ray", "common.x"])
+def test_a_part_that_we_have_not_is_no_module_and_the_error_says_why(name: str) -> None:
+    require_explained(aliased(missing(name)), name)
+
+
+def test_a_part_of_horovod_torch_that_we_have_not_is_no_module_either(told: dict[str, str]) -> None:
+    require_explained(told["no part"], "torch.nothing")
 
 
 def test_looking_for_a_module_imports_no_torch() -> None:
