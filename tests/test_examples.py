@@ -49,8 +49,8 @@ def test_a_model_of_ones_own_is_the_same_in_any_pipeline(run_ranks: RunRanks, tm
     told = ("--steps", "5", "--batch", "32", "--microbatches", "4")
     measured = tmp_path / "measured.json"
     ends = []
-    for options in ((), ("--schedule", "zb-v", "--record", str(measured))):
-        done = run_ranks(2, example, *told, *options)
+    for ranks, options in ((1, ()), (2, ("--schedule", "zb-v", "--record", str(measured)))):
+        done = run_ranks(ranks, example, *told, *options)
         assert done.returncode == 0, done.stderr
         ends.append([line for line in done.stdout.splitlines() if line.startswith("step   5  loss")])
         assert "of the last step idle, of which the schedule says" in done.stdout
