@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.prove import prove, prove_schedules
 from hpcpar.algorithms.step import Copy, Receive, Send, Step
 from hpcpar.errors import OperationError, ScheduleError
+from tests.grid import checkered
 
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
 # Every rank speaks to every other, or n - 1 times to its neighbour: proving n ranks takes n² messages.
@@ -27,10 +26,18 @@ def roots_of(algorithm: Algorithm, size: int) -> range | tuple[int, ...]:
     return range(size) if size <= 9 else (0, 1, size // 2, size - 1)
 
 
+def sizes(largest: int) -> tuple[int, ...]:
+    """1 to the largest: odd ones first, so that every second of them are not all odd or all even."""
+    return (*range(1, largest + 1, 2), *range(2, largest + 1, 2))
+
+
+ONE_SEGMENT = [(size, 1) for size in sizes(33)]
+
+
 @pytest.mark.parametrize("algorithm", EVERY, ids=name_of)
 def test_every_algorithm_is_right_for_1_to_33_ranks(algorithm: Algorithm) -> None:
-    for size in range(1, 34):
-        for root, segments in product(roots_of(algorithm, size), (1, 2, 5) if algorithm.segmented else (1,)):
+    for size, segments in checkered(sizes(33), (1, 2, 5)) if algorithm.segmented else ONE_SEGMENT:
+        for root in roots_of(algorithm, size):
             prove(algorithm, size, root, segments)
 
 
@@ -47,13 +54,10 @@ def placements(size: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("algorithm", [one for one in EVERY if one.placed], ids=name_of)
 def test_a_hierarchical_algorithm_is_right_wherever_the_ranks_are(algorithm: Algorithm) -> None:
-    for size in range(1, 23):
-        for root, segments in product(
-            sorted({0, size // 2, size - 1}) if algorithm.rooted else (0,),
-            (1, 3) if algorithm.segmented else (1,),
-        ):
-            for nodes in placements(size):
-                prove(algorithm, size, root, segments, nodes)
+    segments_of = (1, 3) if algorithm.segmented else (1,)
+    for size, segments, nodes in checkered(sizes(22), segments_of, range(len(placements(1)))):
+        for root in sorted({0, size // 2, size - 1}) if algorithm.rooted else (0,):
+            prove(algorithm, size, root, segments, placements(size)[nodes])
 
 
 @pytest.mark.parametrize("algorithm", EVERY, ids=name_of)

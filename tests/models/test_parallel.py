@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -70,6 +70,7 @@ class Trained(NamedTuple):
     parameters: dict[str, Tensor]
 
 
+@cache
 def train_serially(config: LlamaConfig, optimizer: str, clip: float = math.inf) -> Trained:
     model = Llama(config, seed=1).double()
     steps = OPTIMIZERS[optimizer](model.parameters())
@@ -156,15 +157,14 @@ HEADS = [(1, 4), (2, 4), (2, 1), (3, 3), (3, 1), (4, 4), (4, 2)]
 ONE_OF_EACH_SIZE = [(1, 4), (2, 4), (3, 3), (4, 2)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("size", "kv_heads", "mode"),
-    [
-        *((size, kv_heads, "none") for size, kv_heads in HEADS),
-        *((size, kv_heads, mode) for size, kv_heads in ONE_OF_EACH_SIZE for mode in ("selective", "full")),
-    ],
-)
-def test_training_is_that_of_the_serial_model(size: int, kv_heads: int, way: str, mode: str) -> None:
+MODES_AND_WAYS = [
+    *((*heads, "none", way) for heads, way in checkered(HEADS, WAYS)),
+    *((*heads, *others) for heads, *others in checkered(ONE_OF_EACH_SIZE, ("selective", "full"), WAYS)),
+]
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "mode", "way"), MODES_AND_WAYS)
+def test_training_is_that_of_the_serial_model(size: int, kv_heads: int, mode: str, way: str) -> None:
     config = config_for(kv_heads, tied=way == "plain")
     truth = train_serially(config, "sgd", clip=0.5)
 
@@ -176,9 +176,9 @@ def test_training_is_that_of_the_serial_model(size: int, kv_heads: int, way: str
         require_same(found, truth)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("size", "kv_heads"), [(2, 4), (3, 3), (4, 2)])
-def test_training_with_adamw_is_that_of_the_serial_model(size: int, kv_heads: int, way: str) -> None:
+@pytest.mark.parametrize(("heads", "way"), checkered([(2, 4), (3, 3), (4, 2)], WAYS))
+def test_training_with_adamw_is_that_of_the_serial_model(heads: tuple[int, int], way: str) -> None:
+    size, kv_heads = heads
     config = config_for(kv_heads)
     truth = train_serially(config, "adamw")
 
