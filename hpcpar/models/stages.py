@@ -152,8 +152,8 @@ def measured_costs(
 ) -> list[float]:
     """Of embedding, each layer, and head with loss: seconds of a forward and a backward on this machine.
 
-    The median of `repeats`, after one that is not counted. One layer of each kind of recomputation is built
-    and timed, embedding and head by themselves, one after the other.
+    The median of `repeats`, after one that is not counted. Of embedding, head and a layer of each kind of
+    recomputation one is built, and they are timed in turn, so that a noisy machine touches all of them.
 
     microbatch, sequence   B and the S of the whole sequence
     collective             over the ranks that share a layer. Ranks measure different times: average them
@@ -162,27 +162,33 @@ def measured_costs(
     again = recompute or Recompute()
     kept = layers.streams.state_dict()
 
-    def seconds(part: Part) -> float:
+    def built(part: Part) -> Llama:
         # Values do not matter to time, as long as they are ordinary numbers: none need to be drawn.
         with torch.device(device):
             stage = Llama(config, layers, seed=None, recompute=again, part=part).to(dtype=dtype)
         for parameter in stage.parameters():
             nn.init.constant_(parameter, 0.01)
-        tokens = torch.arange(microbatch * sequence, device=device).view(microbatch, sequence)
-        tokens %= config.vocab_size
-        shape = (microbatch, sequence // layers.sequence_multiple, config.hidden_size)
-        hidden = torch.linspace(-1, 1, shape[-1], dtype=dtype, device=device).expand(shape)
-        inputs = tokens if part.embeds else hidden.clone().requires_grad_()
-        with adding_in_place([stage]):  # as in a pipeline, where most backwards find a gradient to add to
-            return median([_once(stage, inputs, tokens) for _ in range(repeats + 1)][1:])
+        return stage
 
-    embedding = seconds(Part(range(0), embeds=True, heads=False))
-    head = seconds(Part(range(0), embeds=False, heads=True))
     modes = [again.of_layer(number, config.layers) for number in range(config.layers)]
-    of_mode = {}
-    for mode in dict.fromkeys(modes):
-        number = modes.index(mode)
-        of_mode[mode] = seconds(Part(range(number, number + 1), embeds=False, heads=False))
+    firsts = [modes.index(mode) for mode in dict.fromkeys(modes)]
+    stages = [
+        built(Part(range(0), embeds=True, heads=False)),
+        *(built(Part(range(number, number + 1), embeds=False, heads=False)) for number in firsts),
+        built(Part(range(0), embeds=False, heads=True)),
+    ]
+    tokens = torch.arange(microbatch * sequence, device=device).view(microbatch, sequence)
+    tokens %= config.vocab_size
+    shape = (microbatch, sequence // layers.sequence_multiple, config.hidden_size)
+    hidden = torch.linspace(-1, 1, shape[-1], dtype=dtype, device=device).expand(shape)
+    hidden = hidden.clone().requires_grad_()
+    with adding_in_place(stages):  # as in a pipeline, where most backwards find a gradient to add to
+        rounds = [
+            [_once(stage, tokens if stage.part.embeds else hidden, tokens) for stage in stages]
+            for _ in range(repeats + 1)
+        ]
+    embedding, *of_firsts, head = [median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+    of_mode = {modes[number]: seconds for number, seconds in zip(firsts, of_firsts, strict=True)}
     layers.streams.load_state_dict(kept)
     return [embedding, *(of_mode[mode] for mode in modes), head]
 

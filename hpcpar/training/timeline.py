@@ -40,15 +40,16 @@ def span(trace: Trace | None, name: str, **arguments: Any) -> Iterator[None]:
 class Timeline:
     """Traces this rank from its making until `write`; making and writing are collective.
 
-    Ranks of one node share a clock. Those of different nodes are set to one time by the barrier
-    here, so they are right to within the time that a barrier takes.
+    Ranks of one node share a clock. Nodes are set to one time by the barrier here, as their first ranks
+    leave it, so they are right to within the time that a barrier takes.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.trace = Trace()
         comm.barrier()
-        self._origin_s = time.perf_counter()
+        left_s = comm.allgather_object(time.perf_counter())
+        self._origin_s: float = left_s[comm.nodes.index(comm.nodes[comm.rank])]
         comm.trace = self.trace
 
     def stop(self) -> None:

@@ -75,3 +75,8 @@ def test_a_timeline_shows_compute_and_communication_of_every_rank(tmp_path: Path
         named = {e["name"]: e["cat"] for e in events if e["ph"] == "X" and e["pid"] == rank}
         assert named == {"forward": "compute", "allreduce world": "communication"}
     assert all(e["ts"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_ranks_of_a_node_count_from_one_moment() -> None:
+    origins = run_loopback(3, lambda comm: Timeline(comm)._origin_s, nodes=[0, 0, 1])
+    assert origins[0] == origins[1] != origins[2]
