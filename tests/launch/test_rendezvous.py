@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import threading
@@ -141,7 +142,7 @@ def test_another_secret_is_refused_and_the_error_names_hosts_ports_and_remedies(
 
 def test_without_rank_0_the_others_end_with_what_they_tried(job: str) -> None:
     ranks = Ranks([environ(job, 1, 2)], timeout_s=1.0)
-    assert "did not find rank 0 within 1 s" in ranks.errors[1]
+    assert re.search(r"did not find rank 0 within \d+ s", ranks.errors[1])
     assert "nobody listens yet" in ranks.errors[1]
 
 
