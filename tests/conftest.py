@@ -54,6 +54,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
+RANKS_ARE_THREADS = {"autograd", "models", "pipeline_parallel", "tensor_parallel", "training"}
+"""Directories of tests that are mostly so."""
+
+
+@pytest.fixture(autouse=True)
+def _ranks_that_are_threads_share_a_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """They take turns at the interpreter; on several cores, beside another worker, it takes them longer."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    of_threads = request.path.parent.name in RANKS_ARE_THREADS
+    if not (worker and of_threads and hasattr(os, "sched_setaffinity")):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[int(worker.removeprefix("gw")) % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     """Ranks and helpers share few cores; a test is not faster with more threads."""
