@@ -164,7 +164,7 @@ def thrice(scene: Scene) -> Job:
 
 def before_its_limit(scene: Scene) -> Job:
     """So long before the limit that the warning comes at one of Slurm's next looks."""
-    job = scene.wrapped("python stops.py", "--time=1", "--signal=USR1@50")
+    job = scene.wrapped("python stops.py", "--time=1", "--signal=USR1@40")
     return job.wait(LIMIT_S)
 
 
