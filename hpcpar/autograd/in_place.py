@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from hpcpar.autograd.pieces import OfEmbedding, OfProduct, contribute, matrix
+from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, contribute
 from hpcpar.autograd.weight_gradients import under_way
 from hpcpar.units import MiB
 
@@ -81,7 +81,7 @@ class _Linear(Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad
         of_x = gradient.matmul(weight) if need_x else None
         of_weight = contribute(ctx.parameter, [OfProduct(gradient, lambda: x)]) if need_weight else None
-        of_bias = matrix(gradient).sum(0) if need_bias else None
+        of_bias = bias_gradient(gradient) if need_bias else None
         return of_x, of_weight, of_bias
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hpcpar.autograd.pieces import OfEmbedding, OfProduct, matrix
+from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, matrix
 
 if TYPE_CHECKING:
     from hpcpar.autograd.weight_gradients import DeferredGradients
@@ -267,11 +267,6 @@ class _Product(Function):
             if need:
                 ctx.deferred.add(target, piece)
         return None, None, None, None, of_x, *([None] * len(needs))
-
-
-def bias_gradient(gradient: Tensor) -> Tensor:
-    """[..., O] -> [O]"""
-    return matrix(gradient).sum(0)
 
 
 # --- embeddings -----------------------------------------------------------------------------------

@@ -9,8 +9,8 @@
 
 In place is what Megatron-LM calls gradient accumulation fusion. It pays where there are few tokens beside the
 weight's size, as in a pipeline's microbatches. Room is offered by whoever has buckets that gradients are to
-lie in. Else a parameter's first gradient is made in new memory, as always, and so is one that hooks want to
-see by itself.
+lie in. Else a parameter's first gradient is made in new memory, as always, and so is one that hooks, or
+torch.autograd.grad, want to see by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Piece = Callable[[], Tensor]
@@ -68,7 +69,10 @@ class OfProduct:
 
 @dataclass(frozen=True)
 class OfEmbedding:
-    """Rows of dy [..., H] at the places of the tokens [...], in zeros [V, H]."""
+    """Rows of dy [..., H] at the places of the tokens [...], in zeros [V, H].
+
+    rows    V; the others as of torch.nn.Embedding
+    """
 
     gradient: Tensor
     tokens: Tensor
@@ -114,10 +118,11 @@ def contribute(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
         return _sum(pieces)
     total = parameter.grad
     if total is None:
-        total = _room(parameter, pieces[0])
-        if total is None:
+        total, first = _room(parameter, pieces[0]), pieces[0]
+        if total is None or not isinstance(first, (OfProduct, OfEmbedding)):
             return _sum(pieces)
-        pieces.pop(0).put_in(total)  # type: ignore[attr-defined]
+        first.put_in(total)
+        del pieces[0], first
         parameter.grad = total
     while pieces:
         piece = pieces.pop(0)
@@ -129,13 +134,25 @@ def contribute(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
 
 
 def _may_be_written(parameter: Tensor) -> bool:
-    """Whether its gradient is there for whoever makes one: no hook wants to see what is added."""
+    """Whether its gradient is there for whoever makes one: nobody wants to see what is added."""
     if not parameter.is_leaf or torch.is_grad_enabled() or parameter._backward_hooks:
         return False
     there = parameter.grad
+    if there is None and parameter not in _OFFERS:
+        return False
     if there is not None and (there.layout is not torch.strided or type(there) is not Tensor):
         return False
-    return not getattr(parameter, "_post_accumulate_grad_hooks", None) or _hooks_run_without_a_gradient()
+    if getattr(parameter, "_post_accumulate_grad_hooks", None) and not _hooks_run_without_a_gradient():
+        return False
+    return _is_accumulated(parameter)
+
+
+def _is_accumulated(parameter: Tensor) -> bool:
+    """Whether what runs adds to the gradient: backward(), unless its `inputs=` leaves this parameter out."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad, which wants to have it, and not to find it added
+        return False
 
 
 def _sum(pieces: list[Piece]) -> Tensor:
@@ -145,6 +162,11 @@ def _sum(pieces: list[Piece]) -> Tensor:
         # Dense and sparse may be added in this order alone.
         total = piece + total if total.is_sparse else total + piece
     return total
+
+
+def bias_gradient(gradient: Tensor) -> Tensor:
+    """[..., O] -> [O]"""
+    return matrix(gradient).sum(0)
 
 
 def matrix(tensor: Tensor) -> Tensor:

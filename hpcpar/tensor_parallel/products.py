@@ -29,8 +29,8 @@ from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
 from hpcpar.autograd.exchange import Pending, Summand, start_gather, start_sum_scatter
-from hpcpar.autograd.interception import bias_gradient, cut_off
-from hpcpar.autograd.pieces import OfProduct, contribute
+from hpcpar.autograd.interception import cut_off
+from hpcpar.autograd.pieces import OfProduct, bias_gradient, contribute
 from hpcpar.autograd.weight_gradients import under_way
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel.axis import TensorParallel

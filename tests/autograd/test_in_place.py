@@ -157,6 +157,44 @@ def test_where_torch_runs_no_hooks_for_a_gradient_of_none_autograd_adds(
         assert all(names.count(name) == 3 * number for name, _ in module.named_parameters())
 
 
+def parallel(comm: Communicator) -> nn.Module:
+    """The same weights' sizes in parallel layers."""
+    tp = TensorParallel(comm)
+    column = ColumnParallelLinear(8, 23 * comm.size, tp)
+    return nn.Sequential(column, RowParallelLinear(23 * comm.size, 29, tp)).double()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["a gradient there", "room offered"])
+@pytest.mark.parametrize("kind", ["torch's layers", "parallel layers"])
+def test_gradients_that_are_asked_for_are_handed_over_and_nothing_is_added(kind: str, there: bool) -> None:
+    def program(comm: Communicator) -> None:
+        module = large() if kind == "torch's layers" else parallel(comm)
+        x = TOKENS if kind == "torch's layers" else torch.ones(1, 3, 8, dtype=torch.float64)
+        parameters = list(module.parameters())
+        output = module(x)
+        expected = torch.autograd.grad(output, parameters, cotangent(output))
+        offers = []
+        if there:
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+        else:
+            offers = [OfferedRoom(p, lambda p=p: torch.empty_like(p)) for p in parameters]
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        with adding_in_place([module]):
+            first, second = module(x), module(x)
+        found = torch.autograd.grad(first, parameters, cotangent(first))
+        # Of a backward, too, that is for others.
+        second.backward(cotangent(second), inputs=[parameters[-1]])
+        torch.testing.assert_close(found, expected)
+        for parameter, value in zip(parameters[:-1], before[:-1], strict=True):
+            assert (parameter.grad is None) == (value is None)
+            assert value is None or torch.equal(parameter.grad, value)
+        for offer in offers:
+            offer.remove()
+
+    run_loopback(1 if kind == "torch's layers" else 2, program)
+
+
 def test_a_gradient_of_gradients_is_torch_s() -> None:
     def penalty(here: bool) -> Gradients:
         module = made(mlp)
@@ -223,11 +261,8 @@ def test_under_autocast_gradients_are_torch_s(dtype: torch.dtype) -> None:
 
 def test_parallel_layers_add_to_their_gradients_where_they_lie() -> None:
     def program(comm: Communicator) -> tuple[set[int], bool]:
-        tp = TensorParallel(comm)
-        column = ColumnParallelLinear(8, 23 * comm.size, tp)
-        row = RowParallelLinear(23 * comm.size, 29, tp)
-        module = nn.Sequential(column, row)
-        x = torch.ones(1, 3, 8)
+        module = parallel(comm)
+        x = torch.ones(1, 3, 8, dtype=torch.float64)
 
         def backward() -> None:
             output = module(x)
