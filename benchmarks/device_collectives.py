@@ -39,6 +39,7 @@ import torch
 
 import hpcpar
 from hpcpar.bench.collectives import CHOSEN, about, ours, write_json
+from hpcpar.bench.gpus import finished, use_gpu
 from hpcpar.bench.measure import (
     DTYPES,
     MEMORY_COPY,
@@ -191,36 +192,18 @@ class Job:
     def shares_one_gpu(self) -> bool:
         return self.device.type == "cuda" and self.gpus == 1 < self.world.size
 
-    def finish(self) -> None:
-        """Return when the caller's stream has nothing left to do."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
 
 def bind_to_gpu(world: Communicator, wanted: str) -> tuple[torch.device, tuple[str, ...]]:
     """This rank's device, and that of every rank, by what tells it from all others. Ends without a GPU."""
     if wanted == "cpu":
         return torch.device("cpu"), ("cpu",) * world.size
-    here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    seen = world.allgather_object(visible)
-    if not all(seen):
-        without = [rank for rank, count in enumerate(seen) if not count]
+    try:
+        device = use_gpu(world)
+    except CudaError as error:
         if world.rank == 0:
-            build = f"torch {torch.__version__}"
-            print(
-                f"ERROR: torch sees no GPU on rank{'s' if len(without) > 1 else ''} "
-                f"{', '.join(map(str, without))} of {world.size} ({build}): this measures collectives on "
-                f"CUDA tensors. Start it where there are GPUs, with a CUDA build of torch and hpcpar[cuda13] "
-                f"or hpcpar[cuda12]; benchmarks/gpu_check.sh installs both",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"ERROR: {error}", file=sys.stderr, flush=True)
         world.barrier()
-        raise SystemExit(1)
-    index = binding.gpu_for(here.index(world.rank), visible, len(here))
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+        raise SystemExit(1) from error
     identity = f"{world.nodes[world.rank]} {torch.cuda.get_device_properties(device).uuid}"
     return device, tuple(world.allgather_object(identity))
 
@@ -351,14 +334,9 @@ def connect(job: Job) -> list[Any]:
 def measure_case(case: Case, job: Job, peers: Sequence[Any]) -> list[Line]:
     """All lines of one collective and size, in turn. Collective."""
     place = PLACES[case.collective]
-    dtype = getattr(torch, case.dtype)
-
-    def zeros(count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype, device=job.device)
-
-    buffers = Buffers(zeros(case.count), zeros(case.share), zeros(case.count))
+    buffers = Buffers.of(case, job.world, device=job.device)
     entered = [
-        (way, finished(one, job))
+        (way, finished(one, job.device))
         for way, comm in job.ways.items()
         for one in ours(case, comm, buffers, place)
         if one.name in job.options.algorithms.split(",")
@@ -366,13 +344,13 @@ def measure_case(case: Case, job: Job, peers: Sequence[Any]) -> list[Line]:
     for peer in peers:
         for one in peer.candidates(case, job.world, buffers, place):
             if one.name.lower() in job.options.peers:
-                entered.append((one.name, finished(one, job)))
+                entered.append((one.name, finished(one, job.device)))
     kept: list[Timed] = [(way, one) for way, one in entered if usable([one], job.world)]
     wrong = [wrong_elements(one, case, job.world, buffers) for _, one in kept]
     buffers.clear()
     copy = copy_candidate(case, buffers).run if job.is_first else lambda: None
     runs: dict[Any, Callable[[], object]] = {(way, one.name): one.run for way, one in kept}
-    runs[COPY] = finished(Candidate(MEMORY_COPY, copy, lambda: None), job).run
+    runs[COPY] = finished(Candidate(MEMORY_COPY, copy, lambda: None), job.device).run
     options = job.options
     timings = measure(runs, job.world, rounds=options.rounds, round_s=options.round_seconds)
     copy_bytes_per_s = 2 * case.nbytes / timings[COPY].median_s
@@ -383,20 +361,6 @@ def measure_case(case: Case, job: Job, peers: Sequence[Any]) -> list[Line]:
     for _, one in kept:
         one.close()
     return lines
-
-
-def finished(candidate: Candidate, job: Job) -> Candidate:
-    """The same, until the stream has nothing left to do; what it leaves, on the host."""
-
-    def run() -> None:
-        candidate.run()
-        job.finish()
-
-    def result() -> Any:
-        left = candidate.result()
-        return None if left is None else left.detach().cpu()
-
-    return replace(candidate, run=run, result=result)
 
 
 def line_of(

@@ -6,6 +6,7 @@
 #   install     an environment with hpcpar[cuda13] (or cuda12, as the driver is) and a torch that knows CUDA
 #   doctor      what MPI does with device pointers, and by which libraries
 #   tests       those marked `gpu`: in one process, then by 1, 2, 3 and 4 ranks which share the GPU
+#   tune        by 2 ranks: the fastest algorithm for arrays on the GPU, by size
 #   collectives by 2 and 4 ranks: each way beside the GPU's own copies, MPI, gloo and, where it can, NCCL
 #   training    the model of 125 million parameters in bfloat16, by 2 ranks and by 1: the same losses, to its rounding
 #
@@ -125,6 +126,8 @@ for count in 1 2 3 4; do
     rank_part "tests-$count" 1800 "$count" -- -m pytest --with-mpi -m "gpu and mpi" tests
 done
 
+rank_part tune-2 600 2 -- -m hpcpar bench tune --device cuda --collective all --min-bytes 4K --factor 16 \
+    --file "$RESULTS/device-tuning.toml"
 for count in 2 4; do
     rank_part "collectives-$count" 1200 "$count" benchmarks/device_collectives.py \
         --json "$RESULTS/device-collectives-$count.jsonl" --min-bytes 1M --rounds 9 --round-seconds 0.05

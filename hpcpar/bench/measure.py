@@ -53,6 +53,7 @@ MEMORY_COPY = "memory_copy"
 IN_EQUAL_PIECES = ("reduce_scatter", "allgather", "alltoall")
 WINDOW = 16
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
+ON_HOST = torch.device("cpu")
 PIECE = 1 << 22
 """Elements that are written or compared at a time, so that checking needs little memory."""
 FEWEST, MOST = 2, 2000
@@ -115,7 +116,14 @@ class Buffers:
     shared: bool = False
 
     @classmethod
-    def of(cls, case: Case, comm: Communicator, *, shared: bool = False) -> Buffers:
+    def of(
+        cls,
+        case: Case,
+        comm: Communicator,
+        *,
+        shared: bool = False,
+        device: torch.device = ON_HOST,
+    ) -> Buffers:
         """Collective where the memory is shared; OperationError where the ranks can share none."""
         if shared and not comm.shares_memory:
             raise OperationError(
@@ -126,7 +134,7 @@ class Buffers:
             if shared:
                 dtype = getattr(torch, case.dtype)
                 return comm.allocate_shared(count, dtype if case.kind == "torch" else case.dtype)
-            made = torch.zeros(count, dtype=getattr(torch, case.dtype))
+            made = torch.zeros(count, dtype=getattr(torch, case.dtype), device=device)
             return made if case.kind == "torch" else made.numpy()
 
         return cls(empty(case.count), empty(max(1, case.share))[: case.share], empty(case.count), shared)

@@ -1,4 +1,7 @@
-"""`hpcpar bench tune`: time every algorithm here, MPI's own among them, and write down whom to choose."""
+"""`hpcpar bench tune`: time every algorithm here, MPI's own among them, and write down whom to choose.
+
+On GPUs our own alone: calls of MPI's collectives are not given device pointers.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.bench.collectives import CHOSEN, Options, Say, ours
-from hpcpar.bench.measure import PLACES, Buffers, Case, measure, usable, wrong_elements
-from hpcpar.comm.select import ANY, Rules, describe
+from hpcpar.bench.gpus import finished
+from hpcpar.bench.measure import ON_HOST, PLACES, Buffers, Case, measure, usable, wrong_elements
+from hpcpar.comm.select import ANY, NATIVE, Rules, describe
 from hpcpar.comm.tuning import Entry, add_to_file, ranks_per_node, rules_from
 from hpcpar.errors import OperationError
 from hpcpar.units import format_duration, format_nbytes
@@ -22,34 +28,50 @@ WORTH = 1.05
 """An algorithm takes over from that of the size before only if it is this many times as fast."""
 
 
-def tune(options: Options, dtypes: Sequence[str], comm: Communicator, mpi: str, say: Say) -> Entry:
+def tune(
+    options: Options,
+    dtypes: Sequence[str],
+    comm: Communicator,
+    mpi: str,
+    say: Say,
+    device: torch.device = ON_HOST,
+) -> Entry:
     """The fastest algorithm by collective, element type and size on these ranks. Collective.
 
     dtypes   element types; the first one's rules stand for all that are not named
     mpi      vendor and version of the MPI library: part of the key
-    errors   OperationError when no rank has anybody to talk to, or a result is wrong
+    device   where this rank's arrays are
+    errors   OperationError when no rank has anybody to talk to, a result is wrong, or arrays on GPUs would
+             be copied to the host
     """
     if comm.size == 1:
         raise OperationError("one rank has nothing to choose by; start several, as hpcpar run -n 2 -- ...")
+    if device.type != "cpu" and options.shared:
+        raise OperationError("memory that ranks share is the host's: measure arrays on GPUs without --shared")
+    if device.type != "cpu" and not comm.shares_devices:
+        raise OperationError(
+            "arrays on GPUs are copied to the host for every call here, so they go by the table of host "
+            "memory; hpcpar doctor says what keeps them from moving as they are"
+        )
     rules: dict[str, dict[str, Rules]] = {}
     for collective in options.collectives:
         if collective not in ALGORITHMS:
             continue  # messages between two ranks leave nothing to choose
         rules[collective] = {}
         for dtype in dtypes:
-            found = _rules(collective, replace(options, dtype=dtype), comm, say)
+            found = _rules(collective, replace(options, dtype=dtype), comm, say, device)
             rules[collective][dtype if rules[collective] else ANY] = found
-    return Entry(mpi, comm.size, ranks_per_node(comm.nodes), rules)
+    return Entry(mpi, comm.size, ranks_per_node(comm.nodes), rules, device.type)
 
 
-def _rules(collective: str, options: Options, comm: Communicator, say: Say) -> Rules:
+def _rules(collective: str, options: Options, comm: Communicator, say: Say, device: torch.device) -> Rules:
     winners: dict[int, str] = {}
     before = ""
     for nbytes in options.sizes():
         case = Case.of(collective, nbytes, options.dtype, options.kind, comm.size)
         if case.nbytes in winners:  # sizes below one element for each rank
             continue
-        medians_s = time_all(case, options, comm)
+        medians_s = time_all(case, options, comm, device)
         before = winners[case.nbytes] = winner(medians_s, before)
         if comm.rank == 0:
             what = f"{collective:<15}{options.dtype:<9}{format_nbytes(case.nbytes):>10}"
@@ -66,11 +88,18 @@ def _told(medians_s: Mapping[str, float], first: str) -> str:
     return f"{first:<20}{format_duration(best_s):>10}   then, times as long: {behind}"
 
 
-def time_all(case: Case, options: Options, comm: Communicator) -> dict[str, float]:
+def time_all(
+    case: Case, options: Options, comm: Communicator, device: torch.device = ON_HOST
+) -> dict[str, float]:
     """Median seconds of every algorithm, in the place where this collective is usually done. Collective."""
-    buffers = Buffers.of(case, comm, shared=options.shared)
-    candidates = ours(case, comm, buffers, PLACES[case.collective][0])
-    able = usable([candidate for candidate in candidates if candidate.name != CHOSEN], comm)
+    buffers = Buffers.of(case, comm, shared=options.shared, device=device)
+    left_out = (CHOSEN,) if device.type == "cpu" else (CHOSEN, NATIVE)
+    candidates = [
+        finished(candidate, device)
+        for candidate in ours(case, comm, buffers, PLACES[case.collective][0])
+        if candidate.name not in left_out
+    ]
+    able = usable(candidates, comm)
     for candidate in able:
         wrong = wrong_elements(candidate, case, comm, buffers)
         if wrong:

@@ -266,8 +266,15 @@ def soak(calls: int, seed: int, max_drift: float | None, json_file: Path | None)
     show_default=True,
     help="Several by commas; the first stands for all others.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the arrays are; each kind has a table.",
+)
 @click.option("--file", type=click.Path(path_type=Path), help="The table [default: the user's own].")
-def tune(dtypes: tuple[str, ...], file: Path | None, **measuring: Any) -> int:
+def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: Any) -> int:
     """Time all algorithms on these ranks, MPI's own among them, and write down the fastest by size.
 
     From then on jobs with the same MPI, ranks and ranks per node choose by it: HPCPAR_TUNING names
@@ -275,6 +282,8 @@ def tune(dtypes: tuple[str, ...], file: Path | None, **measuring: Any) -> int:
     """
     import hpcpar
     from hpcpar.bench import tune as tuning
+    from hpcpar.bench.gpus import use_gpu
+    from hpcpar.bench.measure import ON_HOST
     from hpcpar.launch.settings import own_tuning_file
     from hpcpar.transport.mpi import library_facts
 
@@ -282,7 +291,8 @@ def tune(dtypes: tuple[str, ...], file: Path | None, **measuring: Any) -> int:
     path = file or own_tuning_file()
     try:
         options = _options(measuring)
-        entry = tuning.tune(options, dtypes, world, library_facts()["vendor"], click.echo)
+        place = use_gpu(world) if device == "cuda" else ON_HOST
+        entry = tuning.tune(options, dtypes, world, library_facts()["vendor"], click.echo, place)
         tuning.keep(entry, path, world)
     except HpcparError as error:
         return _refuse(world, "tune", error)

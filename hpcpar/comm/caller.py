@@ -37,7 +37,7 @@ from hpcpar.comm.operation import (
 )
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
-from hpcpar.comm.select import ANY, BUILT_IN_SHARED_MEMORY, NATIVE, Table, built_in, choose, segments_for
+from hpcpar.comm.select import ANY, NATIVE, Table, choose, segments_for
 from hpcpar.comm.shared import AtOnce, Extent, SharedStep, extent, regions_for, shared_steps
 from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
@@ -253,6 +253,7 @@ class Caller(ABC):
         self._under_way = family.progress.under_way
         self._pause = transport.pause
         self._table = family.tuning.table(transport.nodes)
+        self._found_on_device: tuple[Devices, Tuning, Table] | None = None
         self._abandoned: list[Operation] = []
         self._calls = [0]  # shared with unchecked copies, so that every call has a tag of its own
         self.name, self.traffic = family.register(name)
@@ -358,11 +359,14 @@ class Caller(ABC):
 
     @property
     def _device_table(self) -> Table:
-        """The built-in rules for arrays on GPUs: nobody is far away where all memory can be read in place."""
-        devices, ranks = self._family.devices, self._transport.world_ranks
-        if devices is not None and all(devices.reach(rank) == "pull" for rank in ranks):
-            return BUILT_IN_SHARED_MEMORY
-        return built_in(self._transport.nodes)
+        """What arrays on GPUs are reduced by."""
+        devices, tuning = self._family.devices, self._family.tuning
+        assert devices is not None, "no array is seen as a device's without them"
+        if self._found_on_device is None or self._found_on_device[:2] != (devices, tuning):
+            all_pull = all(devices.reach(rank) == "pull" for rank in self._transport.world_ranks)
+            table = tuning.table_on_device(self._transport.nodes, all_pull=all_pull)
+            self._found_on_device = devices, tuning, table
+        return self._found_on_device[2]
 
     def choose_by(self, tuning: Tuning) -> None:
         """Choose by these tables from now on, here and on all that will be split. The same on every rank."""

@@ -79,6 +79,11 @@ class Communicator(Objects):
         return self._family.devices is not None
 
     @property
+    def shares_devices(self) -> bool:
+        """Whether arrays on GPUs are moved as they are; else each call copies them to the host and back."""
+        return self._family.devices is not None
+
+    @property
     def shares_memory(self) -> bool:
         """Whether ranks of this communicator exchange through memory that they share."""
         return self._arena is not None or self._shares_in_part

@@ -109,6 +109,11 @@ def built_in(nodes: Sequence[int], *, shared_memory: bool = False) -> Table:
     return BUILT_IN_ON_NODES if 1 < len(set(nodes)) < len(nodes) else BUILT_IN
 
 
+def built_in_on_device(nodes: Sequence[int], *, all_pull: bool) -> Table:
+    """The same for arrays on GPUs: nobody is far away where all ranks read each other's memory in place."""
+    return BUILT_IN_SHARED_MEMORY if all_pull else built_in(nodes)
+
+
 UNEVEN = {"reduce_scatter": "ring", "allgather": "ring", "gather": "binomial", "scatter": "binomial"}
 UNEVEN |= {"alltoall": "pairwise"}
 """What to use when ranks hold pieces of different sizes."""

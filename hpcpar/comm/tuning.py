@@ -1,4 +1,4 @@
-"""Measured tables on disk: one TOML file, one entry for each MPI, number of ranks and ranks per node.
+"""Measured tables on disk: one TOML file, one entry for each MPI, number of ranks, ranks per node and device.
 
     [[tuned]]
     mpi = "MPICH 5.0.2"
@@ -13,6 +13,7 @@
 
 `hpcpar bench tune` writes it, `hpcpar.init()` reads it, and people may edit it: bytes are of the
 whole array, the last line of a list has no limit, and an element type beside `any` has its own list.
+An entry with `device = "cuda"` is of arrays on GPUs; one without, of host memory.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm.select import Rules, Table, built_in, named_algorithm
+from hpcpar.comm.select import Rules, Table, built_in, built_in_on_device, named_algorithm
 from hpcpar.errors import ConfigError, OperationError
 from hpcpar.launch.settings import read_tuning
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
 
 KEYS = ("mpi", "ranks", "ranks_per_node")
+DEVICES = ("cpu", "cuda")
+"""Where arrays lie, as torch calls it; the first where nothing is said."""
 INFINITE = float("inf")
 
 
@@ -51,16 +54,18 @@ class Entry:
     mpi              vendor and version, as `transport.mpi.library_facts()` has them
     ranks_per_node   of the node with the most
     rules            collective -> element type, or "any" -> rules
+    device           where the arrays were: one of DEVICES
     """
 
     mpi: str
     ranks: int
     ranks_per_node: int
     rules: Mapping[str, Mapping[str, Rules]]
+    device: str = DEVICES[0]
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        return self.mpi, self.ranks, self.ranks_per_node
+    def key(self) -> tuple[str, int, int, str]:
+        return self.mpi, self.ranks, self.ranks_per_node, self.device
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,20 @@ class Tuning:
     source: str = ""
 
     def table(self, nodes: Sequence[int], *, shared_memory: bool = False) -> Table:
-        """For a communicator whose ranks are on these nodes: measured on as many, else built in."""
-        wanted = len(nodes), ranks_per_node(nodes)
+        """For a communicator whose ranks are on these nodes: what was measured on as many, else built in."""
+        return self._measured(nodes, "cpu", built_in(nodes, shared_memory=shared_memory))
+
+    def table_on_device(self, nodes: Sequence[int], *, all_pull: bool) -> Table:
+        """The same for arrays on GPUs; `all_pull`: every rank can read every other one's memory."""
+        return self._measured(nodes, "cuda", built_in_on_device(nodes, all_pull=all_pull))
+
+    def _measured(self, nodes: Sequence[int], device: str, otherwise: Table) -> Table:
+        """The table of an entry; collectives that it leaves out go by the other one."""
+        wanted = len(nodes), ranks_per_node(nodes), device
         for entry in self.entries:
-            if (entry.ranks, entry.ranks_per_node) == wanted:
-                return Table(self.source, entry.rules)
-        return built_in(nodes, shared_memory=shared_memory)
+            if (entry.ranks, entry.ranks_per_node, entry.device) == wanted:
+                return Table(self.source, {**otherwise.rules, **entry.rules})
+        return otherwise
 
 
 def read_together(comm: Communicator, asked: str | None, own_file: Path, mpi: str) -> Tuning:
@@ -127,6 +140,9 @@ def _entry(item: dict[str, Any], place: str) -> Entry:
     for key, kind in zip(KEYS, (str, int, int), strict=True):
         if not isinstance(item.get(key), kind):
             raise ConfigError(f"{place} needs {key} = a {kind.__name__}, but has {item.get(key)!r}")
+    device = item.get("device", DEVICES[0])
+    if device not in DEVICES:
+        raise ConfigError(f"{place} has device = {device!r}; there are {' and '.join(map(repr, DEVICES))}")
     rules = {}
     for collective, by_dtype in item.items():
         if not isinstance(by_dtype, dict):
@@ -139,7 +155,7 @@ def _entry(item: dict[str, Any], place: str) -> Entry:
             dtype: _rules(collective, lines, f"{place}, {collective}.{dtype}")
             for dtype, lines in by_dtype.items()
         }
-    return Entry(item["mpi"], item["ranks"], item["ranks_per_node"], rules)
+    return Entry(item["mpi"], item["ranks"], item["ranks_per_node"], rules, device)
 
 
 def _rules(collective: str, lines: Any, place: str) -> Rules:
@@ -167,6 +183,7 @@ def format_entries(entries: Iterable[Entry]) -> str:
     for entry in entries:
         lines += ["", "[[tuned]]", f'mpi = "{entry.mpi}"', f"ranks = {entry.ranks}"]
         lines += [f"ranks_per_node = {entry.ranks_per_node}"]
+        lines += [] if entry.device == DEVICES[0] else [f'device = "{entry.device}"']
         for collective, by_dtype in entry.rules.items():
             lines += ["", f"[tuned.{collective}]"]
             for dtype, rules in by_dtype.items():
@@ -182,8 +199,7 @@ def merge(entries: Iterable[Entry], new: Entry) -> list[Entry]:
     """The entries with `new`, which takes the place of its own collectives in an entry of the same key."""
     merged = {entry.key: entry for entry in entries}
     old = merged.get(new.key)
-    rules = {**(old.rules if old else {}), **new.rules}
-    merged[new.key] = Entry(*new.key, rules)
+    merged[new.key] = replace(new, rules={**(old.rules if old else {}), **new.rules})
     return list(merged.values())
 
 

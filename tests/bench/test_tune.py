@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.bench import tune
 from hpcpar.bench.collectives import Options
+from hpcpar.bench.gpus import use_gpu
 from hpcpar.bench.measure import Case
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.select import ANY
@@ -35,7 +38,7 @@ def test_all_ranks_come_to_the_same_table_of_algorithms_that_there_are() -> None
     )
     assert entries[0] == entries[1]
     entry = entries[0]
-    assert entry.key == ("MPICH 5.0.2", 2, 2)
+    assert entry.key == ("MPICH 5.0.2", 2, 2, "cpu")
     assert list(entry.rules) == ["allreduce", "alltoall"]
     for collective, by_dtype in entry.rules.items():
         assert list(by_dtype) == [ANY, "float64"]
@@ -45,7 +48,7 @@ def test_all_ranks_come_to_the_same_table_of_algorithms_that_there_are() -> None
 
 
 def test_the_fastest_at_each_size_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(case: Case, options: Options, comm: Communicator) -> dict[str, float]:
+    def timed(case: Case, options: Options, comm: Communicator, device: object) -> dict[str, float]:
         return {"ring": 2.0, "direct": 1.0} if case.nbytes < 100 else {"ring": 1.0, "direct": 2.0}
 
     monkeypatch.setattr(tune, "time_all", timed)
@@ -66,6 +69,30 @@ def test_a_change_must_be_worth_it() -> None:
 def test_one_rank_has_nothing_to_tune() -> None:
     with pytest.raises(OperationError, match="one rank has nothing to choose by"):
         tune.tune(QUICK, ("float32",), Communicator.alone(), "", say_nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(QUICK, "copied to the host for every call here"), (replace(QUICK, shared=True), "without --shared")],
+)
+def test_arrays_on_gpus_are_measured_only_where_they_move_as_they_are(options: Options, words: str) -> None:
+    def tuned(comm: Communicator) -> str:
+        with pytest.raises(OperationError) as caught:
+            tune.tune(options, ("float32",), comm, "", say_nothing, torch.device("cuda"))
+        return str(caught.value)
+
+    assert all(words in said for said in run_loopback(2, tuned))
+
+
+@pytest.mark.mpi
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_on_gpus_our_own_algorithms_are_timed(world: Communicator) -> None:
+    if world.size == 1:
+        pytest.skip("one rank has nothing to choose by")
+    entry = tune.tune(QUICK, ("float32",), world, "", say_nothing, use_gpu(world))
+    assert entry.device == "cuda"
+    assert all(name in ALGORITHMS["allreduce"] for _, name in entry.rules["allreduce"][ANY])
 
 
 def test_an_algorithm_that_is_wrong_stops_the_tuning(monkeypatch: pytest.MonkeyPatch) -> None:

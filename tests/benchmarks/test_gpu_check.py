@@ -18,7 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
 PARTS = (
-    "facts doctor tests tests-1 tests-2 tests-3 tests-4 collectives-2 collectives-4 nccl-2 train-1 train-2"
+    "facts doctor tests tests-1 tests-2 tests-3 tests-4 tune-2 collectives-2 collectives-4 nccl-2 train-1 "
+    "train-2"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,31 @@ def test_an_element_type_without_rules_of_its_own_has_those_of_any() -> None:
     assert table.name("allreduce", 8, "float64") == "native"
     assert table.name("allreduce", 4096, "float64") == "native"
     assert table.name("allreduce", 4097, "float64") == "ring"
-    assert table.name("alltoall", 8) is None
+
+
+def test_a_collective_that_was_not_measured_goes_by_the_built_in_rules_of_this_kind_of_job() -> None:
+    tuning = tuning_for("MPICH 5.0.2", format_entries([TWO]), "my.toml")
+    assert tuning.table((0, 0)).name("alltoall", 8) == "bruck"
+    assert tuning.table((0, 0), shared_memory=True).name("alltoall", 8) == "direct"
+    assert tuning.table((0, 0), shared_memory=True).name("broadcast", 8) == "binomial"
+
+
+GPUS = replace(TWO, rules={"allreduce": {ANY: ((INFINITE, "rabenseifner"),)}}, device="cuda")
+
+
+def test_arrays_on_gpus_have_an_entry_of_their_own() -> None:
+    text = format_entries([TWO, GPUS])
+    assert 'device = "cuda"' in text
+    assert parse(text, "file") == [TWO, GPUS]
+    tuning = tuning_for("MPICH 5.0.2", text, "my.toml")
+    assert tuning.table((0, 0)).name("allreduce", 8) == "native"
+    for all_pull, alltoall in ((True, "direct"), (False, "bruck")):
+        table = tuning.table_on_device((0, 0), all_pull=all_pull)
+        assert table.name("allreduce", 8) == "rabenseifner"
+        assert table.name("alltoall", 8) == alltoall
+    only_hosts = tuning_for("MPICH 5.0.2", format_entries([TWO]), "my.toml")
+    assert only_hosts.table_on_device((0, 0), all_pull=True).name("allreduce", 2**20) == "direct"
+    assert merge([TWO], GPUS) == [TWO, GPUS]
 
 
 def test_ranks_per_node_are_those_of_the_fullest_node() -> None:
@@ -89,7 +114,7 @@ def test_ranks_per_node_are_those_of_the_fullest_node() -> None:
 
 
 def test_a_new_measurement_replaces_its_own_collectives_and_keeps_everything_else() -> None:
-    anew = Entry(*TWO.key, {"broadcast": {ANY: ((INFINITE, "ring"),)}})
+    anew = replace(TWO, rules={"broadcast": {ANY: ((INFINITE, "ring"),)}})
     merged = merge([OTHER, TWO], anew)
     assert merged[0] == OTHER
     assert merged[1].rules == {"allreduce": TWO.rules["allreduce"], "broadcast": anew.rules["broadcast"]}
@@ -125,6 +150,7 @@ HEAD = '[[tuned]]\nmpi = "M"\nranks = 2\nranks_per_node = 2\n'
     [
         ("[tuned]\n", r"write \[\[tuned\]\]"),
         ('[[tuned]]\nmpi = "M"\n', "number 1 needs ranks = a int, but has None"),
+        (HEAD + 'device = "tpu"\n', "device = 'tpu'; there are 'cpu' and 'cuda'"),
         (HEAD + "[tuned.sum]\nany = []\n", "rules for 'sum'; the collectives are allreduce"),
         (HEAD + "[tuned.allreduce]\nany = []\n", r"allreduce\.any must be a list"),
         (HEAD + '[tuned.allreduce]\nany = [{use = "rong"}]\n', "no algorithm 'rong' for allreduce"),

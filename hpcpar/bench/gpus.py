@@ -1,0 +1,53 @@
+"""Measuring on GPUs: which one a rank uses, and when a call on one is over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpcpar.bench.measure import Candidate
+from hpcpar.errors import CudaError
+from hpcpar.launch.binding import gpu_for
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+def use_gpu(comm: Communicator) -> torch.device:
+    """This rank's GPU, which torch uses from now on. Collective.
+
+    errors   CudaError on every rank if torch sees none on some
+    """
+    here = [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    seen = comm.allgather_object(visible)
+    without = [rank for rank, count in enumerate(seen) if not count]
+    if without:
+        raise CudaError(
+            f"torch sees no GPU on rank{'s' if len(without) > 1 else ''} {', '.join(map(str, without))} of "
+            f"{comm.size} (torch {torch.__version__}): start this where there are GPUs, with a CUDA build of "
+            f"torch and hpcpar[cuda13] or hpcpar[cuda12]; benchmarks/gpu_check.sh installs both"
+        )
+    index = gpu_for(here.index(comm.rank), visible, len(here))
+    assert index is not None, "it sees one"
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def finished(candidate: Candidate, device: torch.device) -> Candidate:
+    """The same, until the caller's stream has nothing left to do; what it leaves, on the host."""
+    if device.type == "cpu":
+        return candidate
+
+    def run() -> None:
+        candidate.run()
+        torch.cuda.current_stream(device).synchronize()
+
+    def result() -> Any:
+        left = candidate.result()
+        return None if left is None else left.detach().cpu()
+
+    return replace(candidate, run=run, result=result)
