@@ -24,12 +24,13 @@ from typing import Any
 
 from hpcpar import partition
 from hpcpar.comm.caller import Call, Caller, Kept, fill, typed
-from hpcpar.comm.compressed import Compressed
+from hpcpar.comm.compressed import Compressed, CompressedOnDevice
 from hpcpar.comm.progress import Handle
 from hpcpar.comm.reductions import require_op, scale
 from hpcpar.comm.scaling import Factors, Rescaling, is_plain
 from hpcpar.errors import OperationError
-from hpcpar.transport.buffers import HostBuffer, bind, empty_like, flat
+from hpcpar.transport.buffers import HostBuffer, empty_like, flat
+from hpcpar.transport.device_memory import DeviceBuffer
 
 
 class Collectives(Caller):
@@ -64,9 +65,7 @@ class Collectives(Caller):
         plain = is_plain(prescale_factor, postscale_factor, compression)
         key = self._key("allreduce", meaning, buffer, out) if plain else None
         with self._asking(Call("allreduce", op, algorithm=algorithm, key=key)) as call:
-            # What is compressed is encoded on the host, and so travels from there.
-            view = self._view if compression is None else bind
-            source = view(buffer, writable=out is None)
+            source = self._view(buffer, writable=out is None)
             target = source if out is None else self._view_out(out, source.host.count, source.host)
             require_op(op, source.host.dtype)
             rescaling = Rescaling.of(prescale_factor, postscale_factor, compression)
@@ -74,7 +73,11 @@ class Collectives(Caller):
             call.described = f"{typed(buffer, source.host)}, op={op}{rescaling}"
         result = buffer if out is None else out
         if compression is not None and self.size > 1:
-            packed = Compressed(source.host, target, compression, factors, self._family.scratch)
+            packed = (
+                CompressedOnDevice(source.host, target, compression, factors)
+                if isinstance(source.host, DeviceBuffer)
+                else Compressed(source.host, target, compression, factors, self._family.scratch)
+            )
             return self._start_compressed(call, packed, result)
         call.factor = factors.after
         return self._start(
@@ -88,7 +91,7 @@ class Collectives(Caller):
             write_back=target.write_back,
         )
 
-    def _start_compressed(self, call: Call, packed: Compressed, result: Any) -> Handle:
+    def _start_compressed(self, call: Call, packed: Compressed | CompressedOnDevice, result: Any) -> Handle:
         return self._start(
             call,
             {"data": packed.encoded},

@@ -16,12 +16,15 @@ A partial sum beyond 65504 is infinite as float16, whatever comes after: prescal
 
 from __future__ import annotations
 
+from typing import Any
+
 from hpcpar.comm.caller import fill
 from hpcpar.comm.operation import ScratchPool
 from hpcpar.comm.reductions import finish, scale
 from hpcpar.comm.scaling import Factors
-from hpcpar.comm.wire import decode, encode, wire_buffer
+from hpcpar.comm.wire import convert_on_device, decode, encode, wire_buffer
 from hpcpar.transport.buffers import Binding, HostBuffer
+from hpcpar.transport.device_memory import DeviceBuffer
 
 
 class Compressed:
@@ -56,3 +59,28 @@ class Compressed:
         finish(op, self._target.host, size, self._factors.after)
         if self._target.write_back is not None:
             self._target.write_back()
+
+
+class CompressedOnDevice:
+    """The same on a GPU: one kernel before and one after, factors and division within."""
+
+    def __init__(self, source: DeviceBuffer, target: Binding, wire: str, factors: Factors) -> None:
+        self._source = source
+        self._target = target
+        self._factors = factors
+        octets: Any = source.queue.take(2 * source.count)
+        self.encoded = DeviceBuffer(source.elements, octets, wire, 2)
+
+    def encode(self) -> None:
+        """Before it travels."""
+        convert_on_device(self._source, self.encoded, factor=self._factors.before)
+
+    def decode(self, op: str, size: int) -> None:
+        """When it is reduced: bring the result to where the caller has it."""
+        target = self._target.host
+        assert isinstance(target, DeviceBuffer), "both arrays of a call are in one place"
+        divisor = size if op == "average" else 1
+        convert_on_device(self.encoded, target, factor=self._factors.after, divisor=divisor)
+        if self._target.write_back is not None:
+            self._target.write_back()
+        target.queue.afterwards(lambda: (self._source, target))

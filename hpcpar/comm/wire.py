@@ -16,6 +16,7 @@ from hpcpar.comm.blocks import FLOAT_BLOCK_COUNT, cut, float_blocks, silently, s
 from hpcpar.comm.reductions import NUMPY
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.device_memory import DeviceBuffer
 from hpcpar.transport.interface import Octets
 
 WIRES = ("float16", "bfloat16")
@@ -67,6 +68,28 @@ def decode(encoded: HostBuffer, target: HostBuffer) -> None:
     """target = the numbers that the encoded elements stand for, exactly."""
     _require_same_count(encoded, target)
     tensor(target).copy_(tensor(encoded))
+
+
+def convert_on_device(
+    source: DeviceBuffer, target: DeviceBuffer, *, factor: float = 1.0, divisor: int = 1
+) -> None:
+    """target = source × factor ÷ divisor by a kernel, given to the queue: as `encode` and `decode` round.
+
+    Both are of floating point, and of one length. Factor and division are those of the wider type.
+    """
+    _require_same_count(source, target)
+    queue = target.queue
+    queue.cuda.use(queue.ordinal)
+    queue.kernels.convert(
+        target.dtype,
+        target.address,
+        source.dtype,
+        source.address,
+        source.count,
+        factor=factor,
+        divisor=divisor,
+        stream=queue.stream,
+    )
 
 
 def combine_encoded(op: str, target: HostBuffer, incoming: HostBuffer) -> None:

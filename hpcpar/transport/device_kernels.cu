@@ -11,8 +11,11 @@
 // neighbouring threads still read neighbouring elements. `into` may be one of the sources: an element is
 // read and written by the same thread.
 //
-// No header is needed. Compiled once per operation and element type, by
-//      -DOPERATION=op_sum -DELEMENT=element_float16
+// `convert` is the other kernel: into = source × factor ÷ divisor, as elements of another floating-point type.
+//
+// No header is needed. Compiled once per operation and element type, or pair of types, by
+//      -DOPERATION=op_sum -DELEMENT=element_float16            fold
+//      -DSOURCE_ELEMENT=element_float32 -DELEMENT=element_float16    convert
 
 constexpr int THREADS = 256;
 constexpr int SOURCES = 64;
@@ -27,6 +30,14 @@ struct Fold {
     int source_count;
     int head;
     const void *sources[SOURCES];
+};
+
+struct Convert {
+    void *into;
+    const void *source;
+    long long count;
+    double factor;
+    double divisor;
 };
 
 // Arithmetic that is IEEE's whatever the compiler's options. CuPy compiles with -ftz=true, which takes the
@@ -63,6 +74,7 @@ BINARY(lesser, "min.f64", double, "d")
 BINARY(greater, "max.f32", float, "f")
 BINARY(greater, "max.f64", double, "d")
 UNARY(to_float, "cvt.rn.f32.f64", float, "f", double, "d")
+UNARY(to_double, "cvt.f64.f32", double, "d", float, "f")
 UNARY(float_of_half, "cvt.f32.f16", float, "f", unsigned short, "h")
 UNARY(half_of_float, "cvt.rn.f16.f32", unsigned short, "h", float, "f")
 
@@ -313,6 +325,47 @@ template <class Operation, class Element> __device__ __forceinline__ void fold_t
             fold_pack<Operation, Element, false>(fold, start + threadIdx.x, fold.count);
     }
 }
+
+__device__ __forceinline__ void assign(float &to, float from) { to = from; }
+__device__ __forceinline__ void assign(float &to, double from) { to = to_float(from); }
+__device__ __forceinline__ void assign(double &to, float from) { to = to_double(from); }
+__device__ __forceinline__ void assign(double &to, double from) { to = from; }
+
+// Elements that a block converts at a time; each thread one of every THREADS, with all its loads under way.
+constexpr int CONVERTED = 8;
+
+template <class Source, class Element> __device__ __forceinline__ void convert_tiles(const Convert &convert)
+{
+    using Wide = decltype(typename Source::Wide() + typename Element::Wide());
+    const auto *__restrict__ source = (const typename Source::Stored *)convert.source;
+    auto *__restrict__ into = (typename Element::Stored *)convert.into;
+
+    for (long long start = (long long)blockIdx.x * THREADS * CONVERTED; start < convert.count;
+         start += (long long)gridDim.x * THREADS * CONVERTED) {
+#pragma unroll
+        for (int lane = 0; lane < CONVERTED; ++lane) {
+            const long long at = start + lane * THREADS + threadIdx.x;
+            if (at >= convert.count)
+                break;
+            Wide value;
+            assign(value, Source::widen(source[at]));
+            if (convert.factor != 1.0)
+                value = times(value, convert.factor);
+            if (convert.divisor != 1.0)
+                value = over(value, convert.divisor);
+            typename Element::Wide narrower;
+            assign(narrower, value);
+            into[at] = Element::narrow(narrower);
+        }
+    }
+}
+
+#ifdef SOURCE_ELEMENT
+extern "C" __global__ void __launch_bounds__(THREADS) convert(const Convert arguments)
+{
+    convert_tiles<SOURCE_ELEMENT, ELEMENT>(arguments);
+}
+#endif
 
 #ifdef OPERATION
 extern "C" __global__ void __launch_bounds__(THREADS) fold(const Fold arguments)

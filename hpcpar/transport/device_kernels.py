@@ -1,4 +1,4 @@
-"""Many pieces of device memory become one: the kernels of device_kernels.cu, compiled by CuPy when needed.
+"""Many pieces of device memory become one, or one of another type: the kernels of device_kernels.cu.
 
 The result has the bits that comm/reductions.py gives on the host, down to subnormal numbers, whatever the
 order of CuPy's compiler options. Left open, here as there, where the host's own bits hang on its processor:
@@ -7,16 +7,17 @@ order of CuPy's compiler options. Left open, here as there, where the host's own
     the product of complex numbers: NumPy fuses a product and a sum where the processor can, the kernel never
     a complex number with an infinite part × factor: NumPy multiplies by factor + 0j, ∞ × 0 gives it a NaN
 
-One launch takes 64 sources. More are folded 64 at a time, the result so far in the memory of the result:
-16-bit types are then rounded once per launch. A kernel is compiled for each operation and element type that
-is asked for; the first call of each waits for that (half a second; CuPy keeps the binary in its own cache).
+CuPy compiles them when they are needed: one for each operation and element type, and for each conversion,
+that is asked for. The first call of each waits for that (half a second; CuPy keeps the binary in its own
+cache). One launch takes 64 sources. More are folded 64 at a time, the result so far in the memory of the
+result: 16-bit types are then rounded once per launch.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +36,11 @@ PACK_NBYTES = 16
 MOST_SOURCES = 64
 NARROW = -1
 ARGUMENTS = struct.Struct(f"@Qqddii{MOST_SOURCES}Q")
-"""into, count, factor, divisor, source_count, head, sources."""
+"""Of `fold`: into, count, factor, divisor, source_count, head, sources."""
+CONVERTED = 8
+"""Elements that a thread converts at a time."""
+CONVERT_ARGUMENTS = struct.Struct("@QQqdd")
+"""Of `convert`: into, source, count, factor, divisor."""
 
 BLOCKS_PER_PROCESSOR = 8
 """As many as a multiprocessor holds of 256 threads; a longer array makes each of them do more."""
@@ -68,6 +73,25 @@ class Kernels(Protocol):
         """
         ...
 
+    def convert(
+        self,
+        dtype: str,
+        into: int,
+        source_dtype: str,
+        source: int,
+        count: int,
+        *,
+        factor: float = 1.0,
+        divisor: int = 1,
+        stream: int,
+    ) -> None:
+        """Have `stream` do into = source × factor ÷ divisor, `count` elements, in the wider of both types.
+
+        dtype, source_dtype   floating point
+        into, source          addresses of memory that does not overlap
+        """
+        ...
+
 
 class CupyKernels:
     """`Kernels` of a device, compiled and launched by CuPy."""
@@ -83,7 +107,7 @@ class CupyKernels:
         self._cupy = cupy
         self._device = cupy.cuda.Device(ordinal)
         self._most_blocks = BLOCKS_PER_PROCESSOR * self._device.attributes["MultiProcessorCount"]
-        self._compiled: dict[tuple[str, str], Any] = {}
+        self._compiled: dict[tuple[str, ...], Any] = {}
         self._streams: dict[int, Any] = {}
 
     def fold(
@@ -98,21 +122,40 @@ class CupyKernels:
         divisor: int = 1,
         stream: int,
     ) -> None:
-        kernel = self._compiled.get((op, dtype)) or self._compile(op, dtype)
-        grid = (min(block_count(dtype, count), self._most_blocks),)
+        found = launches(dtype, into, sources, count, factor=factor, divisor=divisor)
+        self._launch("fold", defines(op, dtype), block_count(dtype, count), found, stream)
+
+    def convert(
+        self,
+        dtype: str,
+        into: int,
+        source_dtype: str,
+        source: int,
+        count: int,
+        *,
+        factor: float = 1.0,
+        divisor: int = 1,
+        stream: int,
+    ) -> None:
+        found = [CONVERT_ARGUMENTS.pack(into, source, count, factor, divisor)] if count else []
+        self._launch("convert", convert_defines(source_dtype, dtype), convert_blocks(count), found, stream)
+
+    def _launch(
+        self, name: str, defined: tuple[str, str], blocks: int, found: Iterable[bytes], stream: int
+    ) -> None:
+        """Once for each of the arguments."""
+        kernel = self._compiled.get(defined) or self._compile(name, defined)
+        grid = (min(blocks, self._most_blocks),)
         with self._device, self._streams.get(stream) or self._stream(stream):
-            for arguments in launches(dtype, into, sources, count, factor=factor, divisor=divisor):
+            for arguments in found:
                 # CuPy passes a NumPy array of one element by value, whatever that element is.
-                by_value = np.frombuffer(arguments, dtype=f"V{ARGUMENTS.size}")
+                by_value = np.frombuffer(arguments, dtype=f"V{len(arguments)}")
                 kernel(grid, (THREADS,), (by_value,))
 
-    def _compile(self, op: str, dtype: str) -> Any:
-        options = (*OPTIONS, *defines(op, dtype))
+    def _compile(self, name: str, defined: tuple[str, str]) -> Any:
         # Not by name expressions: kernels found by those are compiled anew by every process.
-        kernel = self._cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=options).get_function(
-            "fold"
-        )
-        return self._compiled.setdefault((op, dtype), kernel)
+        module = self._cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=(*OPTIONS, *defined))
+        return self._compiled.setdefault(defined, module.get_function(name))
 
     def _stream(self, address: int) -> Any:
         from_external = getattr(self._cupy.cuda.Stream, "from_external", None)
@@ -137,6 +180,16 @@ class _Stream:
 def defines(op: str, dtype: str) -> tuple[str, str]:
     """What makes the compiler compile one kernel, `fold`."""
     return f"-DOPERATION=op_{'sum' if op == 'average' else op}", f"-DELEMENT=element_{dtype}"
+
+
+def convert_defines(source_dtype: str, dtype: str) -> tuple[str, str]:
+    """What makes the compiler compile one kernel, `convert`."""
+    return f"-DSOURCE_ELEMENT=element_{source_dtype}", f"-DELEMENT=element_{dtype}"
+
+
+def convert_blocks(count: int) -> int:
+    """Blocks of a conversion that have elements of their own each."""
+    return -(-count // (THREADS * CONVERTED))
 
 
 def block_count(dtype: str, count: int) -> int:

@@ -6,6 +6,7 @@ Values are small whole numbers, so that every order of summation gives the same 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,29 @@ def all_reduces(
         comm.allreduce(array, out=out, prescale_factor=2.0, postscale_factor=0.5)
         np.testing.assert_array_equal(to_host(out), np.sum([values(r, count) for r in ranks], axis=0))
         np.testing.assert_array_equal(to_host(array), values(comm.rank, count))
+
+
+def compressed(comm: Communicator, *, make: Make = on_device, random: bool = False) -> None:
+    """What travels as 16 bits has the bits that it has on the host.
+
+    random   numbers that are rounded: if all messages move in one way, sums are made in the hosts' order
+    """
+    for count, wire, dtype, algorithm in product(
+        (0, 1, 40_001), ("float16", "bfloat16"), ("float32", "float64"), ("ring", "direct")
+    ):
+        mine = values(comm.rank, count, dtype)
+        if random:
+            mine = np.random.default_rng(comm.rank).standard_normal(count).astype(dtype)
+        for op, before, after in (("sum", 1.0, 1.0), ("average", 0.25, 3.3), ("max", -1.5, 1.0)):
+            options = {"prescale_factor": before, "postscale_factor": after, "compression": wire}
+            expected = comm.allreduce(mine.copy(), op, algorithm=algorithm, **options)
+            for in_place in (True, False):
+                array = make(mine)
+                out = None if in_place else make(np.zeros(count, dtype))
+                found = to_host(comm.allreduce(array, op, out=out, algorithm=algorithm, **options))
+                np.testing.assert_array_equal(found, expected, err_msg=f"{op} of {dtype} as {wire}")
+                if not in_place:
+                    np.testing.assert_array_equal(to_host(array), mine)
 
 
 def reduce_scatters(comm: Communicator, *, make: Make = on_device) -> None:
@@ -162,6 +186,7 @@ def uneven(count: int, size: int) -> tuple[int, ...]:
 
 CASES: dict[str, Callable[..., None]] = {
     "all-reduce": all_reduces,
+    "compressed": compressed,
     "reduce-scatter": reduce_scatters,
     "gather and scatter": gathers_and_scatters,
     "all-to-all": all_to_alls,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.devices import TRIAL_NBYTES
 from hpcpar.comm.operation import Message, PlannedStep, bill
+from hpcpar.comm.select import ANY
+from hpcpar.comm.tuning import Entry, Tuning
 from hpcpar.errors import BufferTypeError, MismatchError, OperationError
 from hpcpar.transport import device_kernels
 from tests.comm import device_cases
@@ -76,6 +79,45 @@ def test_as_many_bytes_are_counted_as_on_the_host(kernels) -> None:
 
     for on_devices, on_hosts in run_loopback(4, shared("pull", body), check=False):
         assert on_devices == on_hosts > 0
+
+
+@pytest.mark.parametrize("way", ["pull", "staged"])
+def test_what_is_compressed_is_rounded_as_on_the_host(kernels, way: str) -> None:
+    run_loopback(3, shared(way, partial(device_cases.compressed, random=True)))
+
+
+def test_what_is_compressed_travels_as_half_the_bytes(kernels) -> None:
+    def body(comm: Communicator) -> tuple[int, int]:
+        comm.allreduce(on_device(values(comm.rank, 1000)), algorithm="ring")
+        whole = comm.traffic.nbytes_sent("allreduce")
+        comm.traffic.reset()
+        comm.allreduce(on_device(values(comm.rank, 1000)), algorithm="ring", compression="bfloat16")
+        return whole, comm.traffic.nbytes_sent("allreduce")
+
+    for whole, compressed in run_loopback(4, shared("pull", body)):
+        assert whole == 2 * compressed > 0
+
+
+def test_a_measured_table_of_gpus_is_chosen_by_for_arrays_on_them_alone(kernels) -> None:
+    def entry(device: str, name: str) -> Entry:
+        return Entry("any", 4, 4, {"allreduce": {ANY: ((float("inf"), name),)}}, device)
+
+    def body(comm: Communicator) -> list[str]:
+        def chosen() -> list[str]:
+            return [comm.algorithm_for("allreduce", 4000, on_device=on) for on in (False, True)]
+
+        before = chosen()
+        comm.choose_by(Tuning((entry("cuda", "ring"),)))
+        measured = chosen()
+        comm.allreduce(on_device(values(comm.rank, 1000)))
+        sent = comm.traffic.row("allreduce").messages
+        comm.choose_by(Tuning((entry("cpu", "ring"), entry("cuda", "rabenseifner"))))
+        return [*before, *measured, *chosen(), str(sent)]
+
+    by_ring = str(2 * (4 - 1))
+    built_in = ["recursive_doubling"] * 2
+    expected = [*built_in, built_in[0], "ring", "ring", "rabenseifner", by_ring]
+    assert run_loopback(4, shared("pull", body)) == [expected] * 4
 
 
 @pytest.mark.parametrize("way", ["pull", "staged"])

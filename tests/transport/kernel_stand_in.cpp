@@ -37,6 +37,7 @@ static unsigned int __float_as_uint(float value) { return bits_of<unsigned int>(
 ARITHMETIC(float)
 ARITHMETIC(double)
 static float to_float(double value) { return (float)value; }
+static double to_double(float value) { return value; }
 
 static float float_of_half(unsigned short half)
 {
@@ -64,18 +65,26 @@ static void store_words(void *memory, const unsigned int (&words)[4]) { memcpy(m
 
 #include "device_kernels.cu"
 
-typedef void Kernel(const Fold &, unsigned int blocks);
+union Arguments {
+    Fold fold;
+    Convert convert;
+};
 
-// Threads do not wait for each other in these kernels, so one may run after the other.
-template <class Operation, class Element> static void run(const Fold &fold, unsigned int blocks)
+typedef void Kernel(const Arguments &);
+
+template <class Operation, class Element> static void run(const Arguments &arguments)
 {
-    gridDim.x = blocks;
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-        for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
-            fold_tiles<Operation, Element>(fold);
+    fold_tiles<Operation, Element>(arguments.fold);
+}
+
+template <class Source, class Element> static void run_convert(const Arguments &arguments)
+{
+    convert_tiles<Source, Element>(arguments.convert);
 }
 
 #define ONE(op, dtype) {"-DOPERATION=op_" #op " -DELEMENT=element_" #dtype, run<op_##op, element_##dtype>},
+#define PAIR(from, to)                                                                     \
+    {"-DSOURCE_ELEMENT=element_" #from " -DELEMENT=element_" #to, run_convert<element_##from, element_##to>},
 #define SIGNED(op) ONE(op, int8) ONE(op, int16) ONE(op, int32) ONE(op, int64)
 #define UNSIGNED(op) ONE(op, uint8) ONE(op, uint16) ONE(op, uint32) ONE(op, uint64)
 #define INTEGERS(op) SIGNED(op) UNSIGNED(op)
@@ -89,32 +98,39 @@ static const std::map<std::string, Kernel *> kernels = {
     ONE(max, bool) INTEGERS(max) FLOATS(max)
     ONE(and, bool) INTEGERS(and)
     ONE(or, bool) INTEGERS(or)
+    PAIR(float32, float16) PAIR(float32, bfloat16) PAIR(float64, float16) PAIR(float64, bfloat16)
+    PAIR(float16, float32) PAIR(bfloat16, float32) PAIR(float16, float64) PAIR(bfloat16, float64)
 };
 
 struct Job {
     Kernel *kernel;
-    Fold fold;
+    Arguments arguments;
     unsigned int blocks;
 };
 
 extern "C" {
 
 size_t size_of_fold() { return sizeof(Fold); }
+size_t size_of_convert() { return sizeof(Convert); }
 
 // A launch: what `run_job` does once, on whatever thread. NULL for a kernel that does not exist.
-Job *new_job(const char *name, const void *fold, unsigned int blocks)
+Job *new_job(const char *name, const void *arguments, size_t nbytes, unsigned int blocks)
 {
     const auto found = kernels.find(name);
     if (found == kernels.end())
         return nullptr;
     Job *job = new Job{found->second, {}, blocks};
-    memcpy(&job->fold, fold, sizeof job->fold);
+    memcpy(&job->arguments, arguments, nbytes);
     return job;
 }
 
+// Threads do not wait for each other in these kernels, so one may run after the other.
 void run_job(Job *job)
 {
-    job->kernel(job->fold, job->blocks);
+    gridDim.x = job->blocks;
+    for (blockIdx.x = 0; blockIdx.x < job->blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
+            job->kernel(job->arguments);
     delete job;
 }
 }

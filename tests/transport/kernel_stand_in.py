@@ -40,7 +40,8 @@ def load():
     library = ctypes.CDLL(str(_build()))
     library.size_of_fold.restype = ctypes.c_size_t
     library.new_job.restype = ctypes.c_void_p
-    library.new_job.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint)
+    library.size_of_convert.restype = ctypes.c_size_t
+    library.new_job.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint)
     library.run_job.argtypes = (ctypes.c_void_p,)
     library.run_job.restype = None
     return library
@@ -74,14 +75,27 @@ class HostKernels:
         self.most_blocks = most_blocks
 
     def fold(self, op, dtype, into, sources, count, *, factor=1.0, divisor=1, stream=0):
-        library = load()
-        name = " ".join(device_kernels.defines(op, dtype)).encode()
-        blocks = min(device_kernels.block_count(dtype, count), self.most_blocks)
         into, *sources = (self._reach(address, dtype, count) for address in (into, *sources))
-        for arguments in device_kernels.launches(dtype, into, sources, count, factor=factor, divisor=divisor):
-            job = library.new_job(name, arguments, blocks)
+        found = device_kernels.launches(dtype, into, sources, count, factor=factor, divisor=divisor)
+        self._launch(
+            device_kernels.defines(op, dtype), device_kernels.block_count(dtype, count), found, stream
+        )
+
+    def convert(self, dtype, into, source_dtype, source, count, *, factor=1.0, divisor=1, stream=0):
+        if not count:
+            return
+        into, source = self._reach(into, dtype, count), self._reach(source, source_dtype, count)
+        found = [device_kernels.CONVERT_ARGUMENTS.pack(into, source, count, factor, divisor)]
+        defined = device_kernels.convert_defines(source_dtype, dtype)
+        self._launch(defined, device_kernels.convert_blocks(count), found, stream)
+
+    def _launch(self, defined, blocks, found, stream):
+        for arguments in found:
+            job = load().new_job(
+                " ".join(defined).encode(), arguments, len(arguments), min(blocks, self.most_blocks)
+            )
             if not job:
-                raise LookupError(f"no kernel for {op} of {dtype}")
+                raise LookupError(f"no kernel for {' '.join(defined)}")
             self._run(job, stream)
 
     def _reach(self, address, dtype, count):

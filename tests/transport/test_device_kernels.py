@@ -284,9 +284,15 @@ def test_no_elements_are_no_launch():
 @needs_compiler
 def test_python_and_the_kernels_agree_on_the_layout_of_the_argument():
     assert kernel_stand_in.load().size_of_fold() == device_kernels.ARGUMENTS.size
+    assert kernel_stand_in.load().size_of_convert() == device_kernels.CONVERT_ARGUMENTS.size
     source = device_kernels.SOURCE.read_text(encoding="utf-8")
     constants = dict(re.findall(r"constexpr int (\w+) = (-?\d+);", source))
-    assert constants == {"THREADS": str(THREADS), "SOURCES": str(MOST_SOURCES), "NARROW": str(NARROW)}
+    assert constants == {
+        "THREADS": str(THREADS),
+        "SOURCES": str(MOST_SOURCES),
+        "NARROW": str(NARROW),
+        "CONVERTED": str(device_kernels.CONVERTED),
+    }
 
 
 def test_wide_loads_begin_where_all_pointers_meet_a_boundary():
@@ -303,6 +309,71 @@ def test_wide_loads_begin_where_all_pointers_meet_a_boundary():
     ]
     for itemsize, into, sources, head in drawn:
         assert head_of(itemsize, into, sources) == head, (itemsize, into, sources)
+
+
+# Conversions
+
+
+CONVERSIONS = [
+    (a, b) for wire in HALVES for wide in ("float32", "float64") for a, b in ((wide, wire), (wire, wide))
+]
+
+
+def converted(octets, source_dtype, dtype, *, offset=0, most_blocks=3, **scale) -> np.ndarray:
+    """By the kernel, between guards that must stay as they are."""
+    count = octets.size // bits_of(source_dtype).itemsize
+    source, nbytes = placed(octets, offset * bits_of(source_dtype).itemsize), count * bits_of(dtype).itemsize
+    guarded = np.full(nbytes + 32, 0xA5, dtype=np.uint8)
+    into = guarded[16 : 16 + nbytes]
+    kernels = HostKernels(most_blocks)
+    kernels.convert(dtype, into.ctypes.data, source_dtype, source.ctypes.data, count, **scale)
+    assert (guarded[:16] == 0xA5).all()
+    assert (guarded[16 + nbytes :] == 0xA5).all()
+    return into
+
+
+def converted_by_torch(octets, source_dtype, dtype) -> np.ndarray:
+    import torch
+
+    source = torch.from_numpy(octets).view(getattr(torch, source_dtype))
+    return source.to(getattr(torch, dtype)).view(torch.uint8).numpy()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("source_dtype", "dtype"), CONVERSIONS)
+@pytest.mark.parametrize("count", [1, 255, 257, 5 * THREADS * device_kernels.CONVERTED + 3])
+def test_a_conversion_rounds_as_torch_does_on_the_host(source_dtype, dtype, count):
+    octets = rough(source_dtype, count, seed=count)
+    for offset, most_blocks in ((0, 1), (1, 3)):
+        found = converted(octets, source_dtype, dtype, offset=offset, most_blocks=most_blocks)
+        assert_same(found, converted_by_torch(octets, source_dtype, dtype), dtype, "sum")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("wire", HALVES)
+def test_every_16_bit_number_and_its_neighbours_arrive(wire, dtype):
+    every = np.arange(2**16, dtype=np.uint16).view(np.uint8)
+    assert_same(converted(every, wire, dtype), converted_by_torch(every, wire, dtype), dtype, "sum")
+    numbers = exact(converted(every, wire, dtype), dtype)
+    numbers = numbers[~np.isnan(numbers)]
+    for neighbours in (np.nextafter(numbers, np.inf), np.nextafter(numbers, -np.inf)):
+        octets = neighbours.astype(dtype).view(np.uint8)
+        assert_same(converted(octets, dtype, wire), converted_by_torch(octets, dtype, wire), wire, "sum")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("factor", "divisor"), [(0.3, 1), (1.0, 7), (-1e-30, 3)])
+@pytest.mark.parametrize(("source_dtype", "dtype"), CONVERSIONS)
+def test_factor_and_division_are_those_of_the_wider_type(source_dtype, dtype, factor, divisor):
+    octets = rough(source_dtype, 3000, seed=5)
+    wide = source_dtype if dtype in HALVES else dtype
+    expected = octets if wide == source_dtype else converted_by_torch(octets, source_dtype, wide)
+    scaled = expected.copy()
+    fold("sum", host(scaled, wide), [host(expected.copy(), wide)], factor=factor, divisor=divisor)
+    expected = scaled if wide == dtype else converted_by_torch(scaled, wide, dtype)
+    found = converted(octets, source_dtype, dtype, factor=factor, divisor=divisor)
+    assert_same(found, expected, dtype, "sum")
 
 
 # In the order of a stream
@@ -345,6 +416,9 @@ def test_kernels_compile_for_the_gpu_without_a_stack_frame(arch, tmp_path):
         if op == "sum" or (op != "average" and dtype in ("bool", "int32", "bfloat16")):
             body = f"fold_tiles<op_{op}, element_{dtype}>(f);"
             lines.append(f'extern "C" __global__ void {op}_{dtype}(const Fold f) {{ {body} }}')
+    for source, target in CONVERSIONS:
+        body = f"convert_tiles<element_{source}, element_{target}>(c);"
+        lines.append(f'extern "C" __global__ void {source}_{target}(const Convert c) {{ {body} }}')
     unit = tmp_path / "all.cu"
     unit.write_text("\n".join(lines), encoding="utf-8")
     options = (*device_kernels.OPTIONS, f"-arch={arch}", "-Xptxas", "-v", "-Werror", "all-warnings")
@@ -378,6 +452,31 @@ def test_no_option_of_the_compiler_flushes_or_fuses(dtype, tmp_path):
         assert "fma" not in ptx
         assert "st.global.v4" in ptx
         assert re.search(r"ld\.global\.v4", ptx)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("source_dtype", "dtype"), CONVERSIONS)
+def test_no_option_of_the_compiler_flushes_what_is_converted(source_dtype, dtype, tmp_path):
+    defined = device_kernels.convert_defines(source_dtype, dtype)
+    target = tmp_path / "convert.ptx"
+    subprocess.run(
+        [
+            "nvcc",
+            "-std=c++17",
+            "-ftz=true",
+            *defined,
+            "-arch=sm_80",
+            "-ptx",
+            "-o",
+            target,
+            device_kernels.SOURCE,
+        ],
+        check=True,
+        timeout=60,
+    )
+    ptx = target.read_text()
+    assert "ftz" not in ptx
+    assert "fma" not in ptx
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch):
@@ -434,7 +533,10 @@ class FakeCupy(types.ModuleType):
             assert by_value.size == 1  # CuPy passes no other array by value
             self.launched.append((grid, block, by_value.tobytes(), tuple(self.entered)))
 
-        return types.SimpleNamespace(get_function=lambda name: {"fold": launch}[name])
+        is_convert = any(option.startswith("-DSOURCE_ELEMENT") for option in options)
+        return types.SimpleNamespace(
+            get_function=lambda name: {("fold", "convert")[is_convert]: launch}[name]
+        )
 
 
 @pytest.mark.parametrize("has_from_external", [True, False])
@@ -452,6 +554,15 @@ def test_cupy_compiles_a_kernel_once_and_launches_it_on_the_stream(monkeypatch, 
     assert cupy.launched[-1][0] == (1,)  # no more blocks than there are tiles
     kernels.fold("sum", "float32", 4096, [4096], 0, stream=77)
     assert len(cupy.launched) == 4
+    for _ in range(2):
+        kernels.convert("float16", 4096, "float32", 8192, 5000, factor=0.5, stream=77)
+    assert cupy.compiled[1:] == [
+        (*device_kernels.OPTIONS, "-DSOURCE_ELEMENT=element_float32", "-DELEMENT=element_float16")
+    ]
+    argument = device_kernels.CONVERT_ARGUMENTS.pack(4096, 8192, 5000, 0.5, 1)
+    assert cupy.launched[4:] == [((3,), (THREADS,), argument, (("device", 5), ("stream", 77)))] * 2
+    kernels.convert("float16", 4096, "float32", 8192, 0, stream=77)
+    assert len(cupy.launched) == 6
     assert not cupy.entered
 
 
