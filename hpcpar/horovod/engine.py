@@ -16,7 +16,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from hpcpar.errors import HpcparError
 from hpcpar.horovod import responses
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.fusion import FusionBuffer, dtype_called
+from hpcpar.horovod.gpu_streams import GpuStreams
 from hpcpar.horovod.negotiation import RECORD_NBYTES, Negotiation, News, Ready, Request
 from hpcpar.horovod.responses import Course, Item, Room, Ticket
 from hpcpar.horovod.stall import StallInspector
@@ -48,6 +51,7 @@ EXACT_SIZE = 16
 
 _JOIN = Request("join", "join")
 
+_NO_STREAM = nullcontext()
 _IN_USE = -1
 """What a rank tells instead of the number of calls on a communicator whose borrower it still has."""
 
@@ -97,10 +101,12 @@ class Engine:
         self._room = Room(
             comm,
             FusionBuffer(comm.allocate_shared(BUFFER_NBYTES, torch.uint8)),
+            cache(lambda: FusionBuffer(torch.empty(BUFFER_NBYTES, dtype=torch.uint8, device="cuda"))),
             self._show,
             "hierarchical" if knobs.hierarchical_allreduce else None,
             "hierarchical" if knobs.hierarchical_allgather else None,
         )
+        self._gpu = GpuStreams()
         self._negotiation = Negotiation(comm.size, comm.world_ranks)
         # A tensor, which a communicator knows again a little sooner than an array, and its bytes.
         self._record = torch.zeros(RECORD_NBYTES, dtype=torch.uint8)
@@ -152,6 +158,8 @@ class Engine:
             for ticket in tickets:
                 request = ticket.request
                 opened[request.name] = ticket
+                if request.device == "GPU":
+                    self._gpu.asked(ticket)
                 self._negotiation.ask(request)
                 if ticket.tensor is not None:
                     self._gathered_nbytes += ticket.tensor.nbytes
@@ -262,6 +270,8 @@ class Engine:
                 self._crew.fail(error)
         if ticket.error is not None:
             raise ticket.error
+        if ticket.request.device == "GPU":
+            self._gpu.taken(ticket)
         return ticket.result
 
     def _done_at_once(self, ticket: Ticket) -> bool:
@@ -287,11 +297,20 @@ class Engine:
             if ready is None:
                 self._round = self._tell_more()
                 return False
-            if not responses.allreduce_at_once(self._room, Item(request, ticket)):
+            item = Item(request, ticket)
+            with self._stream_for([item]):
+                is_done = responses.allreduce_at_once(self._room, item)
+                if is_done and request.device == "GPU":
+                    self._gpu.finished([item])
+            if not is_done:
                 self._take_in(ready)
                 return False
             self._end(ticket, None)
             return True
+
+    def _stream_for(self, items: Sequence[Item]) -> AbstractContextManager[None]:
+        """Where torch works on these, which are all in host memory or all on GPUs."""
+        return self._gpu.working_on(items) if items[0].request.device == "GPU" else _NO_STREAM
 
     @property
     def is_busy(self) -> bool:
@@ -444,7 +463,8 @@ class Engine:
         for item in items:
             request = item.request
             if request.op == "adasum":
-                key: object = ("adasum", request.dtype, request.prescale, request.postscale, request.group)
+                factors = request.prescale, request.postscale
+                key: object = ("adasum", request.dtype, request.device, *factors, request.group)
                 together, _ = filling.setdefault(key, ([], 0))
                 together.append(item)
                 continue
@@ -453,7 +473,7 @@ class Engine:
                 yield _ALONE.get(request.kind, responses.barrier), [item]
                 continue
             of_group = request.group if self._knobs.disable_group_fusion else None
-            key = (*request[1:3], *request[5:9], of_group)  # kind, element type, op, root and factors
+            key = (*request[1:3], *request[4:9], of_group)  # all but name and shape
             together, held = filling.get(key, ([], 0))
             if together and held + nbytes > threshold:
                 yield _FUSED[request.kind], together
@@ -478,7 +498,10 @@ class Engine:
             course, items = self._course
             try:
                 while self._course_handle is None or self._course_handle.done:
-                    self._course_handle = next(course)
+                    with self._stream_for(items):
+                        if self._course_handle is not None:
+                            self._course_handle.wait()  # it is over; this stream is to come after it
+                        self._course_handle = next(course)
                     if self._course_handle is None:
                         break
             except StopIteration as stop:
@@ -512,8 +535,13 @@ class Engine:
 
     def _finish_finals(self) -> None:
         while self._finals and (self._finals[0][0] is None or self._finals[0][0].done):
-            _, finish, items = self._finals.popleft()
-            finish()
+            handle, finish, items = self._finals.popleft()
+            with self._stream_for(items):
+                if handle is not None:
+                    handle.wait()  # it is over; this stream is to come after it
+                finish()
+                if items[0].request.device == "GPU":
+                    self._gpu.finished(items)
             self._show_end(items)
             for item in items:
                 if item.ticket is not None:

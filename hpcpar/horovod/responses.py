@@ -38,6 +38,7 @@ class Ticket:
     output     what the result is written to; None: the course makes it
     splits     of an all-to-all: rows for each rank
     on_ready   of a schedule: what is to be done, instead of a collective
+    made, finished   on a GPU: events after which its tensor is there, and its result
     result     once it is done
     error      why it failed
     """
@@ -47,6 +48,8 @@ class Ticket:
     output: Tensor | None = None
     splits: Sequence[int] = ()
     on_ready: Callable[[], None] | None = None
+    made: Any = None
+    finished: Any = None
     done: bool = False
     result: Any = None
     error: BaseException | None = None
@@ -70,15 +73,30 @@ class Item(NamedTuple):
 class Room:
     """What a course works with.
 
+    buffer      for tensors that travel together from host memory
+    gpu_buffer  gives the one for those that do from this rank's GPU; made when first asked for
     show        tells the timeline, if there is one, what is being done with these items from now on
     allreduce_algorithm, allgather_algorithm   of the catalogue; None: chosen by size
     """
 
     comm: Communicator
     buffer: FusionBuffer
+    gpu_buffer: Callable[[], FusionBuffer]
     show: Callable[[Sequence[Item], str], None]
     allreduce_algorithm: str | None = None
     allgather_algorithm: str | None = None
+
+    def buffer_for(self, request: Request) -> FusionBuffer:
+        """Where tensors of such a request travel from."""
+        return self.gpu_buffer() if self._moves_on_gpu(request) else self.buffer
+
+    def zeros(self, request: Request) -> Tensor:
+        """What a rank that has joined brings: where the others have theirs."""
+        device = "cuda" if self._moves_on_gpu(request) else "cpu"
+        return torch.zeros(request.shape, dtype=dtype_called(request.dtype), device=device)
+
+    def _moves_on_gpu(self, request: Request) -> bool:
+        return request.device == "GPU" and self.comm.shares_devices
 
 
 def fused_allreduce(room: Room, items: Sequence[Item]) -> Course:
@@ -100,7 +118,7 @@ def fused_allreduce(room: Room, items: Sequence[Item]) -> Course:
 def allreduce_at_once(room: Room, item: Item) -> bool:
     """A small tensor's all-reduce without anything else under way; False if there is no room for it."""
     request = item.request
-    layout = room.buffer.take(dtype_called(request.dtype), (request.shape,))
+    layout = room.buffer_for(request).take(dtype_called(request.dtype), (request.shape,))
     if layout is None:
         return False
     _pack(layout, (item,))
@@ -123,7 +141,7 @@ def _unpack(room: Room, layout: Layout, items: Sequence[Item]) -> None:
     if outputs:
         _conclude(items[0].request, layout.flat, room.comm.size)
         copy_all(outputs, layout.views)
-    room.buffer.give_back(layout)
+    room.buffer_for(items[0].request).give_back(layout)
 
 
 def allreduce(room: Room, items: Sequence[Item]) -> Course:
@@ -132,7 +150,7 @@ def allreduce(room: Room, items: Sequence[Item]) -> Course:
     (item,) = items
     request, ticket = item.request, item.ticket
     if ticket is None:
-        source = target = torch.zeros(request.shape, dtype=dtype_called(request.dtype))
+        source = target = room.zeros(request)
     else:
         source, target = _given(ticket), _output_of(ticket)
     if not target.is_contiguous() or not source.is_contiguous():
@@ -183,7 +201,7 @@ def fused_broadcast(room: Room, items: Sequence[Item]) -> Course:
     def finish() -> None:
         room.show(items, MEMCPY_OUT)
         copy_all([_output_of(ticket) for ticket in tickets], layout.views)
-        room.buffer.give_back(layout)
+        room.buffer_for(items[0].request).give_back(layout)
 
     return handle, finish
 
@@ -283,9 +301,10 @@ def barrier(room: Room, items: Sequence[Item]) -> Course:
 
 def _take(room: Room, items: Sequence[Item]) -> Generator[None, None, Layout]:
     """Room in the buffer for these tensors, as soon as there is some."""
-    dtype = dtype_called(items[0].request.dtype)
+    request = items[0].request
+    dtype = dtype_called(request.dtype)
     shapes = tuple(item.request.shape for item in items)
-    while (layout := room.buffer.take(dtype, shapes)) is None:
+    while (layout := room.buffer_for(request).take(dtype, shapes)) is None:
         yield None
     return layout
 

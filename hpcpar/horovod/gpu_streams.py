@@ -1,0 +1,72 @@
+"""The engine's work on GPUs: in a stream of its own, after what made the tensors, before what uses results.
+
+    caller's stream   make tensors ──event─┐                              ┌─wait── use results
+    engine's stream                        └─wait── pack, reduce, unpack ─┴─event
+
+The engine moves on whenever some call lets it, in whatever stream that caller works in. A communicator orders
+the stream in which a handle is waited for, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hpcpar.horovod.responses import Item, Ticket
+
+
+class GpuStreams:
+    """The engine's streams, one for each GPU that its tensors are on."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def asked(self, ticket: Ticket) -> None:
+        """Its tensor may have yet to be made, by the stream in which the caller works just now."""
+        if ticket.tensor is not None:
+            ticket.made = torch.cuda.current_stream(ticket.tensor.device).record_event()
+
+    @contextmanager
+    def working_on(self, items: Sequence[Item]) -> Iterator[None]:
+        """Have torch work in the engine's stream, once the tensors of these operations have been made."""
+        tickets = [item.ticket for item in items if item.ticket is not None]
+        tensors = [ticket.tensor for ticket in tickets if ticket.tensor is not None]
+        if not tensors and not torch.cuda.is_available():  # this rank has joined, and brings zeros
+            yield
+            return
+        device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            for ticket in tickets:
+                if ticket.made is not None:
+                    stream.wait_event(ticket.made)
+                    ticket.made = None
+                    for tensor in (ticket.tensor, ticket.output):
+                        if tensor is not None and tensor.is_cuda:
+                            tensor.record_stream(stream)
+            yield
+
+    def finished(self, items: Sequence[Item]) -> None:
+        """All that was to be done for these has been given to the engine's stream, in which torch works."""
+        tickets = [item.ticket for item in items if item.ticket is not None]
+        if tickets:
+            event = torch.cuda.current_stream().record_event()
+            for ticket in tickets:
+                ticket.finished = event
+
+    def taken(self, ticket: Ticket) -> None:
+        """The caller uses the result from now on, in the stream in which it works just now."""
+        if ticket.finished is None:
+            return
+        results = ticket.result if isinstance(ticket.result, tuple) else (ticket.result,)
+        for result in results:
+            if isinstance(result, torch.Tensor) and result.is_cuda:
+                stream = torch.cuda.current_stream(result.device)
+                stream.wait_event(ticket.finished)
+                result.record_stream(stream)
