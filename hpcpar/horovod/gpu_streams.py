@@ -9,14 +9,29 @@ the stream in which a handle is waited for, and no other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from hpcpar.horovod.responses import Item, Ticket
+
+T = TypeVar("T")
+
+
+def in_this_stream(device: torch.device, call: Callable[[], T]) -> Callable[[], T]:
+    """The call, to be made later in the stream in which the caller works on this device just now."""
+    if device.type != "cuda":
+        return call
+    stream = torch.cuda.current_stream(device)
+
+    def later() -> T:
+        with torch.cuda.stream(stream):
+            return call()
+
+    return later
 
 
 class GpuStreams:

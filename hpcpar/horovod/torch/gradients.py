@@ -26,6 +26,7 @@ from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES, Bucket
 from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, view_like
 from hpcpar.errors import BufferTypeError, GradientOrderError
+from hpcpar.horovod.gpu_streams import in_this_stream
 from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.responses import Ticket
 from hpcpar.horovod.torch import mpi_ops
@@ -135,7 +136,8 @@ class Schedule:
             if reduced is not flat:
                 gradient.copy_(ways.compression.decompress(reduced, context))
 
-        return self._admit(_BucketUnderWay(self, lambda: ways.reduce(self._comm, packed, flat.dtype), finish))
+        begin = in_this_stream(flat.device, lambda: ways.reduce(self._comm, packed, flat.dtype))
+        return self._admit(_BucketUnderWay(self, begin, finish))
 
     def start_map(self, bits: Any) -> _MapToCome:
         return _MapToCome(self, bits)
@@ -188,17 +190,17 @@ class _MapToCome:
 class _Zeros:
     """What a rank that has joined brings to the others' steps, without their optimizer.
 
-    shapes   of the buckets, or of the gradients where each has a bucket; and their element types
+    buckets  shape, element type and device of each; of gradients where each has a bucket
     """
 
     ways: Ways
-    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    buckets: Sequence[tuple[tuple[int, ...], torch.dtype, torch.device]]
     parameters: int
 
     def bring(self, comm: Communicator) -> None:
         """Begin all of a step's collectives; they are done when the others have come to them."""
-        for shape, dtype in self.shapes:
-            packed, _ = self.ways.compression.compress(torch.zeros(shape, dtype=dtype))
+        for shape, dtype, device in self.buckets:
+            packed, _ = self.ways.compression.compress(torch.zeros(shape, dtype=dtype, device=device))
             self.ways.reduce(comm, packed, dtype)
         comm.start_allreduce(np.zeros(-(-self.parameters // 8) + 1, dtype=np.uint8), "or")
 
@@ -345,8 +347,8 @@ class Gradients:
         step = f"{self._name}.step.{self._layouts}"
         most = max(1, self._ways.bucket_bytes) if self._ways.compression in _ELEMENTWISE else 1
         parameters = [parameter for _, parameter in dense]
-        shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
-        zeros = _Zeros(replace(self._ways, groups=()), shapes, len(parameters))
+        buckets: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
+        zeros = _Zeros(replace(self._ways, groups=()), buckets, len(parameters))
         comm = self._engine.lend_communicator(self, step, zeros.bring)
         reference = weakref.ref(self)
         schedule = Schedule(
@@ -366,7 +368,8 @@ class Gradients:
         for bucket in synchronizer.buckets:
             first = parameters[bucket.members[0]]
             is_whole = self._ways.compression in _ELEMENTWISE
-            shapes.append(((bucket.numel,) if is_whole else tuple(first.shape), first.dtype))
+            shape = (bucket.numel,) if is_whole else tuple(first.shape)
+            buckets.append((shape, first.dtype, first.device))
         self._synchronizers.append((synchronizer, schedule))
         return [synchronizer], sparse
 
@@ -375,7 +378,7 @@ class Gradients:
         reference, engine, process_set = weakref.ref(self), self._engine, self._process_set
         name, layouts, passes = self._name, self._layouts, self.passes
         fresh = self._without_bucket()
-        shapes = [(of, torch.empty_like(parameter, device="meta")) for of, parameter in fresh]
+        shapes = [(of, torch.empty_like(p, device="meta"), p.device) for of, p in fresh]
         places = {id(parameter): place for place, (_, parameter) in enumerate(fresh)}
         groups = [[places[id(p)] for p in group if id(p) in places] for group in self._ways.groups]
         ways = replace(self._ways, groups=())
@@ -383,7 +386,9 @@ class Gradients:
         def serve() -> None:
             alive = reference()
             if alive is None:
-                named = [(of, nn.Parameter(torch.empty_like(shape, device="cpu"))) for of, shape in shapes]
+                named = [
+                    (of, nn.Parameter(torch.empty_like(shape, device=place))) for of, shape, place in shapes
+                ]
                 kept = replace(ways, groups=[[named[place][1] for place in group] for group in groups])
                 alive = Gradients(named, process_set, engine, kept, passes, is_copy=True)
                 alive._name, alive._layouts = name, layouts

@@ -91,6 +91,25 @@ def test_zeros_of_ranks_that_have_joined_are_where_the_others_tensors_are(hvd, g
     hvd.join()
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_ranks_that_have_joined_take_part_in_the_steps_of_others(hvd, gpu, is_kept) -> None:
+    """Also where the rank that has joined has let go of its optimizer before the first step."""
+    model = nn.Linear(40, 40, bias=False, device=gpu)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), op=hvd.Sum)
+    steps = hvd.rank()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+    if not is_kept:
+        del optimizer
+    hvd.join()
+    with_data = [sum(1 for rank in range(hvd.size()) if rank > step) for step in range(steps)]
+    torch.testing.assert_close(model.weight.detach().cpu(), torch.full((40, 40), 1.0 - sum(with_data)))
+
+
 def test_ranks_train_what_one_does(hvd, gpu) -> None:
     def network() -> nn.Module:
         torch.manual_seed(0)
