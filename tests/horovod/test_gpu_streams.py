@@ -1,4 +1,4 @@
-"""The engine's stream on GPUs: what it comes after, and what comes after it. Streams are noted here, not had.
+"""The engine's stream on GPUs: what it comes after, and what comes after it. Streams here only note it.
 
 With GPUs: torch/test_on_gpus.py.
 """
@@ -15,6 +15,8 @@ import torch
 from hpcpar.comm.progress import Handle
 from hpcpar.horovod import responses
 from hpcpar.horovod.engine import Engine
+from hpcpar.horovod.gpu_streams import GpuStreams, in_this_stream
+from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.responses import Item, Ticket
 from tests.horovod.test_engine import all_of, brought, ticket, total, with_engines
 
@@ -115,3 +117,89 @@ def test_tensors_on_gpus_and_in_host_memory_do_not_travel_together(monkeypatch) 
         return notes.lines.count(("finished", True))
 
     assert with_engines(1, work, cycle_time_s=1000.0) == [1]
+
+
+GPU = torch.device("cuda", 0)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the host that says it is on a GPU, and notes the streams that it is used in."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: GPU)  # type: ignore[assignment]
+
+    def record_stream(self, stream: Any) -> None:
+        stream.lines.append("uses it")
+
+
+class Stream:
+    """Notes what it is given."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lines: list[str] = []
+
+    def record_event(self) -> str:
+        event = f"{self.name} {len(self.lines)}"
+        self.lines.append(f"records {event}")
+        return event
+
+    def wait_event(self, event: str) -> None:
+        self.lines.append(f"waits for {event}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """In the place of torch's: the current one, under "now", and those that were made."""
+    found: dict[str, Any] = {"now": Stream("caller's"), "made": []}
+
+    def make(device: torch.device) -> Stream:
+        found["made"].append(Stream("engine's"))
+        return found["made"][-1]
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        before, found["now"] = found["now"], stream
+        yield
+        found["now"] = before
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found["now"])
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    return found
+
+
+def test_the_engines_stream_waits_for_the_makers_and_the_takers_for_the_engines(streams) -> None:
+    gpu, maker, taker = GpuStreams(), streams["now"], Stream("taker's")
+    given = Ticket(Request("a", "allreduce", device="GPU"), torch.ones(3).as_subclass(OnGpu))
+    gpu.asked(given)
+    items = [Item(given.request, given)]
+    for _ in range(2):
+        with gpu.working_on(items):
+            streams["now"].lines.append("works")
+    with gpu.working_on(items):
+        gpu.finished(items)
+    given.result = torch.zeros(3).as_subclass(OnGpu)
+    streams["now"] = taker
+    gpu.taken(given)
+    (engines,) = streams["made"]
+    assert maker.lines == ["records caller's 0"]
+    assert engines.lines == ["waits for caller's 0", "uses it", "works", "works", "records engine's 4"]
+    assert taker.lines == ["waits for engine's 4", "uses it"]
+
+
+def test_a_rank_without_a_tensor_and_without_a_gpu_does_nothing_there(streams) -> None:
+    gpu = GpuStreams()
+    items = [Item(Request("a", "allreduce", device="GPU"), None)]
+    with gpu.working_on(items):
+        gpu.finished(items)
+    assert not streams["made"]
+    assert not streams["now"].lines
+
+
+def test_a_call_for_later_is_made_in_the_stream_of_now(streams) -> None:
+    first = streams["now"]
+    later = in_this_stream(GPU, lambda: streams["now"])
+    streams["now"] = Stream("another")
+    assert later() is first
+    assert in_this_stream(torch.device("cpu"), lambda: streams["now"])() is streams["now"]
