@@ -331,7 +331,7 @@ __device__ __forceinline__ void assign(float &to, double from) { to = to_float(f
 __device__ __forceinline__ void assign(double &to, float from) { to = to_double(from); }
 __device__ __forceinline__ void assign(double &to, double from) { to = from; }
 
-// Elements that a block converts at a time; each thread one of every THREADS, with all its loads under way.
+// Elements that a thread converts at a time, a block's width apart, so that neighbours read neighbours.
 constexpr int CONVERTED = 8;
 
 template <class Source, class Element> __device__ __forceinline__ void convert_tiles(const Convert &convert)

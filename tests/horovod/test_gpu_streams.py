@@ -188,7 +188,8 @@ def test_the_engines_stream_waits_for_the_makers_and_the_takers_for_the_engines(
     assert taker.lines == ["waits for engine's 4", "uses it"]
 
 
-def test_a_rank_without_a_tensor_and_without_a_gpu_does_nothing_there(streams) -> None:
+def test_a_rank_without_a_tensor_and_without_a_gpu_does_nothing_there(streams, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpu = GpuStreams()
     items = [Item(Request("a", "allreduce", device="GPU"), None)]
     with gpu.working_on(items):
