@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -136,6 +137,7 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
                 mpi.start()
         else:
             mpi.start()
+            time.sleep(_way.settle_s)
     return mpi.MpiTransport.world()
 
 

@@ -13,7 +13,12 @@ into the process says what it was built with.
 Slurm's pmi2 reads PMI-1 in lines of 1,024 bytes, but lets MPICH put values of that length in: a UCX address
 whose pieces are dense (several network devices, or by chance) breaks the exchange, and the start hangs.
 
+Slurm's pmix lets a rank out of Open MPI 5's MPI_Init while others are still in the exchange before the
+last; a message that meets such a one ends it with a segmentation fault. The wait after MPI_Init is for that.
+
 source   MPICH issue 6924; seen with MPICH 5.0.2 under Slurm 22.05
+         Open MPI issue 12495; with 5.0.11 under Slurm 22.05 and one rank's exchanges 0.05 s late, 4 starts
+         of 12 ended so, and none with the wait
 """
 
 from __future__ import annotations
@@ -31,6 +36,9 @@ from hpcpar.launch.environment import RankInfo
 
 CHOICES = ("auto", "launcher", "server")
 
+SETTLE_S = 0.25
+"""Longer than a rank is late for the end of an exchange that it has joined, and not felt at a start."""
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -38,10 +46,12 @@ class Way:
 
     kind   "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": there is no way
     why    for a reader
+    settle_s   how long not to send anything after MPI_Init
     """
 
     kind: str
     why: str
+    settle_s: float = 0.0
 
 
 def choose(
@@ -65,11 +75,12 @@ def choose(
     library, name = flavour(mpi_library), library_name(mpi_library)
     libraries = loaded_libraries() if loaded is None else tuple(loaded)
     offer = f"srun offers --mpi={info.wire}"
+    settle_s = SETTLE_S if library == "openmpi" and _major(mpi_library) >= 5 else 0.0
     if asked == "launcher":
-        return Way("launcher", f"{offer}; HPCPAR_WIRE=launcher leaves it at that")
+        return Way("launcher", f"{offer}; HPCPAR_WIRE=launcher leaves it at that", settle_s)
     if library == "openmpi":
         if _open_mpi_can(info.wire, mpi_library, libraries):
-            return Way("launcher", f"{offer}, which {name} speaks")
+            return Way("launcher", f"{offer}, which {name} speaks", settle_s)
         return Way("none", f"{offer}, which {name} does not speak")
     if library not in ("mpich", "intel", "mvapich"):
         return Way("launcher", f"{offer}; what {name} speaks is not known here")

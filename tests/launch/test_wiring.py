@@ -49,6 +49,12 @@ def test_the_way_says_why() -> None:
     assert way("none", OPENMPI_5).why == "srun offers --mpi=none, which Open MPI v5.0.11 does not speak"
 
 
+def test_open_mpi_5_under_srun_says_nothing_for_a_while_after_its_start() -> None:
+    late = [way("pmix", OPENMPI_5), way("pmix", OPENMPI_5, HPCPAR_WIRE="launcher")]
+    assert [found.settle_s > 0.1 for found in late] == [True, True]
+    assert {way("pmix", library).settle_s for library in (OPENMPI_4, MPICH, CRAY)} == {0.0}
+
+
 def test_an_mpich_over_ucx_is_not_left_to_pmi2_whose_lines_may_be_too_short() -> None:
     over_ucx = MPICH + "MPICH Device:       ch4:ucx ofi\n"
     assert way("pmi2", over_ucx).kind == "server"
