@@ -55,7 +55,9 @@ _NO_STREAM = nullcontext()
 _IN_USE = -1
 """What a rank tells instead of the number of calls on a communicator whose borrower it still has."""
 
-_ALONE: dict[str, Callable[[Room, Sequence[Item]], Course]] = {
+MakeCourse = Callable[[Room, Sequence[Item]], Course]
+
+_ALONE: dict[str, MakeCourse] = {
     "allreduce": responses.allreduce,
     "broadcast": responses.broadcast,
     "allgather": responses.allgather,
@@ -116,7 +118,10 @@ class Engine:
         self._round_handle: Handle | None = None
         self._next_round_s = 0.0
         self._open: dict[str, Ticket] = {}
-        self._queue: deque[tuple[Callable[[Room, Sequence[Item]], Course], list[Item]]] = deque()
+        self._ready: list[Ready] = []
+        self._refused: list[Ready] = []
+        self._together: list[tuple[MakeCourse, list[Request]]] = []
+        self._queue: deque[tuple[MakeCourse, list[Item]]] = deque()
         self._course: tuple[Course, list[Item]] | None = None
         self._course_handle: Handle | None = None
         self._finals: deque[tuple[Handle | None, Callable[[], None], list[Item]]] = deque()
@@ -432,21 +437,26 @@ class Engine:
         """Ranks that wait for others' requests ask again now and then, not as fast as they can."""
         self._next_round_s = 0.0 if had_news else time.perf_counter() + max(self._knobs.cycle_time_s, 1e-4)
 
-    def _take_in(self, ready: Sequence[Ready]) -> None:
+    def _take_in(self, ready: list[Ready]) -> None:
         """Ready operations go into the queue, fused; those that cannot be done fail."""
-        items = []
-        for found in ready:
-            ticket = self._open.get(found.request.name)
-            if self.timeline is not None and ticket is not None:
+        if ready is not self._ready:
+            # The same list stands for the same operations: what travels together is found out once.
+            self._ready = ready
+            self._together = list(self._fused([found.request for found in ready if found.error is None]))
+            self._refused = [found for found in ready if found.error is not None]
+        opened = self._open
+        if self.timeline is not None:
+            for name in (found.request.name for found in ready if found.request.name in opened):
                 for rank in range(self.size):
-                    self.timeline.negotiate_rank_ready(found.request.name, rank)
-                self.timeline.negotiate_end(found.request.name)
-            if found.error is None:
-                items.append(Item(found.request, ticket))
-            elif ticket is not None:
-                self._end(ticket, HorovodInternalError(found.error))
-        self._show(items, "QUEUE")
-        self._queue.extend(self._fused(items))
+                    self.timeline.negotiate_rank_ready(name, rank)
+                self.timeline.negotiate_end(name)
+        for request, error in self._refused:
+            if request.name in opened:
+                self._end(opened[request.name], HorovodInternalError(error))
+        for make, requests in self._together:
+            items = [Item(request, opened.get(request.name)) for request in requests]
+            self._show(items, "QUEUE")
+            self._queue.append((make, items))
         last = self._negotiation.end_join()
         if last is not None and self._joining is not None:
             self._joining.result, self._joining.done = last, True
@@ -454,23 +464,20 @@ class Engine:
             self._joins += 1
             self._unnamed = 0
 
-    def _fused(
-        self, items: Sequence[Item]
-    ) -> Iterable[tuple[Callable[[Room, Sequence[Item]], Course], list[Item]]]:
+    def _fused(self, requests: Sequence[Request]) -> Iterable[tuple[MakeCourse, list[Request]]]:
         """Operations that travel together, in the same order on every rank."""
         threshold = min(self._knobs.fusion_threshold_nbytes, FUSED_NBYTES)
-        filling: dict[object, tuple[list[Item], int]] = {}
-        for item in items:
-            request = item.request
+        filling: dict[object, tuple[list[Request], int]] = {}
+        for request in requests:
             if request.op == "adasum":
                 factors = request.prescale, request.postscale
                 key: object = ("adasum", request.dtype, request.device, *factors, request.group)
                 together, _ = filling.setdefault(key, ([], 0))
-                together.append(item)
+                together.append(request)
                 continue
             nbytes = _nbytes(request) if request.kind in _FUSED else 0
             if request.kind not in _FUSED or nbytes > min(threshold, ALONE_FROM_NBYTES - 1):
-                yield _ALONE.get(request.kind, responses.barrier), [item]
+                yield _ALONE.get(request.kind, responses.barrier), [request]
                 continue
             of_group = request.group if self._knobs.disable_group_fusion else None
             key = (*request[1:3], *request[4:9], of_group)  # all but name and shape
@@ -478,11 +485,11 @@ class Engine:
             if together and held + nbytes > threshold:
                 yield _FUSED[request.kind], together
                 together, held = [], 0
-            together.append(item)
+            together.append(request)
             filling[key] = together, held + nbytes
         for together, _ in filling.values():
-            is_adasum = together[0].request.op == "adasum"
-            yield responses.adasum_allreduce if is_adasum else _FUSED[together[0].request.kind], together
+            is_adasum = together[0].op == "adasum"
+            yield responses.adasum_allreduce if is_adasum else _FUSED[together[0].kind], together
 
     def _advance_courses(self) -> None:
         self._finish_finals()

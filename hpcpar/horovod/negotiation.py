@@ -96,6 +96,26 @@ class Ready(NamedTuple):
     error: str | None = None
 
 
+class _Batch(NamedTuple):
+    """What a rank asks for in one round, in its order: mostly the same step after step.
+
+    record   what it brings to the round
+    ready    what is ready if all ranks bring the same
+    """
+
+    requests: tuple[Request, ...]
+    record: bytes
+    ready: list[Ready]
+
+    @classmethod
+    def of(cls, requests: tuple[Request, ...]) -> _Batch:
+        digest = sum(request.digest for request in requests) & _MASK
+        both = digest | (_MASK ^ digest) << 8 * DIGEST_NBYTES
+        in_order = sorted(requests, key=lambda request: request.name)
+        ready = [Ready(request, shortcoming(request)) for request in in_order]
+        return cls(requests, both.to_bytes(2 * DIGEST_NBYTES, "little") + b"\xff", ready)
+
+
 @dataclass(frozen=True, slots=True)
 class News:
     """What one rank tells the others when their digests differ."""
@@ -117,6 +137,7 @@ class Negotiation:
         self._world = tuple(range(size)) if world_ranks is None else tuple(world_ranks)
         self._new: dict[str, Request] = {}
         self._told: dict[str, Request] = {}
+        self._last = _Batch.of(())
         self._record = b""
         self._is_joined = self._told_joined = False
         self.joined: set[int] = set()
@@ -148,23 +169,22 @@ class Negotiation:
         if self._is_joined:
             self._record = b"\xff" * (2 * DIGEST_NBYTES) + b"\x00"
             return self._record
-        digest = 0
-        for request in self._told.values():
-            digest += request.digest
-        digest &= _MASK
-        both = digest | (_MASK ^ digest) << 8 * DIGEST_NBYTES
-        self._record = both.to_bytes(2 * DIGEST_NBYTES, "little") + b"\xff"
+        requests = tuple(self._told.values())
+        if requests != self._last.requests:
+            self._last = _Batch.of(requests)
+        self._record = self._last.record
         return self._record
 
     def conclude(self, common: bytes) -> list[Ready] | None:
         """The AND of all records is here: what is ready; None if the ranks must tell each other more.
 
-        It is this rank's own only if all are the same, and then it is so on every rank.
+        It is this rank's own only if all are the same, and then it is so on every rank. A rank that asks for
+        the same as the last time is given the same list.
         """
         if common != self._record or self._told_joined:
             return None
-        told, self._told = self._told, {}
-        return [Ready(told[name], shortcoming(told[name])) for name in sorted(told)]
+        self._told = {}
+        return self._last.ready
 
     def news(self) -> News:
         """What this rank tells the others of this round."""

@@ -69,6 +69,25 @@ class Ranks:
 #   rank 1   asks b, later a     round 1: {b}                           round 2: {a c}     c waits for rank 0
 
 
+def test_what_is_asked_step_after_step_is_worked_out_once():
+    negotiation = Negotiation(1)
+
+    def step(*requests: Request) -> list[Ready]:
+        for one in requests:
+            negotiation.ask(one)
+        found = negotiation.conclude(negotiation.record())
+        assert found is not None
+        return found
+
+    first = step(request("b"), request("a"))
+    assert [one.request for one in first] == [request("a"), request("b")]
+    assert step(request("b"), request("a")) is first
+    for changed in (request("b", shape=(5,)), request("b", op="max"), request("b", postscale=2.0)):
+        assert [one.request for one in step(changed, request("a"))] == [request("a"), changed]
+    assert step() == []
+    assert [one.request for one in step(request("a"))] == [request("a")]
+
+
 def test_the_drawn_example():
     ranks = Ranks(2)
     ranks.of[0].ask(request("a"))
