@@ -38,6 +38,9 @@ MISTAKES = {
     ),
     "object call": lambda c: c.broadcast_object(1) if c.rank else c.allgather_object(1),
     "bad argument": lambda c: c.allreduce(np.ones(4) if c.rank else "text"),
+    "argument of no type": lambda c: c.broadcast(np.ones(4), root=0 if c.rank else "0"),
+    "object that cannot be sent": lambda c: c.broadcast_object(lambda: 1),
+    "objects that cannot be sent": lambda c: c.allgather_object(1 if c.rank else lambda: 1),
 }
 
 

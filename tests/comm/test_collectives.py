@@ -94,6 +94,58 @@ def test_arrays_that_are_not_contiguous_get_the_result_too(exchange):
         np.testing.assert_array_equal(matrix, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.bool])
+def test_a_single_element_may_have_any_stride(dtype, exchange):
+    def work(comm):
+        column = torch.ones(1, 8, dtype=dtype)[:, 0]
+        nothing = comm.allgather(torch.ones(0, dtype=dtype)[::2])
+        return comm.allreduce(column, "max").tolist(), comm.allgather(column).tolist(), nothing.tolist()
+
+    assert run_loopback(2, work, **exchange) == [([1], [1, 1], [])] * 2
+
+
+def test_a_root_only_gives_and_may_have_its_elements_in_one_place(exchange):
+    def work(comm):
+        return comm.broadcast(torch.full((1,), 5.0).expand(4) if comm.rank == 0 else torch.zeros(4)).tolist()
+
+    assert run_loopback(2, work, **exchange) == [[5.0] * 4] * 2
+
+
+@pytest.mark.parametrize("algorithm", [None, "bruck", "direct", "pairwise"])
+@pytest.mark.parametrize("shift", [0, 1000])
+def test_the_output_of_an_alltoall_may_overlap_its_input(algorithm, shift, exchange):
+    count = 3000
+
+    def work(comm):
+        memory = np.zeros(comm.size * count + shift, dtype=int)
+        given, out = memory[: comm.size * count], memory[shift:]
+        right = []
+        for _ in range(3):  # often enough to be remembered
+            given[:] = np.repeat(np.arange(comm.size), count) + 10 * comm.rank
+            comm.alltoall(given, out=out, algorithm=algorithm)
+            right.append((out == np.repeat(10 * np.arange(comm.size) + comm.rank, count)).all())
+            comm.barrier()
+        return right
+
+    assert run_loopback(3, work, **exchange) == [[True] * 3] * 3
+
+
+@pytest.mark.parametrize("algorithm", [None, "ring", "direct"])
+def test_the_output_of_a_reduce_scatter_may_lie_anywhere_in_its_input(algorithm, exchange):
+    count = 3000
+
+    def work(comm):
+        right = []
+        for first in (0, count // 2, count, 2 * count):
+            for _ in range(3):  # often enough to be remembered
+                whole = np.repeat(np.arange(comm.size), count) + 10 * comm.rank
+                comm.reduce_scatter(whole, out=whole[first : first + count], algorithm=algorithm)
+                right.append((whole[first : first + count] == 3 * comm.rank + 30).all())
+        return right
+
+    assert run_loopback(3, work, **exchange) == [[True] * 12] * 3
+
+
 def test_a_shard_that_is_its_own_piece_of_out_is_gathered_in_place(exchange):
     def work(comm):
         whole = np.zeros(3 * comm.size)
@@ -151,7 +203,8 @@ def alone() -> Communicator:
         (lambda c: c.broadcast(np.ones(1), root=5), OperationError, "ranks 0 to 0"),
         (lambda c: c.reduce_scatter(np.ones(3), counts=[2]), OperationError, "add up to 2"),
         (lambda c: c.allgather(np.ones(3), counts=[2]), OperationError, "which has 3"),
-        (lambda c: c.allgather(np.ones(3), counts=[3, 4]), OperationError, "one number >= 0"),
+        (lambda c: c.allgather(np.ones(3), counts=[3, 4]), OperationError, "one whole number >= 0"),
+        (lambda c: c.allgather(np.ones(3), counts=[3.7]), OperationError, "one whole number >= 0"),
         (lambda c: c.scatter(np.ones(3), out=np.ones(2)), OperationError, "3 elements"),
     ],
 )

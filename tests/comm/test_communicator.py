@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import OperationError
 
 
 def test_a_split_orders_its_ranks_by_key_and_then_by_rank():
@@ -41,6 +42,12 @@ def test_a_rank_without_a_color_is_in_no_new_communicator():
         return some and some.world_ranks
 
     assert run_loopback(3, work) == [(0, 2), None, (0, 2)]
+
+
+@pytest.mark.parametrize(("color", "key"), [(-1, 0), (0.5, 0), (2**40, 0), (0, 2**31), ("a", 0)])
+def test_what_mpi_cannot_split_by_is_named(color, key):
+    with pytest.raises(OperationError, match="give a whole number from"):
+        Communicator.alone().split(color, key)
 
 
 def test_nodes_are_numbered_as_they_first_appear():

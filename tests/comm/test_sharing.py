@@ -45,6 +45,19 @@ def no_collection():
     gc.enable()
 
 
+@pytest.mark.parametrize("allocate", [Communicator.allocate_shared, Communicator.allocate_common])
+def test_a_shape_is_whole_numbers_from_0_on(allocate):
+    def work(comm):
+        told = []
+        for shape in (-3, (2, -1), 2.5):
+            with pytest.raises(PeerFailedError, match="give whole numbers, 0 or more"):
+                allocate(comm, shape, "float32")
+            told.append(shape)
+        return told, allocate(comm, np.int64(3), "float32").shape, allocate(comm, (2, 0), "float32").shape
+
+    assert run_loopback(2, work, **OPTIONS) == [([-3, (2, -1), 2.5], (3,), (2, 0))] * 2
+
+
 def mappings(directory):
     """How many of this process's mappings were made there."""
     lines = Path("/proc/self/maps").read_text().splitlines()

@@ -61,6 +61,13 @@ def test_a_variable_that_is_not_understood_is_named():
     assert "HPCPAR_TIMEOUT_S" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("timeout_s", ["-1", "0", "float('nan')"])
+def test_a_timeout_that_is_none_is_named(timeout_s):
+    done = python(f"import hpcpar; hpcpar.init(timeout_s={timeout_s})")
+    assert done.returncode == 1
+    assert "is no time to wait" in done.stderr.splitlines()[-1]
+
+
 def test_importing_starts_nothing_and_is_quick():
     code = (
         "import time; t = time.perf_counter(); import hpcpar; seconds = time.perf_counter() - t;"
