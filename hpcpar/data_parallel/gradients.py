@@ -123,7 +123,9 @@ class GradientSynchronizer:
         )
         self._shipments = [_Shipment(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
         self._shipment_of: dict[int, _Shipment] = {}
-        self._views: list[Tensor] = self._cut_views()
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._cut_views()
         self._accumulating = False
         self.used: list[int] = []
         self._begin_round()
@@ -181,9 +183,9 @@ class GradientSynchronizer:
         else:
             for shipment in self._shipments:
                 shipment.flat.zero_()
-            for parameter, view in zip(self.parameters, self._views, strict=True):
+            for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:
-                    parameter.grad = view
+                    parameter.grad = self._view(index)
         self.synchronized = False
 
     @property
@@ -216,14 +218,35 @@ class GradientSynchronizer:
         flat: Tensor = self.dp_comm.allocate_shared(bucket.numel, first.dtype)
         return flat
 
-    def _cut_views(self) -> list[Tensor]:
-        views: dict[int, Tensor] = {}
-        for shipment in self._shipments:
-            edges = shipment.bucket.edges
-            for index, start, stop in zip(shipment.bucket.members, edges[:-1], edges[1:], strict=True):
-                views[index] = view_like(shipment.flat, start, stop, self.parameters[index])
-                self._shipment_of[index] = shipment
-        return [views[index] for index in range(len(self.parameters))]
+    def _cut_views(self) -> None:
+        self._shipment_of = {
+            index: shipment for shipment in self._shipments for index in shipment.bucket.members
+        }
+        self._views = [self._cut_view(index) for index in range(len(self.parameters))]
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    def _cut_view(self, index: int) -> Tensor:
+        """Where the gradient of a parameter lies in its bucket, seen as the parameter is now."""
+        parameter, shipment = self.parameters[index], self._shipment_of[index]
+        place = shipment.bucket.members.index(index)
+        start, stop = shipment.bucket.edges[place : place + 2]
+        if (parameter.dtype, parameter.device, parameter.numel()) != (
+            shipment.flat.dtype,
+            shipment.flat.device,
+            stop - start,
+        ):
+            raise OperationError(
+                f"{self.names[index]} has {parameter.numel()} elements of {parameter.dtype} on "
+                f"{parameter.device}, its bucket room for {stop - start} of {shipment.flat.dtype} on "
+                f"{shipment.flat.device}: change the model first, then build the DistributedOptimizer"
+            )
+        return view_like(shipment.flat, start, stop, parameter)
+
+    def _view(self, index: int) -> Tensor:
+        """The same, as it was handed out before, unless its `.data` has been set to something else."""
+        if self._views[index].data_ptr() != self._addresses[index]:
+            self._views[index] = self._cut_view(index)
+        return self._views[index]
 
     def _begin_round(self) -> None:
         self._arrived = [False] * len(self.parameters)
@@ -255,12 +278,12 @@ class GradientSynchronizer:
 
     def _room(self, index: int) -> Tensor | None:
         """Where backward may put a parameter's first gradient, which `_adopt` then need not copy."""
-        return None if self._arrived[index] else self._views[index]
+        return None if self._arrived[index] else self._view(index)
 
     def _adopt(self, index: int) -> None:
         """Bring a gradient that autograd or the user put elsewhere into the bucket."""
-        parameter, view = self.parameters[index], self._views[index]
-        gradient = parameter.grad
+        parameter = self.parameters[index]
+        gradient, view = parameter.grad, self._view(index)
         if gradient is view or gradient is None:
             return
         if gradient.layout is not torch.strided and self._sparse_as_dense:
@@ -277,7 +300,7 @@ class GradientSynchronizer:
     def _settle(self, index: int) -> None:
         """The averaging backward brought nothing: send what earlier microbatches left, or zeros."""
         if self.parameters[index].grad is None:
-            self._views[index].zero_()
+            self._view(index).zero_()
         else:
             self._adopt(index)
         self._mark_arrived(index)
@@ -317,8 +340,13 @@ class GradientSynchronizer:
             self._usage_handle.wait()
             self.used = np.unpackbits(self._usage_bits, count=len(self.parameters)).tolist()
             for index, parameter in enumerate(self.parameters):
-                if self.used[index] and parameter.grad is None:
-                    parameter.grad = self._views[index]
+                if parameter.grad is None and self.used[index]:
+                    parameter.grad = self._view(index)
+                elif parameter.grad is not None and parameter.grad.data_ptr() != self._addresses[index]:
+                    raise OperationError(
+                        f"rank {self.dp_comm.rank}: the gradient of {self.names[index]} was set to another "
+                        f"tensor while its average was under way; call synchronize() first, then change it"
+                    )
         self._begin_round()
         self.synchronized = True
 

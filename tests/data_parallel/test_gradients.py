@@ -42,6 +42,50 @@ def test_gradients_become_views_into_their_bucket() -> None:
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_whose_data_was_set_is_in_its_bucket_again_at_the_next_backward(set_to_none: bool) -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0, 2.0], [3.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        for step in range(3):
+            (named[0][1].sum() * (comm.rank + 1 + step) + named[1][1].sum()).backward()
+            synchronizer.synchronize()
+            assert gradients(named) == [[1.5 + step] * 2, [1.0]]
+            for _, parameter in named:
+                assert parameter.grad is not None
+                parameter.grad.data = parameter.grad.data.clamp(-1.25, 1.25)
+            assert gradients(named) == [[1.25] * 2, [1.0]]
+            synchronizer.zero(set_to_none=set_to_none)
+
+    on_ranks(2, body)
+
+
+def test_a_parameter_that_has_changed_its_type_since_is_named() -> None:
+    def body(comm: Communicator) -> str:
+        model = nn.Linear(2, 1)
+        synchronizer = GradientSynchronizer(model.named_parameters(), comm)
+        model(torch.ones(1, 2)).sum().backward()
+        synchronizer.synchronize()
+        model.double()
+        with pytest.raises(OperationError, match="change the model first") as told:
+            model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        return str(told.value)
+
+    assert all("torch.float64" in str(text) and "torch.float32" in str(text) for text in on_ranks(2, body))
+
+
+def test_a_gradient_that_is_replaced_while_its_average_is_under_way_is_named() -> None:
+    def body(comm: Communicator) -> None:
+        named = parameters([1.0, 2.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        named[0][1].sum().backward()
+        named[0][1].grad = torch.zeros(2, dtype=torch.float64)
+        with pytest.raises(OperationError, match="p0 was set to another tensor while its average was under"):
+            synchronizer.synchronize()
+
+    on_ranks(2, body)
+
+
 def test_a_gradient_is_added_to_in_place_in_later_microbatches() -> None:
     def body(comm: Communicator) -> None:
         named = parameters([1.0])
