@@ -43,7 +43,8 @@ Plan = Mapping[str, Style | Sequence[Style]]
 def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communicator) -> Module:
     """The model, in place, with the modules that the plan names in their parallel form. Collective.
 
-    plan     see this file's head; every pattern is to match some module, and no module two patterns
+    plan     see this file's head; every pattern is to match some module, unless its style is optional, and no
+             module two patterns
     tp       who shares the layers: a mesh's tp axis, a communicator, or a TensorParallel that says more
 
     Every rank passes the whole model with the same values, before an optimizer is made of its parameters: of
@@ -121,7 +122,7 @@ def matched(model: nn.Module, plan: Plan) -> list[Place]:
     pattern_of: dict[nn.Module, str] = {}
     for pattern in plan:
         names = [name for name in modules if matches(pattern, name)]
-        if not names:
+        if not names and not all(style.optional for style in _styles(pattern, plan[pattern])):
             raise LayoutError(f"the plan's {pattern!r} matches no module; {_nearest(pattern, modules)}")
         for name in names:
             other = pattern_of.setdefault(modules[name], pattern)

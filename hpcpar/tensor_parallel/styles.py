@@ -52,11 +52,13 @@ class Style(ABC):
 
     covers          it sees to the gradients of all parameters in the module
     is_region       ranks work on different parts in the module, so parameters in it need a style that covers
+    optional        a plan's pattern with this style may match no module
     needs_entered   the module's input is to have come through an `Enter` around it
     """
 
     covers: ClassVar[bool] = False
     is_region: ClassVar[bool] = False
+    optional: ClassVar[bool] = False
 
     @property
     def needs_entered(self) -> bool:

@@ -335,6 +335,10 @@ def test_sections_are_divided_each_by_itself_and_a_module_with_two_names_stays_o
         assert isinstance(model.qkv, ColumnParallelLinear)
 
 
+def test_a_style_that_is_optional_may_match_no_module() -> None:
+    compare(2, mlp(), {**MLP_PLAN, "norm": OptionalNorm()}, numbers())
+
+
 def test_an_input_that_is_entered_once_has_its_gradient_summed_once() -> None:
     def sums(comm: Communicator, plan: Plan) -> int:
         model = parallelize(models.pop(), plan, comm)
@@ -507,6 +511,10 @@ def decoder_with(**changes: Style | tuple[Style, ...]) -> dict[str, Style | tupl
     return {**decoder_plan(), **{name.replace("__", "."): style for name, style in changes.items()}}
 
 
+class OptionalNorm(Norm):
+    optional = True
+
+
 def decoder_without(pattern: str) -> dict[str, Style | tuple[Style, ...]]:
     return {name: styles for name, styles in decoder_plan().items() if name != pattern}
 
@@ -525,6 +533,11 @@ BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
         "'layer.*.attention.q' matches no module; the model has layers.*.attention, layers.*.attention.q_",
     ),
     "no module at all": (lambda: nn.Linear(2, 2), {"": Column()}, "the model has no modules within it"),
+    "not optional": (
+        mlp,
+        {**MLP_PLAN, "norm": (OptionalNorm(), Scatter())},
+        "the plan's 'norm' matches no module",
+    ),
     "two patterns": (mlp, {"0": Column(), "[01]": Row()}, "0 is matched by the plan's '0' and by '[01]'"),
     "no style": (mlp, {"0": Row}, "give a style, such as Column() or Row()"),
     "no linear": (mlp, {"1": Column()}, "1 is a torch.nn.modules.activation.GELU, and Column is for"),
