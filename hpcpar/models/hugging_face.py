@@ -25,7 +25,7 @@ from hpcpar.tensor_parallel import (
     Vocabulary,
     VocabularyEmbedding,
 )
-from hpcpar.tensor_parallel.split import require_divisible, require_shareable
+from hpcpar.tensor_parallel.split import require_fitting
 
 if TYPE_CHECKING:
     from hpcpar.tensor_parallel import Plan
@@ -85,8 +85,8 @@ class LlamaHeads(Style):
     key_value_heads: int
 
     def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
-        require_divisible(self.heads, size, f"{name}: num_attention_heads")
-        require_shareable(self.key_value_heads, size, f"{name}: num_key_value_heads")
+        divided = {f"{name}: num_attention_heads": self.heads}
+        require_fitting(divided, {f"{name}: num_key_value_heads": self.key_value_heads}, size)
         return {}
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:

@@ -39,6 +39,7 @@ from hpcpar.tensor_parallel.split import (
     own_shard,
     padded_length,
     require_divisible,
+    require_fitting,
     require_shareable,
     split_evenly,
     split_sections,
@@ -358,8 +359,11 @@ class LocalHeads(Style):
                     f"{name} is a {_kind(module)} with {attribute}={count!r}; LocalHeads is for attributes "
                     f"that are numbers of heads"
                 )
-            require = require_shareable if attribute in self.share_heads else require_divisible
-            require(count, size, f"{name}: {attribute}")
+        divided, shared = (
+            {f"{name}: {attribute}": getattr(module, attribute) for attribute in attributes}
+            for attributes in (self.names, self.share_heads)
+        )
+        require_fitting(divided, shared, size)
         return {}
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:

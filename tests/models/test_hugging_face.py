@@ -233,7 +233,7 @@ def test_parts_of_logits_give_the_same_loss() -> None:
         ),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 2},
-            "num_key_value_heads=2 neither divides among tp=3 ranks nor divides them; tp=1 or tp=2 or tp=4",
+            "num_key_value_heads=2 neither divides among tp=3 ranks nor divides them; tp=1 or tp=2 or tp=6",
         ),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 40},
