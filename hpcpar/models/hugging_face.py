@@ -7,10 +7,11 @@ parallelize(model, hugging_face_llama_plan(model.config), mesh)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import nn
 
+from hpcpar.errors import LayoutError
 from hpcpar.tensor_parallel import (
     Column,
     Enter,
@@ -24,7 +25,7 @@ from hpcpar.tensor_parallel import (
     Vocabulary,
     VocabularyEmbedding,
 )
-from hpcpar.tensor_parallel.split import require_divisible, require_shareable
+from hpcpar.tensor_parallel.split import require_fitting
 
 if TYPE_CHECKING:
     from hpcpar.tensor_parallel import Plan
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 class LlamaConfig(Protocol):
     """What the plan reads of a transformers.LlamaConfig."""
 
+    hidden_size: int
     num_attention_heads: int
     num_key_value_heads: int
 
 
 def hugging_face_llama_plan(config: LlamaConfig, *, gather_logits: bool = True) -> Plan:
-    """For a transformers.LlamaForCausalLM (4.48 or later), or a model with the same modules (Mistral, Qwen2).
+    """For a transformers.LlamaForCausalLM (4.48 or later), or a model with the same modules (Mistral, Qwen2,
+    Qwen3 with its norms of queries and keys).
 
     gather_logits   every rank gets all logits, as the model's own loss and `generate` need; False: its part
                     of the vocabulary, for `vocabulary_parallel_cross_entropy`
@@ -49,6 +52,7 @@ def hugging_face_llama_plan(config: LlamaConfig, *, gather_logits: bool = True) 
     Dropout of attention's shares, if any, draws from the process's own generator: seed ranks differently.
     """
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     layer = "model.layers.*"
     return {
         "model.embed_tokens": VocabularyEmbedding(whole_sequence=True),
@@ -58,6 +62,7 @@ def hugging_face_llama_plan(config: LlamaConfig, *, gather_logits: bool = True) 
         f"{layer}.self_attn.q_proj": Column(heads=heads, enter=False),
         f"{layer}.self_attn.k_proj": Column(heads=key_value_heads, share_heads=True, enter=False),
         f"{layer}.self_attn.v_proj": Column(heads=key_value_heads, share_heads=True, enter=False),
+        f"{layer}.self_attn.[qk]_norm": HeadNorm(head_size=head_size),
         f"{layer}.self_attn.o_proj": Row(),
         f"{layer}.post_attention_layernorm": Norm(),
         f"{layer}.mlp": Enter(),
@@ -80,8 +85,8 @@ class LlamaHeads(Style):
     key_value_heads: int
 
     def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
-        require_divisible(self.heads, size, f"{name}: num_attention_heads")
-        require_shareable(self.key_value_heads, size, f"{name}: num_key_value_heads")
+        divided = {f"{name}: num_attention_heads": self.heads}
+        require_fitting(divided, {f"{name}: num_key_value_heads": self.key_value_heads}, size)
         return {}
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
@@ -95,3 +100,23 @@ class LlamaHeads(Style):
             if hasattr(module, attribute):
                 setattr(module, attribute, count)
         return module
+
+
+@dataclass(frozen=True)
+class HeadNorm(Norm):
+    """A norm of each head of queries or keys by itself, one weight for all of them; if the model has it."""
+
+    of_heads: bool = True
+    head_size: int = 0
+
+    optional: ClassVar[bool] = True
+
+    def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
+        for parameter, values in module.named_parameters():
+            if list(values.shape) != [self.head_size]:
+                raise LayoutError(
+                    f"{name}.{parameter} has the shape {list(values.shape)}, where the norm of a head has "
+                    f"[{self.head_size}]; a norm of all heads together is not in this plan: write one for "
+                    f"this model"
+                )
+        return {}

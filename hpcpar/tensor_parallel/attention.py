@@ -18,7 +18,7 @@ from hpcpar.errors import LayoutError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.dropout import Dropout
 from hpcpar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project
-from hpcpar.tensor_parallel.split import Heads, require_divisible, require_shareable
+from hpcpar.tensor_parallel.split import Heads, require_fitting
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -105,5 +105,4 @@ class ParallelSelfAttention(nn.Module):
 
 def require_heads(heads: int, kv_heads: int, size: int) -> None:
     """LayoutError unless `size` ranks can share these heads."""
-    require_divisible(heads, size, "heads")
-    require_shareable(kv_heads, size, "kv_heads")
+    require_fitting({"heads": heads}, {"kv_heads": kv_heads}, size)

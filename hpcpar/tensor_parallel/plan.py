@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -29,7 +29,7 @@ from hpcpar.errors import LayoutError, MismatchError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.split import Split, comm_of
-from hpcpar.tensor_parallel.styles import Enter, Style
+from hpcpar.tensor_parallel.styles import Column, Enter, Norm, Row, Style
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -43,12 +43,18 @@ Plan = Mapping[str, Style | Sequence[Style]]
 def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communicator) -> Module:
     """The model, in place, with the modules that the plan names in their parallel form. Collective.
 
-    plan     see this file's head; every pattern is to match some module, and no module two patterns
+    plan     see this file's head; every pattern is to match some module, unless its style is optional, and no
+             module two patterns
     tp       who shares the layers: a mesh's tp axis, a communicator, or a TensorParallel that says more
 
     Every rank passes the whole model with the same values, before an optimizer is made of its parameters: of
     what is divided it keeps its shards, in memory of their own. Names, dtypes, devices, hooks of forward,
     what is frozen and what is tied stay as they are; `whole_state_dict` gives the serial model's state back.
+
+    A parameter that is whole between a column and a row layer would get a part of its gradient on each rank:
+    without a style it is refused in a module that is an `Enter` or has `LocalHeads`, and in a module
+    registered between a column and a row layer of one container (an nn.PReLU in an nn.Sequential). Elsewhere
+    nothing tells that it lies there, and it trains wrong: give it the style Norm(of_heads=True).
 
     errors   LayoutError for a plan that does not fit the model, or a model that does not fit the ranks;
              MismatchError for ranks with different models, values or plans, and for parameters that are
@@ -66,6 +72,8 @@ def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communica
         tied = _tied(model)
         _require_same_splits(tied, splits)
         _require_entered(places)
+        _require_norms_whole(places, splits)
+        _require_summed(model, places, splits)
         if tp.sequence_parallel:
             _require_covered(model, places)
         told = _description(model, places, tp)
@@ -114,7 +122,7 @@ def matched(model: nn.Module, plan: Plan) -> list[Place]:
     pattern_of: dict[nn.Module, str] = {}
     for pattern in plan:
         names = [name for name in modules if matches(pattern, name)]
-        if not names:
+        if not names and not all(style.optional for style in _styles(pattern, plan[pattern])):
             raise LayoutError(f"the plan's {pattern!r} matches no module; {_nearest(pattern, modules)}")
         for name in names:
             other = pattern_of.setdefault(modules[name], pattern)
@@ -217,15 +225,76 @@ def _require_entered(places: Sequence[Place]) -> None:
         )
 
 
+def _require_norms_whole(places: Sequence[Place], splits: Mapping[str, Split]) -> None:
+    """Gradients of different shards would else be added up."""
+    for place in places:
+        if any(isinstance(style, Norm) for style in place.styles):
+            for name in splits:
+                if name.startswith(f"{place.name}."):
+                    raise LayoutError(
+                        f"{place.name} has the style Norm, but the plan divides {name} in it; Norm is for "
+                        f"modules whose parameters are all the same on all ranks: give it to those within"
+                    )
+
+
+def _require_summed(model: nn.Module, places: Sequence[Place], splits: Mapping[str, Split]) -> None:
+    """Between a column and a row layer every rank has a part of the gradient of what is whole."""
+    covered = _covered(places)
+    regions = [
+        name for place in places if any(style.is_region for style in place.styles) for name in place.names
+    ]
+    for module in [*regions, *_between(model, places)]:
+        depth = module.count(".")
+        for own, parameter in model.get_submodule(module).named_parameters(remove_duplicate=False):
+            name = f"{module}.{own}"
+            divided = comm_of(parameter) is not None or name in splits
+            if divided or covered.intersection(_around(name)[depth:]):
+                continue
+            give, other = "give its module", ""
+            if module in regions:
+                where = f"is in {module}, where ranks work on different parts"
+                give = give if "." in own else "move it to a module of its own with"
+            else:
+                where, other = "is between a column and a row layer", " or before the column layer"
+            raise LayoutError(
+                f"the plan says nothing of {name}, which {where}: each rank would have a part of its "
+                f"gradient only; {give} a style: Norm(of_heads=True) adds the parts up, Column() and Row() "
+                f"divide it, and Norm() is for what comes after the row layer{other}"
+            )
+
+
+def _between(model: nn.Module, places: Sequence[Place]) -> Iterator[str]:
+    """Names of modules that are registered after a column and before a row layer, beside both."""
+    styles_of = {name: place.styles for place in places for name in place.names}
+    for name, container in model.named_modules():
+        after_column: list[str] | None = None
+        for child, _ in container.named_children():
+            child = f"{name}.{child}" if name else child
+            styles = styles_of.get(child, ())
+            if any(isinstance(style, Column) and not style.gather_output for style in styles):
+                after_column = after_column or []
+            elif any(isinstance(style, Row) and style.input_is_parallel for style in styles):
+                yield from after_column or ()
+                after_column = None
+            elif after_column is not None:
+                after_column.append(child)
+
+
+def _covered(places: Sequence[Place]) -> set[str]:
+    return {name for place in places if any(style.covers for style in place.styles) for name in place.names}
+
+
+def _around(name: str) -> list[str]:
+    """The modules around a parameter: layers, layers.0, layers.0.norm, of layers.0.norm.weight."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
 def _require_covered(model: nn.Module, places: Sequence[Place]) -> None:
     """Under sequence parallelism a forgotten norm would get the gradients of this rank's tokens alone."""
-    covered = {
-        name for place in places if any(style.covers for style in place.styles) for name in place.names
-    }
+    covered = _covered(places)
     for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        around = {".".join(parts[:depth]) for depth in range(1, len(parts))}
-        if comm_of(parameter) is None and not around & covered:
+        if comm_of(parameter) is None and not covered.intersection(_around(name)):
             raise LayoutError(
                 f"the plan says nothing of {name}, which under sequence parallelism may see this rank's "
                 f"tokens only; give its module the style Norm(), or Whole() where it sees whole sequences"

@@ -12,7 +12,7 @@ norms need to know no more about layers than that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -172,20 +172,45 @@ def part_of_section(section: Section, rank: int, size: int) -> Range:
 
 def require_divisible(number: int, size: int, what: str) -> None:
     """LayoutError unless ranks can have equal shares; `what` names the number: "heads"."""
-    if number % size:
-        raise LayoutError(
-            f"{what}={number} does not divide among tp={size} ranks; {_fitting(divisors(number), size)}"
-        )
+    require_fitting({what: number}, {}, size)
 
 
 def require_shareable(heads: int, size: int, what: str) -> None:
     """LayoutError unless ranks can have equal shares of the heads, or heads equal numbers of ranks."""
-    if heads % size and size % heads:
-        fitting = [*divisors(heads), *(heads * factor for factor in range(2, size // heads + 2))]
-        raise LayoutError(
-            f"{what}={heads} neither divides among tp={size} ranks nor divides them; "
-            f"{_fitting(fitting, size)}"
+    require_fitting({}, {what: heads}, size)
+
+
+def require_fitting(divided: Mapping[str, int], shared: Mapping[str, int], size: int) -> None:
+    """LayoutError unless all of these numbers, by their names, fit; the degrees it advises fit all of them.
+
+    divided   of which ranks are to have equal shares
+    shared    of which ranks may also have one in common, each the same number of ranks
+    """
+
+    def fits(degree: int) -> bool:
+        return not any(number % degree for number in divided.values()) and all(
+            _shareable(heads, degree) for heads in shared.values()
         )
+
+    for what, number in divided.items():
+        if number % size:
+            fitting = [degree for degree in divisors(number) if fits(degree)]
+            raise LayoutError(
+                f"{what}={number} does not divide among tp={size} ranks; {_fitting(fitting, size)}"
+            )
+    for what, heads in shared.items():
+        if not _shareable(heads, size):
+            several = [heads * factor for factor in range(2, size // heads + 2)]
+            degrees = divisors(math.gcd(*divided.values())) if divided else [*divisors(heads), *several]
+            fitting = [degree for degree in degrees if fits(degree)]
+            raise LayoutError(
+                f"{what}={heads} neither divides among tp={size} ranks nor divides them; "
+                f"{_fitting(fitting, size)}"
+            )
+
+
+def _shareable(heads: int, degree: int) -> bool:
+    return not (heads % degree and degree % heads)
 
 
 def divisors(number: int) -> list[int]:

@@ -3,6 +3,7 @@
     Column, Row, Vocabulary, VocabularyEmbedding    a layer has this rank's part of the weight
     Enter                          several column layers read one input: its gradient is summed once
     LocalHeads                     numbers of heads become those of this rank
+    Norm(of_heads=True)            between a column and a row layer: gradients of what is whole are summed
     Norm, Scatter, Gather, Whole   sequence parallelism; without it they do nothing
 
      tokens ─ embed ─ Scatter │ Norm ─ Enter ─ Column ═ Row ─ Norm ─ … ─ Norm ─ Gather │ head ─ logits
@@ -38,6 +39,7 @@ from hpcpar.tensor_parallel.split import (
     own_shard,
     padded_length,
     require_divisible,
+    require_fitting,
     require_shareable,
     split_evenly,
     split_sections,
@@ -49,11 +51,15 @@ class Style(ABC):
 
     Best a frozen dataclass, so that ranks can compare what they are given.
 
-    covers          under sequence parallelism it sees to the gradients of all parameters in the module
+    covers          it sees to the gradients of all parameters in the module
+    is_region       ranks work on different parts in the module, so parameters in it need a style that covers
+    optional        a plan's pattern with this style may match no module
     needs_entered   the module's input is to have come through an `Enter` around it
     """
 
     covers: ClassVar[bool] = False
+    is_region: ClassVar[bool] = False
+    optional: ClassVar[bool] = False
 
     @property
     def needs_entered(self) -> bool:
@@ -317,6 +323,8 @@ class Enter(Style):
 
     argument: str | None = None
 
+    is_region: ClassVar[bool] = True
+
     def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
         _place_of(self.argument, name, module)
         return {}
@@ -341,6 +349,8 @@ class LocalHeads(Style):
     names: tuple[str, ...] = ()
     share_heads: tuple[str, ...] = ()
 
+    is_region: ClassVar[bool] = True
+
     def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
         for attribute in (*self.names, *self.share_heads):
             count = getattr(module, attribute, None)
@@ -349,8 +359,11 @@ class LocalHeads(Style):
                     f"{name} is a {_kind(module)} with {attribute}={count!r}; LocalHeads is for attributes "
                     f"that are numbers of heads"
                 )
-            require = require_shareable if attribute in self.share_heads else require_divisible
-            require(count, size, f"{name}: {attribute}")
+        divided, shared = (
+            {f"{name}: {attribute}": getattr(module, attribute) for attribute in attributes}
+            for attributes in (self.names, self.share_heads)
+        )
+        require_fitting(divided, shared, size)
         return {}
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
@@ -368,7 +381,8 @@ class Norm(Style):
 
     Under sequence parallelism it sees this rank's tokens, and its parameters' gradients are summed.
     of_heads   it lies between a column and a row layer, and sees this rank's heads of all tokens (a norm of
-               queries or keys): gradients are summed with and without sequence parallelism
+               queries or keys): gradients are summed with and without sequence parallelism. Where ranks share
+               a head of keys, each has what its own queries contribute: the sum is the whole gradient, too
     """
 
     of_heads: bool = False
@@ -414,7 +428,10 @@ class Gather(Style):
 
 @dataclass(frozen=True)
 class Whole(Style):
-    """Left as it is: it sees whole sequences, the same on all ranks, under sequence parallelism, too."""
+    """Left as it is: it sees whole sequences, the same on all ranks, under sequence parallelism, too.
+
+    Within an `Enter` that holds for what comes after the row layer only.
+    """
 
     covers: ClassVar[bool] = True
 

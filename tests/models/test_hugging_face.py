@@ -44,17 +44,19 @@ SMALL: dict[str, Any] = {
 run = partial(run_loopback, timeout_s=40)
 
 
-def llama(*, wide: bool = False, **changes: Any) -> nn.Module:
+def llama(*, kind: str = "Llama", wide: bool = False, **changes: Any) -> nn.Module:
     """Tiny, with values that do not depend on the process's random numbers; norms other than one.
 
     wide   in float64, also its norms, which transformers always works out in float32
     """
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | changes))
+    config = getattr(transformers, f"{kind}Config")(**SMALL | changes)
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
     if wide:
         model.double()
         for name, module in list(model.named_modules()):
-            if type(module).__name__ == "LlamaRMSNorm":
-                model.set_submodule(name, nn.RMSNorm(SMALL["hidden_size"], eps=1e-6, dtype=torch.float64))
+            if type(module).__name__ == f"{kind}RMSNorm":
+                norm = nn.RMSNorm(module.weight.shape[0], eps=1e-6, dtype=torch.float64)
+                model.set_submodule(name, norm)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -135,6 +137,30 @@ def test_in_float64_they_are_so_to_ten_digits(
     compare(size, llama(wide=True, **changes), 1e-10, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Qwen3Config"), reason="this transformers has no Qwen3")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])  # and 2 heads of keys, which are normed
+def test_norms_of_queries_and_keys_get_the_serial_gradients(size: int, sequence_parallel: bool) -> None:
+    model = llama(kind="Qwen3", wide=True, head_dim=8)
+    assert model.get_parameter("model.layers.0.self_attn.k_norm.weight").shape == (8,)
+    compare(size, model, 1e-10, sequence_parallel=sequence_parallel)
+
+
+def test_a_norm_of_all_heads_together_is_refused() -> None:
+    models = [llama() for _ in range(2)]
+    for model in models:
+        model.model.layers[1].self_attn.q_norm = nn.RMSNorm(24)
+    plan = hugging_face_llama_plan(models[0].config)
+
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(
+            LayoutError, match=r"layers.1.self_attn.q_norm.weight has the shape \[24\], .* \[6\]"
+        ):
+            parallelize(models[comm.rank], plan, comm)
+
+    run(2, on_rank)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("how", ["eager", "padded", "recomputed"])
 def test_other_attention_masks_and_recomputation_are_as_in_the_serial_model(
@@ -207,7 +233,7 @@ def test_parts_of_logits_give_the_same_loss() -> None:
         ),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 2},
-            "num_key_value_heads=2 neither divides among tp=3 ranks nor divides them; tp=1 or tp=2 or tp=4",
+            "num_key_value_heads=2 neither divides among tp=3 ranks nor divides them; tp=1 or tp=2 or tp=6",
         ),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 40},

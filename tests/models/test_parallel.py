@@ -309,7 +309,7 @@ def test_dropped_training_has_the_loss_of_the_serial_one_on_average() -> None:
 def test_sizes_that_do_not_divide_are_named() -> None:
     def check(comm: Communicator) -> None:
         for changes, found in (
-            ({"heads": 6, "kv_heads": 2}, "heads=6 does not divide among tp=4 ranks; tp=2 or tp=3 or tp=6"),
+            ({"heads": 6, "kv_heads": 2}, "heads=6 does not divide among tp=4 ranks; tp=1 or tp=2 or tp=6"),
             ({"kv_heads": 3}, "kv_heads=3 neither divides among tp=4 ranks nor divides them"),
             ({"ffn_size": 30, "kv_heads": 4}, "ffn_size=30 does not divide among tp=4 ranks; tp=2 or tp=3"),
         ):

@@ -73,6 +73,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(HIDDEN, kv_heads * HEAD_SIZE)
         self.v_proj = nn.Linear(HIDDEN, kv_heads * HEAD_SIZE)
         self.q_norm = nn.LayerNorm(HEAD_SIZE)
+        self.k_norm = nn.LayerNorm(HEAD_SIZE)
         self.o_proj = nn.Linear(HEADS * HEAD_SIZE, HIDDEN)
 
     def forward(self, scale: float, *, hidden: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class Attention(nn.Module):
             return projected.view(*projected.shape[:-1], heads, HEAD_SIZE)
 
         queries = self.q_norm(by_head(self.q_proj(hidden), self.heads)).transpose(1, 2)
-        keys = by_head(self.k_proj(hidden), self.kv_heads).transpose(1, 2)
+        keys = self.k_norm(by_head(self.k_proj(hidden), self.kv_heads)).transpose(1, 2)
         values = by_head(self.v_proj(hidden), self.kv_heads).transpose(1, 2)
         return self.o_proj(scale * causal_attention(queries, keys, values).transpose(1, 2).flatten(2))
 
@@ -138,7 +139,7 @@ def decoder_plan(kv_heads: int = HEADS) -> dict[str, Style | tuple[Style, ...]]:
         attention: (Enter("hidden"), LocalHeads(("heads",), share_heads=("kv_heads",))),
         f"{attention}.q_proj": Column(heads=HEADS, enter=False),
         f"{attention}.[kv]_proj": Column(heads=kv_heads, share_heads=True, enter=False),
-        f"{attention}.q_norm": Norm(of_heads=True),
+        f"{attention}.[qk]_norm": Norm(of_heads=True),
         f"{attention}.o_proj": Row(),
         "layers.*.mlp": Enter(),
         "layers.*.mlp.gate": Column(enter=False),
@@ -147,6 +148,11 @@ def decoder_plan(kv_heads: int = HEADS) -> dict[str, Style | tuple[Style, ...]]:
         "norm": (Norm(), Gather()),
         "head": Vocabulary(whole_sequence=True),
     }
+
+
+def prelu_mlp() -> nn.Module:
+    """The activation has a weight, the same for all of its inputs."""
+    return drawn(nn.Sequential(nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8), nn.LayerNorm(8)))
 
 
 def mlp() -> nn.Module:
@@ -263,6 +269,24 @@ def test_a_layer_alone_can_be_divided(size: int, plan: Plan) -> None:
     compare(size, mlp(), plan, numbers())
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_an_activation_with_a_weight_of_its_own_trains_as_the_serial_one(size: int) -> None:
+    # What comes after the row layer needs no style: all ranks have the same there.
+    compare(size, prelu_mlp(), {**MLP_PLAN, "1": Norm(of_heads=True)}, numbers())
+
+
+@pytest.mark.parametrize("styles", [Whole(), Norm()], ids=str)
+def test_what_comes_after_the_row_layer_of_an_entered_module_may_be_left_as_it_is(styles: Style) -> None:
+    def build() -> nn.Module:
+        model = OnEight()
+        model.mlp.down = nn.Sequential(model.mlp.down, nn.LayerNorm(HIDDEN))
+        return drawn(model)
+
+    columns = {"mlp.gate": Column(enter=False), "mlp.up": Column(enter=False)}
+    plan = {"mlp": Enter(), **columns, "mlp.down.0": Row(), "mlp.down.1": styles}
+    compare(2, build(), plan, numbers())
+
+
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 12), (2, 12), (3, 12), (4, 12), (4, 2), (2, 1), (3, 1)])
 def test_hand_written_attention_trains_as_the_serial_one(
     size: int, kv_heads: int, way: dict[str, Any]
@@ -309,6 +333,10 @@ def test_sections_are_divided_each_by_itself_and_a_module_with_two_names_stays_o
     for model in run(size, lambda comm: parallelize(models[comm.rank], plan, comm)):
         assert model.also is model.qkv
         assert isinstance(model.qkv, ColumnParallelLinear)
+
+
+def test_a_style_that_is_optional_may_match_no_module() -> None:
+    compare(2, mlp(), {**MLP_PLAN, "norm": OptionalNorm()}, numbers())
 
 
 def test_an_input_that_is_entered_once_has_its_gradient_summed_once() -> None:
@@ -483,6 +511,20 @@ def decoder_with(**changes: Style | tuple[Style, ...]) -> dict[str, Style | tupl
     return {**decoder_plan(), **{name.replace("__", "."): style for name, style in changes.items()}}
 
 
+class OptionalNorm(Norm):
+    optional = True
+
+
+def decoder_without(pattern: str) -> dict[str, Style | tuple[Style, ...]]:
+    return {name: styles for name, styles in decoder_plan().items() if name != pattern}
+
+
+def scaled_decoder() -> nn.Module:
+    model = Decoder()
+    model.layers[1].mlp.scale = nn.Parameter(torch.ones(()))
+    return model
+
+
 BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
     "empty": (mlp, {}, "the plan is empty"),
     "no module": (
@@ -491,6 +533,11 @@ BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
         "'layer.*.attention.q' matches no module; the model has layers.*.attention, layers.*.attention.q_",
     ),
     "no module at all": (lambda: nn.Linear(2, 2), {"": Column()}, "the model has no modules within it"),
+    "not optional": (
+        mlp,
+        {**MLP_PLAN, "norm": (OptionalNorm(), Scatter())},
+        "the plan's 'norm' matches no module",
+    ),
     "two patterns": (mlp, {"0": Column(), "[01]": Row()}, "0 is matched by the plan's '0' and by '[01]'"),
     "no style": (mlp, {"0": Row}, "give a style, such as Column() or Row()"),
     "no linear": (mlp, {"1": Column()}, "1 is a torch.nn.modules.activation.GELU, and Column is for"),
@@ -548,6 +595,34 @@ BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
         lambda: Decoder(tie=True),
         {"embed": VocabularyEmbedding(), "head": Row(input_is_parallel=False)},
         "embed.weight and head.weight are the same parameter",
+    ),
+    "nothing said of a norm of keys": (
+        Decoder,
+        decoder_without("layers.*.attention.[qk]_norm"),
+        "the plan says nothing of layers.0.attention.q_norm.weight, which is in layers.0.attention, where "
+        "ranks work on different parts: each rank would have a part of its gradient only; give its module",
+    ),
+    "nothing said of a parameter": (
+        scaled_decoder,
+        decoder_plan(),
+        "layers.1.mlp.scale, which is in layers.1.mlp, where ranks work on different parts: each rank would "
+        "have a part of its gradient only; move it to a module of its own with a style: Norm(",
+    ),
+    "nothing said of heads": (
+        Decoder,
+        {"layers.1.attention": LocalHeads(("heads", "kv_heads"))},
+        "the plan says nothing of layers.1.attention.q_proj.weight",
+    ),
+    "nothing said of an activation": (
+        prelu_mlp,
+        MLP_PLAN,
+        "the plan says nothing of 1.weight, which is between a column and a row layer: each rank would have "
+        "a part of its gradient only; give its module a style: Norm(of_heads=True) adds the parts up",
+    ),
+    "a norm around what is divided": (
+        Decoder,
+        decoder_with(layers__1=Norm()),
+        "layers.1 has the style Norm, but the plan divides layers.1.attention.q_proj.weight in it",
     ),
     "meta": (lambda: mlp().to("meta"), MLP_PLAN, "0.weight is on the meta device"),
 }

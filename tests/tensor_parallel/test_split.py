@@ -17,6 +17,7 @@ from hpcpar.tensor_parallel.split import (
     place,
     replicated,
     require_divisible,
+    require_fitting,
     require_shareable,
     split_evenly,
     split_over,
@@ -100,6 +101,22 @@ def test_what_does_not_divide_is_named_with_the_degrees_that_do() -> None:
         require_shareable(3, 4, "kv_heads")
     for ranks in (1, 2, 4, 8):
         require_shareable(4, ranks, "kv_heads")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "message"),
+    [
+        (6, 2, 3, "kv_heads=2 neither divides among tp=3 ranks nor divides them; tp=1 or tp=2 or tp=6 would"),
+        (6, 2, 4, "heads=6 does not divide among tp=4 ranks; tp=1 or tp=2 or tp=6 would"),
+        (8, 1, 3, "heads=8 does not divide among tp=3 ranks; tp=1 or tp=2 or tp=4 would"),
+        (6, 6, 4, "heads=6 does not divide among tp=4 ranks; tp=2 or tp=3 or tp=6 would"),
+    ],
+)
+def test_degrees_that_are_advised_fit_queries_as_well_as_keys(
+    heads: int, kv_heads: int, size: int, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        require_fitting({"heads": heads}, {"kv_heads": kv_heads}, size)
 
 
 def test_a_part_is_no_whole() -> None:
