@@ -42,7 +42,7 @@ from hpcpar.launch.wiring import srun_plugins
 Which = Callable[[str], str | None]
 Say = Callable[[str], None]
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SENTINEL_PATIENCE_S = 3.0
 
 # The distributions that bring an MPI library into a Python environment, and whose it is.
@@ -390,8 +390,9 @@ def await_sentinels(run_directory: Path, patience_s: float = SENTINEL_PATIENCE_S
 
 @contextmanager
 def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterator[None]:
-    """Hand INT, TERM and USR1 on to the launcher while it runs.
+    """Hand INT, TERM and USR1 on to the launcher while it runs, and HUP as TERM: the terminal has gone.
 
+    HUP stays ignored where it is already, as `nohup` has it.
     Ranks that stop in good order on SIGUSR1 get that in SIGTERM's place: srun and Open MPI's mpiexec do
     not pass SIGTERM on, but kill the ranks within 0.3 s.
     """
@@ -399,17 +400,24 @@ def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterato
     def forward(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and _terminal_interrupts_us():
             return  # the terminal has sent it to the launcher as well
+        if number == signal.SIGHUP:
+            number = signal.SIGTERM
         stops = number == signal.SIGTERM and (run_directory / STOPS_ON_USR1).exists()
         process.send_signal(signal.SIGUSR1 if stops else number)
 
     # Only the main thread is told of signals; a job started in another one is left to the launcher.
-    ours = FORWARDED if threading.current_thread() is threading.main_thread() else ()
+    is_told = threading.current_thread() is threading.main_thread()
+    ours = [number for number in FORWARDED if is_told and not _is_ignored_hangup(number)]
     before = {number: signal.signal(number, forward) for number in ours}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_ignored_hangup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _terminal_interrupts_us() -> bool:
