@@ -29,6 +29,7 @@ from types import FrameType
 from hpcpar import cuda_wheels
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import hosts as host_lists
+from hpcpar.launch import redirect
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, Placing
@@ -219,13 +220,15 @@ def under_horovod(argv: Sequence[str]) -> list[str]:
         python and start < len(argv) and argv[start].startswith("-") and argv[start][:2] not in ("-m", "-c")
     ):
         start += 2 if argv[start] in ("-W", "-X") else 1
-    rest = argv[start : start + 1]
+    rest = list(argv[start:])
+    if python and rest and rest[0][:2] in ("-m", "-c") and rest[0][2:]:  # -mmodule, which Python takes
+        rest[:1] = [rest[0][:2], rest[0][2:]]
     if not rest or not (python or rest[0] in ("-m", "-c") or rest[0].endswith(".py")):
         raise ConfigError(
             f"{shlex.join(argv) or 'nothing'} cannot be run as a Horovod program: it takes a Python "
             f"program, as in `hpcpar run -np 2 --as-horovod train.py`"
         )
-    return [*argv[:start], "-m", "hpcpar.horovod", *argv[start:]]
+    return [*argv[:start], "-m", "hpcpar.horovod", *rest]
 
 
 def environ_for(
@@ -285,6 +288,8 @@ def run(
     if copy is not None:
         cuda |= copy.variables({**environ, **cuda})
     wishes = replace(wishes, variables={**cuda, **wishes.variables})
+    if wishes.output_directory is not None and len(wishes.hosts) <= 1 and not has_several_hosts(environ):
+        redirect.make_directory(wishes.output_directory)  # one sentence here, where else every rank says it
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
         command, variables = prepare(
             n, argv, run_directory, say, launcher, options, wishes, environ, which, copy

@@ -321,6 +321,7 @@ def test_ranks_may_draw_progress_bars_where_their_output_ends_on_a_terminal() ->
         (["a.py", "-x"], ["-m", "hpcpar.horovod", "a.py", "-x"]),
         (["-m", "mod", "-x"], ["-m", "hpcpar.horovod", "-m", "mod", "-x"]),
         (["-c", "print(1)"], ["-m", "hpcpar.horovod", "-c", "print(1)"]),
+        (["python", "-u", "-cpass"], ["python", "-u", "-m", "hpcpar.horovod", "-c", "pass"]),
         (["python", "a.py"], ["python", "-m", "hpcpar.horovod", "a.py"]),
         (
             ["/usr/bin/python3.11", "-u", "-W", "error", "-m", "mod"],
