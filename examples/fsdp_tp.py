@@ -66,7 +66,10 @@ def arguments() -> argparse.Namespace:
         "--memory-limit-gib", type=float, default=0.3, help="of a rank; 0: none (default: 0.3)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a line with all figures")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: it takes at least 1")
+    return options
 
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[tuple[Tensor, Tensor]]:

@@ -44,6 +44,12 @@ def test_a_size_beyond_the_limit_fails_with_advice_and_fits_with_tensor_parallel
         assert said in shared.stdout
 
 
+def test_no_steps_are_refused_before_the_job_starts(run_ranks: RunRanks) -> None:
+    done = run_ranks(1, EXAMPLE, *TINY, "--steps", "0")
+    assert done.returncode == 2
+    assert "error: --steps 0: it takes at least 1" in done.stderr
+
+
 def test_a_model_of_ones_own_is_the_same_in_any_pipeline(run_ranks: RunRanks, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "pipeline.py")
     told = ("--steps", "5", "--batch", "32", "--microbatches", "4")

@@ -24,7 +24,7 @@ import click
 
 from hpcpar import cuda_wheels
 from hpcpar.cli.start_times import MODULES, StartTimes, process_age_s, time_import
-from hpcpar.errors import LaunchError
+from hpcpar.errors import HpcparError
 from hpcpar.launch import binding, cuda_awareness
 from hpcpar.launch.crosscheck import library_name
 from hpcpar.launch.cuda_awareness import Capabilities
@@ -181,7 +181,7 @@ def doctor() -> int:
         with hints_left_to_the_report():
             world = hpcpar.init()
         start = replace(start, init_s=time.perf_counter() - start_s)
-    except LaunchError as error:
+    except HpcparError as error:
         if detect().rank != 0:
             return 1
         refusal = Finding(str(error), "nothing else can be looked at before this works", wrong=True)

@@ -164,7 +164,7 @@ def run(
             argv,
             say=say,
             launcher=launcher,
-            options=shlex.split(options),
+            options=launcher_words(options),
             wishes=wishes,
         )
     except HpcparError as error:
@@ -175,13 +175,23 @@ def say(line: str) -> None:
     click.echo(line, err=True)
 
 
+def launcher_words(options: str) -> list[str]:
+    """ "-host 'a b'" -> ["-host", "a b"]"""
+    try:
+        return shlex.split(options)
+    except ValueError as error:
+        raise ConfigError(f"--options {options!r} cannot be divided into words: {error}") from error
+
+
 def program_words(program: Sequence[str], as_horovod: bool) -> Sequence[str]:
     """The program without what only separates it from the options; ConfigError for an unknown option."""
     if program[:1] == ("--",):
         program = program[1:]
-    elif program and program[0].startswith("-") and program[0][:2] not in ("-m", "-c"):
+    elif program and program[0].startswith("-") and program[0] not in ("-m", "-c"):
+        # Not -mmodule in one word: click looks for options of ours in its letters.
         raise ConfigError(
-            f"there is no option {program[0]}: `hpcpar run --help` lists them, and Horovod's too"
+            f"there is no option {program[0]}: `hpcpar run --help` lists them, and Horovod's too; "
+            "a module is two words, -m module"
         )
     return supervise.under_horovod(program) if as_horovod else program
 

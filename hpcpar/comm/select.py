@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hpcpar.algorithms.bills import Bill
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.step import Step
-from hpcpar.errors import OperationError
+from hpcpar.errors import ConfigError, OperationError
 from hpcpar.units import KiB, MiB, format_nbytes
 
 Rules = tuple[tuple[float, str], ...]
@@ -247,7 +247,7 @@ def describe(choices: Iterable[tuple[int, str]]) -> str:
 def parse_overrides(text: str | None) -> dict[str, str]:
     """HPCPAR_ALGORITHM: "allreduce=ring,broadcast=native".
 
-    errors   OperationError that says what there is
+    errors   ConfigError that says what there is
     """
     overrides: dict[str, str] = {}
     for item in (text or "").replace(" ", "").split(","):
@@ -255,10 +255,14 @@ def parse_overrides(text: str | None) -> dict[str, str]:
             continue
         collective, _, name = item.partition("=")
         if collective not in ALGORITHMS or not name:
-            raise OperationError(
+            raise ConfigError(
                 f"HPCPAR_ALGORITHM has {item!r}; write collective=algorithm, separated by commas, with a "
                 f"collective of {', '.join(ALGORITHMS)}"
             )
-        named_algorithm(collective, name)
+        if name not in names(collective):
+            raise ConfigError(
+                f"HPCPAR_ALGORITHM has {item!r}, but {collective} has no algorithm {name!r}; there are "
+                f"{', '.join(names(collective))}"
+            )
         overrides[collective] = name
     return overrides

@@ -118,7 +118,10 @@ def place_for_copies(wanted: str, environ: Mapping[str, str] = os.environ) -> st
 def make_private(directory: str) -> None:
     """Make the copy's directory, which only this user can look into; LaunchError where that is not safe."""
     parent = os.path.dirname(directory)
-    status = os.stat(parent)
+    try:
+        status = os.stat(parent)
+    except OSError as error:
+        raise _no_place(parent, error) from error
     shared = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
     if status.st_uid not in (0, os.geteuid()) or (shared and not status.st_mode & stat.S_ISVTX):
         raise LaunchError(
@@ -132,6 +135,15 @@ def make_private(directory: str) -> None:
             f"{directory} is there already: {parent} is shared by several nodes, or somebody has guessed the "
             f"name; name a directory on the nodes' own disks with --broadcast-to"
         ) from error
+    except OSError as error:
+        raise _no_place(parent, error) from error
+
+
+def _no_place(parent: str, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"no copy can be made in {parent} ({error.strerror}): name a directory that is on every node with "
+        f"--broadcast-to"
+    )
 
 
 def require_room(directory: str, nbytes: int, files: int) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import detect
 
 
@@ -18,17 +19,40 @@ def rank_directory(directory: str, rank: int, size: int) -> Path:
     return Path(directory) / f"rank.{rank:0{len(str(size - 1))}d}"
 
 
+def make_directory(directory: str | Path) -> None:
+    """LaunchError where that cannot be."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"the directory {directory} cannot be made ({error.strerror}): name another with "
+            "--output-filename"
+        ) from error
+
+
 def main(words: Sequence[str]) -> None:
     """Point standard output and error at this rank's files, then become the program."""
     directory, *program = words
     info = detect()
     own = rank_directory(directory, info.rank, info.size)
-    own.mkdir(parents=True, exist_ok=True)
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(own / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        make_directory(own)
+        files = [_opened(own / name) for name in ("stdout", "stderr")]
+    except LaunchError as error:
+        sys.exit(f"hpcpar run: rank {info.rank}: {error}")
+    for descriptor, file in enumerate(files, 1):
         os.dup2(file, descriptor)
         os.close(file)
     os.execvp(program[0], program)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    except OSError as error:
+        raise LaunchError(
+            f"{path} cannot be written ({error.strerror}): name another directory with --output-filename"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Settings:
 
     check           HPCPAR_CHECK           ranks agree on every collective before data moves
     timeout_s       HPCPAR_TIMEOUT_S       a wait that lasts longer is an error that says who waits
-    algorithm       HPCPAR_ALGORITHM       name of the algorithm for every collective that has it
+    algorithm       HPCPAR_ALGORITHM       algorithms by collective: allreduce=ring,broadcast=native
     run_directory   HPCPAR_RUN_DIRECTORY   where the sentinel leaves word of a lost rank
     tuning          HPCPAR_TUNING          file with measured algorithms; "none": the built-in table
     shared_memory   HPCPAR_SHARED_MEMORY   ranks of a node exchange through memory that they share

@@ -29,6 +29,7 @@ from types import FrameType
 from hpcpar import cuda_wheels
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import hosts as host_lists
+from hpcpar.launch import redirect
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, Placing
@@ -42,7 +43,7 @@ from hpcpar.launch.wiring import srun_plugins
 Which = Callable[[str], str | None]
 Say = Callable[[str], None]
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SENTINEL_PATIENCE_S = 3.0
 
 # The distributions that bring an MPI library into a Python environment, and whose it is.
@@ -219,13 +220,15 @@ def under_horovod(argv: Sequence[str]) -> list[str]:
         python and start < len(argv) and argv[start].startswith("-") and argv[start][:2] not in ("-m", "-c")
     ):
         start += 2 if argv[start] in ("-W", "-X") else 1
-    rest = argv[start : start + 1]
+    rest = list(argv[start:])
+    if python and rest and rest[0][:2] in ("-m", "-c") and rest[0][2:]:  # -mmodule, which Python takes
+        rest[:1] = [rest[0][:2], rest[0][2:]]
     if not rest or not (python or rest[0] in ("-m", "-c") or rest[0].endswith(".py")):
         raise ConfigError(
             f"{shlex.join(argv) or 'nothing'} cannot be run as a Horovod program: it takes a Python "
             f"program, as in `hpcpar run -np 2 --as-horovod train.py`"
         )
-    return [*argv[:start], "-m", "hpcpar.horovod", *argv[start:]]
+    return [*argv[:start], "-m", "hpcpar.horovod", *rest]
 
 
 def environ_for(
@@ -285,6 +288,8 @@ def run(
     if copy is not None:
         cuda |= copy.variables({**environ, **cuda})
     wishes = replace(wishes, variables={**cuda, **wishes.variables})
+    if wishes.output_directory is not None and len(wishes.hosts) <= 1 and not has_several_hosts(environ):
+        redirect.make_directory(wishes.output_directory)  # one sentence here, where else every rank says it
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
         command, variables = prepare(
             n, argv, run_directory, say, launcher, options, wishes, environ, which, copy
@@ -390,8 +395,9 @@ def await_sentinels(run_directory: Path, patience_s: float = SENTINEL_PATIENCE_S
 
 @contextmanager
 def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterator[None]:
-    """Hand INT, TERM and USR1 on to the launcher while it runs.
+    """Hand INT, TERM and USR1 on to the launcher while it runs, and HUP as TERM: the terminal has gone.
 
+    HUP stays ignored where it is already, as `nohup` has it.
     Ranks that stop in good order on SIGUSR1 get that in SIGTERM's place: srun and Open MPI's mpiexec do
     not pass SIGTERM on, but kill the ranks within 0.3 s.
     """
@@ -399,17 +405,24 @@ def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterato
     def forward(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and _terminal_interrupts_us():
             return  # the terminal has sent it to the launcher as well
+        if number == signal.SIGHUP:
+            number = signal.SIGTERM
         stops = number == signal.SIGTERM and (run_directory / STOPS_ON_USR1).exists()
         process.send_signal(signal.SIGUSR1 if stops else number)
 
     # Only the main thread is told of signals; a job started in another one is left to the launcher.
-    ours = FORWARDED if threading.current_thread() is threading.main_thread() else ()
+    is_told = threading.current_thread() is threading.main_thread()
+    ours = [number for number in FORWARDED if is_told and not _is_ignored_hangup(number)]
     before = {number: signal.signal(number, forward) for number in ours}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_ignored_hangup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _terminal_interrupts_us() -> bool:

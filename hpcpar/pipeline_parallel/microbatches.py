@@ -20,7 +20,8 @@ def microbatches_of(batch: Any, count: int, what: str) -> list[Any]:
     """The `count` microbatches of a tensor or a tuple of tensors along dim 0, or those of a list.
 
     what     "inputs", for errors
-    errors   OperationError where it does not divide, where a list has another length, and for other objects
+    errors   OperationError where it does not divide, where tensors of a tuple or a list have other lengths,
+             and for other objects
     """
     if isinstance(batch, list):
         if len(batch) != count:
@@ -30,6 +31,12 @@ def microbatches_of(batch: Any, count: int, what: str) -> list[Any]:
             )
         return batch
     if isinstance(batch, tuple) and batch and all(isinstance(each, Tensor) for each in batch):
+        lengths = [_length(each) for each in batch]
+        if len(set(lengths)) > 1:
+            raise OperationError(
+                f"{what}: tensors of {' and '.join(map(str, lengths))} along dim 0 were given as one batch; "
+                f"give all of them the same length, or a list of {count} microbatches"
+            )
         return list(zip(*(_divided(each, count, what) for each in batch), strict=True))
     if isinstance(batch, Tensor):
         return list(_divided(batch, count, what))
@@ -40,7 +47,7 @@ def microbatches_of(batch: Any, count: int, what: str) -> list[Any]:
 
 
 def _divided(batch: Tensor, count: int, what: str) -> tuple[Tensor, ...]:
-    length = batch.shape[0] if batch.dim() else 0
+    length = _length(batch)
     if not length or length % count:
         below, above = length // count * count, (length // count + 1) * count
         near = f"{below} or {above}" if below else f"{above}"
@@ -49,6 +56,15 @@ def _divided(batch: Tensor, count: int, what: str) -> tuple[Tensor, ...]:
             "a list may have microbatches of different lengths"
         )
     return torch.split(batch, length // count)
+
+
+def batch_length(batch: Any) -> int | None:
+    """Of a tensor or a tuple of tensors that `microbatches_of` has divided; None for a list."""
+    return None if isinstance(batch, list) else _length(as_arguments(batch)[0])
+
+
+def _length(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 0
 
 
 def as_arguments(microbatch: Any) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """Before data move, every rank says what it is about to do, so that they do the same or fail together.
 
-Only the rank with the first stage has seen the inputs. From what all have said each rank knows how many
-microbatches there are, and whether a pass of the same shapes has been before.
+Only the rank with the first stage has seen the inputs, and that with the last one the targets. From what
+all have said each rank knows how many microbatches there are, that inputs and targets are of one length, and
+whether a pass of the same shapes has been before.
 """
 
 from __future__ import annotations
@@ -31,27 +32,43 @@ class Opened(NamedTuple):
 
 
 def open_pass(
-    comm: Communicator, kind: str, microbatches: int | None, description: str, error: Exception | None
+    comm: Communicator,
+    kind: str,
+    microbatches: int | None,
+    length: int | None,
+    description: str,
+    error: Exception | None,
 ) -> Opened:
     """Agree on the next pass. Collective.
 
     microbatches   None: this rank takes the number that others have
+    length         of the batch before it was divided; None: this rank was given none, or a list
     description    of all that the shapes of this rank's messages follow from
     error          what is wrong with this rank's arguments
-    cost           one all-gather of 40 bytes a rank
+    cost           one all-gather of 48 bytes a rank
     errors         PeerFailedError on every rank when one has an error, MismatchError when they differ in what
                    they are about to do
     """
     digest = hashlib.blake2b(description.encode(), digest_size=_DIGEST_NBYTES).digest()
-    mine = np.array([error is not None, KINDS.index(kind), _OPEN if microbatches is None else microbatches])
+    mine = np.array([error is not None, _or_open(length), KINDS.index(kind), _or_open(microbatches)])
     said = np.concatenate([mine.astype(np.int64), np.frombuffer(digest, np.int64)])
     everyone = comm.unchecked("agreement").allgather(said).reshape(comm.size, -1)
     if everyone[:, 0].any():
         comm.agree(error, f"pipeline {kind}")
-    _require_same(comm, "was asked for", [KINDS[int(number)] for number in everyone[:, 1]])
-    known = {rank: int(number) for rank, number in enumerate(everyone[:, 2]) if number != _OPEN}
+    _require_same(comm, "was asked for", [KINDS[int(number)] for number in everyone[:, 2]])
+    known = _known(everyone[:, 3])
     _require_same(comm, "was given microbatches:", known)
-    return Opened(next(iter(known.values())), everyone[:, 1:].tobytes())
+    _require_same(comm, "was given a batch of", _known(everyone[:, 1]))
+    return Opened(next(iter(known.values())), everyone[:, 2:].tobytes())
+
+
+def _or_open(number: int | None) -> int:
+    return _OPEN if number is None else number
+
+
+def _known(numbers: Any) -> dict[int, int]:
+    """By rank, what has been said."""
+    return {rank: int(number) for rank, number in enumerate(numbers) if number != _OPEN}
 
 
 def _require_same(comm: Communicator, what: str, said: Any) -> None:
@@ -60,5 +77,6 @@ def _require_same(comm: Communicator, what: str, said: Any) -> None:
         told = "; ".join(f"rank {rank} {what} {each}" for rank, each in by_rank.items())
         raise MismatchError(
             f"ranks of {comm.name!r} are not about to do the same in their pipeline: {told}. Every rank must "
-            "call step and evaluate in the same order, with inputs and targets of as many microbatches"
+            "call step and evaluate in the same order, with inputs and targets of as many microbatches, "
+            "and of one length where they are tensors"
         )

@@ -29,7 +29,7 @@ from hpcpar.errors import OperationError, ScheduleError
 from hpcpar.pipeline_parallel.evaluation import MOST_UNDELIVERED, forward_only
 from hpcpar.pipeline_parallel.forms import Form
 from hpcpar.pipeline_parallel.mailbox import Mailbox
-from hpcpar.pipeline_parallel.microbatches import microbatches_of, signature
+from hpcpar.pipeline_parallel.microbatches import batch_length, microbatches_of, signature
 from hpcpar.pipeline_parallel.opening import open_pass
 from hpcpar.pipeline_parallel.passage import Passage
 from hpcpar.pipeline_parallel.stage import Stage, poking_between_layers
@@ -118,7 +118,7 @@ class Pipeline:
         targets   used where the last stage is, and divided alike; not where there is no `loss`
         returns   losses [m] where the last stage is, else None
         errors    PeerFailedError on every rank where a stage fails on any; MismatchError where another rank
-                  evaluates
+                  evaluates, or where inputs and targets are batches of different lengths
         """
         with torch.enable_grad():
             results = self._pass("step", inputs, targets, with_loss=True)
@@ -161,19 +161,34 @@ class Pipeline:
         has_first, has_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
         error: Exception | None = None
         given: list[list[Any]] = []
+        lengths: list[int] = []
         try:
             if has_first:
                 given.append(self._microbatches(kind, inputs, "inputs"))
+                lengths += _lengths(inputs)
             if has_last and with_loss and self._loss is not None:
                 given.append(self._microbatches(kind, targets, "targets"))
+                lengths += _lengths(targets)
             if len({len(each) for each in given}) > 1:
                 raise OperationError(
                     f"inputs of {len(given[0])} microbatches, but targets of {len(given[1])}"
                 )
+            if len(set(lengths)) > 1:
+                raise OperationError(
+                    f"inputs are a batch of {lengths[0]}, but targets one of {lengths[1]}: give as "
+                    "many of both, or lists of microbatches"
+                )
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         description = self._description(given[0] if has_first and given else [])
-        opened = open_pass(self.comm, kind, len(given[0]) if given else None, description, error)
+        opened = open_pass(
+            self.comm,
+            kind,
+            len(given[0]) if given else None,
+            lengths[0] if lengths else None,
+            description,
+            error,
+        )
 
         schedule = self.schedule if kind == "step" else forward_only(self.schedule, opened.microbatches)
         mailbox = Mailbox(
@@ -252,6 +267,11 @@ def late_from(schedule: Schedule, rank: int) -> int:
 
 def _later(row: Sequence[Timed], seconds: float) -> tuple[Timed, ...]:
     return tuple(Timed(action, start_s + seconds, end_s + seconds) for action, start_s, end_s in row)
+
+
+def _lengths(batch: Any) -> tuple[int, ...]:
+    length = batch_length(batch)
+    return () if length is None else (length,)
 
 
 def _numbers(stages: Sequence[int]) -> str:

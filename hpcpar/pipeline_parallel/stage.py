@@ -22,6 +22,9 @@ from hpcpar.autograd.weight_gradients import DeferredGradients
 from hpcpar.errors import OperationError
 from hpcpar.pipeline_parallel.forms import Form, Tensors, as_tensors
 
+LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
+"""What torch says where a stage changes its input, or a view of it."""
+
 
 @dataclass
 class _Kept:
@@ -72,12 +75,13 @@ class Stage:
         form    says which inputs want a gradient; None: they are as the caller has them
         split   the weights' gradients will be asked for apart
         loss    of the module's output, on the last stage
-        errors  OperationError where the loss is not one number, BufferTypeError as `as_tensors`
+        errors  OperationError where the loss is not one number or the inputs are changed in place,
+                BufferTypeError as `as_tensors`
         """
         leaves = tuple(inputs) if form is None else _leaves(inputs, form)
         deferred = DeferredGradients() if split and torch.is_grad_enabled() else None
         with nullcontext() if deferred is None else deferred.recording():
-            output = self.module(*leaves)
+            output = self._called_with(leaves, form)
         if loss is not None:
             output = loss(output)
             if not isinstance(output, Tensor) or output.numel() != 1:
@@ -94,6 +98,18 @@ class Stage:
             root = _root(gradients, [each for each in outputs if each.requires_grad])
             self._kept[microbatch] = _Kept(tuple(wanting), root, gradients, deferred)
         return output
+
+    def _called_with(self, leaves: Sequence[Any], form: Form | None) -> Any:
+        try:
+            return self.module(*leaves)
+        except RuntimeError as error:
+            if form is None or not form.differentiable or LEAF_IN_PLACE not in str(error):
+                raise
+            # A copy of every input would cost all other stages memory.
+            raise OperationError(
+                f"stage {self.number} changes its input in place ({error}): set inplace=False in its first "
+                "layer, or cut the model elsewhere"
+            ) from error
 
     def backward(self, microbatch: int, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Gradients of the inputs that want one, zeros where nothing depends on one.

@@ -262,6 +262,22 @@ def test_the_doctor_works_alone() -> None:
     assert "this is one process" in done.stdout
 
 
+@pytest.mark.parametrize(("name", "value"), [("HPCPAR_TIMEOUT_S", "soon"), ("HPCPAR_ALGORITHM", "ring")])
+def test_a_variable_that_is_not_understood_is_a_finding(name: str, value: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcpar", "doctor"],
+        cwd=REPOSITORY,
+        env={**{key: old for key, old in os.environ.items() if not key.startswith("SLURM")}, name: value},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(f"wrong {name}")
+    assert done.stdout.endswith("-> nothing else can be looked at before this works\n")
+
+
 @pytest.mark.mpi
 def test_every_rank_of_a_job_comes_to_the_same_report(
     world: Communicator, monkeypatch: pytest.MonkeyPatch

@@ -222,10 +222,22 @@ def test_a_horovod_script_is_run_as_one(calls: list[Call]) -> None:
 def test_mistakes_are_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert "say -n 4, or name hosts" in error(capsys, "x.py")
     assert "there is no option --gloo" in error(capsys, "-np", "2", "--gloo", "x.py")
+    assert "there is no option -margs" in error(capsys, "-n", "2", "-margs", "x")
     assert "both --hosts and --hostfile" in error(capsys, "-H", "a", "--hostfile", "b", "x.py")
+    assert '--options "-genv \'FOO" cannot be divided into words: No closing quotation' in error(
+        capsys, "-n", "2", "--options", "-genv 'FOO", "x.py"
+    )
     assert "3 ranks were asked for, but the hosts have 2 slots" in error(
         capsys, "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "x.py"
     )
+
+
+@pytest.mark.skipif(not HAS_MPIEXEC, reason="needs mpiexec")
+def test_an_output_directory_that_cannot_be_made_is_said_once_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = job("-n", "2", "--output-filename", str(tmp_path / "file" / "out"), "-c", "print('ran')")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"Error: the directory .*out cannot be made \(Not a directory\): .*\n", done.stderr)
 
 
 def test_what_horovods_check_build_shows_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from hpcpar.comm.select import (
     parse_overrides,
     segments_for,
 )
-from hpcpar.errors import OperationError
+from hpcpar.errors import ConfigError, OperationError
 
 MEASURED = Table(
     "measured",
@@ -163,5 +163,5 @@ def test_overrides_are_read_from_text():
     [("ring", "collective=algorithm"), ("allreduce=rong", "recursive_doubling"), ("sum=ring", "alltoall")],
 )
 def test_an_override_that_is_not_understood_is_named(text, words):
-    with pytest.raises(OperationError, match=words):
+    with pytest.raises(ConfigError, match=rf"HPCPAR_ALGORITHM has .*{words}"):
         parse_overrides(text)

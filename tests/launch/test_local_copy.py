@@ -127,6 +127,13 @@ def test_a_directory_that_somebody_else_has_made_or_could_exchange_is_refused(tm
         local_copy.make_private(str(tmp_path / "open" / "link"))
 
 
+@pytest.mark.parametrize("parent", ["missing", "file"])
+def test_a_place_where_no_directory_can_be_made_is_named_with_the_option(parent: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch(0o600)
+    with pytest.raises(LaunchError, match=rf"no copy can be made in .*{parent} \(.*with --broadcast-to"):
+        local_copy.make_private(str(tmp_path / parent / "copy"))
+
+
 def test_too_little_room_is_said_before_anything_is_unpacked(tmp_path: Path) -> None:
     room = os.statvfs(tmp_path)
     local_copy.require_room(str(tmp_path), 4096, 1)

@@ -32,3 +32,18 @@ def test_a_program_writes_into_its_ranks_files_and_keeps_its_status(tmp_path: Pa
     assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
     assert (tmp_path / "new" / "rank.01" / "stdout").read_text() == "out\n"
     assert (tmp_path / "new" / "rank.01" / "stderr").read_text() == "err\n"
+
+
+def test_a_rank_that_cannot_write_says_so_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "rank.01").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcpar.launch.redirect", str(tmp_path), "true"],
+        env={**os.environ, **HYDRA},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"hpcpar run: rank 1: the directory {tmp_path}/rank.01 cannot be made (")
+    assert done.stderr.count("\n") == 1

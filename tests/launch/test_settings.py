@@ -19,7 +19,7 @@ def test_every_variable_is_read() -> None:
     environ = {
         "HPCPAR_CHECK": "1",
         "HPCPAR_TIMEOUT_S": "2.5",
-        "HPCPAR_ALGORITHM": "ring",
+        "HPCPAR_ALGORITHM": "allreduce=ring",
         "HPCPAR_RUN_DIRECTORY": "/scratch/run",
         "HPCPAR_TUNING": "/home/me/tuning.toml",
         "HPCPAR_SHARED_MEMORY": "0",
@@ -29,7 +29,7 @@ def test_every_variable_is_read() -> None:
     assert Settings.from_environ(environ) == Settings(
         True,
         2.5,
-        "ring",
+        "allreduce=ring",
         "/scratch/run",
         "/home/me/tuning.toml",
         False,

@@ -256,13 +256,23 @@ def test_a_program_that_dies_of_a_signal_has_its_number_in_the_status(launcher: 
     assert run(1, ["-c", code], say=lambda line: None, environ=plain_environ(), which=launcher) == 128 + 9
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_is_handed_on_to_the_job(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "arrives"),
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGUSR1, signal.SIGUSR1),
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGHUP, signal.SIGTERM),
+    ],
+)
+def test_a_signal_is_handed_on_to_the_job(
+    number: signal.Signals, arrives: signal.Signals, tmp_path: Path
+) -> None:
     # A launcher of our own in a child, so that the signal does not hit the test run.
     code = f"""
 import os, signal, sys
 from hpcpar.launch import supervise
-job = "import signal, sys, time\\nsignal.signal({int(number)}, lambda *_: sys.exit(33))\\n" \\
+job = "import signal, sys, time\\nsignal.signal({int(arrives)}, lambda *_: sys.exit(33))\\n" \\
       "print('ready', flush=True)\\ntime.sleep(30)"
 supervise.command_for = lambda *_, **__: [sys.executable, "-c", job]
 sys.exit(supervise.run(1, ["x.py"], say=lambda line: None))
@@ -272,16 +282,30 @@ sys.exit(supervise.run(1, ["x.py"], say=lambda line: None))
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     try:
         assert process.wait(timeout=20) == 33
+        assert not list(tmp_path.glob("hpcpar-run-*"))
     finally:
         process.stdout.close()
         process.kill()
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_hangup_that_is_ignored_already_stays_so(before: signal.Handlers, tmp_path: Path) -> None:
+    """As `nohup hpcpar run` has it."""
+    ours = signal.signal(signal.SIGHUP, before)
+    try:
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            with supervise.forwarding(process, tmp_path):
+                assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) is (before is signal.SIG_IGN)
+            assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, ours)
 
 
 def test_ranks_may_draw_progress_bars_where_their_output_ends_on_a_terminal() -> None:
@@ -297,6 +321,7 @@ def test_ranks_may_draw_progress_bars_where_their_output_ends_on_a_terminal() ->
         (["a.py", "-x"], ["-m", "hpcpar.horovod", "a.py", "-x"]),
         (["-m", "mod", "-x"], ["-m", "hpcpar.horovod", "-m", "mod", "-x"]),
         (["-c", "print(1)"], ["-m", "hpcpar.horovod", "-c", "print(1)"]),
+        (["python", "-u", "-cpass"], ["python", "-u", "-m", "hpcpar.horovod", "-c", "pass"]),
         (["python", "a.py"], ["python", "-m", "hpcpar.horovod", "a.py"]),
         (
             ["/usr/bin/python3.11", "-u", "-W", "error", "-m", "mod"],

@@ -616,6 +616,10 @@ BAD_BATCHES = {
     "nothing": (lambda: (None, batch(0, 3)[1]), "inputs: expected a tensor or a tuple of tensors"),
     "targets": (lambda: (batch(0, 3)[0], "abc"), "targets: expected a tensor or a tuple"),
     "list": (lambda: ([batch(0, 3)[0]], batch(0, 3)[1]), "inputs: a list of 1 microbatches was given"),
+    "uneven tuple": (
+        lambda: ((batch(0, 3)[0], batch(0, 3)[0][:3]), batch(0, 3)[1]),
+        "inputs: tensors of 6 and 3 along dim 0",
+    ),
 }
 
 
@@ -632,6 +636,34 @@ def test_a_batch_that_does_not_divide_is_refused_on_all_ranks(name):
     assert message in first
     assert message in last
     assert has_losses
+
+
+def test_inputs_and_targets_of_different_lengths_are_refused_on_all_ranks_unless_they_are_lists():
+    """Microbatches of 2 rows beside those of 1 would broadcast in many a loss."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return summed(output, target.expand_as(output))
+
+    def on_rank(comm: Communicator) -> tuple[list[str], bool]:
+        pipeline = Pipeline(own_stages(ONE_F_ONE_B, comm.rank), ONE_F_ONE_B, comm, loss=loss)
+        x, y = batch(0, 3)
+        calls = (pipeline.step, pipeline.evaluate)
+        told = [caught(lambda call=call: call(x, y[:3]), MismatchError) for call in calls]
+        return told, pipeline.step(x, list(y[:3].chunk(3))) is not None
+
+    results = run(2, on_rank)
+    assert [has_losses for _, has_losses in results] == [False, True]
+    for told, _ in results:
+        assert all("rank 0 was given a batch of 6; rank 1 was given a batch of 3" in each for each in told)
+
+
+def test_a_rank_with_both_ends_names_both_lengths():
+    def on_rank(comm: Communicator) -> str:
+        pipeline = Pipeline(own_stages(V, comm.rank), V, comm, loss=summed)
+        x, y = batch(0, 2)
+        return caught(lambda: pipeline.step(x, y[:2]), PeerFailedError)
+
+    assert all("inputs are a batch of 4, but targets one of 2" in told for told in run(2, on_rank))
 
 
 def test_a_step_here_and_an_evaluation_there_are_refused_on_both():

@@ -92,6 +92,26 @@ def test_a_loss_starts_its_own_backward():
     torch.testing.assert_close(gradients_of(own.module), of_weights)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stage_that_changes_its_input_in_place_is_told_what_to_do(number):
+    own = Stage(number, nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double())
+    if number == 0:  # the caller's own tensor, as in one process
+        own.forward(0, (drawn(2, 3),), None)
+        return
+    with pytest.raises(OperationError, match=r"stage 1 changes its input in place .*: set inplace=False"):
+        own.forward(0, (drawn(2, 3),), WITH_GRADIENT)
+
+
+def test_a_parameter_that_is_changed_in_place_keeps_torchs_words_where_no_input_wants_a_gradient():
+    class Scales(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.mul_(2)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match=r"^a leaf Variable that requires grad"):
+        Stage(0, Scales(3, 2).double()).forward(0, (drawn(2, 3),), None)
+
+
 class Pair(nn.Module):
     """(x, y, indices, None) -> (x passed through, 2x, indices, no y)."""
 
