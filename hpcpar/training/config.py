@@ -336,6 +336,15 @@ def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError("\n".join(complaints)) from None
 
 
+def model_config_saved(saved: Mapping[str, Any]) -> LlamaConfig | None:
+    """The model, but for its vocabulary, of a configuration that a checkpoint has; None where it does not tell."""
+    try:
+        told = {"model": saved["model"], "train": {"sequence": saved["train"]["sequence"]}}
+        return Config.model_validate(told).model_config_for(1)
+    except (KeyError, ValidationError, ConfigError):
+        return None
+
+
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     """`parse` of the file's text."""
     return parse(read_text(path), source=str(path), overrides=overrides)

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hpcpar.checkpoint import latest, load, save
+from hpcpar.checkpoint import latest, load, read_extra, save
 from hpcpar.comm import Communicator
 from hpcpar.comm.places import gather_placement
 from hpcpar.comm.preemption import Preemption
@@ -34,7 +34,7 @@ from hpcpar.data_parallel import (
     watch_activations,
 )
 from hpcpar.data_parallel.activations import Activations
-from hpcpar.errors import ConfigError, DataError, DivergenceError
+from hpcpar.errors import CheckpointError, ConfigError, DataError, DivergenceError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, generate
 from hpcpar.partition import bounds
@@ -48,7 +48,7 @@ from hpcpar.training.build import (
     prepare_data,
     tensor_parallel_of,
 )
-from hpcpar.training.config import Config
+from hpcpar.training.config import Config, model_config_saved
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel, copies_here
 from hpcpar.training.schedule import learning_rate
@@ -62,6 +62,9 @@ logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 32
 """Of held-out text, which the trained model's sample goes on from."""
+
+MODEL_KEYS = ("heads", "kv_heads", "head_size", "rope_theta", "norm_epsilon", "tie_embeddings")
+"""That decide what a model makes of its parameters, beside the shapes of these."""
 
 
 @dataclass(frozen=True)
@@ -413,6 +416,7 @@ class Run:
             if resume:
                 self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
             return 0
+        self._require_same_model(found)
         restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
         self._resumed = True
         self._owes_evaluation = restored.extra.get("owes_evaluation", False)
@@ -420,16 +424,41 @@ class Run:
         self._say(f"resuming after step {restored.step} from {found}")
         return restored.step
 
+    def _require_same_model(self, checkpoint: Path) -> None:
+        """CheckpointError where the checkpoint's parameters would go on as those of another function."""
+        saved: dict[str, Any] = {}
+        with self.comm.together(f"loading the checkpoint {checkpoint}"):
+            if self.comm.rank == 0:
+                saved = read_extra(checkpoint)[1].get("config", {})
+        before, now = model_config_saved(self.comm.broadcast_object(saved)), self.model.config
+        if before is None:
+            return
+        changed = [key for key in MODEL_KEYS if getattr(before, key) != getattr(now, key)]
+        if changed:
+            differences = [
+                f"model.{key} = {json.dumps(getattr(before, key))} there, {json.dumps(getattr(now, key))} here"
+                for key in changed
+            ]
+            advice = [f"model.{key}={json.dumps(getattr(before, key))}" for key in changed]
+            raise CheckpointError(
+                f"{checkpoint} is of another model: {'; '.join(differences)}; set {' '.join(advice)}, or start "
+                "anew without --resume"
+            )
+
     def _warn_of_changes(self, saved: dict[str, Any]) -> None:
         """A resumed run may be told other things than before; what changes its course is said aloud."""
         now = self.config.model_dump(mode="json")
-        for section in ("data", "train", "optimizer", "schedule"):
-            for key, value in now[section].items():
-                before = saved.get(section, {}).get(key, value)
-                if before != value and self.comm.rank == 0:
-                    logger.warning(
-                        "resuming with %s.%s = %r, which was %r before", section, key, value, before
-                    )
+        changes = [
+            (f"{section}.{key}", value, saved.get(section, {}).get(key, value))
+            for section in ("data", "train", "optimizer", "schedule")
+            for key, value in now[section].items()
+        ]
+        model = model_config_saved(saved)
+        if model is not None:
+            changes.append(("model.dropout", self.model.config.dropout, model.dropout))
+        for key, value, before in changes:
+            if before != value and self.comm.rank == 0:
+                logger.warning("resuming with %s = %r, which was %r before", key, value, before)
 
     def _leave(self, steps_done: int) -> Preempted:
         """Save what a resumed run needs to go on as if nothing had happened; there is no time for more."""

@@ -11,7 +11,14 @@ import torch
 from rich.console import Console
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.errors import ConfigError, DataError, DivergenceError, LayoutError, PeerFailedError
+from hpcpar.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    LayoutError,
+    PeerFailedError,
+)
 from hpcpar.training import Config, Outcome, Run
 from hpcpar.training.loop import is_due, move_aside, stretches
 from hpcpar.training.metrics import records_of
@@ -163,6 +170,57 @@ def test_resuming_with_other_settings_says_so(
     trained(config_of())
     trained(config_of("train.seed=3"), resume=True)
     assert "resuming with train.seed = 3, which was 0 before" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ("model.rope_theta=5e5",),
+            r"model\.rope_theta = 10000\.0 there, 500000\.0 here; set model\.rope_theta=",
+        ),
+        (("model.norm_epsilon=1e-3",), r"model\.norm_epsilon = 1e-05 there, 0\.001 here"),
+        (
+            ("model.heads=4", "model.kv_heads=2"),
+            r"model\.heads = 2 there, 4 here; .* set model\.heads=2 model\.kv",
+        ),
+        (("model.tie_embeddings=true",), r"model\.tie_embeddings = false there, true here"),
+        (("model.preset=llama3-8b",), r"model\.rope_theta = 10000\.0 there, 500000\.0 here"),
+    ],
+)
+def test_resuming_as_another_model_is_refused_on_every_rank(
+    config_of: MakeConfig, options: tuple[str, ...], words: str
+) -> None:
+    trained(config_of("train.steps=1"))
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(CheckpointError, match=words):
+            Run(config_of(*options), comm, resume=True)
+
+    run_loopback(2, work)
+
+
+def test_resuming_with_another_preset_of_the_same_model_is_no_change(config_of: MakeConfig) -> None:
+    trained(config_of("train.steps=1"))
+    same = config_of("model.preset=5m", "train.steps=1")
+    assert trained(same, resume=True)[0].first_step == 1
+
+
+def test_resuming_with_another_dropout_says_so(
+    config_of: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of("train.steps=1"))
+    trained(config_of("train.steps=1", "model.dropout=0.1"), resume=True)
+    assert "resuming with model.dropout = 0.1, which was 0.0 before" in caplog.text
+
+
+def test_a_checkpoint_that_does_not_tell_its_model_is_resumed(
+    config_of: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "model_dump", lambda *_, **__: {"train": {"steps": 1}})
+        trained(config_of("train.steps=1"))
+    assert trained(config_of("train.steps=1", "model.rope_theta=5e5"), resume=True)[0].first_step == 1
 
 
 def test_a_new_run_moves_an_earlier_one_aside(config_of: MakeConfig, tmp_path: Path) -> None:
