@@ -278,6 +278,14 @@ class Config(Section):
             )
         return config
 
+    def require_recompute(self) -> None:
+        """ConfigError for layers in which nothing is to be computed anew."""
+        if self.train.recompute_layers is not None and self.train.recompute == "none":
+            raise ConfigError(
+                f"train.recompute_layers = {self.train.recompute_layers}, but train.recompute = 'none'; set "
+                "train.recompute=selective or full, too, or leave it out"
+            )
+
     @property
     def recompute(self) -> Recompute:
         return Recompute(self.train.recompute, self.train.recompute_layers)
@@ -297,6 +305,11 @@ class Config(Section):
     def require_pipeline_for(self, pp: int, dp: int) -> None:
         """ConfigError unless `pp` ranks can share the layers, and each dp rank has whole microbatches."""
         if pp == 1:
+            if self.pipeline.balance != "flops":
+                raise ConfigError(
+                    f"pipeline.balance = {self.pipeline.balance!r}, but with mesh.pp = 1 there are no stages "
+                    "to balance; leave it out, or raise mesh.pp"
+                )
             return
         if self.optimizer.zero_stage == 3:
             raise ConfigError(
@@ -337,7 +350,7 @@ def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def model_config_saved(saved: Mapping[str, Any]) -> LlamaConfig | None:
-    """The model, but for its vocabulary, of a configuration that a checkpoint has; None where it does not tell."""
+    """The model, but for its vocabulary, of a checkpoint's configuration; None where that does not tell."""
     try:
         told = {"model": saved["model"], "train": {"sequence": saved["train"]["sequence"]}}
         return Config.model_validate(told).model_config_for(1)

@@ -50,7 +50,7 @@ from hpcpar.training.build import (
 )
 from hpcpar.training.config import Config, model_config_saved
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
-from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel, copies_here
+from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel, copies_here, require_known
 from hpcpar.training.schedule import learning_rate
 from hpcpar.training.step import StepResult, WholeModel, held_out_loss, train_step
 from hpcpar.training.summary import TrafficLine, as_records, gather_traffic, table
@@ -129,6 +129,7 @@ class Run:
         self._preemption = preemption
         self._console = console if comm.rank == 0 else None
         self.mesh = Mesh(comm, config.mesh.model_dump())
+        config.require_recompute()
         config.require_sequence_for(self.mesh.tp.size)
         self.tp = tensor_parallel_of(config, self.mesh.tp)
         config.require_pipeline_for(self.mesh.pp.size, self.mesh.dp.size)
@@ -149,6 +150,8 @@ class Run:
         self.model: Llama | LlamaStages
         self.worker: WholeModel | PipelinedModel
         if self.mesh.pp.size == 1:
+            with comm.together("looking at pipeline.schedule"):
+                require_known(config.pipeline.schedule)
             self._build_whole()
         else:
             self._build_stages()
@@ -435,14 +438,12 @@ class Run:
             return
         changed = [key for key in MODEL_KEYS if getattr(before, key) != getattr(now, key)]
         if changed:
-            differences = [
-                f"model.{key} = {json.dumps(getattr(before, key))} there, {json.dumps(getattr(now, key))} here"
-                for key in changed
-            ]
-            advice = [f"model.{key}={json.dumps(getattr(before, key))}" for key in changed]
+            there, here = ({key: json.dumps(getattr(of, key)) for key in changed} for of in (before, now))
+            differences = [f"model.{key} = {there[key]} there, {here[key]} here" for key in changed]
+            advice = " ".join(f"model.{key}={value}" for key, value in there.items())
             raise CheckpointError(
-                f"{checkpoint} is of another model: {'; '.join(differences)}; set {' '.join(advice)}, or start "
-                "anew without --resume"
+                f"{checkpoint} is of another model: {'; '.join(differences)}; set {advice}, or start anew "
+                "without --resume"
             )
 
     def _warn_of_changes(self, saved: dict[str, Any]) -> None:

@@ -167,6 +167,12 @@ def test_more_layers_to_recompute_than_there_are_is_refused() -> None:
         config.model_config_for(256)
 
 
+def test_layers_to_recompute_are_refused_where_nothing_is_recomputed() -> None:
+    parse("[train]\nrecompute_layers = 1\nrecompute = 'full'\n", source="x").require_recompute()
+    with pytest.raises(ConfigError, match=r"train\.recompute_layers = 1, but train\.recompute = 'none'; set"):
+        parse("[train]\nrecompute_layers = 1\n", source="x").require_recompute()
+
+
 def test_a_sequence_must_divide_where_ranks_share_it_only() -> None:
     parse("[train]\nsequence = 30\n", source="x").require_sequence_for(4)
     config = parse("[train]\nsequence = 3\n[tensor_parallel]\nsequence_parallel = true\n", source="x")
