@@ -413,7 +413,7 @@ class Run:
                     moved = move_aside(self.directory)
                     if moved is not None:
                         self._say(f"the earlier run in {self.directory} is now {moved}")
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                self._make_directory()
         found = self.comm.broadcast_object(found)
         if found is None:
             if resume:
@@ -426,6 +426,14 @@ class Run:
         self._warn_of_changes(restored.extra.get("config", {}))
         self._say(f"resuming after step {restored.step} from {found}")
         return restored.step
+
+    def _make_directory(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output.directory = {self.directory} cannot be made: {error}; name another one"
+            ) from error
 
     def _require_same_model(self, checkpoint: Path) -> None:
         """CheckpointError where the checkpoint's parameters would go on as those of another function."""
