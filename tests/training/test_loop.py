@@ -223,6 +223,13 @@ def test_a_checkpoint_that_does_not_tell_its_model_is_resumed(
     assert trained(config_of("train.steps=1", "model.rope_theta=5e5"), resume=True)[0].first_step == 1
 
 
+def test_resuming_in_another_plain_precision_is_refused_and_says_which_it_was(config_of: MakeConfig) -> None:
+    trained(config_of("train.steps=1"))
+    words = r"was saved in float64: model\.\S+ there is .* \(train\.precision=float64\), or"
+    with pytest.raises(CheckpointError, match=words):
+        Run(config_of("train.precision=float32"), Communicator.alone(), resume=True)
+
+
 def test_a_new_run_moves_an_earlier_one_aside(config_of: MakeConfig, tmp_path: Path) -> None:
     trained(config_of())
     trained(config_of())
