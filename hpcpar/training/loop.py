@@ -636,6 +636,12 @@ def move_aside(directory: Path) -> Path | None:
     """Give a directory that holds a run another name (runs/tiny.1, .2, …), so that none is written over."""
     if not (directory / "metrics.jsonl").exists():
         return None
+    if Path.cwd().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"output.directory = {directory} has an earlier run in it, which cannot be moved aside, as "
+            "the current directory is there, too; name one below, as in output.directory=runs/latest, or "
+            "go on with --resume"
+        )
     number = 1
     while (target := directory.with_name(f"{directory.name}.{number}")).exists():
         number += 1

@@ -238,6 +238,19 @@ def test_a_new_run_moves_an_earlier_one_aside(config_of: MakeConfig, tmp_path: P
     assert move_aside(tmp_path / "text") is None
 
 
+@pytest.mark.parametrize("directory", [".", "..", "../below"])
+def test_a_second_run_in_the_current_directory_is_refused(
+    config_of: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    config = config_of(f"output.directory={directory}", "train.steps=1")
+    trained(config)
+    with pytest.raises(ConfigError, match=r"output\.directory = \S+ has an earlier run in it"):
+        Run(config, Communicator.alone())
+    assert trained(config, resume=True)[0].first_step == 1
+
+
 def test_a_timeline_is_written_on_request(config_of: MakeConfig) -> None:
     config = config_of("output.timeline_steps=2")
     trained(config, 2)
