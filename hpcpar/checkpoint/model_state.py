@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpcpar.checkpoint.holding import holding_of
@@ -167,9 +168,17 @@ def check_forms(
     for name, value in state.items():
         stored = found[state.name_of(value)]
         dtype, shape = stored.dtype, holding_of(value).shape
-        rounds = precision_may_differ and dtype.is_floating_point and value.dtype.is_floating_point
-        if stored.shape != shape or (dtype != value.dtype and not rounds):
-            raise CheckpointError(
-                f"{where} is of another model: {name} there is {stored.shape} "
-                f"{dtype}, in the model {shape} {value.dtype}"
-            )
+        both_float = dtype.is_floating_point and value.dtype.is_floating_point
+        if stored.shape == shape and (dtype == value.dtype or (both_float and precision_may_differ)):
+            continue
+        forms = f"{name} there is {stored.shape} {dtype}, in the model {shape} {value.dtype}"
+        if stored.shape != shape or not both_float:
+            raise CheckpointError(f"{where} is of another model: {forms}")
+        raise CheckpointError(
+            f"{where} was saved in {_name(dtype)}: {forms}; build the model in that type "
+            f"(train.precision={_name(dtype)}), or give the optimizer a precision, which rounds"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

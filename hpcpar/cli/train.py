@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpcpar.errors import CheckpointError, ConfigError, DataError, LayoutError, PeerFailedError
+from hpcpar.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    LayoutError,
+    MismatchError,
+    OperationError,
+    PeerFailedError,
+    ScheduleError,
+)
 from hpcpar.launch import slurm
 from hpcpar.launch.signals import SIGNALS, START_AGAIN, EarlySignals
 
@@ -20,6 +30,21 @@ if TYPE_CHECKING:
 
 CANNOT_WORK = 2
 """Exit status when the run was asked for in a way that cannot work."""
+
+FAILED = 1
+"""Exit status when the run went wrong on its way."""
+
+ASKED_WRONGLY = (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LayoutError,
+    MismatchError,
+    OperationError,
+    PeerFailedError,
+    ScheduleError,
+)
+"""What every rank meets while a run is built, for all have the same configuration."""
 
 
 @click.command()
@@ -64,12 +89,26 @@ def _train(
         told = parse(world.broadcast_object(text), source=str(config), overrides=overrides)
         preemption = _preemption(told.train.preemptible, world, early, stack)
         run = Run(told, world, resume=resume or restarts > 0, console=Console(), preemption=preemption)
-    except (CheckpointError, ConfigError, DataError, LayoutError, PeerFailedError) as error:
-        # Every rank has met the same error, so one of them says it and all leave.
-        if world.rank == 0:
-            click.echo(f"hpcpar train: {error}", err=True)
+    except ASKED_WRONGLY as error:
+        _say_once(error, world)
         return CANNOT_WORK
-    return START_AGAIN if isinstance(run.train(), Preempted) else 0
+    except OSError as error:
+        # What one of several ranks met alone the others do not know of.
+        if world.size > 1:
+            raise
+        _say_once(error, world)
+        return CANNOT_WORK
+    try:
+        return START_AGAIN if isinstance(run.train(), Preempted) else 0
+    except DivergenceError as error:
+        _say_once(error, world)
+        return FAILED
+
+
+def _say_once(error: Exception, world: Communicator) -> None:
+    """Every rank has met the same error, so one of them says it and all leave."""
+    if world.rank == 0:
+        click.echo(f"hpcpar train: {error}", err=True)
 
 
 def _preemption(

@@ -13,11 +13,12 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from hpcpar.autograd import Recompute
+from hpcpar.comm import select
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
 
@@ -25,6 +26,11 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+BYTE_MIB = 2.0**-20
 
 
 class Section(BaseModel):
@@ -71,7 +77,7 @@ class DataSection(Section):
     paths: tuple[Path, ...] = ()
     tokenizer: Path | None = None
     held_out: float = Field(default=0.05, gt=0, lt=1)
-    max_mib: float = Field(default=8.0, gt=0)
+    max_mib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
     cache: Path = Path("runs/cache")
 
     @field_validator("paths", mode="before")
@@ -102,7 +108,7 @@ class TrainSection(Section):
     sequence: int = Field(default=256, gt=0)
     global_batch: int = Field(default=16, gt=0)
     microbatch: int = Field(default=8, gt=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**64)
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     threads: int | None = Field(default=None, gt=0)
@@ -120,8 +126,8 @@ class OptimizerSection(Section):
     weight_decay   of matrices; vectors (the norms) are never decayed
     bucket_mib     gradients that travel together, None = as usual for the stage; the first bucket is smaller,
                    to leave sooner
-    algorithm      of the gradients' all-reduce, or from stage 1 on reduce-scatter (ring, …); None = by size
     zero_stage     what is spread over ranks: 1 optimizer state, 2 gradients, too, 3 parameters, too
+    algorithm      of the gradients' all-reduce, or from stage 1 on reduce-scatter (ring, …); None = by size
     offload        a directory for the optimizer's state, or "cpu" for host memory; None = with the parameters
     reduction      type in which gradients are summed over ranks; None = theirs
     moments        type in which the optimizer's moments are kept; None = float32
@@ -130,21 +136,38 @@ class OptimizerSection(Section):
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = Field(default=3e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    learning_rate: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
-    bucket_mib: float | None = Field(default=None, gt=0)
-    first_bucket_mib: float = Field(default=1.0, gt=0)
-    algorithm: str | None = None
+    bucket_mib: float | None = Field(default=None, ge=BYTE_MIB, allow_inf_nan=False)
+    first_bucket_mib: float = Field(default=1.0, ge=BYTE_MIB, allow_inf_nan=False)
     zero_stage: Literal[0, 1, 2, 3] = 0
+    algorithm: str | None = None
     offload: str | None = None
     reduction: Literal["float32"] | None = None
     moments: Literal["bfloat16", "float16"] | None = None
     shared_parameters: bool = False
     prefetch: int = Field(default=1, ge=0)
+
+    @field_validator("algorithm")
+    @classmethod
+    def _is_an_algorithm(cls, value: str | None, info: ValidationInfo) -> str | None:
+        collectives = {0: ["allreduce"], 3: ["allreduce", "reduce_scatter"]}
+        asked = collectives.get(info.data.get("zero_stage", 3), ["reduce_scatter"])
+        known = {name: None for collective in asked for name in select.names(collective)}
+        if value is not None and value not in known:
+            raise ValueError(f"for {' and '.join(asked)} there are {', '.join(known)}")
+        return value
+
+    @field_validator("shared_parameters")
+    @classmethod
+    def _is_about_shards(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("zero_stage") == 0:
+            raise ValueError("without ZeRO each rank updates all parameters; set optimizer.zero_stage=1, too")
+        return value
 
 
 class ScheduleSection(Section):
@@ -278,6 +301,14 @@ class Config(Section):
             )
         return config
 
+    def require_recompute(self) -> None:
+        """ConfigError for layers in which nothing is to be computed anew."""
+        if self.train.recompute_layers is not None and self.train.recompute == "none":
+            raise ConfigError(
+                f"train.recompute_layers = {self.train.recompute_layers}, but train.recompute = 'none'; set "
+                "train.recompute=selective or full, too, or leave it out"
+            )
+
     @property
     def recompute(self) -> Recompute:
         return Recompute(self.train.recompute, self.train.recompute_layers)
@@ -297,6 +328,11 @@ class Config(Section):
     def require_pipeline_for(self, pp: int, dp: int) -> None:
         """ConfigError unless `pp` ranks can share the layers, and each dp rank has whole microbatches."""
         if pp == 1:
+            if self.pipeline.balance != "flops":
+                raise ConfigError(
+                    f"pipeline.balance = {self.pipeline.balance!r}, but with mesh.pp = 1 there are no stages "
+                    "to balance; leave it out, or raise mesh.pp"
+                )
             return
         if self.optimizer.zero_stage == 3:
             raise ConfigError(
@@ -334,6 +370,15 @@ def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         complaints = [_complaint(dict(fault), source, origins) for fault in error.errors()]
         raise ConfigError("\n".join(complaints)) from None
+
+
+def model_config_saved(saved: Mapping[str, Any]) -> LlamaConfig | None:
+    """The model, but for its vocabulary, of a checkpoint's configuration; None where that does not tell."""
+    try:
+        told = {"model": saved["model"], "train": {"sequence": saved["train"]["sequence"]}}
+        return Config.model_validate(told).model_config_for(1)
+    except (KeyError, ValidationError, ConfigError):
+        return None
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hpcpar.checkpoint import latest, load, save
+from hpcpar.checkpoint import latest, load, read_extra, save
 from hpcpar.comm import Communicator
 from hpcpar.comm.places import gather_placement
 from hpcpar.comm.preemption import Preemption
@@ -34,7 +34,7 @@ from hpcpar.data_parallel import (
     watch_activations,
 )
 from hpcpar.data_parallel.activations import Activations
-from hpcpar.errors import ConfigError, DataError, DivergenceError
+from hpcpar.errors import CheckpointError, ConfigError, DataError, DivergenceError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, generate
 from hpcpar.partition import bounds
@@ -48,9 +48,9 @@ from hpcpar.training.build import (
     prepare_data,
     tensor_parallel_of,
 )
-from hpcpar.training.config import Config
+from hpcpar.training.config import Config, model_config_saved
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
-from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel, copies_here
+from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel, copies_here, require_known
 from hpcpar.training.schedule import learning_rate
 from hpcpar.training.step import StepResult, WholeModel, held_out_loss, train_step
 from hpcpar.training.summary import TrafficLine, as_records, gather_traffic, table
@@ -62,6 +62,9 @@ logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 32
 """Of held-out text, which the trained model's sample goes on from."""
+
+MODEL_KEYS = ("heads", "kv_heads", "head_size", "rope_theta", "norm_epsilon", "tie_embeddings")
+"""That decide what a model makes of its parameters, beside the shapes of these."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Run:
         self._preemption = preemption
         self._console = console if comm.rank == 0 else None
         self.mesh = Mesh(comm, config.mesh.model_dump())
+        config.require_recompute()
         config.require_sequence_for(self.mesh.tp.size)
         self.tp = tensor_parallel_of(config, self.mesh.tp)
         config.require_pipeline_for(self.mesh.pp.size, self.mesh.dp.size)
@@ -146,6 +150,8 @@ class Run:
         self.model: Llama | LlamaStages
         self.worker: WholeModel | PipelinedModel
         if self.mesh.pp.size == 1:
+            with comm.together("looking at pipeline.schedule"):
+                require_known(config.pipeline.schedule)
             self._build_whole()
         else:
             self._build_stages()
@@ -407,12 +413,13 @@ class Run:
                     moved = move_aside(self.directory)
                     if moved is not None:
                         self._say(f"the earlier run in {self.directory} is now {moved}")
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                self._make_directory()
         found = self.comm.broadcast_object(found)
         if found is None:
             if resume:
                 self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
             return 0
+        self._require_same_model(found)
         restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
         self._resumed = True
         self._owes_evaluation = restored.extra.get("owes_evaluation", False)
@@ -420,16 +427,47 @@ class Run:
         self._say(f"resuming after step {restored.step} from {found}")
         return restored.step
 
+    def _make_directory(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output.directory = {self.directory} cannot be made: {error}; name another one"
+            ) from error
+
+    def _require_same_model(self, checkpoint: Path) -> None:
+        """CheckpointError where the checkpoint's parameters would go on as those of another function."""
+        saved: dict[str, Any] = {}
+        with self.comm.together(f"loading the checkpoint {checkpoint}"):
+            if self.comm.rank == 0:
+                saved = read_extra(checkpoint)[1].get("config", {})
+        before, now = model_config_saved(self.comm.broadcast_object(saved)), self.model.config
+        if before is None:
+            return
+        changed = [key for key in MODEL_KEYS if getattr(before, key) != getattr(now, key)]
+        if changed:
+            there, here = ({key: json.dumps(getattr(of, key)) for key in changed} for of in (before, now))
+            differences = [f"model.{key} = {there[key]} there, {here[key]} here" for key in changed]
+            advice = " ".join(f"model.{key}={value}" for key, value in there.items())
+            raise CheckpointError(
+                f"{checkpoint} is of another model: {'; '.join(differences)}; set {advice}, or start anew "
+                "without --resume"
+            )
+
     def _warn_of_changes(self, saved: dict[str, Any]) -> None:
         """A resumed run may be told other things than before; what changes its course is said aloud."""
         now = self.config.model_dump(mode="json")
-        for section in ("data", "train", "optimizer", "schedule"):
-            for key, value in now[section].items():
-                before = saved.get(section, {}).get(key, value)
-                if before != value and self.comm.rank == 0:
-                    logger.warning(
-                        "resuming with %s.%s = %r, which was %r before", section, key, value, before
-                    )
+        changes = [
+            (f"{section}.{key}", value, saved.get(section, {}).get(key, value))
+            for section in ("data", "train", "optimizer", "schedule")
+            for key, value in now[section].items()
+        ]
+        model = model_config_saved(saved)
+        if model is not None:
+            changes.append(("model.dropout", self.model.config.dropout, model.dropout))
+        for key, value, before in changes:
+            if before != value and self.comm.rank == 0:
+                logger.warning("resuming with %s = %r, which was %r before", key, value, before)
 
     def _leave(self, steps_done: int) -> Preempted:
         """Save what a resumed run needs to go on as if nothing had happened; there is no time for more."""
@@ -598,6 +636,12 @@ def move_aside(directory: Path) -> Path | None:
     """Give a directory that holds a run another name (runs/tiny.1, .2, …), so that none is written over."""
     if not (directory / "metrics.jsonl").exists():
         return None
+    if Path.cwd().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"output.directory = {directory} has an earlier run in it, which cannot be moved aside, as "
+            "the current directory is there, too; name one below, as in output.directory=runs/latest, or "
+            "go on with --resume"
+        )
     number = 1
     while (target := directory.with_name(f"{directory.name}.{number}")).exists():
         number += 1

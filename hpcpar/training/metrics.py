@@ -25,6 +25,8 @@ LINE_INTERVAL_S = 5.0
 class Metrics:
     """Lines of JSON, one for every step and one for every held-out loss, and the display of progress.
 
+    What is no finite number, such as the gradient norm of a step that float16 skipped, is null.
+
     directory     gets metrics.jsonl; lines of steps from `first_step` on that an earlier run left
                   there are dropped, so that a resumed run goes on where its checkpoint stood
     console       None = nobody is told
@@ -63,7 +65,7 @@ class Metrics:
             self._display.say(f"step {step}: held-out loss {loss:.3f} nats")
 
     def _write(self, records: Iterable[Mapping[str, Any]]) -> None:
-        self._file.writelines(json.dumps(record) + "\n" for record in records)
+        self._file.writelines(map(_line, records))
         self._file.flush()
 
 
@@ -112,7 +114,16 @@ def keep_lines_before(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in records_of(path) if _is_before(record, first_step)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    path.write_text("".join(map(_line, kept)), encoding="utf-8")
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """JSON has no NaN and no infinity: they are null."""
+    values = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(values, allow_nan=False) + "\n"
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
@@ -136,8 +147,10 @@ def draw_losses(records: Sequence[Mapping[str, Any]], path: Path, *, vocabulary:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    trained = [(record["step"] + 1, record["loss"]) for record in records if "loss" in record]
-    held_out = [(record["step"], record["held_out_loss"]) for record in records if "held_out_loss" in record]
+    trained = [(record["step"] + 1, loss) for record in records if (loss := record.get("loss")) is not None]
+    held_out = [
+        (record["step"], loss) for record in records if (loss := record.get("held_out_loss")) is not None
+    ]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

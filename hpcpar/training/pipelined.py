@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpcpar.comm import Trace
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, ScheduleError
 from hpcpar.mesh import Mesh
 from hpcpar.models import LlamaConfig, LlamaStages
 from hpcpar.models.layers import Layers
@@ -23,6 +23,7 @@ from hpcpar.pipeline_parallel import Pipeline, TiedWeights
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand, stage_costs
 from hpcpar.pipeline_schedules import catalogue, text
 from hpcpar.pipeline_schedules.price import Durations
+from hpcpar.pipeline_schedules.prove import prove
 from hpcpar.pipeline_schedules.schedule import Schedule
 from hpcpar.training.config import Config
 from hpcpar.training.timeline import span
@@ -36,9 +37,9 @@ def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[flo
 
     costs    of embedding, each layer and head, for a method that goes by durations
     errors   ScheduleError where the method does not allow so many; ConfigError for a file of another pipeline
+             or of none that works
     """
     section = config.pipeline
-    path = Path(section.schedule)
     if section.schedule in catalogue.METHODS:
         return catalogue.make(
             section.schedule,
@@ -48,19 +49,39 @@ def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[flo
             memory_limit=section.memory_limit,
             durations=expected_durations(costs, balanced(costs, ranks)),
         )
-    if not path.is_file():
-        raise ConfigError(
-            f"pipeline.schedule = {section.schedule!r} is neither a file nor a name; there are "
-            f"{', '.join(catalogue.METHODS)}"
-        )
-    schedule = text.read(path)
+    require_known(section.schedule)
+    schedule = text.read(Path(section.schedule))
     if (schedule.ranks, schedule.microbatches) != (ranks, microbatches):
         raise ConfigError(
-            f"the schedule in {path} is for {schedule.ranks} ranks and {schedule.microbatches} microbatches, "
-            f"but the run has mesh.pp = {ranks} and {microbatches} microbatches on each dp rank; "
-            "change train.global_batch, train.microbatch or the file"
+            f"the schedule in {section.schedule} is for {schedule.ranks} ranks and {schedule.microbatches} "
+            f"microbatches, but the run has mesh.pp = {ranks} and {microbatches} microbatches on each dp "
+            "rank; change train.global_batch, train.microbatch or the file"
+        )
+    try:
+        peaks = prove(schedule).peaks
+    except ScheduleError as error:
+        raise ConfigError(f"the schedule in {section.schedule} cannot work: {error}") from error
+    stages = [len(schedule.stages_of(rank)) for rank in range(ranks)]
+    if section.stages_per_rank is not None and set(stages) != {section.stages_per_rank}:
+        raise ConfigError(
+            f"pipeline.stages_per_rank = {section.stages_per_rank}, but the schedule in {section.schedule} "
+            f"has {', '.join(map(str, stages))} stages on its ranks; leave it out, or change the file"
+        )
+    if section.memory_limit is not None and max(peaks) > section.memory_limit:
+        raise ConfigError(
+            f"pipeline.memory_limit = {section.memory_limit}, but the schedule in {section.schedule} keeps "
+            f"{max(peaks)} chunks on rank {peaks.index(max(peaks))}; raise it, or change the file"
         )
     return schedule
+
+
+def require_known(name: str) -> None:
+    """ConfigError for what is neither a method nor a file."""
+    if name not in catalogue.METHODS and not Path(name).is_file():
+        raise ConfigError(
+            f"pipeline.schedule = {name!r} is neither a file nor a name; there are "
+            f"{', '.join(catalogue.METHODS)}"
+        )
 
 
 def expected_durations(costs: list[float], split: StageSplit) -> Durations:

@@ -11,8 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hpcpar
-from hpcpar.cli.train import CANNOT_WORK, train
+from hpcpar.cli.train import CANNOT_WORK, FAILED, train
 from hpcpar.comm import Communicator
+from hpcpar.errors import MismatchError, OperationError, ScheduleError
+from hpcpar.training import loop
 from hpcpar.training.metrics import records_of
 
 RUN = """
@@ -84,6 +86,46 @@ def test_text_that_is_not_there_is_said_by_its_path(
     result = call(monkeypatch, str(config), f"data.paths={tmp_path / 'gone'}")
     assert result.return_value == CANNOT_WORK
     assert str(tmp_path / "gone") in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("output.directory=/proc/x", "output.directory = /proc/x cannot be made: "),
+        ("data.cache=/proc/x", "/proc/x"),
+        ("optimizer.algorithm=nonsense", "optimizer.algorithm = 'nonsense': for allreduce there are "),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    result = call(monkeypatch, str(config), override)
+    assert result.return_value == CANNOT_WORK
+    assert result.stderr.startswith("hpcpar train: ")
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [MismatchError, OperationError, ScheduleError])
+def test_errors_that_all_ranks_meet_while_a_run_is_built_are_said_in_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise kind("it makes no sense")
+
+    monkeypatch.setattr(loop, "build_optimizer", refuse)
+    result = call(monkeypatch, str(config))
+    assert result.return_value == CANNOT_WORK
+    assert result.stderr == "hpcpar train: it makes no sense\n"
+
+
+def test_training_that_diverges_is_said_in_one_line(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = call(
+        monkeypatch, str(config), "optimizer.name=sgd", "optimizer.learning_rate=1e30", "train.steps=20"
+    )
+    assert result.return_value == FAILED
+    assert result.stderr.startswith("hpcpar train: the loss of step ")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_misspelt_key_ends_a_real_process_with_status_2_and_without_a_traceback(config: Path) -> None:

@@ -91,6 +91,48 @@ def test_a_value_out_of_range_is_refused() -> None:
     assert "train.steps = 0: input should be greater than 0" in refused("", "train.steps=0")
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.seed=18446744073709551616", "train.seed = 18446744073709551616: input should be less than"),
+        ("data.max_mib=inf", "data.max_mib = inf: input should be a finite number"),
+        ("optimizer.learning_rate=inf", "optimizer.learning_rate = inf: input should be a finite number"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 = 1.0: input should be less than 1"),
+        (
+            "optimizer.betas=[-0.1, 0.9]",
+            "optimizer.betas.0 = -0.1: input should be greater than or equal",
+        ),
+        ("optimizer.bucket_mib=inf", "optimizer.bucket_mib = inf: input should be a finite number"),
+        (
+            "optimizer.bucket_mib=1e-9",
+            "optimizer.bucket_mib = 1e-09: input should be greater than",
+        ),
+        (
+            "optimizer.first_bucket_mib=inf",
+            "optimizer.first_bucket_mib = inf: input should be a finite",
+        ),
+        (
+            "optimizer.first_bucket_mib=1e-9",
+            "optimizer.first_bucket_mib = 1e-09: input should be greater",
+        ),
+        ("optimizer.algorithm=rign", "optimizer.algorithm = 'rign': for allreduce there are ring, "),
+        ("optimizer.shared_parameters=true", "each rank updates all parameters; set optimizer.zero_stage=1"),
+    ],
+)
+def test_a_value_that_nothing_could_be_built_with_is_refused(override: str, words: str) -> None:
+    assert words in refused("", override)
+
+
+def test_the_names_of_algorithms_are_those_of_the_stages_collective() -> None:
+    for stage, words in ((0, "allreduce"), (1, "reduce_scatter"), (2, "reduce_scatter")):
+        assert f"for {words} there are" in refused(
+            "", "optimizer.algorithm=x", f"optimizer.zero_stage={stage}"
+        )
+    for name in ("ring", "native"):
+        told = parse("", source="x", overrides=[f"optimizer.algorithm={name}", "optimizer.zero_stage=3"])
+        assert told.optimizer.algorithm == name
+
+
 def test_every_mistake_is_told_at_once() -> None:
     assert len(refused("[train]\nstpes = 3\n", "optimizer.learning_rate=-1").splitlines()) == 2
 
@@ -165,6 +207,12 @@ def test_more_layers_to_recompute_than_there_are_is_refused() -> None:
     config = parse("[model]\nlayers = 2\n[train]\nrecompute_layers = 3\n", source="run.toml")
     with pytest.raises(ConfigError, match=r"train\.recompute_layers = 3, but the model has 2 layers"):
         config.model_config_for(256)
+
+
+def test_layers_to_recompute_are_refused_where_nothing_is_recomputed() -> None:
+    parse("[train]\nrecompute_layers = 1\nrecompute = 'full'\n", source="x").require_recompute()
+    with pytest.raises(ConfigError, match=r"train\.recompute_layers = 1, but train\.recompute = 'none'; set"):
+        parse("[train]\nrecompute_layers = 1\n", source="x").require_recompute()
 
 
 def test_a_sequence_must_divide_where_ranks_share_it_only() -> None:

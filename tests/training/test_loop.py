@@ -11,7 +11,14 @@ import torch
 from rich.console import Console
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.errors import ConfigError, DataError, DivergenceError, LayoutError, PeerFailedError
+from hpcpar.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    LayoutError,
+    PeerFailedError,
+)
 from hpcpar.training import Config, Outcome, Run
 from hpcpar.training.loop import is_due, move_aside, stretches
 from hpcpar.training.metrics import records_of
@@ -165,12 +172,83 @@ def test_resuming_with_other_settings_says_so(
     assert "resuming with train.seed = 3, which was 0 before" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ("model.rope_theta=5e5",),
+            r"model\.rope_theta = 10000\.0 there, 500000\.0 here; set model\.rope",
+        ),
+        (("model.norm_epsilon=1e-3",), r"model\.norm_epsilon = 1e-05 there, 0\.001 here"),
+        (
+            ("model.heads=4", "model.kv_heads=2"),
+            r"model\.heads = 2 there, 4 here; .* set model\.heads=2 model",
+        ),
+        (("model.tie_embeddings=true",), r"model\.tie_embeddings = false there, true here"),
+        (("model.preset=llama3-8b",), r"model\.rope_theta = 10000\.0 there, 500000\.0 here"),
+    ],
+)
+def test_resuming_as_another_model_is_refused_on_every_rank(
+    config_of: MakeConfig, options: tuple[str, ...], words: str
+) -> None:
+    trained(config_of("train.steps=1"))
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(CheckpointError, match=words):
+            Run(config_of(*options), comm, resume=True)
+
+    run_loopback(2, work)
+
+
+def test_resuming_with_another_preset_of_the_same_model_is_no_change(config_of: MakeConfig) -> None:
+    trained(config_of("train.steps=1"))
+    same = config_of("model.preset=5m", "train.steps=1")
+    assert trained(same, resume=True)[0].first_step == 1
+
+
+def test_resuming_with_another_dropout_says_so(
+    config_of: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of("train.steps=1"))
+    trained(config_of("train.steps=1", "model.dropout=0.1"), resume=True)
+    assert "resuming with model.dropout = 0.1, which was 0.0 before" in caplog.text
+
+
+def test_a_checkpoint_that_does_not_tell_its_model_is_resumed(
+    config_of: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "model_dump", lambda *_, **__: {"train": {"steps": 1}})
+        trained(config_of("train.steps=1"))
+    assert trained(config_of("train.steps=1", "model.rope_theta=5e5"), resume=True)[0].first_step == 1
+
+
+def test_resuming_in_another_plain_precision_is_refused_and_says_which_it_was(config_of: MakeConfig) -> None:
+    trained(config_of("train.steps=1"))
+    words = r"was saved in float64: model\.\S+ there is .* \(train\.precision=float64\), or"
+    with pytest.raises(CheckpointError, match=words):
+        Run(config_of("train.precision=float32"), Communicator.alone(), resume=True)
+
+
 def test_a_new_run_moves_an_earlier_one_aside(config_of: MakeConfig, tmp_path: Path) -> None:
     trained(config_of())
     trained(config_of())
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()
     assert move_aside(tmp_path / "run") == tmp_path / "run.2"
     assert move_aside(tmp_path / "text") is None
+
+
+@pytest.mark.parametrize("directory", [".", "..", "../below"])
+def test_a_second_run_in_the_current_directory_is_refused(
+    config_of: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    config = config_of(f"output.directory={directory}", "train.steps=1")
+    trained(config)
+    with pytest.raises(ConfigError, match=r"output\.directory = \S+ has an earlier run in it"):
+        Run(config, Communicator.alone())
+    assert trained(config, resume=True)[0].first_step == 1
 
 
 def test_a_timeline_is_written_on_request(config_of: MakeConfig) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,26 @@ def test_a_resumed_run_drops_what_it_will_train_again_and_a_torn_line(tmp_path: 
     path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": 3, "lo')
     keep_lines_before(path, 2)
     assert records_of(path) == lines[:3]
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_what_is_no_finite_number_is_null_and_so_it_stays_when_a_run_is_resumed(tmp_path: Path) -> None:
+    skipped = [record(0) | {"gradient_norm": math.nan}, record(1) | {"gradient_norm": math.inf}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(skipped[0]) + "\n")
+    with Metrics(tmp_path, first_step=1, steps=2, console=None) as metrics:
+        metrics.steps(skipped[1:])
+        metrics.held_out(2, math.nan)
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert lines == [
+        record(0) | {"gradient_norm": None},
+        record(1) | {"gradient_norm": None},
+        {"step": 2, "held_out_loss": None},
+    ]
+    draw_losses(lines, tmp_path / "loss.png", vocabulary=256)
 
 
 def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:

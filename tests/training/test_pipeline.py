@@ -292,7 +292,11 @@ def test_what_cannot_work_is_refused_on_every_rank(
     ("rows", "words"),
     [
         ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n", "for 2 ranks and 2 microbatches, but the run has .* 2 and 4"),
-        ("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3\n", "1B3"),
+        (
+            "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3\n",
+            "txt cannot work: 1B3 is miss",
+        ),
+        ("0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3\n1F1 1B1 1F0 1B0 1F2 1B2 1F3 1B3\n", "txt cannot work: .*0B0"),
     ],
 )
 def test_a_schedule_of_a_file_is_followed_or_refused(
@@ -303,7 +307,7 @@ def test_a_schedule_of_a_file_is_followed_or_refused(
     config = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", name="refused")
 
     def refused(comm: Communicator) -> None:
-        with pytest.raises((PeerFailedError, ValueError), match=words):
+        with pytest.raises(PeerFailedError, match=words):
             Run(config, comm)
 
     run_loopback(2, refused, check=False)
@@ -312,3 +316,42 @@ def test_a_schedule_of_a_file_is_followed_or_refused(
     alone, _ = of_one_process(*MODEL)
     trained(followed, 2)
     assert course(followed) == pytest.approx(course(alone), abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("stages_per_rank=2", r"stages_per_rank = 2, but the schedule in \S+own\.txt has 1, 1 stages"),
+        ("memory_limit=3", r"memory_limit = 3, but the schedule in \S+own\.txt keeps 4 chunks on rank 0"),
+    ],
+)
+def test_what_is_asked_of_a_schedule_is_asked_of_a_files_too(
+    config_of: MakeConfig, tmp_path: Path, option: str, words: str
+) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n")
+    config = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", f"pipeline.{option}")
+
+    def refused(comm: Communicator) -> None:
+        with pytest.raises(PeerFailedError, match=words):
+            Run(config, comm)
+
+    run_loopback(2, refused, check=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("pipeline.schedule=1f1", "'1f1' is neither a file nor a name; there are naive, g"),
+        (
+            "pipeline.balance=[1, 5]",
+            r"pipeline\.balance = \(1, 5\), but with mesh\.pp = 1 there are no",
+        ),
+        ("pipeline.balance=measured", r"pipeline\.balance = 'measured', but with mesh\.pp = 1"),
+    ],
+)
+def test_what_is_said_about_a_pipeline_that_is_none_is_refused(
+    config_of: MakeConfig, option: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Run(config_of(*MODEL, option), Communicator.alone())
