@@ -105,7 +105,8 @@ class Unit:
 
     keeps   it stays gathered from forward to backward
     pins    how many want it to stay gathered whatever comes
-    inputs  whether gradients of what went into it are to come in backward
+    inputs  whether gradients of what went into it may come in backward: once they did, in any forward, they
+            may again, for a graph outlives the forwards after it
     once    its memory exists once on each node: it is never freed, and to gather it is to wait for all ranks
     """
 
@@ -320,8 +321,6 @@ class Sharding:
 
     def _begin_forward(self) -> None:
         self._in_backward = False
-        for unit in self.units:
-            unit.inputs = False
 
     def _end_forward(self, trains: bool) -> None:
         if not self._is_order_known:

@@ -442,6 +442,46 @@ def test_an_evaluation_may_come_between_forward_and_backward(context: Any) -> No
     assert_follows(Network, loss_of=loss_of)
 
 
+class Residual(nn.Module):
+    """A layer whose own gradients are complete before the frozen values' work for the input's is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.empty(4), requires_grad=False)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.frozen + self.inner(inputs.detach())
+
+
+class Detaching(Network):
+    """A network of which one forward may leave out the gradients of what comes into its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(Residual)
+        self.detaches = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        hidden = hidden.detach() if self.detaches else hidden
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("has_graph", [False, True], ids=["no_grad", "with a graph"])
+def test_a_forward_in_between_leaves_frozen_values_where_backward_needs_them(has_graph: bool) -> None:
+    def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+        found = model(inputs)
+        model.detaches = True  # type: ignore[assignment]
+        with torch.set_grad_enabled(has_graph):
+            target = model(inputs + 1).detach()
+        model.detaches = False  # type: ignore[assignment]
+        return (found - target).square().mean()
+
+    assert_follows(Detaching, loss_of=loss_of)
+
+
 def test_an_evaluation_may_come_first() -> None:
     def body(comm: Communicator) -> list[Tensor]:
         model = fully_shard(Network(), comm)
