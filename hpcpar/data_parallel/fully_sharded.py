@@ -51,7 +51,7 @@ from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.scattered import ScatteredGradients
 from hpcpar.data_parallel.shards import pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
-from hpcpar.data_parallel.units import Place, Policy, UnitPlan, plan_units, tensors_in
+from hpcpar.data_parallel.units import Place, Policy, UnitPlan, hides, plan_units, tensors_in
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ class Held:
     flat: Tensor
     views: list[Tensor]
     absent: list[Tensor]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of it is now: some or all may have been frozen since it was sharded."""
+        return any(parameter.requires_grad for parameter in self.parameters)
 
 
 @dataclass
@@ -125,12 +130,15 @@ class Unit:
         self.is_gathered = once is not None
         self.gathered = Gathered()
         self.is_coming = False
-        self.is_trained = any(p.requires_grad for each in held for p in each.parameters)
 
     @property
     def nbytes(self) -> int:
         """Of its parameters, gathered."""
         return sum(each.flat.numel() * each.flat.element_size() for each in self.held)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(each.is_trained for each in self.held)
 
     @property
     def is_here(self) -> bool:
@@ -304,8 +312,8 @@ class Sharding:
             outputs = _differentiable(output)
             for tensor in outputs:
                 tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
-            is_passed = bool(unit.held) and bool(_differentiable([args, kwargs])) and not tensors_in(output)
-            if trains and not outputs and (unit.is_trained or is_passed):
+            is_passed = bool(unit.held) and bool(_differentiable([args, kwargs]))
+            if trains and not outputs and hides(output) and (unit.is_trained or is_passed):
                 unit.free()
                 raise OperationError(
                     f"unit {unit.name!r} returned a {type(output).__name__} without a tensor that has a "
@@ -354,7 +362,7 @@ class Sharding:
             self._in_backward = True
             self.gradients.expect_backward()
             for each in self.units:
-                self._left[each] = sum(held.parameters[0].requires_grad for held in each.held)
+                self._left[each] = sum(held.is_trained for held in each.held)
             Variable._execution_engine.queue_callback(self._end_backward)
         self._bring(unit)
         # One that is about to go makes room for one that comes.

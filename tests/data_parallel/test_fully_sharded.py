@@ -392,6 +392,51 @@ def test_parameters_may_be_frozen(build: Callable[[], nn.Module], microbatches: 
     assert_follows(build, microbatches=microbatches)
 
 
+def test_a_model_that_was_frozen_after_it_was_sharded_can_be_called() -> None:
+    model = fully_shard(Network(), Communicator.alone())
+    plain_loss(model, batch(0, 0)).backward()
+    model.requires_grad_(False)
+    assert torch.equal(model(batch(1, 0)), Network()(batch(1, 0)))
+    inputs = [batch(1, 0).requires_grad_() for _ in range(2)]
+    for network, given in zip((model, Network()), inputs, strict=True):
+        plain_loss(network, given).backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+
+
+def test_a_unit_may_return_tensors_that_have_no_gradient() -> None:
+    class Deciding(Layer):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs).argmax(-1)
+
+    model = Network()
+    model.layers.append(Deciding())
+    fully_shard(model, Communicator.alone())
+    assert model.layers[4](torch.ones(2, 4)).shape == (2,)
+
+
+class Weighted(nn.Module):
+    """A layer whose input's gradient comes before those of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((4,), 2.0))
+        self.second = nn.Parameter(torch.full((4,), 3.0))
+        self.third = nn.Parameter(torch.full((4,), 5.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.first * self.second * self.third * inputs
+
+
+def test_a_unit_of_which_a_part_was_frozen_after_it_was_sharded_stays_until_its_gradients_are_there() -> None:
+    model = nn.Sequential(Weighted())
+    fully_shard(model, Communicator.alone(), policy=lambda name, module: name == "0")
+    optimizer = optimizer_of(model, Communicator.alone())
+    model[0].first.requires_grad_(False)
+    model(torch.ones(4, requires_grad=True)).sum().backward()
+    found = {name: gradient.tolist() for name, _, gradient in optimizer.named_gradients()}
+    assert found == {"0.second": [10.0] * 4, "0.third": [6.0] * 4}
+
+
 class Stopped(nn.Module):
     """A layer whose backward needs a weight's values after the weight's own gradient is complete."""
 
