@@ -236,6 +236,8 @@ class Sharding:
         self._order: list[Unit] = []
         self._is_order_known = False
         self._in_backward = False
+        self._makes_graph = False
+        self._is_kept = False
         self._ahead_of: Unit | None = None
         units[0].keeps = units[-1].keeps = True
         self.gathers = 0
@@ -364,6 +366,9 @@ class Sharding:
             for each in self.units:
                 self._left[each] = sum(held.is_trained for held in each.held)
             Variable._execution_engine.queue_callback(self._end_backward)
+            self._makes_graph = torch.is_grad_enabled()
+            if self._makes_graph:
+                self._keep_all()
         self._bring(unit)
         # One that is about to go makes room for one that comes.
         self._ahead_of = unit
@@ -396,7 +401,23 @@ class Sharding:
         self.gradients.end_backward()
         self._in_backward = False
         self._ahead_of = None
+        if not self._makes_graph:
+            self._keep_no_more()
         self.release()
+
+    def _keep_all(self) -> None:
+        """For a backward of this backward, which needs any unit's values at any time."""
+        if not self._is_kept:
+            self._is_kept = True
+            for unit in self.units:
+                self._bring(unit)
+                unit.pins += 1
+
+    def _keep_no_more(self) -> None:
+        if self._is_kept:
+            self._is_kept = False
+            for unit in self.units:
+                unit.pins -= 1
 
     # --- for the optimizer, and for looking at parameters -----------------------------------------
 
@@ -407,6 +428,7 @@ class Sharding:
 
     def before(self) -> None:
         """No rank reads the parameters as they are any more. Collective."""
+        self._keep_no_more()
         if any(unit.pins for unit in self.units):
             raise OperationError(
                 "parameters were to change inside summon_full_parameters(), where what was summoned would be "
@@ -542,6 +564,9 @@ def fully_shard(
 
     Calls of the model, backwards, and what follows from them are collective from now on; every rank must call
     the units in the same order, in the same number of forwards and backwards.
+
+    A backward with create_graph=True, as for a gradient penalty, gathers the whole model and keeps it until
+    the end of the next one without, or the step: differentiate the sum of all penalties, once.
     errors   OperationError for a model that is sharded already or a policy that makes no sense;
              MismatchError on every rank when models differ
     """

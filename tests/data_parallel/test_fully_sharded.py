@@ -563,6 +563,52 @@ def test_two_forwards_may_have_one_backward_and_one_forward_two() -> None:
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    inputs = inputs.clone().requires_grad_()
+    (of_inputs,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    return of_inputs.square().sum()
+
+
+def penalized_loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss = plain_loss(model, inputs)
+    return loss + (penalty(model, inputs) + penalty(model, inputs + 1)) / 1e5
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_gradient_may_be_differentiated(microbatches: int) -> None:
+    assert_follows(Network, loss_of=penalized_loss, microbatches=microbatches)
+
+
+def test_a_gradient_may_be_differentiated_where_products_are_made_in_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_place, "LEAST_NBYTES", 0)
+
+    def body(comm: Communicator, stage: int) -> list[Tensor]:
+        return trained(comm, Network, stage=stage, loss_of=penalized_loss).parameters
+
+    expected = run_loopback(2, lambda comm: body(comm, 0))
+    for found, other in zip(run_loopback(2, lambda comm: body(comm, 3)), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-5)  # sums in another order
+
+
+def test_what_is_gathered_for_differentiating_a_gradient_goes_with_it_or_with_the_step() -> None:
+    model = fully_shard(Network(), Communicator.alone())
+    optimizer = optimizer_of(model, Communicator.alone())
+    with gathered(model) as now:
+        penalty(model, batch(0, 0)).backward()
+        assert now() == []
+        penalty(model, batch(0, 0))
+        assert len(now()) == 5
+        with torch.no_grad():
+            model(batch(1, 0))
+        assert len(now()) == 5
+        optimizer.step()
+        assert now() == []
+        plain_loss(model, batch(0, 0)).backward()
+        assert now() == []
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["in the first forward", "later"])
 def test_after_an_error_in_a_forward_training_goes_on(first: bool) -> None:
     class Failing(Layer):
