@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.nn import functional
 
 from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, contribute
@@ -25,7 +25,8 @@ def adding_in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the linear layers and embeddings in `modules` add to large gradients in place.
 
     That is for forwards inside, and their backwards anywhere. Layers with a forward of their own are left
-    alone, and so is what happens under autocast, in torch.compile, and where gradients are deferred.
+    alone, and so is what happens under autocast, in torch.compile, in torch.func, under forward-mode
+    differentiation, and where gradients are deferred.
     """
     with ExitStack() as stack:
         for layer in {layer for module in modules for layer in module.modules()}:
@@ -64,8 +65,18 @@ def _is_worth_while(weight: Tensor, input: Tensor) -> bool:
         and input.dim() > 0
         and not torch.is_autocast_enabled(input.device.type)
         and not torch.compiler.is_compiling()
+        and not _is_transformed()
         and under_way() is None
     )
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func (vmap, grad, jvp) or forward-mode differentiation is at work.
+
+    They refuse a Function like those below. Torch has no public name for it; an unknown one counts as no.
+    """
+    transforms = getattr(torch._C, "_are_functorch_transforms_active", bool)
+    return bool(transforms()) or getattr(forward_ad, "_current_level", -1) >= 0
 
 
 class _Linear(Function):

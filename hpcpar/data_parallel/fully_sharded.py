@@ -51,7 +51,7 @@ from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.scattered import ScatteredGradients
 from hpcpar.data_parallel.shards import pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
-from hpcpar.data_parallel.units import Place, Policy, UnitPlan, plan_units, tensors_in
+from hpcpar.data_parallel.units import Place, Policy, UnitPlan, hides, plan_units, tensors_in
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ class Held:
     flat: Tensor
     views: list[Tensor]
     absent: list[Tensor]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of it is now: some or all may have been frozen since it was sharded."""
+        return any(parameter.requires_grad for parameter in self.parameters)
 
 
 @dataclass
@@ -105,7 +110,8 @@ class Unit:
 
     keeps   it stays gathered from forward to backward
     pins    how many want it to stay gathered whatever comes
-    inputs  whether gradients of what went into it are to come in backward
+    inputs  whether gradients of what went into it may come in backward: once they did, in any forward, they
+            may again, for a graph outlives the forwards after it
     once    its memory exists once on each node: it is never freed, and to gather it is to wait for all ranks
     """
 
@@ -124,12 +130,15 @@ class Unit:
         self.is_gathered = once is not None
         self.gathered = Gathered()
         self.is_coming = False
-        self.is_trained = any(p.requires_grad for each in held for p in each.parameters)
 
     @property
     def nbytes(self) -> int:
         """Of its parameters, gathered."""
         return sum(each.flat.numel() * each.flat.element_size() for each in self.held)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(each.is_trained for each in self.held)
 
     @property
     def is_here(self) -> bool:
@@ -227,6 +236,8 @@ class Sharding:
         self._order: list[Unit] = []
         self._is_order_known = False
         self._in_backward = False
+        self._makes_graph = False
+        self._is_kept = False
         self._ahead_of: Unit | None = None
         units[0].keeps = units[-1].keeps = True
         self.gathers = 0
@@ -303,8 +314,8 @@ class Sharding:
             outputs = _differentiable(output)
             for tensor in outputs:
                 tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
-            is_passed = bool(unit.held) and bool(_differentiable([args, kwargs])) and not tensors_in(output)
-            if trains and not outputs and (unit.is_trained or is_passed):
+            is_passed = bool(unit.held) and bool(_differentiable([args, kwargs]))
+            if trains and not outputs and hides(output) and (unit.is_trained or is_passed):
                 unit.free()
                 raise OperationError(
                     f"unit {unit.name!r} returned a {type(output).__name__} without a tensor that has a "
@@ -320,8 +331,6 @@ class Sharding:
 
     def _begin_forward(self) -> None:
         self._in_backward = False
-        for unit in self.units:
-            unit.inputs = False
 
     def _end_forward(self, trains: bool) -> None:
         if not self._is_order_known:
@@ -355,8 +364,11 @@ class Sharding:
             self._in_backward = True
             self.gradients.expect_backward()
             for each in self.units:
-                self._left[each] = sum(held.parameters[0].requires_grad for held in each.held)
+                self._left[each] = sum(held.is_trained for held in each.held)
             Variable._execution_engine.queue_callback(self._end_backward)
+            self._makes_graph = torch.is_grad_enabled()
+            if self._makes_graph:
+                self._keep_all()
         self._bring(unit)
         # One that is about to go makes room for one that comes.
         self._ahead_of = unit
@@ -389,7 +401,23 @@ class Sharding:
         self.gradients.end_backward()
         self._in_backward = False
         self._ahead_of = None
+        if not self._makes_graph:
+            self._keep_no_more()
         self.release()
+
+    def _keep_all(self) -> None:
+        """For a backward of this backward, which needs any unit's values at any time."""
+        if not self._is_kept:
+            self._is_kept = True
+            for unit in self.units:
+                self._bring(unit)
+                unit.pins += 1
+
+    def _keep_no_more(self) -> None:
+        if self._is_kept:
+            self._is_kept = False
+            for unit in self.units:
+                unit.pins -= 1
 
     # --- for the optimizer, and for looking at parameters -----------------------------------------
 
@@ -400,6 +428,7 @@ class Sharding:
 
     def before(self) -> None:
         """No rank reads the parameters as they are any more. Collective."""
+        self._keep_no_more()
         if any(unit.pins for unit in self.units):
             raise OperationError(
                 "parameters were to change inside summon_full_parameters(), where what was summoned would be "
@@ -535,6 +564,9 @@ def fully_shard(
 
     Calls of the model, backwards, and what follows from them are collective from now on; every rank must call
     the units in the same order, in the same number of forwards and backwards.
+
+    A backward with create_graph=True, as for a gradient penalty, gathers the whole model and keeps it until
+    the end of the next one without, or the step: differentiate the sum of all penalties, once.
     errors   OperationError for a model that is sharded already or a policy that makes no sense;
              MismatchError on every rank when models differ
     """

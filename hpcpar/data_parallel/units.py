@@ -13,6 +13,7 @@ two units belongs to a unit around both, at the outermost the whole model's.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -125,3 +126,12 @@ def tensors_in(value: object) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for each in value.values() for tensor in tensors_in(each)]
     return []
+
+
+def hides(value: object) -> bool:
+    """Whether there is an object in a module's output in which `tensors_in` would not find tensors."""
+    if isinstance(value, list | tuple):
+        return any(map(hides, value))
+    if isinstance(value, dict):
+        return any(map(hides, value.values()))
+    return not isinstance(value, Tensor | numbers.Number | str | bytes | None)

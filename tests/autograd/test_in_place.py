@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from hpcpar.autograd import DeferredGradients, in_place, pieces, recompute
 from hpcpar.autograd.in_place import adding_in_place
@@ -209,6 +210,28 @@ def test_a_gradient_of_gradients_is_torch_s() -> None:
         return gradients(module, [x])
 
     require_same(penalty(True), penalty(False))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "vmap": lambda module: torch.func.vmap(module)(TOKENS),
+    "jvp": lambda module: torch.func.jvp(module[1], (torch.ones(8).double(),), (torch.ones(8).double(),))[1],
+    "grad": lambda module: torch.func.grad(lambda x: module[1](x).sum())(torch.ones(8).double()),
+    "forward mode": lambda module: _tangent(module[1]),
+}
+
+
+def _tangent(module: nn.Module) -> Tensor:
+    x = torch.ones(8).double()
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(module(forward_ad.make_dual(x, x))).tangent  # type: ignore
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_under_transforms_layers_are_torch_s(name: str) -> None:
+    module = large()
+    expected = TRANSFORMS[name](module)
+    with adding_in_place([module]):
+        assert torch.equal(TRANSFORMS[name](module), expected)
 
 
 def test_layers_that_are_computed_anew_in_backward_add_in_place_too() -> None:

@@ -392,6 +392,51 @@ def test_parameters_may_be_frozen(build: Callable[[], nn.Module], microbatches: 
     assert_follows(build, microbatches=microbatches)
 
 
+def test_a_model_that_was_frozen_after_it_was_sharded_can_be_called() -> None:
+    model = fully_shard(Network(), Communicator.alone())
+    plain_loss(model, batch(0, 0)).backward()
+    model.requires_grad_(False)
+    assert torch.equal(model(batch(1, 0)), Network()(batch(1, 0)))
+    inputs = [batch(1, 0).requires_grad_() for _ in range(2)]
+    for network, given in zip((model, Network()), inputs, strict=True):
+        plain_loss(network, given).backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+
+
+def test_a_unit_may_return_tensors_that_have_no_gradient() -> None:
+    class Deciding(Layer):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs).argmax(-1)
+
+    model = Network()
+    model.layers.append(Deciding())
+    fully_shard(model, Communicator.alone())
+    assert model.layers[4](torch.ones(2, 4)).shape == (2,)
+
+
+class Weighted(nn.Module):
+    """A layer whose input's gradient comes before those of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((4,), 2.0))
+        self.second = nn.Parameter(torch.full((4,), 3.0))
+        self.third = nn.Parameter(torch.full((4,), 5.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.first * self.second * self.third * inputs
+
+
+def test_a_unit_of_which_a_part_was_frozen_after_it_was_sharded_stays_until_its_gradients_are_there() -> None:
+    model = nn.Sequential(Weighted())
+    fully_shard(model, Communicator.alone(), policy=lambda name, module: name == "0")
+    optimizer = optimizer_of(model, Communicator.alone())
+    model[0].first.requires_grad_(False)
+    model(torch.ones(4, requires_grad=True)).sum().backward()
+    found = {name: gradient.tolist() for name, _, gradient in optimizer.named_gradients()}
+    assert found == {"0.second": [10.0] * 4, "0.third": [6.0] * 4}
+
+
 class Stopped(nn.Module):
     """A layer whose backward needs a weight's values after the weight's own gradient is complete."""
 
@@ -442,6 +487,46 @@ def test_an_evaluation_may_come_between_forward_and_backward(context: Any) -> No
     assert_follows(Network, loss_of=loss_of)
 
 
+class Residual(nn.Module):
+    """A layer whose own gradients are complete before the frozen values' work for the input's is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.empty(4), requires_grad=False)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.frozen + self.inner(inputs.detach())
+
+
+class Detaching(Network):
+    """A network of which one forward may leave out the gradients of what comes into its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(Residual)
+        self.detaches = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        hidden = hidden.detach() if self.detaches else hidden
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("has_graph", [False, True], ids=["no_grad", "with a graph"])
+def test_a_forward_in_between_leaves_frozen_values_where_backward_needs_them(has_graph: bool) -> None:
+    def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+        found = model(inputs)
+        model.detaches = True  # type: ignore[assignment]
+        with torch.set_grad_enabled(has_graph):
+            target = model(inputs + 1).detach()
+        model.detaches = False  # type: ignore[assignment]
+        return (found - target).square().mean()
+
+    assert_follows(Detaching, loss_of=loss_of)
+
+
 def test_an_evaluation_may_come_first() -> None:
     def body(comm: Communicator) -> list[Tensor]:
         model = fully_shard(Network(), comm)
@@ -476,6 +561,52 @@ def test_two_forwards_may_have_one_backward_and_one_forward_two() -> None:
     expected = run_loopback(2, lambda comm: body(comm, 0))
     found = run_loopback(2, lambda comm: body(comm, 3))
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    inputs = inputs.clone().requires_grad_()
+    (of_inputs,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    return of_inputs.square().sum()
+
+
+def penalized_loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss = plain_loss(model, inputs)
+    return loss + (penalty(model, inputs) + penalty(model, inputs + 1)) / 1e5
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_gradient_may_be_differentiated(microbatches: int) -> None:
+    assert_follows(Network, loss_of=penalized_loss, microbatches=microbatches)
+
+
+def test_a_gradient_may_be_differentiated_where_products_are_made_in_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_place, "LEAST_NBYTES", 0)
+
+    def body(comm: Communicator, stage: int) -> list[Tensor]:
+        return trained(comm, Network, stage=stage, loss_of=penalized_loss).parameters
+
+    expected = run_loopback(2, lambda comm: body(comm, 0))
+    for found, other in zip(run_loopback(2, lambda comm: body(comm, 3)), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-5)  # sums in another order
+
+
+def test_what_is_gathered_for_differentiating_a_gradient_goes_with_it_or_with_the_step() -> None:
+    model = fully_shard(Network(), Communicator.alone())
+    optimizer = optimizer_of(model, Communicator.alone())
+    with gathered(model) as now:
+        penalty(model, batch(0, 0)).backward()
+        assert now() == []
+        penalty(model, batch(0, 0))
+        assert len(now()) == 5
+        with torch.no_grad():
+            model(batch(1, 0))
+        assert len(now()) == 5
+        optimizer.step()
+        assert now() == []
+        plain_loss(model, batch(0, 0)).backward()
+        assert now() == []
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["in the first forward", "later"])

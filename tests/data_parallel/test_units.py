@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcpar.data_parallel.units import layers_policy, plan_units, tensors_in
+from hpcpar.data_parallel.units import hides, layers_policy, plan_units, tensors_in
 from hpcpar.errors import OperationError
 
 
@@ -152,3 +152,9 @@ def test_tensors_are_found_in_what_modules_return() -> None:
     a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
     assert [t.numel() for t in tensors_in([a, {"x": (b, None)}, "text", {"y": [c]}])] == [1, 2, 3]
     assert tensors_in(None) == tensors_in(object()) == []
+
+
+def test_an_object_among_what_modules_return_may_hide_tensors() -> None:
+    a = torch.zeros(1)
+    assert not any(map(hides, [None, a, 1, 2.5, True, "text", (a, [None]), {"x": (a, 3)}, []]))
+    assert all(map(hides, [object(), (a, object()), {"x": [object()]}]))
