@@ -284,6 +284,9 @@ class Engine:
         request = ticket.request
         if request.kind != "allreduce" or self.timeline is not None or request.op == "adasum":
             return False
+        # The calls block with the lock held: another rank may be waiting for another thread's operation.
+        if len(self._crew.engines) > 1 and threading.active_count() > 1:
+            return False
         with self._crew.lock:
             # Another thread may have come in between, and the operation that is open now be its own.
             is_ours_alone = len(self._open) == 1 and self._open.get(request.name) is ticket

@@ -262,7 +262,7 @@ class Gradients:
             synchronizer.recount()
 
     def synchronize(self) -> None:
-        """Every gradient that has come since the last time becomes its reduction over all ranks; collective."""
+        """Every gradient that is new becomes its reduction over all ranks; collective."""
         waits = [] if self._are_sparse_reduced else self._start_sparse(self._sparse)
         for synchronizer, _ in self._synchronizers:
             if not synchronizer.synchronized:
