@@ -382,6 +382,30 @@ def test_a_crew_that_fails_fails_all_that_is_under_way_and_takes_nothing_more():
     assert run_loopback(1, work) == [["the end has come"] * 2]
 
 
+@pytest.mark.parametrize("numel", [3, 300_000], ids=["small", "large"])
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another"])
+def test_an_output_that_cannot_be_written_ends_the_engine_with_the_real_reason(numel, others):
+    def work(engine: Engine) -> list[str]:
+        tickets = [ticket("allreduce", torch.ones(1).expand(numel), "expanded", in_place=True)]
+        tickets += [ticket("allreduce", torch.ones(4), f"other {number}") for number in range(others)]
+        for one in tickets:
+            engine.submit([one])
+        told = []
+        for call in (lambda: engine.wait(tickets[0]), lambda: all_of(engine, [brought_later()])):
+            with pytest.raises(HorovodInternalError) as raised:
+                call()
+            told.append(str(raised.value))
+        assert isinstance(tickets[0].error.__cause__, RuntimeError)
+        assert not engine.is_busy
+        return told
+
+    def brought_later() -> Ticket:
+        return ticket("allreduce", torch.ones(2), "unrelated")
+
+    for told in with_engines(2, work):
+        assert all("RuntimeError" in text and "memory location" in text for text in told), told
+
+
 def test_a_stall_ends_after_the_shutdown_time_on_every_rank_and_names_who_is_missing():
     def work(engine: Engine) -> str:
         mine = ticket("allreduce", torch.ones(2), "everyone's" if engine.rank != 1 else "another")
