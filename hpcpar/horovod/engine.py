@@ -271,7 +271,7 @@ class Engine:
                 if not self._done_at_once(ticket):
                     waited = _Waited(self, ticket)
                     self._comm.wait_until(waited.is_over, waited)
-            except HpcparError as error:
+            except Exception as error:  # of whatever kind: an operation that was begun cannot go on
                 self._crew.fail(error)
         if ticket.error is not None:
             raise ticket.error
@@ -331,17 +331,19 @@ class Engine:
             pass
         self._advance_courses()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """All that is under way fails, and nothing more is taken."""
         if self._failure is None:
             self._failure = reason
         tickets = [*self._open.values(), *([self._joining] if self._joining else [])]
         for ticket in tickets:
             ticket.error = HorovodInternalError(reason)
+            ticket.error.__cause__ = cause
             ticket.done = True
         self._open.clear()
         self._negotiation = Negotiation(self.size, self._comm.world_ranks)
         self._joining = self._round = self._course = None
+        self._round_handle = self._course_handle = None
         self._queue.clear()
         self._finals.clear()
 
@@ -609,14 +611,16 @@ class Crew:
             for engine in self.engines:
                 if engine.is_busy:
                     engine.advance()
-        except HpcparError as error:
+        except Exception as error:  # of whatever kind: what was under way cannot go on
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """What one of them could not do ends all of them."""
+        reason = str(error) if isinstance(error, HpcparError) else f"{type(error).__name__}: {error}"
+        cause = None if isinstance(error, HorovodInternalError) else error
         with self.lock:
             for engine in self.engines:
-                engine.fail(str(error))
+                engine.fail(reason, cause)
 
 
 class _Waited:

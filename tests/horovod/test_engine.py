@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -336,6 +338,30 @@ def test_engines_of_a_crew_move_on_together():
     assert run_loopback(2, work) == [[0.0, 2.0] * 20] * 2
 
 
+def test_threads_may_wait_in_several_engines_at_once():
+    """Each rank waits in two engines at once; every one needs a rank whose first thread waits in the next."""
+
+    def work(comm: Communicator) -> list[float]:
+        pairs = [comm.split(0 if comm.rank != out else 1, comm.rank, f"without {out}") for out in range(3)]
+        crew = Crew(comm.poke)
+        own = [(comm.rank + 1) % 3, (comm.rank + 2) % 3]
+        engines = {out: engine_over(pairs[out], crew, stall_shutdown_s=5.0) for out in sorted(own)}
+        results: dict[int, float] = {}
+
+        def ask(out: int) -> None:
+            (result,) = all_of(engines[out], [ticket("allreduce", torch.ones(2), "x")])
+            results[out] = result[0].item()
+
+        first = threading.Thread(target=ask, args=(own[0],))
+        first.start()
+        time.sleep(0.3)  # it is waiting
+        ask(own[1])
+        first.join()
+        return [results[out] for out in own]
+
+    assert run_loopback(3, work) == [[2.0, 2.0]] * 3
+
+
 def test_a_crew_that_fails_fails_all_that_is_under_way_and_takes_nothing_more():
     def work(comm: Communicator) -> list[str]:
         crew = Crew(comm.poke)
@@ -354,6 +380,30 @@ def test_a_crew_that_fails_fails_all_that_is_under_way_and_takes_nothing_more():
         return told
 
     assert run_loopback(1, work) == [["the end has come"] * 2]
+
+
+@pytest.mark.parametrize("numel", [3, 300_000], ids=["small", "large"])
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another"])
+def test_an_output_that_cannot_be_written_ends_the_engine_with_the_real_reason(numel, others):
+    def work(engine: Engine) -> list[str]:
+        tickets = [ticket("allreduce", torch.ones(1).expand(numel), "expanded", in_place=True)]
+        tickets += [ticket("allreduce", torch.ones(4), f"other {number}") for number in range(others)]
+        for one in tickets:
+            engine.submit([one])
+        told = []
+        for call in (lambda: engine.wait(tickets[0]), lambda: all_of(engine, [brought_later()])):
+            with pytest.raises(HorovodInternalError) as raised:
+                call()
+            told.append(str(raised.value))
+        assert isinstance(tickets[0].error.__cause__, RuntimeError)
+        assert not engine.is_busy
+        return told
+
+    def brought_later() -> Ticket:
+        return ticket("allreduce", torch.ones(2), "unrelated")
+
+    for told in with_engines(2, work):
+        assert all("RuntimeError" in text and "memory location" in text for text in told), told
 
 
 def test_a_stall_ends_after_the_shutdown_time_on_every_rank_and_names_who_is_missing():

@@ -262,7 +262,7 @@ class Gradients:
             synchronizer.recount()
 
     def synchronize(self) -> None:
-        """Every gradient becomes its reduction over all ranks; collective, once a step."""
+        """Every gradient that is new becomes its reduction over all ranks; collective."""
         waits = [] if self._are_sparse_reduced else self._start_sparse(self._sparse)
         for synchronizer, _ in self._synchronizers:
             if not synchronizer.synchronized:
@@ -272,6 +272,8 @@ class Gradients:
         schedules = [schedule for _, schedule in self._synchronizers]
         if self._without_bucket() and (not schedules or schedules[0].newcomers):
             self._lay_out()
+        for schedule in schedules:
+            schedule.newcomers = False
         self._are_sparse_reduced = True
         self._passed.clear()
 

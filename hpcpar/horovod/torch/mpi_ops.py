@@ -575,6 +575,8 @@ def _allreduce(
         require_adasum(process_set)
     for tensor in tensors:
         _require_type("an all-reduce", tensor, _REDUCIBLE)
+        if in_place:
+            _require_own_elements("an all-reduce", tensor)
     factors = float(scaling[0]), float(scaling[1])
     is_group = shape is _all
     tickets = _tickets(
@@ -626,6 +628,8 @@ def _broadcast(
     if root_rank not in ranks:
         raise ValueError(f"root_rank={root_rank} is not among the ranks {ranks} of the process set")
     _require_type("a broadcast", tensor, _MOVABLE)
+    if in_place:
+        _require_own_elements("a broadcast", tensor)
     ticket = _ticket(engine, "broadcast", tensor, name, in_place, root=ranks.index(root_rank))
     return _submit(engine, [ticket], _one, [tensor] if in_place else None)
 
@@ -746,6 +750,18 @@ def _require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} of a {tensor.layout} tensor was asked for; use sparse_allreduce_async")
+
+
+def _require_own_elements(what: str, tensor: Tensor) -> None:
+    """Refuse a result that would be written to one place several times."""
+    strides = tensor.stride()
+    if 0 not in strides or tensor.numel() < 2:
+        return
+    if any(step == 0 and length > 1 for step, length in zip(strides, tensor.shape, strict=True)):
+        raise ValueError(
+            f"{what} in place of an expanded tensor was asked for (shape {list(tensor.shape)}, strides "
+            f"{list(strides)}), whose elements share memory; give its clone()"
+        )
 
 
 def _splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:

@@ -256,12 +256,12 @@ class _AveragingOptimizer(_Distributed):
                 if self._synchronized:
                     warnings.warn(
                         "optimizer.step() called without optimizer.skip_synchronize() context after "
-                        "optimizer.synchronize(). The gradients are reduced already, and are not once more; "
+                        "optimizer.synchronize(). Gradients that are reduced already are not once more; "
                         "write `with optimizer.skip_synchronize(): optimizer.step()`.",
                         stacklevel=2,
                     )
-                else:
-                    self.synchronize()
+                # A step may have been skipped since, and gradients have come that are not reduced.
+                self.synchronize()
             outcome = self._step_locally()
         self._synchronized = False
         self._gradients.next_step()
@@ -277,11 +277,13 @@ class _AveragingOptimizer(_Distributed):
                     "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
                 )
             self._gradients.zero(set_to_none=set_to_none)
+        self._synchronized = False
         super().zero_grad(set_to_none=set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped optimizer; backwards are counted from zero again."""
         super().load_state_dict(state_dict)
+        self._synchronized = False
         if self._gradients is not None:
             self._gradients.recount()
 

@@ -419,6 +419,21 @@ LOCAL: dict[str, tuple[Callable[[ModuleType], Any], type[Exception], list[str]]]
         ValueError,
         ["splits", "float32"],
     ),
+    "allreduce in place of an expanded tensor": (
+        lambda h: h.allreduce_(ones(1).expand(3)),
+        ValueError,
+        ["expanded", "[3]", "clone"],
+    ),
+    "group in place with an expanded tensor": (
+        lambda h: h.grouped_allreduce_([ones(2), ones(2, 1).expand(2, 3)]),
+        ValueError,
+        ["expanded", "[2, 3]", "clone"],
+    ),
+    "broadcast in place of an expanded tensor": (
+        lambda h: h.broadcast_(ones(1).expand(3), 0),
+        ValueError,
+        ["expanded", "[3]", "clone"],
+    ),
     "an unregistered process set": (
         lambda h: h.allreduce(ones(2), process_set=unregistered(h)),
         ValueError,

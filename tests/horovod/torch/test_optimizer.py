@@ -795,6 +795,74 @@ def test_a_step_after_synchronize_warns_exactly_once_and_reduces_nothing_twice(
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("op", "zeroed"),
+    [
+        ("Average", "by the model"),
+        ("Sum", "by the model"),
+        ("Average", "by the optimizer"),
+        ("Average", "not at all"),  # a sum would be summed once more, as in Horovod
+    ],
+)
+@pytest.mark.parametrize("skipped", [0, 1], ids=["the first step", "a later step"])
+def test_gradients_that_come_after_a_skipped_step_are_reduced(
+    op: str, zeroed: str, skipped: int, needs_two: None
+) -> None:
+    reduction = {"Average": "mean", "Sum": "sum"}[op]
+
+    def steps(model: nn.Module, optimizer: Any, share: Callable[[Tensor], Tensor], *, is_ours: bool) -> None:
+        for step in range(4):
+            if zeroed != "not at all" or step != skipped + 1:
+                (model if zeroed == "by the model" else optimizer).zero_grad()
+            backward(model, share, step, reduction)
+            if step != skipped:
+                optimizer.step()
+            elif is_ours:
+                optimizer.synchronize()
+
+    model, optimizer = wrapped(op=getattr(hvd, op))
+    reference = model_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it does not know why there was no step
+        steps(model, optimizer, part, is_ours=True)
+    steps(reference, OPTIMIZERS["SGD"](reference.parameters()), whole, is_ours=False)
+    assert_as_alone(model, reference)
+
+
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore:optimizer.step:UserWarning")
+def test_a_step_after_synchronize_reduces_sparse_gradients_and_newcomers_once(needs_two: None) -> None:
+    def steps(optimizer: Any, share: Callable[[Tensor], Tensor], *, is_ours: bool) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            x = batch(step)[0]
+            loss = (share(x) @ table(torch.arange(6))).sum() * scale
+            if step >= 2:
+                loss = loss + share(x).sum() * late
+            loss.backward()
+            if is_ours:
+                optimizer.synchronize()
+            optimizer.step()
+
+    def parameters() -> tuple[nn.Embedding, nn.Parameter, nn.Parameter, nn.Parameter]:
+        torch.manual_seed(0)
+        one, two, never = (nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(3))
+        return nn.Embedding(6, 2, sparse=True, dtype=torch.float64), one, two, never
+
+    table, scale, late, never = parameters()
+    model = nn.ParameterList([table.weight, scale, late, never])
+    steps(
+        hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.01), op=hvd.Sum),
+        part,
+        is_ours=True,
+    )
+    table, scale, late, never = parameters()
+    reference = nn.ParameterList([table.weight, scale, late, never])
+    steps(SGD(reference.parameters(), lr=0.01), whole, is_ours=False)
+    assert_as_alone(model, reference)
+
+
+@pytest.mark.mpi
 def test_synchronizing_twice_reduces_once() -> None:
     model, optimizer = wrapped(op=hvd.Sum)
     for step in range(3):
