@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
+
+import numpy as np
 
 from hpcpar.comm import agree, sharing
 from hpcpar.comm.accounting import Trace, Traffic
@@ -19,6 +23,23 @@ from hpcpar.transport import loopback
 from hpcpar.transport.interface import Transport
 
 T = TypeVar("T")
+
+IN_USE = -1
+
+
+@dataclass(eq=False)
+class Loan:
+    """A communicator that is the borrower's as long as this object lives."""
+
+    comm: Communicator
+
+
+@dataclass
+class _Lent:
+    """A communicator that is lent, or was: the borrower's loan may be gone."""
+
+    comm: Communicator
+    loan: weakref.ref[Loan]
 
 
 class Communicator(Objects):
@@ -36,6 +57,7 @@ class Communicator(Objects):
         self.world_ranks = transport.world_ranks
         numbers = {node: number for number, node in enumerate(dict.fromkeys(transport.nodes))}
         self.nodes = tuple(numbers[node] for node in transport.nodes)
+        self._lent: list[_Lent] = []
 
     @classmethod
     def alone(cls) -> Communicator:
@@ -211,8 +233,46 @@ class Communicator(Objects):
         assert node is not None
         return node
 
+    def lend(self, purpose: str) -> Loan:
+        """One of the same ranks for calls that come in another order than those on this one. Collective.
+
+        It counts on this one's account and agrees on no calls. What a borrower that is gone on all ranks had
+        is lent again; but a borrower that went in the middle of things may have begun a call on one rank and
+        not on another, which the next one's calls would meet there: that communicator is left alone.
+        """
+        if self.size == 1:
+            return Loan(self)
+        agreed = -1
+        if self._lent:
+            calls = [IN_USE if lent.loan() is not None else lent.comm.calls for lent in self._lent]
+            of_ranks = self.unchecked("agreement").allgather(np.array(calls, dtype=np.int64))
+            of_ranks = of_ranks.reshape(self.size, -1)
+            gone = (of_ranks != IN_USE).all(axis=0)
+            same = gone & (of_ranks == of_ranks[0]).all(axis=0)
+            for lent, is_left_alone in zip(self._lent, gone & ~same, strict=True):
+                if is_left_alone:
+                    lent.comm.abandon()
+            agreed = int(same.argmax()) if same.any() else -1
+        if agreed >= 0:
+            loan = Loan(self._lent[agreed].comm)
+            self._lent[agreed].loan = weakref.ref(loan)
+            return loan
+        made = self.split(0, self.rank, f"{self.name} {purpose}")
+        assert made is not None, "every rank belongs to it"
+        made.traffic.reset()
+        made.traffic = self.traffic
+        loan = Loan(made.unchecked(None))
+        self._lent.append(_Lent(loan.comm, weakref.ref(loan)))
+        return loan
+
     def free(self) -> None:
-        """Give the communicator back to MPI, which has room for about two thousand. Collective."""
+        """Give the communicator back to MPI, which has room for about two thousand. Collective.
+
+        Those that it has lent go with it.
+        """
+        for lent in self._lent:
+            lent.comm.free()
+        self._lent.clear()
         self._forget(list(self._recipes))
         if self._arena is not None:
             self._arena.free()

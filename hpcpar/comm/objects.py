@@ -29,8 +29,11 @@ class Objects(Collectives, PointToPoint):
     the collective that it is named after.
     """
 
-    def unchecked(self: SelfT, label: str) -> SelfT:
-        """This communicator, counting under another name and without agreeing on each call."""
+    def unchecked(self: SelfT, label: str | None) -> SelfT:
+        """This communicator, without agreeing on each call.
+
+        label   under which it counts; None: each collective under its own name
+        """
         view = copy.copy(self)
         view._checked = False
         view._label = label

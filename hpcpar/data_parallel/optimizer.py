@@ -41,6 +41,7 @@ from hpcpar.errors import OffloadError, OperationError
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+    from hpcpar.comm.communicator import Loan
 
 SplitOver = Mapping[str, Sequence["Communicator"]]
 
@@ -91,6 +92,10 @@ class DistributedOptimizer(Optimizer):
     tied               names of parameters that ranks outside `dp_comm` have copies of, and whether this
                        rank's is the one that counts in the norm: their gradients are averaged last, once
                        `synchronize` is called, so that before it they can be summed over the copies
+
+    Gradients travel on a communicator of their own, so that ranks may run the backwards of several models in
+    different orders, or not at all; but each optimizer's calls come in the same order on all ranks, and in
+    stage 3 so do all forwards and backwards.
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
     name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
@@ -146,6 +151,7 @@ class DistributedOptimizer(Optimizer):
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
+        self._loan: Loan | None = None
         self._in_place = ExitStack()
         self._in_place.enter_context(adding_in_place([] if model is None else [model]))
         self._build()
@@ -531,6 +537,7 @@ class DistributedOptimizer(Optimizer):
         self._in_place.close()
         if self._sharding is None:
             self._synchronizer.close()
+        self._loan = None
 
     def expected_traffic(
         self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0, loads: int = 0
@@ -624,21 +631,22 @@ class DistributedOptimizer(Optimizer):
                 [name for name, _ in trainable],
                 [parameter for _, parameter in trainable],
                 [block.bucket for block in blocks],
-                self.dp_comm,
+                self._own_comm(),
                 dtype=None if self.precision is None else self.precision.reduction,
                 algorithm=self._algorithm,
             )
         else:
             blocks = self._make_blocks(named, tied) if self._is_managed else []
+            own_comm = self._own_comm()
             self._averaging = Averaging(
-                self.dp_comm,
+                own_comm,
                 self._algorithm,
                 scattered=self.zero_stage == 1,
                 dtype=None if self.precision is None else self.precision.reduction,
             )
             self._synchronizer = GradientSynchronizer(
                 named,
-                self.dp_comm,
+                own_comm,
                 **self._bucketing,
                 algorithm=self._algorithm,
                 passes=self.backward_passes_per_step,
@@ -674,6 +682,12 @@ class DistributedOptimizer(Optimizer):
             split_over=self._split_over,
             elsewhere=[name for name, counts in self._tied.items() if not counts],
         )
+
+    def _own_comm(self) -> Communicator:
+        """For gradients: they leave in the order of backward, which ranks need not share with other calls."""
+        loan = self.dp_comm.lend("gradients")
+        self._loan = loan
+        return loan.comm
 
     def _make_blocks(self, named: Sequence[Named], tied: Sequence[Tensor] = ()) -> list[Block]:
         agree_on_parameters(named, self.dp_comm)

@@ -32,7 +32,7 @@ State = dict[str, Any]
 
 
 class _Part:
-    """A piece of a parameter as the optimizer sees it: a flat tensor of its own."""
+    """A piece of a parameter as the optimizer sees it: a flat tensor of its own, or one of no dimensions."""
 
     __slots__ = ("piece", "tensor")
 
@@ -81,9 +81,7 @@ class ShardedStep:
             master = self._make_master(block)
             self.masters.append(master)
             self._is_apart.append(master.data_ptr() != block.own.data_ptr())
-            self._parts.append(
-                [_Part(piece, master[piece.offset : piece.end]) for piece in block.shard.pieces]
-            )
+            self._parts.append([_Part(piece, self._seen(master, piece)) for piece in block.shard.pieces])
             content = [(part.tensor, inner.state[part.tensor]) for part in self._parts[number]]
             self._storage.adopt(number, content, master)
         if whole:
@@ -131,11 +129,21 @@ class ShardedStep:
         if not stepping:
             return
         for part in stepping:
-            part.tensor.grad = own[part.piece.offset : part.piece.end]
+            part.tensor.grad = self._seen(own, part.piece)
         with self._on(stepping):
             self.inner.step()
         for part in stepping:
             part.tensor.grad = None
+
+    def _seen(self, flat: Tensor, piece: Piece) -> Tensor:
+        """A piece of this rank's elements: flat, but without dimensions where its parameter has none.
+
+        Only so can its moments, which have none either, be told from those of flat pieces.
+        """
+        return flat[piece.offset] if self._is_scalar(piece) else flat[piece.offset : piece.end]
+
+    def _is_scalar(self, piece: Piece) -> bool:
+        return not self.layouts[piece.member][0]
 
     @contextmanager
     def _on(self, parts: Sequence[_Part]) -> Iterator[None]:
@@ -235,15 +243,18 @@ class ShardedStep:
 
     @torch.no_grad()
     def load_states(self, state_of: Callable[[Piece], Mapping[str, Any]]) -> None:
-        """Take every piece's state, flat. Master weights among them become the parameters."""
+        """Take every piece's state, flat, or without dimensions where the parameter has none.
+
+        Master weights among them become the parameters.
+        """
         for number in range(len(self.blocks)):
             self._storage.fetch(number)
             for part in self._parts[number]:
                 state = dict(state_of(part.piece))
                 master = state.pop(MASTER, None)
                 if master is not None:
-                    part.tensor.copy_(master)
-                    self.blocks[number].own[part.piece.offset : part.piece.end].copy_(part.tensor)
+                    part.tensor.copy_(master.reshape(part.tensor.shape))
+                    self._seen(self.blocks[number].own, part.piece).copy_(part.tensor)
                 self._set_state(number, part, state)
             self._narrow_moments(number)
             self._storage.park(number)
@@ -254,12 +265,14 @@ class ShardedStep:
         group = self.inner.param_groups[self._group_of[id(self.parameters[part.piece.member])]]
         # Steps that a kernel on the device counts are there; torch's own load_state_dict asks the same.
         counts_on_device = group.get("fused") or group.get("capturable")
+        is_scalar = self._is_scalar(part.piece)
         state = self.inner.state[part.tensor]  # the same dictionary as ever: a storage knows it
         state.clear()
         for key, value in values.items():
-            if is_elementwise(value, part.piece.numel):
+            if is_elementwise(value, part.piece.numel) or (is_scalar and _may_be_moment(key, value)):
                 dtype = master.dtype if value.is_floating_point() else value.dtype
-                state[key] = value.to(device=master.device, dtype=dtype, copy=True)
+                moved = value.to(device=master.device, dtype=dtype, copy=True)
+                state[key] = moved.reshape(part.tensor.shape)
             elif isinstance(value, Tensor):
                 state[key] = value.to(device=master.device if counts_on_device else value.device, copy=True)
             else:
@@ -311,8 +324,16 @@ class ShardedStep:
 
 
 def is_elementwise(value: Any, numel: int) -> bool:
-    """Whether a value of a state has an element for each of the parameter's, and is no counter."""
+    """Whether a value of a state has an element for each of the parameter's, and is no counter.
+
+    Those of a parameter without dimensions, whose one piece has none either, are taken as they are.
+    """
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
+
+
+def _may_be_moment(key: str, value: Any) -> bool:
+    """Of a parameter without dimensions, whose moments look like counters; torch asks the same."""
+    return key != "step" and isinstance(value, Tensor) and value.numel() == 1
 
 
 def part_of(state: Mapping[str, Any], start: int, stop: int, numel: int) -> State:

@@ -87,7 +87,11 @@ class _Field:
     state: dict[str, Any]
     key: str | None
     dtype: torch.dtype
-    numel: int
+    shape: torch.Size
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
 
 
 @dataclass
@@ -194,8 +198,8 @@ class OnDisk(Storage):
         fields = _fields(file.content)
         is_as_read = (
             file.buffer is not None
-            and [(f.key, f.dtype, f.numel) for f in fields]
-            == [(f.key, f.dtype, f.numel) for f in file.fields]
+            and [(f.key, f.dtype, f.shape) for f in fields]
+            == [(f.key, f.dtype, f.shape) for f in file.fields]
             and [f.tensor.data_ptr() for f in fields] == [view.data_ptr() for view in _views(file)]
         )
         file.fields = fields
@@ -220,9 +224,9 @@ class OnDisk(Storage):
 
 
 def _fields(content: Content) -> list[_Field]:
-    masters = [_Field(tensor, state, None, tensor.dtype, tensor.numel()) for tensor, state in content]
+    masters = [_Field(tensor, state, None, tensor.dtype, tensor.shape) for tensor, state in content]
     moments = [
-        _Field(value, state, key, value.dtype, value.numel())
+        _Field(value, state, key, value.dtype, value.shape)
         for tensor, state in content
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim() > 0
@@ -235,7 +239,7 @@ def _views(file: _File) -> list[Tensor]:
     views, offset = [], 0
     for each in file.fields:
         nbytes = each.numel * each.dtype.itemsize
-        views.append(file.buffer[offset : offset + nbytes].view(each.dtype))
+        views.append(file.buffer[offset : offset + nbytes].view(each.dtype).view(each.shape))
         offset += nbytes
     return views
 

@@ -45,7 +45,9 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Tied, frozen, unused and empty parameters, one that lies in memory in another order, and a buffer."""
+    """Tied, frozen, unused and empty parameters, one that lies in memory in another order, one without
+    dimensions, and a buffer.
+    """
 
     def __init__(self, seed: int = 0, width: int = 5) -> None:
         super().__init__()
@@ -58,6 +60,7 @@ class Network(nn.Module):
         self.unused = nn.Parameter(torch.empty(3))
         self.frozen = nn.Parameter(torch.empty(5), requires_grad=False)
         self.empty = nn.Parameter(torch.empty(0, 3))
+        self.log_scale = nn.Parameter(torch.empty(()))
         self.register_buffer("seen", torch.tensor(0))
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -69,7 +72,8 @@ class Network(nn.Module):
         hidden = self.embed(inputs)
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.head(hidden) * self.frozen + self.unembed(hidden) + self.turned.sum(0)
+        scaled = self.head(hidden) * self.frozen * self.log_scale.exp()
+        return scaled + self.unembed(hidden) + self.turned.sum(0)
 
 
 class Mode(NamedTuple):

@@ -106,3 +106,40 @@ def test_what_a_rank_has_under_way_when_it_ends_lives_until_all_have_ended() -> 
         return seen
 
     assert run_loopback(2, work, check=False) == [[], []]
+
+
+def test_what_is_lent_is_lent_again_when_its_borrower_is_gone_on_all_ranks() -> None:
+    def body(comm: Communicator) -> list[bool]:
+        first = comm.lend("gradients")
+        kept = first.comm
+        second = comm.lend("gradients")
+        apart = second.comm is not kept and kept.name != second.comm.name
+        if comm.rank == 1:
+            held = first
+        del first
+        third = comm.lend("gradients")  # rank 1 has the first still
+        held = None
+        fourth = comm.lend("gradients")
+        counted = comm.traffic.nbytes_sent("allreduce")
+        fourth.comm.allreduce(np.ones(4))
+        return [
+            apart,
+            third.comm is not kept,
+            fourth.comm is kept,
+            comm.traffic.nbytes_sent("allreduce") > counted,
+            held is None,
+        ]
+
+    assert run_loopback(2, body) == [[True] * 5] * 2
+
+
+def test_what_a_borrower_left_in_the_middle_of_a_call_is_not_lent_again() -> None:
+    def body(comm: Communicator) -> bool:
+        loan = comm.lend("gradients")
+        left = loan.comm
+        if comm.rank == 0:
+            left.start_allreduce(np.ones(4))
+        del loan
+        return comm.lend("gradients").comm is not left
+
+    assert run_loopback(2, body) == [True] * 2

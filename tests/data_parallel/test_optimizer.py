@@ -380,3 +380,30 @@ def test_counted_bytes_on_mpi_equal_the_theory(world: Communicator) -> None:
         sent = dp.traffic.nbytes_sent("allreduce")
     found = world.allgather_object((sent, optimizer.expected_traffic(3)["allreduce"]))
     assert sum(sent for sent, _ in found) == found[0][1]
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_may_use_two_models_in_different_backwards(stage: int, check: bool) -> None:
+    def body(comm: Communicator) -> list[list[float]]:
+        models = linear(), linear()
+        one, other = (
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), comm, zero_stage=stage
+            )
+            for model in models
+        )
+        start = models[0].bias.detach().clone()
+        inputs = torch.ones(1, 3, dtype=torch.float64)
+        for _ in range(2):
+            losses = models[0](inputs).sum(), 100 * models[1](inputs).sum()
+            (losses[1] if comm.rank == 1 else sum(losses)).backward()
+            if comm.rank != 1:
+                comm.poke()
+            one.step()
+            other.step()
+            one.zero_grad()
+            other.zero_grad()
+        return [(model.bias - start).tolist() for model in models]
+
+    assert run_loopback(2, body, check=check) == [[[-0.5] * 2, [-100.0] * 2]] * 2

@@ -185,6 +185,53 @@ def test_every_elementwise_optimizer_of_torch_steps_on_pieces(name: str, stage: 
         assert_near(found, expected)
 
 
+class Scaled(Network):
+    """With a parameter without dimensions, whose moments look like counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * self.log_scale.exp()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["sgd momentum", "adamw fused", "asgd"])
+@pytest.mark.parametrize("way", ["its own state", "its own part", "the plain one's", "wrapped late"])
+def test_the_state_of_a_parameter_without_dimensions_goes_on(way: str, name: str, stage: int) -> None:
+    expected = serial(Scaled(), OPTIMIZERS[name])
+
+    def body(comm: Communicator) -> list[Tensor]:
+        model = Scaled()
+        inner = OPTIMIZERS[name](model.parameters())
+        is_plain = way in ("the plain one's", "wrapped late")
+        for step in range(STEPS // 2 if is_plain else 0):
+            inputs, targets = batch(step)
+            functional.mse_loss(model(inputs), targets).backward()
+            inner.step()
+            inner.zero_grad()
+        state = inner.state_dict()
+        if stage == 3:
+            fully_shard(model, comm)
+        if way != "wrapped late":
+            inner = OPTIMIZERS[name](model.parameters())
+        optimizer = wrapped(model, inner, comm, stage)
+        for step in range(STEPS // 2 if is_plain else 0, STEPS):
+            if step == STEPS // 2 and way == "its own part":
+                optimizer.load_sharded_state_dict(optimizer.sharded_state_dict())
+            elif step == STEPS // 2 and way != "wrapped late":
+                optimizer.load_state_dict(state if is_plain else optimizer.state_dict())
+            inputs, targets = own_part(comm, step)
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model)
+
+    for found in run_loopback(SIZE, body, check=False):
+        assert_near(found, expected)
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["sgd momentum", "adamw fused"])
