@@ -42,7 +42,7 @@ from hpcpar.comm.shared import AtOnce, Extent, SharedStep, extent, regions_for, 
 from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
-from hpcpar.errors import BufferTypeError, HpcparError, OperationError
+from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
 from hpcpar.transport.device_memory import DeviceBuffer, bind_device, is_on_device
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
@@ -399,9 +399,9 @@ class Caller(ABC):
             if call.root is not None:
                 self._require_peer(call.root, f"the root of {call.collective}")
             yield call
-        except HpcparError as error:
+        except Exception as error:
             if self._checked:
-                self._require_same(f"{call.collective}, and failed: {error}")
+                self._require_same(f"{call.collective}, and failed: {error or type(error).__name__}")
             raise
         if self._checked:
             self._require_same(str(call))
@@ -841,7 +841,7 @@ def _keeping(
     if (
         target is not None
         and elsewhere is not None
-        and (_are_apart(target, data) or is_same(target, data.part(*own)))
+        and (not overlap(target, data) or is_same(target, data.part(*own)))
     ):
         return elsewhere, {**spaces, "output": target}, None
     return planned, *_apart(kept, own, spaces)
@@ -855,8 +855,9 @@ def _apart(
     return {**spaces, "data": copied}, None if kept.target is None else (kept.target, copied.part(*own))
 
 
-def _are_apart(a: HostBuffer, b: HostBuffer) -> bool:
-    return a.address + a.octets.size <= b.address or b.address + b.octets.size <= a.address
+def overlap(a: HostBuffer, b: HostBuffer) -> bool:
+    """Whether they have memory in common."""
+    return a.address < b.address + b.octets.size and b.address < a.address + a.octets.size
 
 
 def _with_work(offsets: Offsets, spaces: Spaces, chunks: int) -> tuple[Offsets, Spaces]:

@@ -17,13 +17,14 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from hpcpar import partition
-from hpcpar.comm.caller import Call, Caller, Kept, fill, typed
+from hpcpar.comm.caller import Call, Caller, Kept, fill, is_same, overlap, typed
 from hpcpar.comm.compressed import Compressed, CompressedOnDevice
 from hpcpar.comm.progress import Handle
 from hpcpar.comm.reductions import require_op, scale
@@ -143,8 +144,8 @@ class Collectives(Caller):
 
         counts            elements of each rank's piece; None: as equal as can be, larger ones first
         prescale_factor, postscale_factor   as of an all-reduce
-        result            out; or, when out is None, this rank's piece as a flat view of buffer, whose
-                          other pieces then hold partial sums
+        result            out, which may lie in buffer; or, when out is None, this rank's piece as a flat
+                          view of buffer, whose other pieces then hold partial sums
         """
         meaning = (op, _tuple(counts), algorithm, prescale_factor, postscale_factor)
         recipe = self._remembered("reduce_scatter", meaning, buffer, out)
@@ -165,6 +166,8 @@ class Collectives(Caller):
             call.described = f"{typed(buffer, source.host)}, op={op}{rescaling}, counts={list(pieces)}"
         call.own, call.factor = own, factors.after
         data, prepare = source.host, _prescaling(source.host, factors)
+        if target is not None and not is_same(target.host, data.part(*own)) and overlap(target.host, data):
+            data, call.key = data.copy(), None  # the result is written over pieces that have yet to be sent
         if prepare is not None and target is not None:  # the caller's input is to stay as it was
             data, prepare = data.copy(), None
             scale(data, factors.before)
@@ -278,7 +281,8 @@ class Collectives(Caller):
         with self._asking(Call("broadcast", root=root, algorithm=algorithm, key=key)) as call:
             target = self._view(buffer, writable=self.rank != root)
             call.described = typed(buffer, target.host)
-        return self._start(call, {"data": target.host}, None, lambda: buffer, write_back=target.write_back)
+        write_back = None if self.rank == root else target.write_back
+        return self._start(call, {"data": target.host}, None, lambda: buffer, write_back=write_back)
 
     def broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
         """`start_broadcast` and wait."""
@@ -448,7 +452,8 @@ class Collectives(Caller):
 
         send_counts      elements for each rank; None: equal pieces
         receive_counts   elements from each rank; None: found out by asking the others first
-        result           out, or a new one-dimensional array; buffer is never written to
+        result           out, which may overlap buffer, or a new one-dimensional array; buffer is not
+                         written to otherwise
         """
         key = None
         if out is not None and send_counts is None:
@@ -466,9 +471,12 @@ class Collectives(Caller):
         total = sum(received)
         exchanged = empty_like(buffer, total) if out is None else out
         target = self._view_out(exchanged, total, source.host)
+        given = source.host
+        if overlap(target.host, given):
+            given, call.key = given.copy(), None  # what comes is written over pieces that have yet to be sent
         return self._start(
             call,
-            {"input": source.host, "output": target.host},
+            {"input": given, "output": target.host},
             (("input", partition.offsets(sent)), ("output", partition.offsets(received))),
             lambda: exchanged,
             # Not _uneven(sent): a rank's own counts may be equal where another's are not.
@@ -535,10 +543,13 @@ class Collectives(Caller):
         return pieces
 
     def _counted(self, counts: Sequence[int]) -> tuple[int, ...]:
-        pieces = tuple(int(count) for count in counts)
+        try:
+            pieces = tuple(map(operator.index, counts))
+        except TypeError:
+            pieces = ()
         if len(pieces) != self.size or min(pieces) < 0:
             raise OperationError(
-                f"counts must be one number >= 0 for each of the {self.size} ranks, not {list(counts)}"
+                f"counts must be one whole number >= 0 for each of the {self.size} ranks, not {list(counts)}"
             )
         return pieces
 

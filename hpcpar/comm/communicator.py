@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +15,19 @@ import numpy as np
 
 from hpcpar.comm import agree, sharing
 from hpcpar.comm.accounting import Trace, Traffic
-from hpcpar.comm.caller import Family
+from hpcpar.comm.caller import Call, Family
 from hpcpar.comm.devices import open_devices
 from hpcpar.comm.objects import Objects
 from hpcpar.comm.watch import Waited, Watch
+from hpcpar.errors import OperationError
 from hpcpar.launch.settings import Settings
 from hpcpar.transport import loopback
 from hpcpar.transport.interface import Transport
 
 T = TypeVar("T")
+
+LARGEST_KEY = 2**31 - 1
+"""Of what MPI splits a communicator by."""
 
 IN_USE = -1
 
@@ -120,7 +125,6 @@ class Communicator(Objects):
         The memory goes with the last reference to it on any rank, at the next `allocate_shared` or `free`.
         """
         self._forget(list(self._recipes))  # some may point into memory that goes now
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
         return sharing.allocate(self, self._arena, shape, dtype)
 
     def allocate_common(self, shape: int | Sequence[int], dtype: Any) -> Any:
@@ -130,7 +134,7 @@ class Communicator(Objects):
         reference on any rank.
         errors   OperationError, SharedMemoryError on every rank where there is none such
         """
-        return sharing.allocate_common(self, (shape,) if isinstance(shape, int) else tuple(shape), dtype)
+        return sharing.allocate_common(self, shape, dtype)
 
     def free_shared(self, array: Any) -> None:
         """Give the memory of an `allocate_shared` back as soon as the last reference to it is gone.
@@ -217,8 +221,12 @@ class Communicator(Objects):
     def split(self, color: int | None, key: int = 0, name: str = "") -> Communicator | None:
         """New communicators of the ranks that pass the same color, ordered by key, then rank. Collective.
 
-        color   any number >= 0; None joins no new communicator, and gets None
+        color    any whole number >= 0; None joins no new communicator, and gets None
+        errors   OperationError for a color or a key that MPI cannot take
         """
+        with self._asking(Call("split")):
+            color = None if color is None else _whole("color", color, least=0)
+            key = _whole("key", key, least=-LARGEST_KEY)
         transport = self._transport.split(color, key)
         if transport is None:
             return None
@@ -308,6 +316,19 @@ class Communicator(Objects):
 
     def _require_same(self, description: str) -> None:
         agree.require_same(self, description)
+
+
+def _whole(what: str, number: int, *, least: int) -> int:
+    """What MPI can split by; OperationError for anything else."""
+    try:
+        found = operator.index(number)
+    except TypeError:
+        found = least - 1
+    if not least <= found <= LARGEST_KEY:
+        raise OperationError(
+            f"split by {what}={number!r} was asked for: give a whole number from {least} to {LARGEST_KEY}"
+        )
+    return found
 
 
 def run_loopback(

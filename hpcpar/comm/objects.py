@@ -43,9 +43,8 @@ class Objects(Collectives, PointToPoint):
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
         """The root's object, on every rank; what other ranks pass is ignored."""
         with self._asking(Call("broadcast_object", root=root)):
-            pass
+            payload = _pickled(value) if self.rank == root else None
         inner = self._inner()
-        payload = _pickled(value) if self.rank == root else None
         length = np.array([0 if payload is None else payload.size], dtype=np.int64)
         inner.broadcast(length, root)
         if payload is None:
@@ -56,18 +55,16 @@ class Objects(Collectives, PointToPoint):
     def allgather_object(self, value: T) -> list[T]:
         """All ranks' objects, by rank, on every rank."""
         with self._asking(Call("allgather_object")):
-            pass
+            payload = _pickled(value)
         inner = self._inner()
-        payload = _pickled(value)
         lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
         return _unpickled_pieces(inner.allgather(payload, counts=lengths), lengths)
 
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """All ranks' objects, by rank, on the root; None elsewhere."""
         with self._asking(Call("gather_object", root=root)):
-            pass
+            payload = _pickled(value)
         inner = self._inner()
-        payload = _pickled(value)
         lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
         gathered = inner.gather(payload, root, counts=lengths)
         return None if gathered is None else _unpickled_pieces(gathered, lengths)
@@ -80,8 +77,8 @@ class Objects(Collectives, PointToPoint):
                     f"scatter_object needs one object for each of the {self.size} ranks on the root, "
                     f"not {'none' if values is None else len(values)}"
                 )
+            payloads = [_pickled(value) for value in values or ()] if self.rank == root else []
         inner = self._inner()
-        payloads = [_pickled(value) for value in values or ()] if self.rank == root else []
         lengths = np.array([payload.size for payload in payloads] or [0] * self.size, dtype=np.int64)
         inner.broadcast(lengths, root)
         own = np.empty(int(lengths[self.rank]), dtype=np.uint8)

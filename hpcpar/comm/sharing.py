@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,12 +43,13 @@ def open_arena(comm: Communicator, stage: int | None = None) -> tuple[Arena | No
     return arena, True
 
 
-def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtype: Any) -> Any:
+def allocate(comm: Communicator, arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> Any:
     """An array of zeros of this rank's own, which the others of its node read where it lies. Collective.
 
     What was allocated before, and is in use on no rank any more, is given back.
     """
     with comm.together("allocating shared memory"):
+        shape = _shape(shape)
         nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
     mine = -(-nbytes // ALIGNED) * ALIGNED, None if arena is None else arena.unused()
     told = comm.unchecked("shared memory").allgather_object(mine)
@@ -67,13 +69,14 @@ def allocate(comm: Communicator, arena: Arena | None, shape: Sequence[int], dtyp
     return from_octets(own, shape, dtype)
 
 
-def allocate_common(comm: Communicator, shape: Sequence[int], dtype: Any) -> Any:
+def allocate_common(comm: Communicator, shape: int | Sequence[int], dtype: Any) -> Any:
     """An array of zeros that is the same memory on every rank. Collective.
 
     errors   OperationError on every rank when they are not all on one node, and
              SharedMemoryError when that has no memory that they can share
     """
     with comm.together("allocating memory that all ranks have in common"):
+        shape = _shape(shape)
         nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
         if comm.size > 1 and len(ranks_here(comm)) < comm.size:
             raise OperationError(
@@ -107,6 +110,17 @@ def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
     for number in found:
         if arena is not None and number is not None:
             arena.drop(number)
+
+
+def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """As a tuple; OperationError where it is none."""
+    try:
+        lengths = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        lengths = (-1,)
+    if min(lengths, default=0) < 0:
+        raise OperationError(f"memory of shape {shape!r} was asked for: give whole numbers, 0 or more")
+    return lengths
 
 
 def ranks_here(comm: Communicator) -> list[int]:

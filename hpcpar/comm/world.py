@@ -17,7 +17,7 @@ from hpcpar.comm.places import gather_from_nodes
 from hpcpar.comm.select import parse_overrides
 from hpcpar.comm.tuning import Tuning, read_together
 from hpcpar.comm.watch import Watch
-from hpcpar.errors import LaunchError, PeerFailedError
+from hpcpar.errors import ConfigError, LaunchError, PeerFailedError
 from hpcpar.launch import (
     binding,
     crosscheck,
@@ -58,11 +58,13 @@ def init(
     returns     a communicator over all ranks; a new one at each call. Collective.
                 Rank 0 logs where the ranks run (INFO), and warns of cores that ranks share needlessly
     errors      LaunchError when launcher and MPI disagree, or when there is no MPI
-                ConfigError for an HPCPAR_* variable that is not understood
+                ConfigError for an HPCPAR_* variable that is not understood, and a timeout_s of 0 or less
     """
     settings = Settings.from_environ()
     info = environment.detect()
     patience_s = settings.timeout_s if timeout_s is None else timeout_s
+    if not patience_s > 0:
+        raise ConfigError(f"timeout_s={timeout_s!r} is no time to wait: give seconds, more than 0")
     transport = _connect(info, patience_s)
     watch = Watch(transport, patience_s)
     family = Family(

@@ -165,7 +165,7 @@ def is_torch_dtype(dtype: Any) -> bool:
 def flat(array: Any) -> Any:
     """The array as one dimension, without its autograd history; shares memory where contiguous."""
     if not is_torch(array):
-        return array.reshape(-1)
+        return np.asarray(array).reshape(-1) if isinstance(array, np.matrix) else array.reshape(-1)
     is_flat = array.dim() == 1 and not array.requires_grad
     return array if is_flat else array.detach().reshape(-1)
 
@@ -274,7 +274,8 @@ def _bind_torch(tensor: Any, what: str) -> Binding:
         and not tensor.is_conj()
         and not tensor.is_neg()
     ):
-        return Binding(tensor, _torch_host(tensor.view(-1), name))
+        # Not view(-1), which keeps the stride of a single element: 8 of a column that is one row high.
+        return Binding(tensor, _torch_host(tensor.as_strided((tensor.numel(),), (1,)), name))
     if tensor.device.type == "meta":
         raise BufferTypeError(f"{what} is on the meta device and has no memory; materialise it first")
     staged = torch.empty(
