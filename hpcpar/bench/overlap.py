@@ -64,7 +64,7 @@ import numpy as np
 import torch
 
 from hpcpar import partition
-from hpcpar.bench.collectives import PEERS, about, require_known
+from hpcpar.bench.collectives import about
 from hpcpar.bench.measure import (
     Buffers,
     Candidate,
@@ -159,7 +159,6 @@ class Options:
     candidates   names of ways to keep; empty keeps all
     threads      torch's threads on each rank, as it has been told already
     may_thread   MPI allows a thread other than the one that started it to call it
-    errors       ConfigError for names that no way has
     """
 
     collective: str = "allreduce"
@@ -173,9 +172,6 @@ class Options:
     candidates: tuple[str, ...] = ()
     threads: int = 1
     may_thread: bool = False
-
-    def __post_init__(self) -> None:
-        require_known(self.candidates, (OURS, THREAD, *PEERS))
 
     def keeps(self, name: str) -> bool:
         return not self.candidates or name in self.candidates

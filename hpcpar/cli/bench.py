@@ -203,6 +203,7 @@ def overlap(threads: int | None, json_file: Path | None, round_seconds: float, *
     mpi = library_facts()
     try:
         _require_writable(world, json_file)
+        table.require_known(asked["candidates"], (overlapping.OURS, overlapping.THREAD, *table.PEERS))
         node = overlapping.Node.of(world, 1)
         torch.set_num_threads(threads or max(1, node.cores // node.ranks))
         options = overlapping.Options(
