@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -37,6 +37,7 @@ from hpcpar.bench.measure import (
     wrong_elements,
 )
 from hpcpar.comm.select import NATIVE, NATIVES
+from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity
 from hpcpar.units import MiB, format_nbytes
 
@@ -47,6 +48,9 @@ CHOSEN = "chosen"
 """The candidate that names no algorithm: what a user gets."""
 
 Say = Callable[[str], None]
+
+PEERS = ("mpi", "mpi_nonblocking", "mpi_persistent", "gloo", "horovod")
+"""What candidates of `hpcpar.bench.peers` are called, which starts MPI."""
 
 PLACED: dict[Place, str] = {"out": "out of place", "in": "in place"}
 """In the order of the table's columns."""
@@ -67,6 +71,7 @@ class Options:
     candidates   names to keep; empty keeps all
     shared       arrays in memory that the ranks of a node can see
     singly       look at the clock after every call, and report the longest
+    errors       ConfigError for names that no candidate has, and where there is no size
     """
 
     collectives: tuple[str, ...] = ("allreduce",)
@@ -81,6 +86,15 @@ class Options:
     shared: bool = False
     singly: bool = False
 
+    def __post_init__(self) -> None:
+        if self.min_nbytes > self.max_nbytes:
+            raise ConfigError(
+                f"--min-bytes {self.min_nbytes} is above --max-bytes {self.max_nbytes}: there is nothing to "
+                "measure"
+            )
+        algorithms = (name for each in self.collectives for name in ALGORITHMS.get(each, ()))
+        require_known(self.candidates, (CHOSEN, *algorithms, NATIVE, *PEERS))
+
     def sizes(self) -> Iterator[int]:
         nbytes = self.min_nbytes
         while nbytes <= self.max_nbytes:
@@ -89,6 +103,14 @@ class Options:
 
     def keeps(self, name: str) -> bool:
         return not self.candidates or name in self.candidates
+
+
+def require_known(candidates: Sequence[str], known: Iterable[str]) -> None:
+    """ConfigError for candidates that have other names."""
+    known = tuple(dict.fromkeys(known))
+    unknown = [name for name in candidates if name not in known]
+    if unknown:
+        raise ConfigError(f"there is no candidate {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def ours(case: Case, comm: Communicator, b: Buffers, place: Place) -> list[Candidate]:

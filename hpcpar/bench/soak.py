@@ -98,6 +98,9 @@ LOOKS = 20
 CALLS_BETWEEN_LOOKS = 100
 """At least: a look takes as long as some 50 calls."""
 
+FEWEST_TO_COMPARE = 10 * CALLS_BETWEEN_LOOKS
+"""Calls of which either tenth that counts has a look."""
+
 WARM_UP = 0.1
 """Fraction of the calls; and of those on either end whose looks at memory count."""
 
@@ -512,10 +515,10 @@ class Report:
     told: list[str]
 
     @property
-    def drift_mb(self) -> list[float]:
-        """Growth of each rank since the warm-up, in MB = 1e6 bytes; 0 where it was not seen."""
+    def drift_mb(self) -> list[float | None]:
+        """Growth of each rank since the warm-up, in MB = 1e6 bytes; None where it was not seen."""
         pairs = zip(self.warm_nbytes, self.end_nbytes, strict=True)
-        return [(end - warm) / 1e6 if end and warm else 0.0 for warm, end in pairs]
+        return [(end - warm) / 1e6 if end and warm else None for warm, end in pairs]
 
 
 class Soak:
@@ -665,5 +668,6 @@ def table(report: Report) -> list[str]:
     ]
     for rank, drift in enumerate(report.drift_mb):
         warm, end = report.warm_nbytes[rank] / 1e6, report.end_nbytes[rank] / 1e6
-        lines.append(f" {rank:>6}{warm:>12.1f}{end:>12.1f}{drift:>+12.2f}")
+        grown = "not seen" if drift is None else f"{drift:+.2f}"
+        lines.append(f" {rank:>6}{warm:>12.1f}{end:>12.1f}{grown:>12}")
     return lines

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpcpar.cli import Commands, LazyGroup
-from hpcpar.errors import HpcparError
+from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.units import parse_nbytes
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def collectives(
     from hpcpar.bench import peers  # uses mpi4py by itself, and must find MPI started
 
     try:
+        _require_writable(world, json_file, picture)
         options = _options(measuring, dtype=dtype, kind=kind, candidates=candidates, singly=each_call)
         with peers.connected(world, candidates) as (others, said):
             facts = table.header(options, world, library_facts()["vendor"], said)
@@ -200,6 +202,8 @@ def overlap(threads: int | None, json_file: Path | None, round_seconds: float, *
 
     mpi = library_facts()
     try:
+        _require_writable(world, json_file)
+        table.require_known(asked["candidates"], (overlapping.OURS, overlapping.THREAD, *table.PEERS))
         node = overlapping.Node.of(world, 1)
         torch.set_num_threads(threads or max(1, node.cores // node.ranks))
         options = overlapping.Options(
@@ -240,6 +244,12 @@ def soak(calls: int, seed: int, max_drift: float | None, json_file: Path | None)
 
     world = hpcpar.init()
     try:
+        if max_drift is not None and calls < soaking.FEWEST_TO_COMPARE:
+            raise ConfigError(
+                f"--max-drift takes at least --calls {soaking.FEWEST_TO_COMPARE}: in {calls} memory is not "
+                "looked at both after the warm-up and at the end"
+            )
+        _require_writable(world, json_file)
         facts = table.about("soak", world, library_facts()["vendor"], {"calls": calls, "seed": seed}, {})
         for name, value in facts.items():
             _say(world, f"# {name}: {value}")
@@ -250,7 +260,10 @@ def soak(calls: int, seed: int, max_drift: float | None, json_file: Path | None)
         _say(world, line)
     if world.rank == 0 and json_file is not None:
         table.write_json(json_file, facts, [report])
-    grown = max_drift is not None and max(report.drift_mb) > max_drift
+    drifts = [drift for drift in report.drift_mb if drift is not None]
+    if max_drift is not None and len(drifts) < report.ranks:
+        _say(world, "# memory was not seen on all ranks, so that --max-drift says nothing")
+    grown = max_drift is not None and any(drift > max_drift for drift in drifts)
     if grown:
         _say(world, f"# memory grew by more than {max_drift:g} MB")
     return WRONG if report.wrong or grown else 0
@@ -329,6 +342,23 @@ def _options(measuring: dict[str, Any], **others: Any) -> Options:
         shared=measuring["shared"],
         **others,
     )
+
+
+def require_writable(*paths: Path | None) -> None:
+    """ConfigError for files that could not be written in the end; nothing is made."""
+    for path in filter(None, paths):
+        place = path if path.exists() else path.parent
+        if path.is_dir() or not os.access(place, os.W_OK):
+            why = "it is a directory" if path.is_dir() else f"{place} is not writable"
+            why = why if place.exists() else f"there is no directory {place}"
+            raise ConfigError(f"{path} cannot be written: {why}; name another file")
+
+
+def _require_writable(world: Communicator, *paths: Path | None) -> None:
+    """The same on rank 0, which writes. Collective."""
+    with world.together("looking where to write"):
+        if world.rank == 0:
+            require_writable(*paths)
 
 
 def _say(world: Communicator, line: str) -> None:

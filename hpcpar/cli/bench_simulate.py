@@ -14,6 +14,8 @@ import click
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.algorithms.compare import Crossover, Estimate, crossovers, estimates, fastest
 from hpcpar.algorithms.price import Link, Topology
+from hpcpar.cli.bench import require_writable
+from hpcpar.errors import ConfigError
 from hpcpar.units import GB, format_duration, format_nbytes, parse_nbytes
 
 COLLECTIVES = tuple(collective for collective in ALGORITHMS if collective != "barrier")
@@ -79,6 +81,10 @@ def simulate(
     """
     if min_bytes > max_bytes:
         raise click.BadParameter(f"--min-bytes {min_bytes} is above --max-bytes {max_bytes}")
+    try:
+        require_writable(json_file, picture)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
     topology = Topology(ranks_per_node, Link(alpha_intra, beta_intra), Link(alpha_inter, beta_inter), gamma)
     sizes = tuple(_rising(min_bytes, max_bytes, factor))
     by_size: Table = {nbytes: estimates(collective, ranks, nbytes, topology) for nbytes in sizes}

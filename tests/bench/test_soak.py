@@ -235,6 +235,12 @@ def test_memory_that_is_held_is_seen() -> None:
     assert soak.settled_nbytes() - before < 8_000_000
 
 
+def test_a_drift_that_was_not_seen_is_not_zero() -> None:
+    report = Report(500, 0, 2, 1.0, 0, [0, 5_000_000], [6_000_000, 0], [], [])
+    assert report.drift_mb == [None, None]
+    assert table(report)[-1].endswith("not seen")
+
+
 def test_the_table_shows_the_drift_of_every_rank() -> None:
     report = Report(10, 0, 2, 0.02, 0, [100_000_000, 5_000_000], [103_500_000, 4_000_000], [], [])
     assert report.drift_mb == [3.5, -1.0]

@@ -147,8 +147,42 @@ def test_a_soak_with_wrong_results_or_too_much_memory_ends_with_status_1(
     report = soak.Report(10, 0, 1, 1.0, wrong, [1_000_000], [end_nbytes], [], [])
     monkeypatch.setattr(hpcpar, "init", Communicator.alone)
     monkeypatch.setattr(soak, "run", lambda options, world, say: report)
-    asked = ["--calls", "10", "--max-drift", "5"]
+    asked = ["--calls", "1000", "--max-drift", "5"]
     assert bench.soak.main(asked, standalone_mode=False) == status
+
+
+MISTAKES = {
+    "unknown candidate": (["collectives", "--candidates", "chosen,nosuch"], "no candidate nosuch; there are"),
+    "unknown way": (["overlap", "--candidates", "nosuch"], "no candidate nosuch; there are hpcpar"),
+    "no sizes": (["collectives", "--max-bytes", "2"], "--min-bytes 4 is above --max-bytes 2"),
+    "nothing to tune": (["tune", "--max-bytes", "2"], "--min-bytes 4 is above --max-bytes 2"),
+    "lines": (["collectives", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
+    "picture": (["collectives", "--picture", "/"], "/ cannot be written: it is a directory"),
+    "lines of overlap": (["overlap", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
+    "lines of soak": (["soak", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
+    "too few calls": (["soak", "--calls", "999", "--max-drift", "5"], "takes at least --calls 1000"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_cannot_work_is_refused_before_anything_is_measured(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hpcpar
+    from hpcpar.bench import collectives, overlap, soak, tune
+    from hpcpar.comm import Communicator
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("measuring has begun")
+
+    for module, function in ((collectives, "run"), (overlap, "run"), (soak, "run"), (tune, "tune")):
+        monkeypatch.setattr(module, function, refuse)
+    monkeypatch.setattr(hpcpar, "init", Communicator.alone)
+    (command, *words), message = MISTAKES[name]
+    done = CliRunner().invoke(getattr(bench, command), words, standalone_mode=False)
+    assert done.return_value == bench.CANNOT_WORK
+    assert f"hpcpar bench {command}: " in done.output
+    assert message in done.output
 
 
 @pytest.mark.long

@@ -100,3 +100,11 @@ def test_a_mistake_is_answered_with_what_is_possible(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in output(capsys, *arguments, status=2)
+
+
+@pytest.mark.parametrize("option", ["--json", "--picture"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_priced(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = output(capsys, "--ranks", "4", option, "/nonexist/file.png", status=2)
+    assert "/nonexist/file.png cannot be written: there is no directory /nonexist" in told
