@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, Bucket, assign
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
@@ -29,10 +29,9 @@ def broadcast_parameters(
     travel in flat buckets, so that a thousand small tensors are a few messages.
     Raises MismatchError on every rank when the ranks' modules differ in names, shapes or types.
     """
-    named = _everything(module)
-    agree_on_parameters(named, comm, "parameters and buffers")
-    tensors = [tensor.detach() for _, tensor in named]
-    for bucket in _assigned(named, bucket_bytes):
+    agree_on_parameters(_everything(module), comm, "parameters and buffers")
+    tensors = _in_memory(module)
+    for bucket in _assigned(tensors, bucket_bytes):
         members = [tensors[index] for index in bucket.members]
         flat = torch.cat([member.reshape(-1) for member in members])
         comm.broadcast(flat, root=root)
@@ -45,13 +44,25 @@ def expected_broadcast_nbytes(
     module: nn.Module, comm: Communicator, *, bucket_bytes: int = BUCKET_BYTES
 ) -> int:
     """Bytes that all ranks together send in `broadcast_parameters`, by theory."""
-    return broadcast_nbytes(comm, _assigned(_everything(module), bucket_bytes))
+    return broadcast_nbytes(comm, _assigned(_in_memory(module), bucket_bytes))
 
 
 def _everything(module: nn.Module) -> list[Named]:
     return distinct([*module.named_parameters(), *module.named_buffers()])
 
 
-def _assigned(named: Sequence[Named], bucket_bytes: int) -> Sequence[Bucket]:
-    extents = [extent(tensor) for _, tensor in named]
+def _in_memory(module: nn.Module) -> list[Tensor]:
+    """All of it, of expanded tensors the one element that they repeat: only that can be written to."""
+    return [_unexpanded(tensor.detach()) for _, tensor in _everything(module)]
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _assigned(tensors: Sequence[Tensor], bucket_bytes: int) -> Sequence[Bucket]:
+    extents = [extent(tensor) for tensor in tensors]
     return assign(extents, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)

@@ -206,6 +206,24 @@ def _octets(flat: Tensor) -> NDArray[np.uint8]:
     return np.frombuffer(memory, dtype=np.uint8)
 
 
+@dataclass(frozen=True, eq=False)
+class _Hook:
+    """Of a unit's module. A copy of the model, made while it is summoned, is not sharded: there, nothing."""
+
+    tell: Callable[..., None]
+    unit: Unit
+
+    def __call__(self, module: nn.Module, *told: Any) -> None:
+        self.tell(self.unit, *told)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
 class Sharding:
     """A model whose parameters are sharded over `dp_comm`; kept by the model itself.
 
@@ -274,60 +292,63 @@ class Sharding:
         self._in_place = ExitStack()
         self._in_place.enter_context(adding_in_place([units[0].module]))
         for unit in units:
-            unit.module.register_forward_pre_hook(self._entering(unit), with_kwargs=True, prepend=True)
-            unit.module.register_forward_hook(self._leaving(unit), with_kwargs=True)
+            unit.module.register_forward_pre_hook(_Hook(self._enter, unit), with_kwargs=True, prepend=True)
+            unit.module.register_forward_hook(_Hook(self._leave, unit), with_kwargs=True)
         for unit in units:
             for held in unit.held:
                 for parameter in held.parameters:
                     parameter.hpcpar_sharding = weakref.ref(self)  # type: ignore[attr-defined]
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the model is not sharded."""
+
+    def __reduce__(self) -> Any:
+        raise OperationError(
+            "a fully sharded model was to be saved as a whole, as by torch.save(model); inside `with "
+            "hpcpar.summon_full_parameters(model):` save its state_dict() or a copy.deepcopy of it"
+        )
+
     # --- forward ----------------------------------------------------------------------------------
 
-    def _entering(self, unit: Unit) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            recomputing = torch._C._current_graph_task_id() != -1
-            if unit is self.units[0] and not recomputing:
-                self._begin_forward()
-            self._bring(unit)
-            if recomputing:
-                return
-            if not self._is_order_known and unit not in self._order:
-                self._order.append(unit)
-            self._look_ahead(unit, 1)
-            inputs = _differentiable([args, kwargs])
-            if inputs:
-                unit.inputs = True
-                if len(inputs) == 1:
-                    # The same as below, without the cycle of references that would keep the whole graph of a
-                    # step until the garbage collector comes by.
-                    inputs[0].register_hook(lambda _: self._on_inputs(unit))  # type: ignore[no-untyped-call]
-                else:
-                    torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
+    def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        recomputing = torch._C._current_graph_task_id() != -1
+        if unit is self.units[0] and not recomputing:
+            self._begin_forward()
+        self._bring(unit)
+        if recomputing:
+            return
+        if not self._is_order_known and unit not in self._order:
+            self._order.append(unit)
+        self._look_ahead(unit, 1)
+        inputs = _differentiable([args, kwargs])
+        if inputs:
+            unit.inputs = True
+            if len(inputs) == 1:
+                # The same as below, without the cycle of references that would keep the whole graph of a
+                # step until the garbage collector comes by.
+                inputs[0].register_hook(lambda _: self._on_inputs(unit))  # type: ignore[no-untyped-call]
+            else:
+                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
 
-        return enter
-
-    def _leaving(self, unit: Unit) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
-                return  # recomputed for a backward, which goes on with it
-            trains = torch.is_grad_enabled() and output is not None
-            outputs = _differentiable(output)
-            for tensor in outputs:
-                tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
-            is_passed = bool(unit.held) and bool(_differentiable([args, kwargs]))
-            if trains and not outputs and hides(output) and (unit.is_trained or is_passed):
-                unit.free()
-                raise OperationError(
-                    f"unit {unit.name!r} returned a {type(output).__name__} without a tensor that has a "
-                    "gradient, so its backward could not be seen coming; return tensors, or tuples, lists or "
-                    "dictionaries of them"
-                )
-            if not (trains and unit.keeps):
-                unit.free()
-            if unit is self.units[0]:
-                self._end_forward(trains)
-
-        return leave
+    def _leave(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # recomputed for a backward, which goes on with it
+        trains = torch.is_grad_enabled() and output is not None
+        outputs = _differentiable(output)
+        for tensor in outputs:
+            tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
+        is_passed = bool(unit.held) and bool(_differentiable([args, kwargs]))
+        if trains and not outputs and hides(output) and (unit.is_trained or is_passed):
+            unit.free()
+            raise OperationError(
+                f"unit {unit.name!r} returned a {type(output).__name__} without a tensor that has a "
+                "gradient, so its backward could not be seen coming; return tensors, or tuples, lists or "
+                "dictionaries of them"
+            )
+        if not (trains and unit.keeps):
+            unit.free()
+        if unit is self.units[0]:
+            self._end_forward(trains)
 
     def _begin_forward(self) -> None:
         self._in_backward = False
@@ -609,7 +630,8 @@ def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Ite
 
     write_back   what has been written to them, on all ranks alike, is kept, in master weights, too
 
-    A model that is not sharded is left as it is.
+    A copy.deepcopy of the model, made here, is an ordinary one that stays whole. A model that is not sharded
+    is left as it is.
     """
     sharding = sharding_in(model)
     if sharding is None:

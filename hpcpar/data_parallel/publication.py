@@ -112,14 +112,23 @@ class _Wait:
 
     only_waits = True
 
-    def __init__(self, publication: Publication, numbers: Sequence[int] | None) -> None:
-        self._publication = weakref.ref(publication)
+    def __init__(self, publication: Publication | None = None, numbers: Sequence[int] | None = None) -> None:
+        self._publication = _nobody if publication is None else weakref.ref(publication)
         self._numbers = numbers
+
+    def __reduce__(self) -> Any:
+        """In a model that is saved or copied there is nothing to wait for."""
+        self()
+        return _Wait, ()
 
     def __call__(self, *_: object) -> None:
         publication = self._publication()
         if publication is not None and publication._under_way:
             publication.wait(self._numbers)
+
+
+def _nobody() -> None:
+    return None
 
 
 def _reads_its_childrens(module: nn.Module) -> bool:

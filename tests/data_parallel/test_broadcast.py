@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import broadcast_parameters
+from hpcpar.data_parallel import broadcast_parameters, expected_broadcast_nbytes
 from hpcpar.errors import MismatchError
 
 
@@ -45,6 +45,21 @@ def test_every_tensor_becomes_the_roots(bucket_bytes: int, root: int) -> None:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert strides == Assorted(0).order.stride()
+
+
+def test_an_expanded_tensor_becomes_the_roots_and_stays_expanded() -> None:
+    def spread(comm: Communicator) -> tuple[list[list[float]], tuple[int, ...], int, int]:
+        module = nn.Module()
+        module.register_buffer("rows", torch.tensor([[1.0], [2.0]]).mul(comm.rank).expand(2, 3))
+        module.register_buffer("one", torch.tensor(float(comm.rank)).expand(4, 2))
+        broadcast_parameters(module, comm, root=1)
+        sent = comm.traffic.nbytes_sent("broadcast")
+        assert torch.equal(module.one, torch.ones(4, 2))
+        return module.rows.tolist(), module.rows.stride(), sent, expected_broadcast_nbytes(module, comm)
+
+    found = run_loopback(2, spread)
+    assert sum(sent for _, _, sent, _ in found) == found[0][3] == 3 * 4
+    assert [each[:2] for each in found] == [([[1.0] * 3, [2.0] * 3], (1, 0))] * 2
 
 
 def test_many_small_tensors_travel_in_few_messages() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -938,6 +939,39 @@ def test_a_model_may_be_called_while_it_is_summoned() -> None:
         return inside and after and same(found, [each.detach() for each in expected])
 
     assert run_loopback(2, body) == [True, True]
+
+
+def test_a_copy_of_a_summoned_model_is_an_ordinary_one() -> None:
+    def body(comm: Communicator) -> list[list[Tensor]]:
+        model = fully_shard(Network(), comm)
+        optimizer = optimizer_of(model, comm)
+        with summon_full_parameters(model):
+            copied = copy.deepcopy(model)
+        plain_loss(model, batch(0, comm.rank)).backward()
+        optimizer.step()
+        if comm.rank == 0:  # alone
+            plain_loss(copied, batch(0, 0)).backward()
+            torch.save(copied, io.BytesIO())
+        gradients = [p.grad for p in copied.parameters() if p.grad is not None]
+        return [list(copied.state_dict().values()), gradients, whole(fully_shard(copied, comm))]
+
+    reference = Network()
+    plain_loss(reference, batch(0, 0)).backward()
+    results = run_loopback(2, body)
+    for values, _, sharded_again in results:
+        assert same(values, [p.detach() for p in reference.parameters()])
+        assert same(sharded_again, values)
+    assert same(results[0][1], [p.grad for p in reference.parameters() if p.grad is not None])
+
+
+def test_a_model_that_is_not_summoned_is_not_copied_and_none_is_saved_whole() -> None:
+    model, _ = absent()
+    with pytest.raises(ShardedParameterError, match=r"look at it inside `with hpcpar\.summon_full"):
+        copy.deepcopy(model)
+    with pytest.raises(OperationError, match=r"save its state_dict\(\) or a copy"):
+        torch.save(model, io.BytesIO())
+    with summon_full_parameters(model), pytest.raises(OperationError, match="was to be saved as a whole"):
+        torch.save(model, io.BytesIO())
 
 
 def test_summoning_ends_after_an_error_and_a_plain_model_is_left_as_it_is() -> None:

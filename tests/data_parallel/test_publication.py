@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import time
 from typing import Any
@@ -322,3 +324,23 @@ def test_on_mpi_parameters_in_common_are_trained_as_others(
     found = trained(world, stage, shared_parameters=True, **options)
     near = all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(found, expected, strict=True))
     assert world.allgather_object(near) == [True] * world.size
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_model_that_is_waited_for_can_be_saved_whole(stage: int) -> None:
+    def body(comm: Communicator) -> list[list[Tensor]]:
+        model, optimizer = built(comm, stage, overlap=True)
+        backward(comm, model, 0)
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        copied = copy.deepcopy(loaded)
+        backward(comm, copied, 1)
+        copied.load_state_dict(loaded.state_dict())
+        return [[p.detach().clone() for p in each.parameters()] for each in (model, loaded, copied)]
+
+    for model, loaded, copied in run_loopback(2, body):
+        assert all(torch.equal(a, b) for a, b in zip(loaded, model, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(copied, model, strict=True))
