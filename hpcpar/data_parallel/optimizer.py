@@ -97,6 +97,10 @@ class DistributedOptimizer(Optimizer):
     different orders, or not at all; but each optimizer's calls come in the same order on all ranks, and in
     stage 3 so do all forwards and backwards.
 
+    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler write to gradients on their way: an error in stages
+    0 and 1, on CPUs, unless `synchronize` comes first, and in stage 1 they see no gradients after it; in 2 and
+    3 they never see any, and do nothing. `clip_grad_norm_` and `precision` are for that.
+
     Making one is collective. Raises OperationError for parameters without a name or with the same
     name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
     different parameters; OffloadError, SharedMemoryError.
@@ -252,9 +256,10 @@ class DistributedOptimizer(Optimizer):
         """(name, elements, their average gradient) of what this rank will step on; may be written to.
 
         Elements are counted in the order in which a parameter lies in memory, and the gradient is flat.
-        A scaled loss's gradients are scaled. Waits for averages.
+        A scaled loss's gradients are scaled; clipped ones are clipped. Waits for averages.
         """
         self._ensure_synchronized()
+        self._clip_now()
         names = self._synchronizer.names
         if self._update is None:
             for name, parameter in zip(names, self._synchronizer.parameters, strict=True):
@@ -269,6 +274,18 @@ class DistributedOptimizer(Optimizer):
                         slice(piece.start, piece.stop),
                         gradient[piece.offset : piece.end],
                     )
+
+    def _clip_now(self) -> None:
+        """Multiply by what clipping has asked for, which else waits for the step."""
+        if self._update is None:
+            return
+        scale = 1.0 / self.scaler.scale
+        if self._factor == scale:
+            return
+        self._has_overflow()  # what is clipped looks finite
+        for gradient in self._gradients():
+            gradient.mul_(self._factor / scale)
+        self._factor = scale
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

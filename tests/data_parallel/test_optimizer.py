@@ -407,3 +407,25 @@ def test_ranks_may_use_two_models_in_different_backwards(stage: int, check: bool
         return [(model.bias - start).tolist() for model in models]
 
     assert run_loopback(2, body, check=check) == [[[-0.5] * 2, [-100.0] * 2]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_named_gradients_are_those_that_have_been_clipped(stage: int) -> None:
+    def body(comm: Communicator) -> tuple[list[float], list[float]]:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), comm, zero_stage=stage
+        )
+        start = model.bias.detach().clone()
+        model(torch.full((1, 3), 10.0, dtype=torch.float64)).sum().backward()
+        optimizer.clip_grad_norm_(1e-3)
+        largest = [gradient.abs().max().item() for _, _, gradient in optimizer.named_gradients()]
+        for _, _, gradient in optimizer.named_gradients():
+            gradient.add_(1.0)
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        return (start - model.bias).tolist(), largest
+
+    for moved, largest in run_loopback(2, body):
+        assert moved == pytest.approx([1.0] * 2, abs=1e-3)
+        assert all(value < 1e-3 for value in largest)
