@@ -249,6 +249,7 @@ class GradientSynchronizer:
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
         if self._arrived[index]:
+            self._shipment_of[index].version = self._shipment_of[index].flat._version  # told here already
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "
                 f"came when its bucket was due to leave or gone. {self._advice}"
@@ -312,13 +313,14 @@ class GradientSynchronizer:
         """The parameters of buckets that somebody wrote to after they had left.
 
         Transfers write to a host's memory itself, which torch does not count; what comes back to a GPU's by
-        way of the host it does.
+        way of the host it does, and sums of short types, which torch works out.
         """
         return [
             self.names[member]
             for shipment in self._shipments
             if shipment.handle is not None
             and shipment.flat.device.type == "cpu"
+            and shipment.flat.dtype in (torch.float32, torch.float64)
             and shipment.flat._version != shipment.version
             for member in shipment.bucket.members
         ]
