@@ -52,12 +52,14 @@ class _Shipment:
 
     missing   members whose gradient of the current backward has not arrived
     handle    the all-reduce under way; None before it leaves and after it has been awaited
+    version   torch's count of writes to `flat` when it left
     """
 
     bucket: Bucket
     flat: Tensor
     missing: int
     handle: Pending | None = None
+    version: int = 0
 
 
 class GradientSynchronizer:
@@ -161,11 +163,20 @@ class GradientSynchronizer:
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; collective, once after each backward.
 
-        Raises OperationError inside `no_sync`, and when called twice without a backward between.
+        Raises OperationError inside `no_sync`, when called twice without a backward between, and on a rank
+        where gradients on their way were written to; they are averages of nobody knows what then.
         """
         require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
         self._refuse_thawed()
+        written = self._written_under_way()
         self._complete_round()
+        if written:
+            raise OperationError(
+                f"rank {self.dp_comm.rank}: gradients were written to while their averages were under way "
+                f"({', '.join(written[:4])}{', …' if len(written) > 4 else ''}), as by torch's "
+                "clip_grad_norm_ or GradScaler.unscale_; use optimizer.clip_grad_norm_, or call "
+                "synchronize() first"
+            )
 
     def zero(self, *, set_to_none: bool = True) -> None:
         """Forget all gradients: `.grad` None, or views of zeros where there was a gradient.
@@ -261,6 +272,7 @@ class GradientSynchronizer:
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
         if self._arrived[index]:
+            self._shipment_of[index].version = self._shipment_of[index].flat._version  # told here already
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "
                 f"came when its bucket was due to leave or gone. {self._advice}"
@@ -314,10 +326,27 @@ class GradientSynchronizer:
         # rank 0 could be reducing bucket 3 against rank 1's bucket 2.
         while self._departed < len(self._shipments) and not self._shipments[self._departed].missing:
             shipment = self._shipments[self._departed]
+            shipment.version = shipment.flat._version
             shipment.handle = self._reduction.start(shipment.flat, shipment.bucket)
             self._departed += 1
             if self._departed == len(self._shipments):
                 self._start_usage_map()
+
+    def _written_under_way(self) -> list[str]:
+        """The parameters of buckets that somebody wrote to after they had left.
+
+        Transfers write to a host's memory itself, which torch does not count; what comes back to a GPU's by
+        way of the host it does, and sums of short types, which torch works out.
+        """
+        return [
+            self.names[member]
+            for shipment in self._shipments
+            if shipment.handle is not None
+            and shipment.flat.device.type == "cpu"
+            and shipment.flat.dtype in (torch.float32, torch.float64)
+            and shipment.flat._version != shipment.version
+            for member in shipment.bucket.members
+        ]
 
     def _start_usage_map(self) -> None:
         used = np.fromiter(

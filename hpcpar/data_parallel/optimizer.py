@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.data_parallel.blocks import Block, gather_into_blocks
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from hpcpar.comm.communicator import Loan
 
 SplitOver = Mapping[str, Sequence["Communicator"]]
+
+_LATEST = WeakIdKeyDictionary()
+"""Of each parameter the DistributedOptimizer that was made last for it, weakly: two would spoil each other's
+averages."""
 
 
 class DistributedOptimizer(Optimizer):
@@ -96,6 +102,10 @@ class DistributedOptimizer(Optimizer):
     Gradients travel on a communicator of their own, so that ranks may run the backwards of several models in
     different orders, or not at all; but each optimizer's calls come in the same order on all ranks, and in
     stage 3 so do all forwards and backwards.
+
+    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler write to gradients on their way: in stages 0 and 1
+    an error (float32 and 64 on CPUs) unless `synchronize` comes first, after which stage 1 shows them none; in 2 and 3 they
+    never see any, and do nothing. `clip_grad_norm_` and `precision` are for that.
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
     name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
@@ -152,6 +162,7 @@ class DistributedOptimizer(Optimizer):
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
         self._loan: Loan | None = None
+        self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
         self._in_place.enter_context(adding_in_place([] if model is None else [model]))
         self._build()
@@ -229,6 +240,7 @@ class DistributedOptimizer(Optimizer):
 
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
+        self._refuse_rivals()
         if self._update is not None:
             self._refuse_leftovers()
         self._synchronizer.synchronize()
@@ -252,9 +264,10 @@ class DistributedOptimizer(Optimizer):
         """(name, elements, their average gradient) of what this rank will step on; may be written to.
 
         Elements are counted in the order in which a parameter lies in memory, and the gradient is flat.
-        A scaled loss's gradients are scaled. Waits for averages.
+        A scaled loss's gradients are scaled; clipped ones are clipped. Waits for averages.
         """
         self._ensure_synchronized()
+        self._clip_now()
         names = self._synchronizer.names
         if self._update is None:
             for name, parameter in zip(names, self._synchronizer.parameters, strict=True):
@@ -269,6 +282,18 @@ class DistributedOptimizer(Optimizer):
                         slice(piece.start, piece.stop),
                         gradient[piece.offset : piece.end],
                     )
+
+    def _clip_now(self) -> None:
+        """Multiply by what clipping has asked for, which else waits for the step."""
+        if self._update is None:
+            return
+        scale = 1.0 / self.scaler.scale
+        if self._factor == scale:
+            return
+        self._has_overflow()  # what is clipped looks finite
+        for gradient in self._gradients():
+            gradient.mul_(self._factor / scale)
+        self._factor = scale
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -338,6 +363,7 @@ class DistributedOptimizer(Optimizer):
 
     def _step_on_shards(self, update: ShardedStep) -> None:
         self._refuse_own_gradients()
+        self._refuse_replaced(update)
         if self._is_scaled:
             overflow = self._has_overflow()
             self.scaler.update(overflow=overflow)
@@ -538,6 +564,7 @@ class DistributedOptimizer(Optimizer):
         if self._sharding is None:
             self._synchronizer.close()
         self._loan = None
+        self._is_closed = True
 
     def expected_traffic(
         self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0, loads: int = 0
@@ -615,6 +642,7 @@ class DistributedOptimizer(Optimizer):
         tied = [parameter for name, parameter in named if name in self._tied]
         self._factor = 1.0
         self._is_used_up = False
+        self._is_closed = False
         self._once = NodeCopy(self.dp_comm) if self._common else None
         self._update: ShardedStep | None = None
         sharding, size = self._sharding, self.dp_comm.size
@@ -656,6 +684,7 @@ class DistributedOptimizer(Optimizer):
                 advice=self._advice,
                 late=self._tied,
             )
+        self._claim()
         self._publication: Publication | Sharding = sharding or Publication(
             blocks if self.zero_stage else [],
             self._synchronizer.parameters,
@@ -688,6 +717,33 @@ class DistributedOptimizer(Optimizer):
         loan = self.dp_comm.lend("gradients")
         self._loan = loan
         return loan.comm
+
+    def _claim(self) -> None:
+        """Know of all that average gradients of the same parameters; they may be gone when it matters."""
+        for parameter in self._synchronizer.parameters:
+            latest = _LATEST.get(parameter)  # type: ignore[no-untyped-call]
+            other = None if latest is None else latest()
+            if other is not None and other is not self and all(each() is not other for each in self._rivals):
+                self._rivals.append(weakref.ref(other))
+                other._rivals.append(weakref.ref(self))
+            _LATEST[parameter] = weakref.ref(self)
+
+    def _refuse_rivals(self) -> None:
+        if not self._rivals:
+            return
+        if any(each() is not None for each in self._rivals):
+            gc.collect()
+        self._rivals = [each for each in self._rivals if (other := each()) and not other._is_closed]
+        for other in filter(None, (each() for each in self._rivals)):
+            mine = set(map(id, self._synchronizer.parameters))
+            common = zip(other._synchronizer.names, other._synchronizer.parameters, strict=True)
+            name = next((name for name, parameter in common if id(parameter) in mine), None)
+            if name is not None:
+                raise OperationError(
+                    f"the gradients of {name} are averaged by two DistributedOptimizers that are both alive, "
+                    "each of which spoils the other's; call close() of the one that is done with, or drop "
+                    "it, before the next backward"
+                )
 
     def _make_blocks(self, named: Sequence[Named], tied: Sequence[Tensor] = ()) -> list[Block]:
         agree_on_parameters(named, self.dp_comm)
@@ -736,7 +792,7 @@ class DistributedOptimizer(Optimizer):
         if self._is_used_up:
             raise OperationError(
                 "gradients were to be averaged that add to those of the last step, and shards keep no sums "
-                "from step to step; call zero_grad() after each step()"
+                "from step to step; call zero_grad() after each step(): the optimizer's, not the model's"
             )
         trained = {id(parameter) for parameter in self._synchronizer.parameters}
         for name, parameter in self._named:
@@ -753,6 +809,24 @@ class DistributedOptimizer(Optimizer):
                     f"the gradient of {name} was set after gradients had been averaged, and zero_stage="
                     f"{self.zero_stage} steps on shards of averages; change those of named_gradients()"
                 )
+
+    def _refuse_replaced(self, update: ShardedStep) -> None:
+        """OperationError where a parameter is not in its block any more, which alone the step writes to."""
+        for block in update.blocks:
+            if block.flat is None:
+                continue
+            base, itemsize = block.flat.data_ptr(), block.flat.element_size()
+            for member, start, stop in zip(
+                block.bucket.members, block.bucket.edges[:-1], block.bucket.edges[1:], strict=True
+            ):
+                if stop > start and update.parameters[member].data_ptr() != base + start * itemsize:
+                    raise OperationError(
+                        f"the memory of {self._synchronizer.names[member]} was replaced after its optimizer "
+                        "was made distributed, as p.data = …, vector_to_parameters, model.to() and another "
+                        "optimizer's making do, so steps would not reach it; write in place (p.copy_() under "
+                        "torch.no_grad()), then call optimizer.take_parameters(), or replace it before the "
+                        "optimizer is made"
+                    )
 
     def _averaged(self, closure: Callable[[], Any]) -> Any:
         """Run the closure; leave average gradients, and return the average loss in the type it gave."""

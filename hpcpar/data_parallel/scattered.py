@@ -246,7 +246,8 @@ class ScatteredGradients:
         if index in passage.taken or index in passage.arrived:
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: {self.names[index]} got a second gradient in one backward, as "
-                f"with torch.utils.checkpoint's use_reentrant=True; pass use_reentrant=False"
+                "with torch.utils.checkpoint's use_reentrant=True; pass use_reentrant=False. Or an error "
+                "ended the backward before, and this is the next: call the optimizer's zero_grad() in between"
             )
         self._had[index] = True
         passage.arrived.append(index)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import GradientSynchronizer
+from hpcpar.data_parallel import DistributedOptimizer, GradientSynchronizer
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.errors import BufferTypeError, MismatchError, OperationError
 
@@ -669,3 +669,32 @@ def test_gradients_of_one_part_may_still_add_up_when_those_of_another_have_left(
         assert gradients(named) == [[2.5], [1.0]]
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_written_to_on_their_way_are_an_error_unless_they_have_been_waited_for(stage: int) -> None:
+    def body(comm: Communicator) -> str:
+        model = nn.Linear(3, 2)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), comm, zero_stage=stage
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with pytest.raises(OperationError) as caught:
+            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.clip_grad_norm_(0.01)
+        optimizer.step()
+        return str(caught.value)
+
+    for rank, told in enumerate(run_loopback(2, body)):
+        assert told.startswith(
+            f"rank {rank}: gradients were written to while their averages were under way ("
+        )
+        assert told.endswith("use optimizer.clip_grad_norm_, or call synchronize() first")

@@ -407,3 +407,83 @@ def test_ranks_may_use_two_models_in_different_backwards(stage: int, check: bool
         return [(model.bias - start).tolist() for model in models]
 
     assert run_loopback(2, body, check=check) == [[[-0.5] * 2, [-100.0] * 2]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_named_gradients_are_those_that_have_been_clipped(stage: int) -> None:
+    def body(comm: Communicator) -> tuple[list[float], list[float]]:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), comm, zero_stage=stage
+        )
+        start = model.bias.detach().clone()
+        model(torch.full((1, 3), 10.0, dtype=torch.float64)).sum().backward()
+        optimizer.clip_grad_norm_(1e-3)
+        largest = [gradient.abs().max().item() for _, _, gradient in optimizer.named_gradients()]
+        for _, _, gradient in optimizer.named_gradients():
+            gradient.add_(1.0)
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        return (start - model.bias).tolist(), largest
+
+    for moved, largest in run_loopback(2, body):
+        assert moved == pytest.approx([1.0] * 2, abs=1e-3)
+        assert all(value < 1e-3 for value in largest)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_live_optimizers_over_the_same_parameters_are_refused_until_one_is_closed_or_gone(
+    stage: int,
+) -> None:
+    def body(comm: Communicator) -> str:
+        model = linear()
+
+        def make() -> DistributedOptimizer:
+            return DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.5),
+                model.named_parameters(),
+                comm,
+                zero_stage=stage,
+            )
+
+        def step(optimizer: DistributedOptimizer) -> None:
+            model.bias.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        optimizer = make()
+        optimizer = make()
+        step(optimizer)
+        other = make()
+        with pytest.raises(OperationError) as caught:
+            other.synchronize()
+        with pytest.raises(OperationError, match=r"call close\(\)"):
+            optimizer.synchronize()
+        optimizer.close()
+        step(other)
+        other.close()
+        step(make())
+        return str(caught.value)
+
+    expected = "the gradients of weight are averaged by two DistributedOptimizers"
+    for told in run_loopback(2, body):
+        assert told.startswith(expected)
+        assert "call close()" in told
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_whose_memory_was_replaced_is_named(stage: int) -> None:
+    def body(comm: Communicator) -> str:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), comm, zero_stage=stage
+        )
+        model.bias.data = torch.zeros(2, dtype=torch.float64)
+        model(torch.ones(3, dtype=torch.float64)).sum().backward()
+        with pytest.raises(OperationError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    for told in run_loopback(2, body):
+        assert told.startswith("the memory of bias was replaced after its optimizer was made distributed")
+        assert "then call optimizer.take_parameters()" in told

@@ -308,6 +308,8 @@ def test_an_error_in_a_backward_leaves_a_state_that_zero_grad_mends() -> None:
         between.register_hook(fail)
         with pytest.raises(ValueError, match="in the middle"):
             (between * b).sum().backward()
+        with pytest.raises(GradientOrderError, match=r"error ended the backward before.*zero_grad\(\)"):
+            (a * b).sum().backward()
         gradients.zero()
         (a * b).sum().backward()
         gradients.synchronize()
