@@ -45,7 +45,7 @@ class Wrapped(Optimizer):
         self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
 
     def _new_parameters(self) -> list[tuple[str, Tensor]]:
-        """Those of groups that were added since the last call, perhaps to the wrapped optimizer; now named."""
+        """Those of groups added since the last call, perhaps to the wrapped optimizer; now they are named."""
         if sum(len(group["params"]) for group in self.param_groups) == len(self._parameter_names):
             return []
         found = [
