@@ -27,7 +27,7 @@ import torch
 from hpcpar.errors import HpcparError
 from hpcpar.horovod import responses
 from hpcpar.horovod.exceptions import HorovodInternalError
-from hpcpar.horovod.fusion import FusionBuffer, dtype_called
+from hpcpar.horovod.fusion import FusionBuffer
 from hpcpar.horovod.gpu_streams import GpuStreams
 from hpcpar.horovod.negotiation import RECORD_NBYTES, Negotiation, News, Ready, Request
 from hpcpar.horovod.responses import Course, Item, Room, Ticket
@@ -643,7 +643,7 @@ class _Waited:
 
 
 def _nbytes(request: Request) -> int:
-    return math.prod(request.shape) * dtype_called(request.dtype).itemsize
+    return math.prod(request.shape) * responses.travels_as(request).itemsize
 
 
 def _loads(piece: Any) -> News:

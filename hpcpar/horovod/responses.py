@@ -93,10 +93,19 @@ class Room:
     def zeros(self, request: Request) -> Tensor:
         """What a rank that has joined brings: where the others have theirs."""
         device = "cuda" if self._moves_on_gpu(request) else "cpu"
-        return torch.zeros(request.shape, dtype=dtype_called(request.dtype), device=device)
+        return torch.zeros(request.shape, dtype=travels_as(request), device=device)
 
     def _moves_on_gpu(self, request: Request) -> bool:
         return request.device == "GPU" and self.comm.shares_devices
+
+
+_NARROW = {"uint8", "int8", "int16"}
+
+
+def travels_as(request: Request) -> torch.dtype:
+    """The type of what is sent: sums that are to be averaged would leave the range of narrow integers."""
+    is_narrow = request.op == "average" and request.dtype in _NARROW
+    return torch.int32 if is_narrow else dtype_called(request.dtype)
 
 
 def fused_allreduce(room: Room, items: Sequence[Item]) -> Course:
@@ -118,7 +127,7 @@ def fused_allreduce(room: Room, items: Sequence[Item]) -> Course:
 def allreduce_at_once(room: Room, item: Item) -> bool:
     """A small tensor's all-reduce without anything else under way; False if there is no room for it."""
     request = item.request
-    layout = room.buffer_for(request).take(dtype_called(request.dtype), (request.shape,))
+    layout = room.buffer_for(request).take(travels_as(request), (request.shape,))
     if layout is None:
         return False
     _pack(layout, (item,))
@@ -153,7 +162,9 @@ def allreduce(room: Room, items: Sequence[Item]) -> Course:
         source = target = room.zeros(request)
     else:
         source, target = _given(ticket), _output_of(ticket)
-    if not target.is_contiguous() or not source.is_contiguous():
+    if source.dtype is not travels_as(request):
+        source = target = source.to(travels_as(request)).contiguous()
+    elif not target.is_contiguous() or not source.is_contiguous():
         work = source.contiguous()
         source = target = work.clone() if work is source else work
     elif request.prescale != 1.0 and source is not target:
@@ -257,19 +268,20 @@ def reducescatter(room: Room, items: Sequence[Item]) -> Course:
         request, tensor = item.request, _given(item.given)
         spans = partition.bounds(tensor.shape[0], comm.size)
         rows = [stop - start for start, stop in spans]
-        source = tensor.contiguous()
+        source = tensor.contiguous().to(travels_as(request))
         if request.prescale != 1.0:
             source = source.clone() if source is tensor else source
             scale(source, request.prescale)
-        output = item.given.result = tensor.new_empty((rows[comm.rank], *tensor.shape[1:]))
+        output = source.new_empty((rows[comm.rank], *tensor.shape[1:]))
         counts = [count * _width(tensor) for count in rows]
         handles.append(comm.start_reduce_scatter(source, _op_of(request), counts=counts, out=output.view(-1)))
-        outputs.append((request, output))
+        outputs.append((item, output))
     yield from handles[:-1]
 
     def finish() -> None:
-        for request, output in outputs:
-            _conclude(request, output, comm.size)
+        for item, output in outputs:
+            _conclude(item.request, output, comm.size)
+            item.given.result = output.to(dtype_called(item.request.dtype))
 
     return handles[-1], finish
 
@@ -302,7 +314,7 @@ def barrier(room: Room, items: Sequence[Item]) -> Course:
 def _take(room: Room, items: Sequence[Item]) -> Generator[None, None, Layout]:
     """Room in the buffer for these tensors, as soon as there is some."""
     request = items[0].request
-    dtype = dtype_called(request.dtype)
+    dtype = travels_as(request)
     shapes = tuple(item.request.shape for item in items)
     while (layout := room.buffer_for(request).take(dtype, shapes)) is None:
         yield None

@@ -382,6 +382,27 @@ def test_a_crew_that_fails_fails_all_that_is_under_way_and_takes_nothing_more():
     assert run_loopback(1, work) == [["the end has come"] * 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+@pytest.mark.parametrize("numel", [3, 600_000], ids=["small", "large"])
+def test_averages_of_narrow_integers_stay_in_their_range(dtype, numel):
+    most = torch.iinfo(dtype).max
+
+    def work(engine: Engine) -> list[Tensor]:
+        whole = torch.full((numel,), most - engine.rank, dtype=dtype)
+        tickets = [
+            ticket("allreduce", whole, "alone", op="average"),
+            ticket("allreduce", whole.clone(), "in place", op="average", in_place=True),
+            ticket("allreduce", whole[:3].clone(), "small", op="average"),
+            ticket("reducescatter", whole, "rows", op="average"),
+        ]
+        at_once = all_of(engine, tickets[:1])
+        return at_once + all_of(engine, tickets[1:])
+
+    for found in with_engines(3, work):
+        assert all(tensor.dtype is dtype for tensor in found)
+        assert all((tensor == most - 1).all() for tensor in found)
+
+
 @pytest.mark.parametrize("numel", [3, 300_000], ids=["small", "large"])
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another"])
 def test_an_output_that_cannot_be_written_ends_the_engine_with_the_real_reason(numel, others):

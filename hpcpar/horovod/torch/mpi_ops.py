@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -184,7 +185,7 @@ def allreduce_async(
 
     average   old way to say op=Average or op=Sum
     op        Average (the default), Sum, Adasum, Min, Max, Product. An average divides exactly, unlike a
-              product by the reciprocal; integers are truncated
+              product by the reciprocal; integers are summed in 32 bits or more and truncated
     prescale_factor, postscale_factor   what is multiplied before and after; integers in float64, truncated
     errors    ValueError for types and factors that make no sense, and a name that is under way
               NotImplementedError for Adasum on a number of ranks that is no power of two, or a process set
@@ -776,8 +777,13 @@ def _splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int)
         return [length // size] * size
     if isinstance(splits, Tensor) and splits.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"splits are {splits.dtype}; give whole numbers as torch.int32")
-    rows: list[int] = splits.tolist() if isinstance(splits, Tensor) else list(splits)
-    if len(rows) != size or any(not isinstance(count, int) or count < 0 for count in rows):
+    try:
+        rows = [operator.index(n) for n in (splits.tolist() if isinstance(splits, Tensor) else splits)]
+    except TypeError as error:
+        raise ValueError(
+            f"splits {splits!r} are no whole numbers; give rows for each of {size} ranks"
+        ) from error
+    if len(rows) != size or any(count < 0 for count in rows):
         raise ValueError(f"splits {rows} do not give a number of rows for each of {size} ranks")
     if sum(rows) > length:
         raise ValueError(f"splits {rows} ask for {sum(rows)} rows, but the tensor has {length}")

@@ -222,6 +222,7 @@ class _AveragingOptimizer(_Distributed):
         Then step inside `skip_synchronize`.
         """
         self._connect()
+        self._take_in_new_parameters()
         if self._gradients is not None:
             self._gradients.synchronize()
         self._synchronized = True
@@ -290,14 +291,13 @@ class _AveragingOptimizer(_Distributed):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, whose gradients are reduced from now on, too."""
         super().add_param_group(param_group)
-        if not hasattr(self, "_parameter_names"):
-            return
-        number = len(self.param_groups) - 1
-        for index, parameter in enumerate(self.param_groups[-1]["params"]):
-            name = f"group.{number}.{index}"
-            self._parameter_names[parameter] = name
-            if self._gradients is not None:
-                self._gradients.named.append((name, parameter))
+        if hasattr(self, "_parameter_names"):
+            self._take_in_new_parameters()
+
+    def _take_in_new_parameters(self) -> None:
+        found = self._new_parameters()
+        if self._gradients is not None:
+            self._gradients.named += found
 
     def _averaged(self, closure: Callable[[], Any]) -> Any:
         """The closure's loss as the average of all ranks', which leaves reduced gradients."""
@@ -330,6 +330,7 @@ class _AdasumOptimizer(_Distributed):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """For compatibility: gradients add up locally until `step`, however often."""
         require_passes(passes)
+        self._settings["backward_passes_per_step"] = passes
 
     def synchronize(self) -> None:
         """Nothing: what is combined is made by `step`."""
@@ -344,6 +345,7 @@ class _AdasumOptimizer(_Distributed):
         """The wrapped optimizer's step, then Adasum of the changes of all ranks; collective."""
         if self._is_alone:
             return self._step_locally(closure)
+        self._new_parameters()
         parameters = [p for p in self._parameter_names if p.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         outcome = self._step_locally(closure)

@@ -34,6 +34,30 @@ class Wrapped(Optimizer):
         self._distribute([(name, parameter) for parameter, name in self._parameter_names.items()])
 
     @property
+    def backward_passes_per_step(self) -> int:
+        """Backwards whose gradients are summed before they are reduced."""
+        passes: int = self._settings["backward_passes_per_step"]
+        return passes
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer, too: a scheduler that was made with it has hold of that one."""
+        super().load_state_dict(state_dict)
+        self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
+
+    def _new_parameters(self) -> list[tuple[str, Tensor]]:
+        """Those of groups added since the last call, perhaps to the wrapped optimizer; now they are named."""
+        if sum(len(group["params"]) for group in self.param_groups) == len(self._parameter_names):
+            return []
+        found = [
+            (f"group.{number}.{index}", parameter)
+            for number, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter not in self._parameter_names
+        ]
+        self._parameter_names.update((parameter, name) for name, parameter in found)
+        return found
+
+    @property
     def _process_set(self) -> ProcessSet:
         chosen: ProcessSet = self._settings["process_set"]
         return chosen

@@ -213,9 +213,11 @@ def test_an_alltoall_with_splits_brings_rows_and_how_many_from_each(hvd, brought
     rows, received = hvd.alltoall(of_ranks[rank], splits=own)
     later, also = hvd.synchronize(hvd.alltoall_async(of_ranks[rank], own, name="exchange"))
     listed, _ = hvd.alltoall(of_ranks[rank], splits=splits[rank])
+    array, _ = hvd.alltoall(of_ranks[rank], splits=own.numpy())
     expected = exchanged(of_ranks, splits, rank)
     counts = torch.tensor([s[rank] for s in splits], dtype=torch.int32)
     assert_same([("rows", rows, expected), ("later", later, expected), ("as a list", listed, expected)])
+    assert_same([("as an array", array, expected)])
     assert_same([("received", received, counts), ("received later", also, counts)])
 
 

@@ -239,6 +239,7 @@ def test_the_number_of_passes_can_change_before_the_first_step() -> None:
     model, optimizer = wrapped()
     optimizer.set_backward_passes_per_step(2)
     train(model, optimizer, part, passes=2)
+    assert optimizer.backward_passes_per_step == 2
     assert_as_alone(model, alone(passes=2)[0])
 
 
@@ -524,6 +525,27 @@ def test_a_param_group_added_after_wrapping_is_reduced(
     assert_as_alone(model, reference)
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_a_param_group_added_to_the_wrapped_optimizer_is_reduced_too(
+    op: str, after: int, needs_two: None
+) -> None:
+    model = Branches()
+    base = OPTIMIZERS["SGD"](model.a.parameters())
+    optimizer = hvd.DistributedOptimizer(base, model.a.named_parameters(), op=getattr(hvd, op))
+    for step in range(5):
+        if step == after:
+            base.add_param_group({"params": list(model.b.parameters())})
+        optimizer.zero_grad()
+        x, y = batch(step)
+        F.mse_loss(model(part(x), "ab" if step >= after else "a"), part(y)).backward()
+        optimizer.step()
+    same = hvd.allgather_object(bits(model))
+    assert len(set(same)) == 1, "ranks differ"
+    assert len(optimizer._parameter_names) == 4
+
+
 # What the wrapped optimizer was stays
 
 
@@ -623,6 +645,24 @@ def test_learning_rate_schedulers_work_and_warn_of_nothing(
     assert_as_alone(model, reference)
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
     assert [str(warning.message) for warning in told] == []
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_a_scheduler_made_before_wrapping_goes_on_after_load_state_dict(op: str, needs_two: None) -> None:
+    model = model_of()
+    base = OPTIMIZERS["SGD"](model.parameters())
+    scheduler = StepLR(base, 1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(base, model.named_parameters(), op=getattr(hvd, op))
+    rates = []
+    for step in range(4):
+        if step == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, part, steps=range(step, step + 1))
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.05 / 2, 0.05 / 4, 0.05 / 8, 0.05 / 16]
+    assert base.state is optimizer.state
 
 
 # Steps with a closure

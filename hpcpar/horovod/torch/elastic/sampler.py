@@ -70,8 +70,13 @@ class ElasticSampler(Sampler[int]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, on any number of ranks, which all load that of one rank.
 
-        The other ranks are taken to have processed as much as that one since the last sharing out.
+        The other ranks are taken to have processed as much as that one since the last sharing out. Of
+        Horovod's own state, {"epoch", "processed_num"}, the first so many of the epoch are left out; a
+        shuffled order is ours, not Horovod's.
         """
+        if "history" not in state_dict:
+            done = [[state_dict["processed_num"]]]
+            state_dict = {**state_dict, "history": done, "recorded": 0, "num_replicas": 1}
         self._set(state_dict)
         self.num_replicas = state_dict["num_replicas"]
         self.reset()

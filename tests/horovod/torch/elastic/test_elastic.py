@@ -81,6 +81,16 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
     assert sorted(orders[1]) == sampling.order(20, None).tolist() == list(range(20))
 
 
+@pytest.mark.mpi
+def test_a_sampler_loads_horovods_own_state() -> None:
+    sampler = elastic.ElasticSampler(range(6 * hvd.size()), shuffle=False)
+    sampler.load_state_dict({"epoch": 3, "processed_num": 2 * hvd.size()})
+    shares = hvd.allgather_object(list(sampler))
+    assert sampler.epoch == 3
+    assert sampler.processed_num == 2 * hvd.size()
+    assert sorted(itertools.chain(*shares)) == list(range(2 * hvd.size(), 6 * hvd.size()))
+
+
 def test_a_sampler_counts_its_own_share() -> None:
     sampler = elastic.ElasticSampler(range(10), shuffle=False)
     size = hvd.size()
