@@ -241,10 +241,12 @@ class Communicator(Objects):
         assert node is not None
         return node
 
-    def lend(self, purpose: str) -> Loan:
+    def lend(self, purpose: str, label: str | None = None) -> Loan:
         """One of the same ranks for calls that come in another order than those on this one. Collective.
 
-        It counts on this one's account and agrees on no calls. What a borrower that is gone on all ranks had
+        label   under which it counts on this one's account; None: each collective under its own name
+
+        It agrees on no calls. What a borrower that is gone on all ranks had
         is lent again; but a borrower that went in the middle of things may have begun a call on one rank and
         not on another, which the next one's calls would meet there: that communicator is left alone.
         """
@@ -269,7 +271,7 @@ class Communicator(Objects):
         assert made is not None, "every rank belongs to it"
         made.traffic.reset()
         made.traffic = self.traffic
-        loan = Loan(made.unchecked(None))
+        loan = Loan(made.unchecked(label))
         self._lent.append(_Lent(loan.comm, weakref.ref(loan)))
         return loan
 

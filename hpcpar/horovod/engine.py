@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from hpcpar.units import KiB, MiB
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator, Handle
+    from hpcpar.comm.communicator import Loan
     from hpcpar.horovod.timeline import Timeline
     from hpcpar.launch.knobs import Knobs
 
@@ -52,8 +52,6 @@ EXACT_SIZE = 16
 _JOIN = Request("join", "join")
 
 _NO_STREAM = nullcontext()
-_IN_USE = -1
-"""What a rank tells instead of the number of calls on a communicator whose borrower it still has."""
 
 MakeCourse = Callable[[Room, Sequence[Item]], Course]
 
@@ -66,15 +64,6 @@ _ALONE: dict[str, MakeCourse] = {
     "barrier": responses.barrier,
 }
 _FUSED = {"allreduce": responses.fused_allreduce, "broadcast": responses.fused_broadcast}
-
-
-@dataclass(slots=True)
-class _Loan:
-    """A communicator that is lent, the borrower, and the schedule that uses it."""
-
-    comm: Communicator
-    borrower: weakref.ref[Any]
-    step: str
 
 
 class Engine:
@@ -129,7 +118,8 @@ class Engine:
         self._gathered_nbytes = 0
         self._joining: Ticket | None = None
         self._joins = self._unnamed = self._optimizers = 0
-        self._loans: list[_Loan] = []
+        self._loans: weakref.WeakKeyDictionary[Any, list[Loan]] = weakref.WeakKeyDictionary()
+        self._step_on: dict[Communicator, str] = {}
         self._retired: deque[str] = deque()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._failure: str | None = None
@@ -195,27 +185,12 @@ class Engine:
         step, serve   the schedule that will use it, and what a rank that has joined does in it; that goes on
                       when the borrower is gone, until the communicator is lent again
         Only in an operation that is being carried out: the ranks agree, and wait for each other.
-
-        A borrower that went in the middle of a backward may have begun a reduction on one rank and not on
-        another. The next one's calls would meet it there, so that communicator is not lent any more.
         """
-        calls = [_IN_USE if loan.borrower() else loan.comm.calls for loan in self._loans]
-        of_ranks = self._comm.allgather(np.array(calls, dtype=np.int64)).reshape(self.size, -1)
-        gone = (of_ranks != _IN_USE).all(axis=0)
-        agreed = gone & (of_ranks == of_ranks[0]).all(axis=0)
-        for loan, is_left_alone in zip(self._loans, gone & ~agreed, strict=True):
-            if is_left_alone:
-                loan.comm.abandon()
-        if agreed.any():
-            loan = self._loans[int(agreed.argmax())]
-            self.serve.pop(loan.step, None)
-            loan.borrower, loan.step = weakref.ref(borrower), step
-        else:
-            made = self._comm.split(0, self.rank, f"gradients {len(self._loans) + 1}")
-            assert made is not None, "every rank belongs to it"
-            loan = _Loan(made.unchecked("gradients"), weakref.ref(borrower), step)
-            self._loans.append(loan)
+        loan = self._comm.lend("gradients", "gradients")
+        self._loans.setdefault(borrower, []).append(loan)
         comm = loan.comm
+        self.serve.pop(self._step_on.get(comm, ""), None)
+        self._step_on[comm] = step
         self.serve[step] = lambda: serve(comm)
         return comm
 
@@ -378,8 +353,8 @@ class Engine:
     def free(self) -> None:
         """Give the communicators back. Collective, and nothing may be under way on any rank."""
         self._stop_inspecting()
-        for comm in (self._comm, self._control, *(loan.comm for loan in self._loans)):
-            comm.free()
+        self._comm.free()
+        self._control.free()
 
     def _advance_round(self) -> bool:
         """True when a round has ended: another one may begin."""
