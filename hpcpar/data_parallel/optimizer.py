@@ -104,8 +104,8 @@ class DistributedOptimizer(Optimizer):
     stage 3 so do all forwards and backwards.
 
     torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler write to gradients on their way: in stages 0 and 1
-    an error (float32 and 64 on CPUs) unless `synchronize` comes first, after which stage 1 shows them none; in 2 and 3 they
-    never see any, and do nothing. `clip_grad_norm_` and `precision` are for that.
+    an error (float32 and 64, on CPUs) unless `synchronize` comes first, after which stage 1 shows them none;
+    in 2 and 3 they never see any, and do nothing. `clip_grad_norm_` and `precision` are for that.
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
     name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
