@@ -258,7 +258,7 @@ def test_a_timeline_is_written_on_request(config_of: MakeConfig) -> None:
     names = {(e["pid"], e["name"]) for e in events if e["ph"] == "X"}
     for rank in range(2):
         assert {
-            (rank, name) for name in ("data", "forward", "backward", "optimizer", "allreduce dp")
+            (rank, name) for name in ("data", "forward", "backward", "optimizer", "allreduce dp gradients")
         } <= names
     assert sum(e["name"] == "optimizer" and e["pid"] == 0 for e in events) == 2
 
