@@ -246,9 +246,10 @@ class Communicator(Objects):
 
         label   under which it counts on this one's account; None: each collective under its own name
 
-        It agrees on no calls. What a borrower that is gone on all ranks had
-        is lent again; but a borrower that went in the middle of things may have begun a call on one rank and
-        not on another, which the next one's calls would meet there: that communicator is left alone.
+        In checked mode, too, it agrees on no calls, for which ranks would wait that are busy with another's.
+        What a borrower that is gone on all ranks had is lent again; but one that went in the middle of things
+        may have begun a call on one rank and not on another, which the next one's calls would meet there:
+        that communicator is left alone.
         """
         if self.size == 1:
             return Loan(self)
