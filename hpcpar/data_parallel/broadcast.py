@@ -30,7 +30,7 @@ def broadcast_parameters(
     Raises MismatchError on every rank when the ranks' modules differ in names, shapes or types.
     """
     agree_on_parameters(_everything(module), comm, "parameters and buffers")
-    tensors = _in_memory(module)
+    tensors = [tensor.detach() for tensor in _in_memory(module)]
     for bucket in _assigned(tensors, bucket_bytes):
         members = [tensors[index] for index in bucket.members]
         flat = torch.cat([member.reshape(-1) for member in members])
@@ -53,7 +53,7 @@ def _everything(module: nn.Module) -> list[Named]:
 
 def _in_memory(module: nn.Module) -> list[Tensor]:
     """All of it, of expanded tensors the one element that they repeat: only that can be written to."""
-    return [_unexpanded(tensor.detach()) for _, tensor in _everything(module)]
+    return [_unexpanded(tensor) for _, tensor in _everything(module)]
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
