@@ -52,8 +52,11 @@ def _everything(module: nn.Module) -> list[Named]:
 
 
 def _in_memory(module: nn.Module) -> list[Tensor]:
-    """All of it, of expanded tensors the one element that they repeat: only that can be written to."""
-    return [_unexpanded(tensor) for _, tensor in _everything(module)]
+    """All of it, of expanded buffers the one element that they repeat: only that can be written to."""
+    return [
+        tensor if isinstance(tensor, nn.Parameter) else _unexpanded(tensor)
+        for _, tensor in _everything(module)
+    ]
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
