@@ -244,7 +244,7 @@ class Communicator(Objects):
     def lend(self, purpose: str, label: str | None = None) -> Loan:
         """One of the same ranks for calls that come in another order than those on this one. Collective.
 
-        label   under which it counts on this one's account; None: each collective under its own name
+        label   under which it counts on this one's account; None: as this one does
 
         In checked mode, too, it agrees on no calls, for which ranks would wait that are busy with another's.
         What a borrower that is gone on all ranks had is lent again; but one that went in the middle of things
@@ -272,7 +272,7 @@ class Communicator(Objects):
         assert made is not None, "every rank belongs to it"
         made.traffic.reset()
         made.traffic = self.traffic
-        loan = Loan(made.unchecked(label))
+        loan = Loan(made.unchecked(label or self._label))
         self._lent.append(_Lent(loan.comm, weakref.ref(loan)))
         return loan
 
