@@ -531,6 +531,8 @@ def test_a_param_group_added_after_wrapping_is_reduced(
 def test_a_param_group_added_to_the_wrapped_optimizer_is_reduced_too(
     op: str, after: int, needs_two: None
 ) -> None:
+    if op == "Adasum" and hvd.size() == 3:
+        pytest.skip("Adasum is for powers of two")
     model = Branches()
     base = OPTIMIZERS["SGD"](model.a.parameters())
     optimizer = hvd.DistributedOptimizer(base, model.a.named_parameters(), op=getattr(hvd, op))
@@ -650,6 +652,8 @@ def test_learning_rate_schedulers_work_and_warn_of_nothing(
 @pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
 def test_a_scheduler_made_before_wrapping_goes_on_after_load_state_dict(op: str, needs_two: None) -> None:
+    if op == "Adasum" and hvd.size() == 3:
+        pytest.skip("Adasum is for powers of two")
     model = model_of()
     base = OPTIMIZERS["SGD"](model.parameters())
     scheduler = StepLR(base, 1, gamma=0.5)
