@@ -4,8 +4,8 @@ One process for each rank, one thread for its compute, and as many for its commu
 were collectives in flight at once:
 
     rank 0   compute            |forward|backward         |optimizer|
-             communication              |allreduce dp |
-             communication 2                |allreduce dp |
+             communication              |allreduce dp gradients|
+             communication 2                |allreduce dp gradients|
 
 source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds
 """

@@ -157,7 +157,8 @@ def test_averages_over_replicas_travel_while_other_stages_still_work(
     # Rank 2's last backward is of a later stage than rank 0's, which waits for its gradient: however fast
     # either is, what rank 2 sends in that backward's hooks leaves before rank 0 has done its last.
     ends = [event["ts"] + event["dur"] for event in events if event["pid"] == 0 and event["name"][0] == "0"]
-    sent = [event["ts"] for event in events if event["pid"] == 2 and event["name"] == "allreduce dp"]
+    averaging = "allreduce dp gradients"
+    sent = [event["ts"] for event in events if event["pid"] == 2 and event["name"] == averaging]
     assert sent
     assert min(sent) < max(ends)
 
