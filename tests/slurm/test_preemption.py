@@ -251,7 +251,8 @@ def test_preempted_requeued_and_resumed_three_times_a_run_has_the_losses_of_an_u
     assert scene.course("thrice") == scene.course("whole")
     assert job.output.count("asked to stop: ") == 3
     assert job.output.count("Slurm started this job again") == 3
-    assert "SIGTERM: the job will stop" in job.output, "scontrol requeue sends that"
+    # scontrol requeue sends SIGTERM; the SIGUSR1 that `hpcpar run` makes of it may be there before.
+    assert job.output.count(": the job will stop") >= 3
     assert job.output.count("back into the queue") >= 2
     assert "lost" not in job.output
 
