@@ -30,6 +30,7 @@ LARGEST_KEY = 2**31 - 1
 """Of what MPI splits a communicator by."""
 
 IN_USE = -1
+"""What a rank tells instead of the number of calls on a communicator whose borrower it still has."""
 
 
 @dataclass(eq=False)

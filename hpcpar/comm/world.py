@@ -64,7 +64,7 @@ def init(
     info = environment.detect()
     patience_s = settings.timeout_s if timeout_s is None else timeout_s
     if not patience_s > 0:
-        raise ConfigError(f"timeout_s={timeout_s!r} is no time to wait: give seconds, more than 0")
+        raise ConfigError(f"timeout_s={patience_s!r} is no time to wait: give seconds, more than 0")
     transport = _connect(info, patience_s)
     watch = Watch(transport, patience_s)
     family = Family(
