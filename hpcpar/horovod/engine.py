@@ -116,6 +116,8 @@ class Engine:
         self._finals: deque[tuple[Handle | None, Callable[[], None], list[Item]]] = deque()
         self._gathering_s = 0.0
         self._gathered_nbytes = 0
+        self._cycle_time_s = knobs.cycle_time_s
+        self._fused_nbytes = min(knobs.fusion_threshold_nbytes, FUSED_NBYTES)
         self._joining: Ticket | None = None
         self._joins = self._unnamed = self._optimizers = 0
         self._loans: weakref.WeakKeyDictionary[Any, list[Loan]] = weakref.WeakKeyDictionary()
@@ -150,8 +152,10 @@ class Engine:
                         f"{ticket.request.name} was asked for a second time while the first is under way; "
                         f"synchronize the first, or give the second another name"
                     )
+            now_s = time.perf_counter()
             for ticket in tickets:
                 request = ticket.request
+                ticket.asked_s = now_s
                 opened[request.name] = ticket
                 if request.device == "GPU":
                     self._gpu.asked(ticket)
@@ -160,11 +164,10 @@ class Engine:
                     self._gathered_nbytes += ticket.tensor.nbytes
                 if self.timeline is not None:
                     self.timeline.negotiate_start(request.name, request.kind)
-            now_s = time.perf_counter()
             if not self._gathering_s:
                 self._gathering_s = now_s
-            is_full = self._gathered_nbytes >= min(self._knobs.fusion_threshold_nbytes, FUSED_NBYTES)
-            if is_full or now_s - self._gathering_s >= self._knobs.cycle_time_s:
+            is_full = self._gathered_nbytes >= self._fused_nbytes
+            if is_full or now_s - self._gathering_s >= self._cycle_time_s:
                 self._crew.advance()
 
     def next_optimizer(self) -> str:
@@ -271,7 +274,7 @@ class Engine:
                 if engine is not self and engine.is_busy:
                     return False
             nbytes = _nbytes(request)
-            if nbytes > min(self._knobs.fusion_threshold_nbytes, ALONE_FROM_NBYTES - 1):
+            if nbytes > min(self._fused_nbytes, ALONE_FROM_NBYTES - 1):
                 return False
             self._record_bytes[:] = self._negotiation.record()
             self._control.allreduce(self._record, "and", algorithm=self._round_algorithm)
@@ -415,7 +418,7 @@ class Engine:
 
     def _rest(self, had_news: bool) -> None:
         """Ranks that wait for others' requests ask again now and then, not as fast as they can."""
-        self._next_round_s = 0.0 if had_news else time.perf_counter() + max(self._knobs.cycle_time_s, 1e-4)
+        self._next_round_s = 0.0 if had_news else time.perf_counter() + max(self._cycle_time_s, 1e-4)
 
     def _take_in(self, ready: list[Ready]) -> None:
         """Ready operations go into the queue, fused; those that cannot be done fail."""
@@ -446,7 +449,7 @@ class Engine:
 
     def _fused(self, requests: Sequence[Request]) -> Iterable[tuple[MakeCourse, list[Request]]]:
         """Operations that travel together, in the same order on every rank."""
-        threshold = min(self._knobs.fusion_threshold_nbytes, FUSED_NBYTES)
+        threshold = self._fused_nbytes
         filling: dict[object, tuple[list[Request], int]] = {}
         for request in requests:
             if request.op == "adasum":

@@ -8,9 +8,8 @@ the same order everywhere, each only when the one before it has started its last
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,6 +40,7 @@ class Ticket:
     made, finished   on a GPU: events after which its tensor is there, and its result
     result     once it is done
     error      why it failed
+    asked_s    when it was submitted, on this rank's clock
     """
 
     request: Request
@@ -53,7 +53,7 @@ class Ticket:
     done: bool = False
     result: Any = None
     error: BaseException | None = None
-    asked_s: float = field(default_factory=time.perf_counter)
+    asked_s: float = 0.0
 
 
 class Item(NamedTuple):

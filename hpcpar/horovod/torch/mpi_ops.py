@@ -722,6 +722,8 @@ def _engine_of(process_set: ProcessSet) -> Engine:
 
 
 def _op(op: int | None, average: bool | None) -> str:
+    if average is None and type(op) is int and 0 <= op < len(_OPS):
+        return _OPS[op]
     if average is not None:
         if op is not None:
             raise ValueError("both average and op were given; op says it all")
@@ -755,6 +757,8 @@ def _require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
 
 def _require_own_elements(what: str, tensor: Tensor) -> None:
     """Refuse a result that would be written to one place several times."""
+    if tensor.is_contiguous():
+        return
     strides = tensor.stride()
     if 0 not in strides or tensor.numel() < 2:
         return
