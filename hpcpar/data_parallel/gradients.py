@@ -130,6 +130,7 @@ class GradientSynchronizer:
         self._cut_views()
         self._accumulating = False
         self.used: list[int] = []
+        self._hidden = False
         self._begin_round()
         self.synchronized = False
         self._hooks = [
@@ -181,7 +182,8 @@ class GradientSynchronizer:
     def zero(self, *, set_to_none: bool = True) -> None:
         """Forget all gradients: `.grad` None, or views of zeros where there was a gradient.
 
-        Averages still under way are awaited first, with all other ranks: they, too, come here.
+        Averages still under way are awaited first, with all other ranks: they, too, come here. What was
+        hidden counts as a gradient.
         """
         if self.round_open:
             self._complete_round()
@@ -195,9 +197,16 @@ class GradientSynchronizer:
             for shipment in self._shipments:
                 shipment.flat.zero_()
             for index, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:
+                if parameter.grad is not None or (self._hidden and self.used[index]):
                     parameter.grad = self._view(index)
+        self._hidden = False
         self.synchronized = False
+
+    def hide(self) -> None:
+        """Take the averages out of `.grad`, where nobody is to change them; they stay in the buckets."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._hidden = True
 
     @property
     def round_open(self) -> bool:

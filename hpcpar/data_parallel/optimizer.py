@@ -161,6 +161,7 @@ class DistributedOptimizer(Optimizer):
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
+        self._is_used_up = False
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
@@ -246,15 +247,15 @@ class DistributedOptimizer(Optimizer):
         self._synchronizer.synchronize()
         self._factor = 1.0 / self.scaler.scale
         self._overflow = None
-        if self._update is not None:
-            for parameter in self._synchronizer.parameters:
-                parameter.grad = None
+        if self._update is not None and isinstance(self._synchronizer, GradientSynchronizer):
+            self._synchronizer.hide()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; averages still under way are awaited first.
 
         set_to_none=True    the next backward's gradients are copied into the buckets as they come
-        set_to_none=False   the buckets are filled with zeros and the next backward adds to them
+        set_to_none=False   the buckets are filled with zeros and the next backward adds to them; parameters
+                            that had a gradient are stepped on though it brings them none, as in torch
         """
         self._synchronizer.zero(set_to_none=set_to_none)
         self._is_used_up = False
@@ -641,7 +642,6 @@ class DistributedOptimizer(Optimizer):
         # copies stay the same to the last bit.
         tied = [parameter for name, parameter in named if name in self._tied]
         self._factor = 1.0
-        self._is_used_up = False
         self._is_closed = False
         self._once = NodeCopy(self.dp_comm) if self._common else None
         self._update: ShardedStep | None = None

@@ -190,12 +190,15 @@ class ScatteredGradients:
         bits = np.packbits(np.array(self._had, dtype=bool))
         self.dp_comm.allreduce(bits, "or")
         self.used = np.unpackbits(bits, count=len(self.parameters)).tolist()
-        self._had = [False] * len(self.parameters)
+        self._had = [bool(used) for used in self.used]
         self._backwards = 0
         self.synchronized = True
 
     def zero(self, *, set_to_none: bool = True) -> None:
-        """Forget all gradients; what is under way is awaited first, with all other ranks."""
+        """Forget all gradients; what is under way is awaited first, with all other ranks.
+
+        set_to_none   False: parameters that had one are stepped on with zeros, if no other comes
+        """
         self.end_backward()
         self._harvest_all()
         for passage in self._passages:
@@ -203,7 +206,8 @@ class ScatteredGradients:
         for parameter in self.parameters:
             parameter.grad = None
         self._backwards = 0
-        self._had = [False] * len(self.parameters)
+        if set_to_none:
+            self._had = [False] * len(self.parameters)
         self.synchronized = False
 
     def close(self) -> None:
