@@ -88,8 +88,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def _line_hosts(entry: str, where: str) -> list[Host]:
-    slots = _SLOTS.search(entry)
-    rest = _SLOTS.sub("", _MOST_SLOTS.sub("", entry)).strip()
+    told = _MOST_SLOTS.sub("", entry)  # first: `max-slots=8` has the word `slots=8` in it
+    slots = _SLOTS.search(told)
+    rest = _SLOTS.sub("", told).strip()
     match = _ENTRY.fullmatch(rest)
     if match is None or (slots and match["slots"]):
         raise ConfigError(f"{where}: {entry!r} is not like `node1 slots=4`, `node1:4` or `node1`")
