@@ -29,7 +29,7 @@ from types import FrameType
 from hpcpar import cuda_wheels
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import hosts as host_lists
-from hpcpar.launch import redirect
+from hpcpar.launch import redirect, slurm
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, Placing
@@ -345,6 +345,10 @@ def prepare(
         if launcher == "auto" and library == "openmpi" and not _can_start_open_mpi(environ, offered):
             say("hpcpar run: this Slurm has no pmix, which Open MPI needs under srun: its mpiexec starts it")
             launcher = "mpiexec"
+    if "SLURM_JOB_ID" in environ and which("srun") is None:
+        variables |= without_srun(
+            launcher_kind(find_launcher(environ, which, launcher), wheel), wishes, environ
+        )
     placing = Placing()
     if replace(wishes, output_directory=None) != NO_WISHES:
         kind = launcher_kind(find_launcher(environ, which, launcher), wheel)
@@ -363,6 +367,26 @@ def prepare(
         copy=copy,
     )
     return command, {**variables, **wishes.variables, **placing.variables}
+
+
+def without_srun(kind: str, wishes: Wishes, environ: Mapping[str, str]) -> dict[str, str]:
+    """What an mpiexec needs in a Slurm job that has no srun on PATH, as in a container.
+
+    Hydra would start its proxies by srun all the same, and then wait for them for ever.
+    errors   LaunchError where the job has more nodes than this one
+    """
+    variable = {"mpich": "HYDRA_LAUNCHER", "intel": "I_MPI_HYDRA_BOOTSTRAP"}.get(kind)
+    if variable is None or variable in environ:
+        return {}
+    if wishes.hosts:
+        return {variable: "ssh"}
+    if slurm.job_nodes(environ) > 1:
+        raise LaunchError(
+            f"this Slurm job has {slurm.job_nodes(environ)} nodes, but there is no srun on PATH to start "
+            f"ranks on the others: where this is a container, start it by srun from outside, as in "
+            f"`srun apptainer exec IMAGE python train.py`"
+        )
+    return {variable: "fork"}
 
 
 def _can_start_open_mpi(environ: Mapping[str, str], offered: Collection[str] | None) -> bool:

@@ -455,6 +455,29 @@ def test_the_ranks_of_srun_get_a_secret_in_common(in_allocation: Mapping[str, st
     assert prepare({**in_allocation, **own})[1] == own
 
 
+def test_a_job_in_a_container_without_srun_is_started_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "mpich"
+    monkeypatch.setattr(supervise, "launcher_kind", lambda path, wheel: kind)
+
+    def variables(environ: Mapping[str, str], wishes: Wishes = NO_WISHES) -> dict[str, str]:
+        found = which("mpiexec")
+        return supervise.prepare(2, ["a.py"], str(tmp_path), print, "auto", (), wishes, environ, found)[1]
+
+    assert variables(SLURM) == {"HYDRA_LAUNCHER": "fork"}
+    assert variables({}) == {}
+    assert variables({**SLURM, "HYDRA_LAUNCHER": "rsh"}) == {}
+    with pytest.raises(LaunchError, match=r"has 2 nodes, but there is no srun on PATH.*srun apptainer exec"):
+        variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"})
+    two = Wishes(hosts=(Host("a", 1), Host("b", 1)))
+    assert variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"}, two) == {"HYDRA_LAUNCHER": "ssh"}
+    kind = "intel"
+    assert variables(SLURM) == {"I_MPI_HYDRA_BOOTSTRAP": "fork"}
+    kind = "openmpi"
+    assert variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"}) == {}
+
+
 UCX = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
 
 
