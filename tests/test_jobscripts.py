@@ -184,6 +184,7 @@ def project(directory: Path) -> Path:
 BATCH = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NUM_NODES": "2",
+    "SLURMD_NODENAME": "node1",
     "SLURM_NTASKS": "4",
     "SLURM_CPUS_ON_NODE": "4",
     "SLURM_ARRAY_JOB_ID": "7",
@@ -239,6 +240,14 @@ def test_a_task_of_a_sweep_that_comes_to_nothing_is_named_by_the_summary(tmp_pat
     command = ["bash", str(named("sweep-summary")), "runs/sweep-7"]
     done = subprocess.run(command, check=False, capture_output=True, **told)  # type: ignore[call-overload]
     assert (done.returncode, done.stderr) == (1, "not finished: tasks 1\n")
+
+
+def test_rays_head_is_asked_for_by_slurms_name_of_the_node(tmp_path: Path) -> None:
+    stand_in(tmp_path, "hostname", "echo node1.site.example")
+    stand_in(tmp_path, "srun", f'echo "$*" >> {tmp_path}/words; exit 41')
+    told = {"cwd": project(tmp_path), "env": environ(tmp_path, **BATCH), "timeout": 60}
+    subprocess.run(["bash", str(named("ray-preprocess"))], check=False, capture_output=True, **told)  # type: ignore[call-overload]
+    assert " --nodelist=node1 " in (tmp_path / "words").read_text().splitlines()[0]
 
 
 TINY = ("train.steps=1", "train.held_out_batches=1", "train.sequence=16", "data.max_mib=1")
