@@ -342,6 +342,9 @@ def prepare(
         offered = srun_plugins(environ)
         # srun hands it to the ranks, and nobody else sees it: no file in the home directory is needed.
         variables[SECRET] = environ.get(SECRET) or secrets.token_hex(32)
+        if "SLURM_EXPORT_ENV" in environ:
+            # Left by `sbatch --export=NONE`: srun would keep from the ranks what the script sets, and we.
+            variables["SLURM_EXPORT_ENV"] = "ALL"
         if launcher == "auto" and library == "openmpi" and not _can_start_open_mpi(environ, offered):
             say("hpcpar run: this Slurm has no pmix, which Open MPI needs under srun: its mpiexec starts it")
             launcher = "mpiexec"

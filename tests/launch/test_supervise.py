@@ -455,6 +455,14 @@ def test_the_ranks_of_srun_get_a_secret_in_common(in_allocation: Mapping[str, st
     assert prepare({**in_allocation, **own})[1] == own
 
 
+@pytest.mark.parametrize("exported", ["NONE", "NIL", "PATH,HOME"])
+def test_a_job_that_was_submitted_without_its_environment_hands_on_the_one_that_it_has(
+    exported: str, in_allocation: Mapping[str, str]
+) -> None:
+    assert prepare({**in_allocation, "SLURM_EXPORT_ENV": exported}, "srun")[1]["SLURM_EXPORT_ENV"] == "ALL"
+    assert "SLURM_EXPORT_ENV" not in prepare(in_allocation, "srun")[1]
+
+
 def test_a_job_in_a_container_without_srun_is_started_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
