@@ -279,10 +279,12 @@ def run(
     environ: Mapping[str, str] = os.environ,
     which: Which = shutil.which,
     copy: LocalCopy | None = None,
+    stdin: int | None = None,
 ) -> int:
     """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost.
 
-    copy   of this environment on the nodes, to start the ranks from
+    copy    of this environment on the nodes, to start the ranks from
+    stdin   the launcher's standard input, as `subprocess` takes it; None: ours
     """
     cuda = cuda_aware(wishes, environ, say)
     if copy is not None:
@@ -301,7 +303,7 @@ def run(
             is_root=os.geteuid() == 0,
             terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
         )
-        process = subprocess.Popen(command, env=job_environ)
+        process = subprocess.Popen(command, env=job_environ, stdin=stdin)
         with forwarding(process, Path(run_directory)):
             status = process.wait()
         status = status if status >= 0 else 128 - status

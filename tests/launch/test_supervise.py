@@ -242,6 +242,15 @@ def test_a_run_says_its_command_and_returns_the_programs_status(launcher: superv
     )
 
 
+def test_the_job_reads_what_it_is_given(launcher: supervise.Which, tmp_path: Path) -> None:
+    (tmp_path / "input").write_text("hello")
+    program = ["-c", "import sys; sys.exit(len(sys.stdin.read()))"]
+    with open(tmp_path / "input") as file:
+        for stdin, status in ((subprocess.DEVNULL, 0), (file.fileno(), 5)):
+            told = {"environ": plain_environ(), "which": launcher, "stdin": stdin}
+            assert run(1, program, say=lambda line: None, **told) == status  # type: ignore[arg-type]
+
+
 def test_a_run_that_leaves_word_of_a_lost_rank_fails_although_the_launcher_says_0(
     launcher: supervise.Which,
 ) -> None:
