@@ -134,6 +134,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> RankInfo:
                 nodes=task.nodes,
                 launcher="slurm",
                 wire=task.wire,
+                hint=slurm.forgotten_srun(environ),
             )
         )
     hint = slurm.forgotten_srun(environ)

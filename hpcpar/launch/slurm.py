@@ -20,6 +20,8 @@ from hpcpar.errors import LaunchError
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 _HET_JOB_IDS = "SLURM_JOB_ID_HET_GROUP_"
+_INTERACTIVE_STEP = str(0xFFFFFFFA)
+"""The step that is the shell of `salloc`, where a site has it on one of the job's nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,8 @@ def _of_this_step(job_and_step: str, environ: Mapping[str, str]) -> bool:
 
 def forgotten_srun(environ: Mapping[str, str]) -> str | None:
     """A hint for a process that is in a Slurm job of several tasks, but not started by srun."""
-    if "SLURM_JOB_ID" not in environ or in_step(environ):
+    in_own_step = in_step(environ) and environ["SLURM_STEP_ID"] != _INTERACTIVE_STEP
+    if "SLURM_JOB_ID" not in environ or in_own_step:
         return None
     tasks = job_tasks(environ)
     if tasks < 2:

@@ -187,7 +187,7 @@ def _srun_options(
     option = SRUN_OPTION.get(library or "")
     # Where srun has no such plugin, hpcpar connects an MPICH's ranks itself.
     has_it = option and (offered is None or option.removeprefix("--mpi=") in offered)
-    if option and has_it and "SLURM_MPI_TYPE" not in environ:
+    if option and has_it and not _is_chosen(option.removeprefix("--mpi="), environ):
         options.append(option)
     if "SLURM_STEP_ID" in environ:
         # We are in a step ourselves (`srun --pty bash`), which holds all of the job's cores.
@@ -396,7 +396,16 @@ def without_srun(kind: str, wishes: Wishes, environ: Mapping[str, str]) -> dict[
 
 def _can_start_open_mpi(environ: Mapping[str, str], offered: Collection[str] | None) -> bool:
     """Whether srun may have what Open MPI needs; the site's own choice of a plugin is believed."""
-    return "SLURM_MPI_TYPE" in environ or offered is None or "pmix" in offered
+    return _is_chosen("pmix", environ) or offered is None or "pmix" in offered
+
+
+def _is_chosen(plugin: str, environ: Mapping[str, str]) -> bool:
+    """Whether SLURM_MPI_TYPE is the site's or the user's choice, which may be another than this plugin.
+
+    In a step, such as the shell that salloc opens on a node, it may tell how that step was started: "none".
+    """
+    chosen = environ.get("SLURM_MPI_TYPE")
+    return chosen is not None and (not slurm.in_step(environ) or chosen.startswith(plugin))
 
 
 def verdict(status: int, run_directory: Path, launcher: str, say: Say) -> int:

@@ -118,6 +118,27 @@ def test_the_shell_of_a_batch_script_is_one_process_and_gets_a_hint() -> None:
     assert "srun" in info.hint
 
 
+# As recorded in the shell of `salloc -N2 --ntasks-per-node=2` with LaunchParameters=use_interactive_step.
+SALLOC_SHELL = {
+    "SLURM_JOB_ID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NODELIST": "node1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+
+
+def test_so_does_the_shell_that_salloc_opens_on_a_node_and_no_step_in_it() -> None:
+    info = detect(SALLOC_SHELL)
+    assert (info.rank, info.size) == (0, 1)
+    assert info.hint is not None
+    assert "4 tasks" in info.hint
+    assert detect({**SALLOC_SHELL, "SLURM_STEP_ID": "0"}).hint is None
+
+
 def test_a_job_of_one_task_gets_no_hint() -> None:
     assert detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}).hint is None
 

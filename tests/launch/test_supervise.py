@@ -112,9 +112,18 @@ def test_the_sites_own_choice_of_plugin_is_left_alone() -> None:
     assert not any(word.startswith("--mpi") for word in words)
 
 
+STEP = SLURM | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+
+
+def test_how_the_step_around_us_was_started_is_nobodys_choice_of_plugin() -> None:
+    """The shell that salloc opens on a node has SLURM_MPI_TYPE=none."""
+    for told, said in (("none", True), ("pmi2", True), ("pmix", False), ("pmix_v4", False)):
+        words = command(2, "a.py", environ=STEP | {"SLURM_MPI_TYPE": told}, library="openmpi")
+        assert ("--mpi=pmix" in words) is said, told
+
+
 def test_a_step_inside_a_step_may_share_its_cores() -> None:
-    step = SLURM | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    assert "--overlap" in command(2, "a.py", environ=step)
+    assert "--overlap" in command(2, "a.py", environ=STEP)
     assert "--overlap" not in command(2, "a.py", environ=SLURM)
 
 
