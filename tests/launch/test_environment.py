@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -103,6 +104,28 @@ def test_the_inner_launcher_is_believed_where_the_outer_ones_variables_are_stale
 ) -> None:
     assert detect(outer | inner).launcher == launcher
     assert detect(outer | inner).rank == detect(inner).rank
+
+
+@pytest.mark.parametrize(
+    "outer", [HYDRA, OPENMPI, TORCHRUN, PALS, MVAPICH, FLUX], ids=lambda outer: min(outer)
+)
+def test_what_sruns_task_was_started_with_is_of_a_launcher_outside_of_the_step(
+    outer: dict[str, str], tmp_path: Path
+) -> None:
+    """A rank of mpiexec, or a shell with what one has left, that calls srun: here with a shell in between."""
+    task = STEP | {"SLURM_TASK_PID": "391"}
+    (tmp_path / "391").mkdir()
+
+    def start(environ: dict[str, str]) -> None:
+        lines = (f"{name}={value}\0" for name, value in environ.items())
+        (tmp_path / "391" / "environ").write_text("".join(lines))
+
+    start(task | outer)
+    assert detect(task | outer, tmp_path) == RankInfo(3, 4, 1, 2, 1, ("node1", "node2"), "slurm", "none")
+    start(task)
+    inner = detect(outer)
+    assert detect(task | outer, tmp_path) == inner
+    assert detect(task | outer, tmp_path / "of another process namespace") == inner
 
 
 def test_srun_with_crays_plugin_is_slurm_although_it_sets_one_variable_of_pals() -> None:
