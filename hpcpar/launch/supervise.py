@@ -172,7 +172,8 @@ def words_for(
         say("hpcpar run: the time limit for starting is srun's alone: mpiexec starts at once, or fails")
     found = Placing()
     if wishes.hosts:
-        found = host_lists.placing(kind, host_lists.place(wishes.hosts, n), directory)
+        nodes = slurm.host_names(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else ()
+        found = host_lists.placing(kind, host_lists.place(wishes.hosts, n), directory, nodes)
     if kind == "openmpi" and (wishes.hosts or wishes.variables):
         names = sorted(name for name in {*environ, *wishes.variables} if name.startswith(SENT))
         words += tuple(word for name in names for word in ("-x", name))

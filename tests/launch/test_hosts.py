@@ -102,6 +102,12 @@ def test_srun_gets_a_line_for_each_rank_where_hosts_have_different_numbers() -> 
     assert found.file_text == "a\na\nb\n"
 
 
+def test_srun_puts_the_first_ranks_on_the_host_that_is_named_first() -> None:
+    assert placing("srun", TWO, "/run", ("a", "b", "c")).file_text == ""
+    found = placing("srun", TWO[::-1], "/run", ("a", "b", "c"))
+    assert (found.words, found.file_text) == (("--distribution=arbitrary",), "b\nb\na\na\n")
+
+
 def test_a_launcher_that_is_not_known_is_not_guessed_at() -> None:
     with pytest.raises(ConfigError, match="--options="):
         placing("", TWO, "/run")
