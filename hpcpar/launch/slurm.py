@@ -200,9 +200,13 @@ def forgotten_srun(environ: Mapping[str, str]) -> str | None:
     tasks = job_tasks(environ)
     if tasks < 2:
         return None
+    start = f"`srun python …` or `hpcpar run -n {tasks} …`"
+    components = environ.get("SLURM_HET_SIZE", "")
+    if components.isdigit():  # without the option a step is in the first component alone
+        start = f"`srun --het-group=0-{int(components) - 1} python …`"
     return (
         f"Slurm job {environ['SLURM_JOB_ID']} has {tasks} tasks, but this process was not started by srun "
-        f"and runs alone; start it with `srun python …` or `hpcpar run -n {tasks} …`"
+        f"and runs alone; start it with {start}"
     )
 
 

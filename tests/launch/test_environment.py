@@ -162,6 +162,14 @@ def test_so_does_the_shell_that_salloc_opens_on_a_node_and_no_step_in_it() -> No
     assert detect({**SALLOC_SHELL, "SLURM_STEP_ID": "0"}).hint is None
 
 
+def test_in_a_heterogeneous_job_the_hint_is_for_all_components() -> None:
+    parts = {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "2", "SLURM_HET_SIZE": "2"}
+    hint = detect({"SLURM_JOB_ID": "7", **parts}).hint
+    assert hint is not None
+    assert "3 tasks" in hint
+    assert hint.endswith("start it with `srun --het-group=0-1 python …`")
+
+
 def test_a_job_of_one_task_gets_no_hint() -> None:
     assert detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}).hint is None
 
