@@ -341,6 +341,7 @@ def prepare(
     offered = None
     variables: dict[str, str] = {}
     if os.path.basename(find_launcher(environ, which, launcher)) == "srun":
+        require_one_component(n, options, environ)
         library = own_library(environ) or wheel
         offered = srun_plugins(environ)
         # srun hands it to the ranks, and nobody else sees it: no file in the home directory is needed.
@@ -373,6 +374,19 @@ def prepare(
         copy=copy,
     )
     return command, {**variables, **wishes.variables, **placing.variables}
+
+
+def require_one_component(n: int, options: Sequence[str], environ: Mapping[str, str]) -> None:
+    """LaunchError where ranks for all of a heterogeneous job would all be in its first component."""
+    components, first = (environ.get(name, "") for name in ("SLURM_HET_SIZE", "SLURM_NTASKS_HET_GROUP_0"))
+    told = any(word.startswith("--het-group") for word in options)
+    if components.isdigit() and first.isdigit() and n > int(first) and not told:
+        raise LaunchError(
+            f"{n} ranks were asked for, but `hpcpar run` starts them in a heterogeneous job's first part, "
+            f"which has {first} of its {slurm.job_tasks(environ)} tasks: in all parts "
+            f"`srun --het-group=0-{int(components) - 1} python …` starts them; to have all in the first, "
+            "say --options=--het-group=0"
+        )
 
 
 def without_srun(kind: str, wishes: Wishes, environ: Mapping[str, str]) -> dict[str, str]:

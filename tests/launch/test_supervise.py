@@ -481,6 +481,18 @@ def test_a_job_that_was_submitted_without_its_environment_hands_on_the_one_that_
     assert "SLURM_EXPORT_ENV" not in prepare(in_allocation, "srun")[1]
 
 
+def test_ranks_for_all_of_a_heterogeneous_job_are_not_started_in_its_first_component(
+    in_allocation: Mapping[str, str],
+) -> None:
+    parts = {"SLURM_NTASKS_HET_GROUP_0": "2", "SLURM_NTASKS_HET_GROUP_1": "1", "SLURM_HET_SIZE": "2"}
+    with pytest.raises(LaunchError, match=r"which has 2 of its 3 tasks: .*`srun --het-group=0-1 python"):
+        supervise.require_one_component(3, (), parts)
+    for n, options in ((2, ()), (3, ("--het-group=0",))):
+        supervise.require_one_component(n, options, parts)
+    with pytest.raises(LaunchError, match="first part"):
+        prepare({**in_allocation, **parts, "SLURM_NTASKS_HET_GROUP_0": "1"}, "srun")
+
+
 def test_a_job_in_a_container_without_srun_is_started_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
