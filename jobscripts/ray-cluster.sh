@@ -9,7 +9,7 @@
 # and what Ray takes otherwise (6379, 10002 to 19999, /tmp/ray) be taken.
 
 ray_nodes=$SLURM_JOB_NUM_NODES
-ray_head=$(hostname)
+ray_head=$SLURMD_NODENAME    # Slurm's name for this node: the host may call itself by a longer one
 ray_directory=/tmp/ray-$SLURM_JOB_ID
 ray_log=runs/ray-$SLURM_JOB_ID
 ray_steps=()

@@ -20,6 +20,7 @@ directory=${1:?the directory of the sweep, as runs/sweep-123}
 
 python - "$directory" <<'END'
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -31,7 +32,8 @@ for task in sorted(Path(sys.argv[1]).iterdir(), key=lambda path: int(path.name))
     except FileNotFoundError:
         others.append(task.name)
 print("held-out loss  task  row")
-for loss, task, row in sorted(finished):
+# What has diverged is NaN, which is neither more nor less than anything: it comes last.
+for loss, task, row in sorted(finished, key=lambda one: (math.isnan(one[0]), *one)):
     print(f"{loss:13.4f}  {task:>4}  {row}")
 if others:
     sys.exit(f"not finished: tasks {', '.join(others)}")

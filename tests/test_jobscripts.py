@@ -184,6 +184,7 @@ def project(directory: Path) -> Path:
 BATCH = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NUM_NODES": "2",
+    "SLURMD_NODENAME": "node1",
     "SLURM_NTASKS": "4",
     "SLURM_CPUS_ON_NODE": "4",
     "SLURM_ARRAY_JOB_ID": "7",
@@ -214,7 +215,7 @@ def test_a_script_fails_when_what_it_starts_fails(script: Path, tmp_path: Path) 
 
 
 def test_the_summary_of_a_sweep_is_sorted_and_names_what_is_missing(tmp_path: Path) -> None:
-    for task, loss in (("1", 2.5), ("2", 1.5), ("10", 2.0)):
+    for task, loss in (("1", "2.5"), ("2", "NaN"), ("5", "1.5"), ("10", "2.0")):
         (tmp_path / task).mkdir()
         (tmp_path / task / "summary.json").write_text(f'{{"held_out_loss": {loss}}}')
         (tmp_path / task / "row.txt").write_text(f"optimizer.learning_rate={task}\n")
@@ -222,13 +223,31 @@ def test_the_summary_of_a_sweep_is_sorted_and_names_what_is_missing(tmp_path: Pa
     told = {"cwd": tmp_path, "env": environ(tmp_path), "capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run(command, check=True, **told)  # type: ignore[call-overload]
     assert [line.split() for line in done.stdout.splitlines()[1:]] == [
-        ["1.5000", "2", "optimizer.learning_rate=2"],
+        ["1.5000", "5", "optimizer.learning_rate=5"],
         ["2.0000", "10", "optimizer.learning_rate=10"],
         ["2.5000", "1", "optimizer.learning_rate=1"],
+        ["nan", "2", "optimizer.learning_rate=2"],
     ]
     (tmp_path / "3").mkdir()
     done = subprocess.run(command, check=False, **told)  # type: ignore[call-overload]
     assert (done.returncode, done.stderr) == (1, "not finished: tasks 3\n")
+
+
+def test_a_task_of_a_sweep_that_comes_to_nothing_is_named_by_the_summary(tmp_path: Path) -> None:
+    stand_in(tmp_path, "hpcpar", "exit 2")
+    told = {"cwd": project(tmp_path), "env": environ(tmp_path, **BATCH), "text": True, "timeout": 60}
+    assert subprocess.run(["bash", str(named("sweep"))], check=False, **told).returncode == 2  # type: ignore[call-overload]
+    command = ["bash", str(named("sweep-summary")), "runs/sweep-7"]
+    done = subprocess.run(command, check=False, capture_output=True, **told)  # type: ignore[call-overload]
+    assert (done.returncode, done.stderr) == (1, "not finished: tasks 1\n")
+
+
+def test_rays_head_is_asked_for_by_slurms_name_of_the_node(tmp_path: Path) -> None:
+    stand_in(tmp_path, "hostname", "echo node1.site.example")
+    stand_in(tmp_path, "srun", f'echo "$*" >> {tmp_path}/words; exit 41')
+    told = {"cwd": project(tmp_path), "env": environ(tmp_path, **BATCH), "timeout": 60}
+    subprocess.run(["bash", str(named("ray-preprocess"))], check=False, capture_output=True, **told)  # type: ignore[call-overload]
+    assert " --nodelist=node1 " in (tmp_path / "words").read_text().splitlines()[0]
 
 
 TINY = ("train.steps=1", "train.held_out_batches=1", "train.sequence=16", "data.max_mib=1")

@@ -57,7 +57,7 @@ class StartTimes:
 def time_import(module: str) -> Elapsed:
     """Import a module and say what it took; one that cannot be imported took what it took."""
     wall_s, busy_s = time.perf_counter(), _busy_s()
-    with suppress(ImportError, OSError):
+    with suppress(ImportError, OSError, RuntimeError):  # the last is mpi4py's word for having found no MPI
         importlib.import_module(module)
     wall_s, busy_s = time.perf_counter() - wall_s, _busy_s() - busy_s
     return Elapsed(wall_s, max(0.0, wall_s - busy_s))

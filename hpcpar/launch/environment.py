@@ -2,7 +2,8 @@
 
 Launchers nest (mpiexec inside a Slurm step inside a batch job, torchrun inside mpiexec), and the
 inner one's children inherit the outer one's variables, which are then stale. So the table runs
-from the innermost launcher outward, and the first that left its marker is believed.
+from the innermost launcher outward, and the first that left its marker is believed; unless srun's
+own task had the same from the start: then srun was called inside that launcher.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch import slurm
@@ -114,13 +116,16 @@ LAUNCHERS = (
 )
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> RankInfo:
+def detect(environ: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> RankInfo:
     """Who am I? Reads variables only; LaunchError where they contradict each other.
+
+    proc   where the system shows the environments that processes were started with
 
     `hpcpar.launch.crosscheck` then holds the answer against MPI's own.
     """
     for launcher in LAUNCHERS:
-        if all(name in environ for name in (launcher.marker, launcher.rank, launcher.size)):
+        names = (launcher.marker, launcher.rank, launcher.size)
+        if all(name in environ for name in names) and not slurm.came_with_the_step(names, environ, proc):
             return _checked(_from_launcher(launcher, environ))
     if slurm.in_step(environ):
         task = slurm.task(environ)
@@ -134,6 +139,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> RankInfo:
                 nodes=task.nodes,
                 launcher="slurm",
                 wire=task.wire,
+                hint=slurm.forgotten_srun(environ),
             )
         )
     hint = slurm.forgotten_srun(environ)

@@ -88,8 +88,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def _line_hosts(entry: str, where: str) -> list[Host]:
-    slots = _SLOTS.search(entry)
-    rest = _SLOTS.sub("", _MOST_SLOTS.sub("", entry)).strip()
+    told = _MOST_SLOTS.sub("", entry)  # first: `max-slots=8` has the word `slots=8` in it
+    slots = _SLOTS.search(told)
+    rest = _SLOTS.sub("", told).strip()
     match = _ENTRY.fullmatch(rest)
     if match is None or (slots and match["slots"]):
         raise ConfigError(f"{where}: {entry!r} is not like `node1 slots=4`, `node1:4` or `node1`")
@@ -135,16 +136,17 @@ def kind_of(version: str) -> str:
     return next((kind for kind, mark in _VERSIONS if mark in version), "")
 
 
-def placing(kind: str, placed: Sequence[Host], directory: str) -> Placing:
-    """How to tell a launcher to run so many ranks on each host.
+def placing(kind: str, placed: Sequence[Host], directory: str, job_nodes: Sequence[str] = ()) -> Placing:
+    """How to tell a launcher to run so many ranks on each host, the first ones on the first host.
 
     kind       "srun", "mpich", "intel" or "openmpi"
     directory  where a file of hosts may lie
+    job_nodes  those of the Slurm job, in its order
     """
     with_counts = ",".join(f"{host.name}:{host.slots}" for host in placed)
     file = os.path.join(directory, "hosts")
     if kind == "srun":
-        return _srun_placing(placed, file)
+        return _srun_placing(placed, file, job_nodes)
     if kind == "mpich":
         return Placing(("-hosts", with_counts))
     if kind == "openmpi":
@@ -157,9 +159,13 @@ def placing(kind: str, placed: Sequence[Host], directory: str) -> Placing:
     )
 
 
-def _srun_placing(placed: Sequence[Host], file: str) -> Placing:
-    """Equal numbers by options; else a line for each rank, which is what srun calls arbitrary."""
-    if len({host.slots for host in placed}) == 1:
+def _srun_placing(placed: Sequence[Host], file: str, job_nodes: Sequence[str]) -> Placing:
+    """Equal numbers by options; else a line for each rank, which is what srun calls arbitrary.
+
+    So it is where hosts are not named in the job's order, in which srun takes those of an option.
+    """
+    numbers = [job_nodes.index(host.name) for host in placed if host.name in job_nodes]
+    if len({host.slots for host in placed}) == 1 and numbers == sorted(numbers):
         names = ",".join(host.name for host in placed)
         tasks = f"--ntasks-per-node={placed[0].slots}"
         return Placing((f"--nodelist={names}", f"--nodes={len(placed)}", tasks))

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,6 +113,7 @@ def run(
             wishes=helpers,
             environ=environ,
             which=which,
+            stdin=subprocess.DEVNULL,  # srun takes all that there is, and it is the user's job's
         )
 
     try:

@@ -12,6 +12,7 @@ import os
 import stat
 import tarfile
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from pathlib import Path
 from hpcpar.launch.environment_trees import PACKED_DIRECTORY, Entry, Tree, entries, key_of
 
 BLOCK_NBYTES = 4096
+
+WRITING = ".writing-"
+WRITING_LEFT_S = 3600.0
+"""A file that nobody has written to for so long was left by a job that was killed while it packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ def pack(trees: tuple[Tree, ...], fallback: Path) -> Packed:
     nbytes = sum(-(-entry.nbytes // BLOCK_NBYTES) * BLOCK_NBYTES or BLOCK_NBYTES for entry in found)
     kept = Path(trees[0].source, PACKED_DIRECTORY)
     path = kept / f"{key_of(found)}.tar"
+    _remove_unfinished(kept)
     if path.exists():
         return Packed(path, len(found), nbytes, reused=True)
     try:
@@ -62,9 +68,16 @@ def pack(trees: tuple[Tree, ...], fallback: Path) -> Packed:
     return Packed(path, len(found), nbytes, reused=False)
 
 
+def _remove_unfinished(kept: Path) -> None:
+    with suppress(OSError):  # not ours, or gone meanwhile
+        for file in kept.glob(f"{WRITING}*"):
+            if time.time() - file.stat().st_mtime > WRITING_LEFT_S:
+                file.unlink()
+
+
 def _write(found: Sequence[Entry], path: Path) -> None:
     """Under another name first, so that a packed file is whole whenever it is there."""
-    descriptor, writing = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    descriptor, writing = tempfile.mkstemp(prefix=WRITING, dir=path.parent)
     try:
         with (
             os.fdopen(descriptor, "wb") as file,

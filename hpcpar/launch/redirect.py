@@ -40,10 +40,15 @@ def main(words: Sequence[str]) -> None:
         files = [_opened(own / name) for name in ("stdout", "stderr")]
     except LaunchError as error:
         sys.exit(f"hpcpar run: rank {info.rank}: {error}")
+    launchers = os.dup(sys.stderr.fileno())  # closed by the program's start
     for descriptor, file in enumerate(files, 1):
         os.dup2(file, descriptor)
         os.close(file)
-    os.execvp(program[0], program)
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        os.dup2(launchers, sys.stderr.fileno())
+        sys.exit(f"hpcpar run: rank {info.rank}: {program[0]} cannot be started ({error.strerror})")
 
 
 def _opened(path: Path) -> int:

@@ -40,6 +40,7 @@ from hpcpar.launch.step_secret import VARIABLE, secret_file, step_key, step_name
 PORTS = (20000, 29999)  # below those that systems deal out by themselves
 TRIES = 16
 CONNECT_LIMIT_S = 3.0
+SCONTROL_LIMIT_S = 10.0
 ANSWER_LIMIT_S = 60.0
 OTHER_HOSTS_AFTER_S = 5.0
 UNREACHABLE_LIMIT_S = 30.0
@@ -275,8 +276,13 @@ def _find(
         hosts = likely if time.monotonic() - start < OTHER_HOSTS_AFTER_S else [*likely, *others]
         search.hosts, search.refused = hosts, False
         for host in hosts:
+            try:
+                where = address_of(host)
+            except OSError as error:
+                search.errors[host] = _reason(error)
+                continue
             for port in search.ports:
-                connection = _knock(host, port, key, facts, search)
+                connection = _knock(host, (where, port), key, facts, search)
                 if connection is not None:
                     return connection
         now = time.monotonic()
@@ -290,16 +296,18 @@ def _find(
         pause_s = min(2 * pause_s, 0.5)
 
 
-def _knock(host: str, port: int, key: bytes, facts: str, search: Search) -> socket.socket | None:
+def _knock(
+    host: str, address: tuple[str, int], key: bytes, facts: str, search: Search
+) -> socket.socket | None:
     """The connection, if the step's server is there and takes this rank; else None, and why in `search`."""
-    where = f"{host}:{port}"
+    where = f"{host}:{address[1]}"
     try:
-        connection = socket.create_connection((address_of(host), port), timeout=CONNECT_LIMIT_S)
+        connection = socket.create_connection(address, timeout=CONNECT_LIMIT_S)
     except ConnectionRefusedError:
         search.refused = True
         return None
     except OSError as error:
-        search.errors[host] = error.strerror or str(error) or type(error).__name__
+        search.errors[host] = _reason(error)
         return None
     try:
         if _introduce(connection, key, facts):
@@ -310,6 +318,10 @@ def _knock(host: str, port: int, key: bytes, facts: str, search: Search) -> sock
     connection.close()
     search.refused = True  # somebody is there, so the host can be reached: rank 0 may still come
     return None
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
 
 
 def _introduce(connection: socket.socket, key: bytes, facts: str) -> bool:
@@ -341,7 +353,10 @@ def _line(connection: socket.socket) -> str:
 
 
 def address_of(host: str) -> str:
-    """The host itself where its name is known to the system, else the address that Slurm has for the node."""
+    """The host itself where its name is known to the system, else the address that Slurm has for the node.
+
+    errors   OSError where neither knows one now: all ranks ask at once, and Slurm may be slow to answer
+    """
     try:
         socket.getaddrinfo(host, None)
         return host
@@ -349,13 +364,18 @@ def address_of(host: str) -> str:
         scontrol = shutil.which("scontrol")
         if scontrol is None:
             raise
-    said = subprocess.run(
-        [scontrol, "--oneliner", "show", "node", host],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
-    ).stdout
+    try:
+        said = subprocess.run(
+            [scontrol, "--oneliner", "show", "node", host],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_LIMIT_S,
+            check=False,
+        ).stdout
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(
+            f"its name is not known here, and scontrol did not answer in {error.timeout:g} s"
+        ) from error
     words = dict(word.split("=", 1) for word in said.split() if "=" in word)
     return words.get("NodeAddr", host)
 

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, product, zip_longest
+from pathlib import Path
 
 from hpcpar.errors import LaunchError
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 _HET_JOB_IDS = "SLURM_JOB_ID_HET_GROUP_"
+_INTERACTIVE_STEP = str(0xFFFFFFFA)
+"""The step that is the shell of `salloc`, where a site has it on one of the job's nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,20 @@ def in_step(environ: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
 
 
+def came_with_the_step(names: Collection[str], environ: Mapping[str, str], proc: Path) -> bool:
+    """Whether this step's task was started with these variables as they are: nobody inside of it set them.
+
+    The task is this process, or one that this process descends from (a shell, a launcher's daemon).
+    """
+    if not in_step(environ) or not environ.get("SLURM_TASK_PID", "").isdigit():
+        return False
+    try:
+        started = (proc / environ["SLURM_TASK_PID"] / "environ").read_bytes().split(b"\0")
+    except OSError:  # of another process namespace, as in some containers
+        return False
+    return {os.fsencode(f"{name}={environ[name]}") for name in names} <= set(started)
+
+
 def task(environ: Mapping[str, str]) -> SlurmTask:
     """This task of its step; LaunchError where a variable is no number or the story is broken."""
     rank = integer(environ, "SLURM_PROCID")
@@ -151,12 +168,15 @@ def _local_size(
 def wire(environ: Mapping[str, str]) -> str:
     """How this step's tasks can find each other: "pmix", "pmi2", "cray" or "none" (srun --mpi=…).
 
-    A step that a task of another step has started inherits that one's variables; they lead nowhere.
+    A step that a task of another step, or a rank of mpiexec, has started inherits that one's variables; they
+    lead nowhere.
     """
     namespace, job_and_step = environ.get("PMIX_NAMESPACE", ""), environ.get("PMI_JOBID", "")
     if namespace.startswith("slurm.pmix.") and _of_this_step(namespace[len("slurm.pmix.") :], environ):
         return "pmix"
-    if ("PMI_FD" in environ or "PMI_PORT" in environ) and _of_this_step(job_and_step, environ):
+    of_hydra = "MPI_LOCALNRANKS" in environ and not job_and_step
+    told = ("PMI_FD" in environ or "PMI_PORT" in environ) and not of_hydra
+    if told and _of_this_step(job_and_step, environ):
         return "pmi2"
     if "PALS_APINFO" in environ or "PMI_CRAY_NO_SMP_ORDER" in environ:
         return "cray"
@@ -174,14 +194,19 @@ def _of_this_step(job_and_step: str, environ: Mapping[str, str]) -> bool:
 
 def forgotten_srun(environ: Mapping[str, str]) -> str | None:
     """A hint for a process that is in a Slurm job of several tasks, but not started by srun."""
-    if "SLURM_JOB_ID" not in environ or in_step(environ):
+    in_own_step = in_step(environ) and environ["SLURM_STEP_ID"] != _INTERACTIVE_STEP
+    if "SLURM_JOB_ID" not in environ or in_own_step:
         return None
     tasks = job_tasks(environ)
     if tasks < 2:
         return None
+    start = f"`srun python …` or `hpcpar run -n {tasks} …`"
+    components = environ.get("SLURM_HET_SIZE", "")
+    if components.isdigit():  # without the option a step is in the first component alone
+        start = f"`srun --het-group=0-{int(components) - 1} python …`"
     return (
         f"Slurm job {environ['SLURM_JOB_ID']} has {tasks} tasks, but this process was not started by srun "
-        f"and runs alone; start it with `srun python …` or `hpcpar run -n {tasks} …`"
+        f"and runs alone; start it with {start}"
     )
 
 

@@ -29,7 +29,7 @@ from types import FrameType
 from hpcpar import cuda_wheels
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import hosts as host_lists
-from hpcpar.launch import redirect
+from hpcpar.launch import redirect, slurm
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, Placing
@@ -172,7 +172,8 @@ def words_for(
         say("hpcpar run: the time limit for starting is srun's alone: mpiexec starts at once, or fails")
     found = Placing()
     if wishes.hosts:
-        found = host_lists.placing(kind, host_lists.place(wishes.hosts, n), directory)
+        nodes = slurm.host_names(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else ()
+        found = host_lists.placing(kind, host_lists.place(wishes.hosts, n), directory, nodes)
     if kind == "openmpi" and (wishes.hosts or wishes.variables):
         names = sorted(name for name in {*environ, *wishes.variables} if name.startswith(SENT))
         words += tuple(word for name in names for word in ("-x", name))
@@ -187,7 +188,7 @@ def _srun_options(
     option = SRUN_OPTION.get(library or "")
     # Where srun has no such plugin, hpcpar connects an MPICH's ranks itself.
     has_it = option and (offered is None or option.removeprefix("--mpi=") in offered)
-    if option and has_it and "SLURM_MPI_TYPE" not in environ:
+    if option and has_it and not _is_chosen(option.removeprefix("--mpi="), environ):
         options.append(option)
     if "SLURM_STEP_ID" in environ:
         # We are in a step ourselves (`srun --pty bash`), which holds all of the job's cores.
@@ -279,10 +280,12 @@ def run(
     environ: Mapping[str, str] = os.environ,
     which: Which = shutil.which,
     copy: LocalCopy | None = None,
+    stdin: int | None = None,
 ) -> int:
     """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost.
 
-    copy   of this environment on the nodes, to start the ranks from
+    copy    of this environment on the nodes, to start the ranks from
+    stdin   the launcher's standard input, as `subprocess` takes it; None: ours
     """
     cuda = cuda_aware(wishes, environ, say)
     if copy is not None:
@@ -301,7 +304,7 @@ def run(
             is_root=os.geteuid() == 0,
             terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
         )
-        process = subprocess.Popen(command, env=job_environ)
+        process = subprocess.Popen(command, env=job_environ, stdin=stdin)
         with forwarding(process, Path(run_directory)):
             status = process.wait()
         status = status if status >= 0 else 128 - status
@@ -338,13 +341,21 @@ def prepare(
     offered = None
     variables: dict[str, str] = {}
     if os.path.basename(find_launcher(environ, which, launcher)) == "srun":
+        require_one_component(n, options, environ)
         library = own_library(environ) or wheel
         offered = srun_plugins(environ)
         # srun hands it to the ranks, and nobody else sees it: no file in the home directory is needed.
         variables[SECRET] = environ.get(SECRET) or secrets.token_hex(32)
+        if "SLURM_EXPORT_ENV" in environ:
+            # Left by `sbatch --export=NONE`: srun would keep from the ranks what the script sets, and we.
+            variables["SLURM_EXPORT_ENV"] = "ALL"
         if launcher == "auto" and library == "openmpi" and not _can_start_open_mpi(environ, offered):
             say("hpcpar run: this Slurm has no pmix, which Open MPI needs under srun: its mpiexec starts it")
             launcher = "mpiexec"
+    if "SLURM_JOB_ID" in environ and which("srun") is None:
+        variables |= without_srun(
+            launcher_kind(find_launcher(environ, which, launcher), wheel), wishes, environ
+        )
     placing = Placing()
     if replace(wishes, output_directory=None) != NO_WISHES:
         kind = launcher_kind(find_launcher(environ, which, launcher), wheel)
@@ -365,9 +376,51 @@ def prepare(
     return command, {**variables, **wishes.variables, **placing.variables}
 
 
+def require_one_component(n: int, options: Sequence[str], environ: Mapping[str, str]) -> None:
+    """LaunchError where ranks for all of a heterogeneous job would all be in its first component."""
+    components, first = (environ.get(name, "") for name in ("SLURM_HET_SIZE", "SLURM_NTASKS_HET_GROUP_0"))
+    told = any(word.startswith("--het-group") for word in options)
+    if components.isdigit() and first.isdigit() and n > int(first) and not told:
+        raise LaunchError(
+            f"{n} ranks were asked for, but `hpcpar run` starts them in a heterogeneous job's first part, "
+            f"which has {first} of its {slurm.job_tasks(environ)} tasks: in all parts "
+            f"`srun --het-group=0-{int(components) - 1} python …` starts them; to have all in the first, "
+            "say --options=--het-group=0"
+        )
+
+
+def without_srun(kind: str, wishes: Wishes, environ: Mapping[str, str]) -> dict[str, str]:
+    """What an mpiexec needs in a Slurm job that has no srun on PATH, as in a container.
+
+    Hydra would start its proxies by srun all the same, and then wait for them for ever.
+    errors   LaunchError where the job has more nodes than this one
+    """
+    variable = {"mpich": "HYDRA_LAUNCHER", "intel": "I_MPI_HYDRA_BOOTSTRAP"}.get(kind)
+    if variable is None or variable in environ:
+        return {}
+    if wishes.hosts:
+        return {variable: "ssh"}
+    if slurm.job_nodes(environ) > 1:
+        raise LaunchError(
+            f"this Slurm job has {slurm.job_nodes(environ)} nodes, but there is no srun on PATH to start "
+            f"ranks on the others: where this is a container, start it by srun from outside, as in "
+            f"`srun apptainer exec IMAGE python train.py`"
+        )
+    return {variable: "fork"}
+
+
 def _can_start_open_mpi(environ: Mapping[str, str], offered: Collection[str] | None) -> bool:
     """Whether srun may have what Open MPI needs; the site's own choice of a plugin is believed."""
-    return "SLURM_MPI_TYPE" in environ or offered is None or "pmix" in offered
+    return _is_chosen("pmix", environ) or offered is None or "pmix" in offered
+
+
+def _is_chosen(plugin: str, environ: Mapping[str, str]) -> bool:
+    """Whether SLURM_MPI_TYPE is the site's or the user's choice, which may be another than this plugin.
+
+    In a step, such as the shell that salloc opens on a node, it may tell how that step was started: "none".
+    """
+    chosen = environ.get("SLURM_MPI_TYPE")
+    return chosen is not None and (not slurm.in_step(environ) or chosen.startswith(plugin))
 
 
 def verdict(status: int, run_directory: Path, launcher: str, say: Say) -> int:

@@ -262,19 +262,28 @@ def test_the_doctor_works_alone() -> None:
     assert "this is one process" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "value"), [("HPCPAR_TIMEOUT_S", "soon"), ("HPCPAR_ALGORITHM", "ring")])
-def test_a_variable_that_is_not_understood_is_a_finding(name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({"HPCPAR_TIMEOUT_S": "soon"}, "HPCPAR_TIMEOUT_S"),
+        ({"HPCPAR_ALGORITHM": "ring"}, "HPCPAR_ALGORITHM"),
+        ({"MPI4PY_LIBMPI": "/none/libmpi.so"}, "no MPI library could be loaded"),
+        ({"MPI_LOCALNRANKS": "2", "PMI_RANK": "2", "PMI_SIZE": "2"}, "hydra's variables say rank 2 of 2"),
+    ],
+)
+def test_what_stands_in_the_way_of_a_start_is_a_finding(variables: dict[str, str], found: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     done = subprocess.run(
         [sys.executable, "-m", "hpcpar", "doctor"],
         cwd=REPOSITORY,
-        env={**{key: old for key, old in os.environ.items() if not key.startswith("SLURM")}, name: value},
+        env={**kept, **variables},
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith(f"wrong {name}")
+    assert done.stdout.startswith(f"wrong {found}")
     assert done.stdout.endswith("-> nothing else can be looked at before this works\n")
 
 

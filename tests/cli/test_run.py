@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -264,3 +265,25 @@ def test_ranks_on_this_host_by_name_write_into_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = [(tmp_path / "out" / f"rank.{rank}" / "stdout").read_text() for rank in range(2)]
     assert found == ["2 2.0\n", "2 2.0\n"]
+
+
+@pytest.mark.skipif(
+    not Path(sys.executable).with_name("mpiexec.hydra").exists(), reason="needs the MPICH wheel's mpiexec"
+)
+def test_in_a_container_inside_a_slurm_job_ranks_start_on_its_node(tmp_path: Path) -> None:
+    """Hydra finds a Slurm job in its environment, and would wait for ever for an srun that is not there."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PMI", "MPI"))}
+    told = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "nid7", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "2"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpcpar", "run", "-n", "2", "-c", "print('ran')"],
+        env={**kept, **told, "PATH": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.communicate(timeout=60)[0] == "ran\nran\n"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -105,6 +106,28 @@ def test_the_inner_launcher_is_believed_where_the_outer_ones_variables_are_stale
     assert detect(outer | inner).rank == detect(inner).rank
 
 
+@pytest.mark.parametrize(
+    "outer", [HYDRA, OPENMPI, TORCHRUN, PALS, MVAPICH, FLUX], ids=lambda outer: min(outer)
+)
+def test_what_sruns_task_was_started_with_is_of_a_launcher_outside_of_the_step(
+    outer: dict[str, str], tmp_path: Path
+) -> None:
+    """A rank of mpiexec, or a shell with what one has left, that calls srun: here with a shell in between."""
+    task = STEP | {"SLURM_TASK_PID": "391"}
+    (tmp_path / "391").mkdir()
+
+    def start(environ: dict[str, str]) -> None:
+        lines = (f"{name}={value}\0" for name, value in environ.items())
+        (tmp_path / "391" / "environ").write_text("".join(lines))
+
+    start(task | outer)
+    assert detect(task | outer, tmp_path) == RankInfo(3, 4, 1, 2, 1, ("node1", "node2"), "slurm", "none")
+    start(task)
+    inner = detect(outer)
+    assert detect(task | outer, tmp_path) == inner
+    assert detect(task | outer, tmp_path / "of another process namespace") == inner
+
+
 def test_srun_with_crays_plugin_is_slurm_although_it_sets_one_variable_of_pals() -> None:
     info = detect(STEP | {"PALS_RANKID": "3", "PMI_SIZE": "4", "PALS_APINFO": "/var/spool/apinfo"})
     assert (info.launcher, info.wire) == ("slurm", "cray")
@@ -116,6 +139,35 @@ def test_the_shell_of_a_batch_script_is_one_process_and_gets_a_hint() -> None:
     assert info.hint is not None
     assert "4 tasks" in info.hint
     assert "srun" in info.hint
+
+
+# As recorded in the shell of `salloc -N2 --ntasks-per-node=2` with LaunchParameters=use_interactive_step.
+SALLOC_SHELL = {
+    "SLURM_JOB_ID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NODELIST": "node1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+
+
+def test_so_does_the_shell_that_salloc_opens_on_a_node_and_no_step_in_it() -> None:
+    info = detect(SALLOC_SHELL)
+    assert (info.rank, info.size) == (0, 1)
+    assert info.hint is not None
+    assert "4 tasks" in info.hint
+    assert detect({**SALLOC_SHELL, "SLURM_STEP_ID": "0"}).hint is None
+
+
+def test_in_a_heterogeneous_job_the_hint_is_for_all_components() -> None:
+    parts = {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "2", "SLURM_HET_SIZE": "2"}
+    hint = detect({"SLURM_JOB_ID": "7", **parts}).hint
+    assert hint is not None
+    assert "3 tasks" in hint
+    assert hint.endswith("start it with `srun --het-group=0-1 python …`")
 
 
 def test_a_job_of_one_task_gets_no_hint() -> None:

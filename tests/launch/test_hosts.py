@@ -46,6 +46,13 @@ def test_a_file_of_hosts_may_be_horovods_open_mpis_or_mpichs(tmp_path: Path) -> 
     assert read_hostfile(str(file)) == (*TWO, Host("c", 1), Host("n1", 4), Host("n2", 4))
 
 
+@pytest.mark.parametrize("most", ["max-slots=8", "max_slots=8", "max-slots = 8"])
+def test_the_most_slots_that_a_host_may_have_are_not_the_ones_that_it_has(most: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(f"a {most} slots=2\nb slots=2 {most}\nc {most}\n")
+    assert read_hostfile(str(file)) == (*TWO, Host("c", 1))
+
+
 @pytest.mark.parametrize("line", ["a slot=2", "a:2 slots=2", "a b", "slots=2"])
 def test_a_line_that_is_not_understood_is_named_with_its_number(line: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts"
@@ -93,6 +100,12 @@ def test_srun_gets_a_line_for_each_rank_where_hosts_have_different_numbers() -> 
     assert found.words == ("--distribution=arbitrary",)
     assert found.variables == {"SLURM_HOSTFILE": "/run/hosts"}
     assert found.file_text == "a\na\nb\n"
+
+
+def test_srun_puts_the_first_ranks_on_the_host_that_is_named_first() -> None:
+    assert placing("srun", TWO, "/run", ("a", "b", "c")).file_text == ""
+    found = placing("srun", TWO[::-1], "/run", ("a", "b", "c"))
+    assert (found.words, found.file_text) == (("--distribution=arbitrary",), "b\nb\na\na\n")
 
 
 def test_a_launcher_that_is_not_known_is_not_guessed_at() -> None:

