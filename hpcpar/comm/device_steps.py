@@ -99,6 +99,10 @@ class Course:
         """Whether messages between this rank and a peer are pulled."""
         return self._reach(peer) == "pull"
 
+    def use_device(self) -> None:
+        """Make the queue's GPU that of this thread, which may be another than the one that made the call."""
+        self.queue.cuda.use(self.queue.ordinal)
+
     def poll(self) -> None:
         self._mailroom.poll()
 
@@ -245,6 +249,7 @@ class DeviceStep:
     def test(self) -> bool:
         if self._course_run is None:
             return True
+        self._course.use_device()
         self._course.poll()
         for exchange in self._exchanges:
             exchange.test()  # while a token is waited for, too: its rank may wait for what is sent here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -255,6 +256,26 @@ def test_over_mpi_arrays_on_devices_get_what_arrays_on_hosts_get(
         finally:
             comm.barrier()
             comm._family.devices = before
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["pull", "staged"])
+def test_a_call_is_brought_to_its_end_by_whichever_thread(kernels, world: Communicator, way: str) -> None:
+    """As one of autograd's threads does with what the main thread has begun; it has used no device yet."""
+    with world.split(0, name=f"another thread {way}") as comm:
+        before = comm._family.devices
+        try:
+            assert comm.share_devices(way)
+            array = on_device(values(comm.rank, 3000))
+            handle = comm.start_allreduce(array)
+            with ThreadPoolExecutor(1) as thread:
+                error = thread.submit(handle.wait).exception(60)
+            found = array.to_host()
+        finally:
+            comm.barrier()
+            comm._family.devices = before
+    assert error is None
+    np.testing.assert_array_equal(found, np.sum([values(r, 3000) for r in range(world.size)], axis=0))
 
 
 @pytest.mark.mpi
