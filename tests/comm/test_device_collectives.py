@@ -16,7 +16,7 @@ from hpcpar.comm.devices import TRIAL_NBYTES
 from hpcpar.comm.operation import Message, PlannedStep, bill
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
-from hpcpar.errors import BufferTypeError, MismatchError, OperationError
+from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
 from hpcpar.transport import device_kernels
 from tests.comm import device_cases
 from tests.comm.device_cases import CASES, on_device, values
@@ -298,3 +298,38 @@ def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels,
             comm.barrier()
             comm._family.devices = before
     assert again
+
+
+@pytest.mark.mpi
+def test_what_another_thread_has_done_with_does_not_hinder_this_one(kernels, world: Communicator) -> None:
+    """A hook in autograd's thread has read memory of a peer, which now has other memory in its place."""
+    with world.split(0, name="devices of two threads") as comm:
+        before = comm._family.devices
+        try:
+            assert comm.share_devices("pull")
+            devices = comm._family.devices
+
+            def read(shown: list[bytes]) -> None:
+                devices.cuda.use(0)
+                for memory in shown:
+                    devices.open(memory)
+                devices.queue(0, 0).afterwards(lambda: [devices.imports.release(each) for each in shown])
+
+            address = devices.cuda.alloc(TRIAL_NBYTES)
+            shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(read, shown).result(60)
+            comm.barrier()
+            devices.cuda.free(address)
+            address = devices.cuda.alloc(TRIAL_NBYTES)
+            shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
+            refused = ""
+            try:
+                read(shown)
+            except CudaError as error:
+                refused = str(error)
+            told = comm.allgather_object(refused)
+        finally:
+            comm.barrier()
+            comm._family.devices = before
+    assert told == [""] * world.size
