@@ -40,7 +40,7 @@ from hpcpar.comm.tokens import Kind, Mailroom, Ticket, Token
 from hpcpar.errors import MismatchError
 from hpcpar.transport.device_memory import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
 from hpcpar.transport.interface import Exchange, Transport
-from hpcpar.transport.staged import StagedExchange
+from hpcpar.transport.staged import StagedExchange, Turns, Way
 
 Extent = tuple[int, int]
 """Addresses from, to."""
@@ -183,10 +183,11 @@ class Course:
             out = [(octets, peer) for octets, peer in sends if self._reach(peer) == way]
             into = [(octets, peer) for octets, peer in receives if self._reach(peer) == way]
             if out or into:
+                pinned = self._devices.pinned
                 found.append(
-                    AfterQueue(transport, queue, out, into, tag)
+                    AfterQueue(transport, queue, pinned.turns, out, into, tag)
                     if way == "mpi"
-                    else StagedExchange(transport, queue, self._devices.pinned, out, into, tag)
+                    else StagedExchange(transport, queue, pinned, out, into, tag)
                 )
         return found
 
@@ -195,31 +196,50 @@ class Course:
 
 
 class AfterQueue:
-    """Messages that MPI is given when all that was given to the queue before is done."""
+    """Messages that MPI is given when all that was given to the queue before is done.
+
+    MPI keeps messages of one tag in the order in which it is given them, and queues do not wait for each
+    other: so each waits for its turn, too, among those between the same ranks under the same tag.
+    """
 
     def __init__(
         self,
         transport: Transport,
         queue: Queue,
+        turns: Turns,
         sends: Sequence[tuple[DeviceOctets, int]],
         receives: Sequence[tuple[DeviceOctets, int]],
         tag: int,
     ) -> None:
         self._mark: Mark = queue.mark()
         self._messages = (transport, sends, receives, tag)
+        self._turns = turns
+        self._ways = [
+            *(Way(transport, peer, tag, True) for _, peer in sends),
+            *(Way(transport, peer, tag, False) for _, peer in receives),
+        ]
+        for way in self._ways:
+            turns.join(way, self)
         self._exchange: Exchange | None = None
 
     def test(self) -> bool:
         if self._exchange is None:
-            if not self._mark.is_past():
+            if not (self._mark.is_past() and all(self._turns.has(way, self) for way in self._ways)):
                 return False
-            transport, sends, receives, tag = self._messages
-            self._exchange = transport.start(
+            self._exchange = self._start()
+        return self._exchange.test()
+
+    def _start(self) -> Exchange:
+        transport, sends, receives, tag = self._messages
+        try:
+            return transport.start(
                 [(as_pointer(octets), peer) for octets, peer in sends],
                 [(as_pointer(octets), peer) for octets, peer in receives],
                 tag,
             )
-        return self._exchange.test()
+        finally:
+            for way in self._ways:
+                self._turns.leave(way, self)
 
     def waiting_for(self) -> tuple[int, ...]:
         return () if self._exchange is None else self._exchange.waiting_for()

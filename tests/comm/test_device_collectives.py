@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
 from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
 from hpcpar.transport import device_kernels
+from hpcpar.transport.loopback import LoopbackTransport
 from tests.comm import device_cases
 from tests.comm.device_cases import CASES, on_device, values
 from tests.transport import kernel_stand_in
@@ -45,6 +47,36 @@ def shared(way: str, function):
 @pytest.mark.parametrize("case", CASES)
 def test_arrays_on_devices_get_what_arrays_on_hosts_get(kernels, case: str, way: str, size: int) -> None:
     run_loopback(size, shared(way, CASES[case]), check=True)
+
+
+@pytest.fixture
+def takes_pointers(stand_in, monkeypatch) -> None:
+    """Messages between ranks that are threads take device pointers, as a CUDA-aware MPI's do."""
+
+    def reachable(messages):
+        return [(at_hand(octets), peer) for octets, peer in messages]
+
+    def at_hand(octets: np.ndarray) -> np.ndarray:
+        address = stand_in.load().stand_in_reach(octets.ctypes.data, octets.size) if octets.size else None
+        if address is None:
+            return octets
+        memory = (ctypes.c_uint8 * octets.size).from_address(address)
+        return np.frombuffer(memory, dtype=np.uint8)
+
+    post = LoopbackTransport.post
+    monkeypatch.setattr(
+        LoopbackTransport,
+        "post",
+        lambda self, sends, receives, tag: post(self, reachable(sends), reachable(receives), tag),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_messages_that_take_device_pointers_bring_the_same(
+    kernels, takes_pointers, case: str, size: int
+) -> None:
+    run_loopback(size, shared("mpi", CASES[case]), check=True)
 
 
 @pytest.mark.parametrize("way", ["auto", "staged"])
