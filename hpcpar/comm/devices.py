@@ -8,6 +8,7 @@ staged   the rest, through pinned host memory
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -33,7 +34,7 @@ log = logging.getLogger("hpcpar")
 Reach = Literal["pull", "mpi", "staged"]
 
 QUEUES = 4
-"""Calls take turns among so many queues: one that waits for its input does not hold the next one up."""
+"""Calls and messages take turns among so many: one that waits for its input does not hold up the next."""
 
 TRIAL_NBYTES = 4096
 
@@ -51,15 +52,16 @@ class Devices:
         self.event_exports, self.event_imports = EventExports(cuda), _event_imports(cuda)
         self.pinned = PinnedPool(cuda)
         self._used: set[Queue] = set()
+        self._turns = itertools.count()
 
     def reach(self, world_rank: int) -> Reach:
         """How messages between this rank and another one travel; the same as seen from there."""
         return self.reaches[world_rank]
 
-    def queue(self, call: int, ordinal: int) -> Queue:
-        """What the n-th call uses on a device."""
+    def queue(self, ordinal: int) -> Queue:
+        """What the next call, or message, uses on a device."""
         queues: dict[Any, Queue] = _of_thread.__dict__
-        key = call % QUEUES, ordinal
+        key = next(self._turns) % QUEUES, ordinal
         if key not in queues:
             queues[key] = Queue(self.cuda, ordinal, device_kernels.kernels)
         self._used.add(queues[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
 from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
 from hpcpar.transport import device_kernels
+from hpcpar.transport.cuda_driver import driver
 from hpcpar.transport.loopback import LoopbackTransport
 from tests.comm import device_cases
 from tests.comm.device_cases import CASES, on_device, values
@@ -77,6 +79,31 @@ def test_messages_that_take_device_pointers_bring_the_same(
     kernels, takes_pointers, case: str, size: int
 ) -> None:
     run_loopback(size, shared("mpi", CASES[case]), check=True)
+
+
+@pytest.mark.parametrize("way", ["pull", pytest.param("mpi", id="pointers"), "staged"])
+def test_a_message_that_waits_for_its_bytes_holds_up_none_but_those_of_its_tag(
+    kernels, takes_pointers, stand_in, way: str
+) -> None:
+    def body(comm: Communicator) -> list[int]:
+        made = driver().stream()
+        arrays = [on_device(np.full(9, 10 * comm.rank + k)) for k in range(3)]
+        arrays[0].stream = made
+        comm.barrier()
+        if comm.rank == 1:
+            late, also_late = (comm.start_recv(array, 0, tag=5) for array in arrays[:2])
+            found = [int(comm.recv(arrays[2], 0, tag=6).to_host()[0])]
+            comm.send_object("arrived", 0)
+            return found + [int(handle.wait().to_host()[0]) for handle in (late, also_late)]
+        with stand_in.Gate(made):
+            sends = [comm.start_send(array, 1, tag) for array, tag in zip(arrays, (5, 5, 6), strict=True)]
+            assert comm.recv_object(1) == "arrived"
+        for send in sends:
+            send.wait()
+        return []
+
+    gc.collect()  # while a stream is held up, to give memory back would wait for it
+    assert run_loopback(2, shared(way, body), timeout_s=20) == [[], [2, 0, 1]]
 
 
 @pytest.mark.parametrize("way", ["auto", "staged"])
@@ -322,7 +349,7 @@ def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels,
             shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
             for memory in shown:
                 devices.imports.open(memory)
-            devices.queue(0, 0).afterwards(lambda: [devices.imports.release(memory) for memory in shown])
+            devices.queue(0).afterwards(lambda: [devices.imports.release(memory) for memory in shown])
             comm.barrier()
             devices.cuda.free(address)
             again = comm.share_devices("pull")
@@ -345,7 +372,7 @@ def test_what_another_thread_has_done_with_does_not_hinder_this_one(kernels, wor
                 devices.cuda.use(0)
                 for memory in shown:
                     devices.open(memory)
-                devices.queue(0, 0).afterwards(lambda: [devices.imports.release(each) for each in shown])
+                devices.queue(0).afterwards(lambda: [devices.imports.release(each) for each in shown])
 
             address = devices.cuda.alloc(TRIAL_NBYTES)
             shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
