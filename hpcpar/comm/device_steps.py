@@ -108,14 +108,16 @@ class Course:
 
     def show(self, peer: int, octets: DeviceOctets, event: int) -> None:
         """Let a peer read these bytes after the event."""
+        number = self._mailroom.next_number()
         token = Token(
             Kind.READY,
             octets.size,
             self._devices.exports.export(octets.address, octets.size),
             self._devices.event_exports.export(event),
+            number,
         )
         self._mailroom.send(peer, self._tag, token)
-        self._readings.append(Reading(peer, octets, self._mailroom.ask(peer, self._tag, Kind.READ)))
+        self._readings.append(Reading(peer, octets, self._mailroom.ask(peer, self._tag, Kind.READ, number)))
 
     def can_show(self, octets: DeviceOctets) -> bool:
         """Whether other processes can be shown these bytes where they are."""
@@ -154,11 +156,14 @@ class Course:
 
             self.queue.afterwards(release)
 
-    def thank(self, peers: Iterable[int]) -> None:
-        """Tell peers that what they showed has been read, once the queue has come so far."""
+    def thank(self, read: Iterable[tuple[int, Token]]) -> None:
+        """Tell peers that what they showed has been read, once the queue has come so far.
+
+        read   each peer, and what it showed
+        """
         event = self._devices.event_exports.export(self.queue.publish())
-        for peer in peers:
-            self._mailroom.send(peer, self._tag, Token(Kind.READ, event=event))
+        for peer, token in read:
+            self._mailroom.send(peer, self._tag, Token(Kind.READ, event=event, number=token.number))
 
     def until_read(self, extents: Sequence[Extent] | None) -> Iterator[None]:
         """Have the queue wait for peers that read any of these bytes; None: for all. Yields while waiting."""
@@ -332,10 +337,12 @@ class DeviceStep:
         course, itemsize = self._course, itemsize_of(self._spaces)
         at_once: list[Landing] = []
         aside: list[Landing] = []
+        read: list[tuple[int, Token]] = []
         for message, ticket in tickets:
             while ticket.token is None:
                 course.missing = (message.peer,)
                 yield
+            read.append((message.peer, ticket.token))
             octets = course.shown(message.peer, ticket.token, message.count * itemsize)
             course.received_nbytes += octets.size
             targets = [_extent(self._spaces, run) for run in message.runs]
@@ -347,8 +354,8 @@ class DeviceStep:
                 at_once.append((message, octets))
         for fold in folds(self._spaces, at_once, self._op):
             fold()
-        if tickets:
-            course.thank(message.peer for message, _ in tickets)
+        if read:
+            course.thank(read)
         return aside
 
     def _written(self) -> list[Run]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -104,6 +105,37 @@ def test_a_message_that_waits_for_its_bytes_holds_up_none_but_those_of_its_tag(
 
     gc.collect()  # while a stream is held up, to give memory back would wait for it
     assert run_loopback(2, shared(way, body), timeout_s=20) == [[], [2, 0, 1]]
+
+
+def test_bytes_are_free_when_they_have_been_read_themselves_and_not_others_of_their_tag(kernels) -> None:
+    """The second message is read before the first, which its sender then may not write to yet."""
+    posted, sent, read, looked = (threading.Event() for _ in range(4))
+
+    def body(comm: Communicator) -> list[int]:
+        arrays = [on_device(np.full(9, 5 + 10 * comm.rank + k)) for k in range(2)]
+        if comm.rank == 1:
+            receives = [comm.start_recv(array, 0, tag=5) for array in arrays]
+            posted.set()
+            sent.wait(10)
+            assert receives[1]._operation.advance()
+            read.set()
+            looked.wait(10)
+            return [int(receive.wait().to_host()[0]) for receive in receives]
+        posted.wait(10)
+        sends = [comm.start_send(array, 1, tag=5) for array in arrays]
+        sent.set()
+        read.wait(10)
+        comm.poke()
+        for send, array in zip(sends, arrays, strict=True):
+            if send.done:
+                send.wait()
+                array.put(np.zeros(9, int))
+        looked.set()
+        for send in sends:
+            send.wait()
+        return []
+
+    assert run_loopback(2, shared("pull", body), timeout_s=20) == [[], [5, 6]]
 
 
 @pytest.mark.parametrize("way", ["auto", "staged"])
