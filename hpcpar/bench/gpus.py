@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,7 +38,7 @@ def use_gpu(comm: Communicator) -> torch.device:
 
 
 def finished(candidate: Candidate, device: torch.device) -> Candidate:
-    """The same, until the caller's stream has nothing left to do; what it leaves, on the host."""
+    """The same, until the caller's stream has nothing left to do."""
     if device.type == "cpu":
         return candidate
 
@@ -46,8 +46,4 @@ def finished(candidate: Candidate, device: torch.device) -> Candidate:
         candidate.run()
         torch.cuda.current_stream(device).synchronize()
 
-    def result() -> Any:
-        left = candidate.result()
-        return None if left is None else left.detach().cpu()
-
-    return replace(candidate, run=run, result=result)
+    return replace(candidate, run=run)

@@ -275,7 +275,7 @@ class Caller(ABC):
             queue = beside.queue
             binding = bind_device(array, lambda ordinal: queue, what)
         else:
-            binding = bind_device(array, partial(devices.queue, self._calls[0]), what)
+            binding = bind_device(array, devices.queue, what)
         if beside is not None and isinstance(binding.host, DeviceBuffer) != isinstance(beside, DeviceBuffer):
             here, there = ("a GPU", "the host") if isinstance(beside, DeviceBuffer) else ("the host", "a GPU")
             raise BufferTypeError(

@@ -40,7 +40,7 @@ from hpcpar.comm.tokens import Kind, Mailroom, Ticket, Token
 from hpcpar.errors import MismatchError
 from hpcpar.transport.device_memory import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
 from hpcpar.transport.interface import Exchange, Transport
-from hpcpar.transport.staged import StagedExchange
+from hpcpar.transport.staged import StagedExchange, Turns, Way
 
 Extent = tuple[int, int]
 """Addresses from, to."""
@@ -99,19 +99,25 @@ class Course:
         """Whether messages between this rank and a peer are pulled."""
         return self._reach(peer) == "pull"
 
+    def use_device(self) -> None:
+        """Make the queue's GPU that of this thread, which may be another than the one that made the call."""
+        self.queue.cuda.use(self.queue.ordinal)
+
     def poll(self) -> None:
         self._mailroom.poll()
 
     def show(self, peer: int, octets: DeviceOctets, event: int) -> None:
         """Let a peer read these bytes after the event."""
+        number = self._mailroom.next_number()
         token = Token(
             Kind.READY,
             octets.size,
             self._devices.exports.export(octets.address, octets.size),
             self._devices.event_exports.export(event),
+            number,
         )
         self._mailroom.send(peer, self._tag, token)
-        self._readings.append(Reading(peer, octets, self._mailroom.ask(peer, self._tag, Kind.READ)))
+        self._readings.append(Reading(peer, octets, self._mailroom.ask(peer, self._tag, Kind.READ, number)))
 
     def can_show(self, octets: DeviceOctets) -> bool:
         """Whether other processes can be shown these bytes where they are."""
@@ -150,11 +156,14 @@ class Course:
 
             self.queue.afterwards(release)
 
-    def thank(self, peers: Iterable[int]) -> None:
-        """Tell peers that what they showed has been read, once the queue has come so far."""
+    def thank(self, read: Iterable[tuple[int, Token]]) -> None:
+        """Tell peers that what they showed has been read, once the queue has come so far.
+
+        read   each peer, and what it showed
+        """
         event = self._devices.event_exports.export(self.queue.publish())
-        for peer in peers:
-            self._mailroom.send(peer, self._tag, Token(Kind.READ, event=event))
+        for peer, token in read:
+            self._mailroom.send(peer, self._tag, Token(Kind.READ, event=event, number=token.number))
 
     def until_read(self, extents: Sequence[Extent] | None) -> Iterator[None]:
         """Have the queue wait for peers that read any of these bytes; None: for all. Yields while waiting."""
@@ -179,10 +188,11 @@ class Course:
             out = [(octets, peer) for octets, peer in sends if self._reach(peer) == way]
             into = [(octets, peer) for octets, peer in receives if self._reach(peer) == way]
             if out or into:
+                pinned = self._devices.pinned
                 found.append(
-                    AfterQueue(transport, queue, out, into, tag)
+                    AfterQueue(transport, queue, pinned.turns, out, into, tag)
                     if way == "mpi"
-                    else StagedExchange(transport, queue, self._devices.pinned, out, into, tag)
+                    else StagedExchange(transport, queue, pinned, out, into, tag)
                 )
         return found
 
@@ -191,31 +201,50 @@ class Course:
 
 
 class AfterQueue:
-    """Messages that MPI is given when all that was given to the queue before is done."""
+    """Messages that MPI is given when all that was given to the queue before is done.
+
+    MPI keeps messages of one tag in the order in which it is given them, and queues do not wait for each
+    other: so each waits for its turn, too, among those between the same ranks under the same tag.
+    """
 
     def __init__(
         self,
         transport: Transport,
         queue: Queue,
+        turns: Turns,
         sends: Sequence[tuple[DeviceOctets, int]],
         receives: Sequence[tuple[DeviceOctets, int]],
         tag: int,
     ) -> None:
         self._mark: Mark = queue.mark()
         self._messages = (transport, sends, receives, tag)
+        self._turns = turns
+        self._ways = [
+            *(Way(transport, peer, tag, True) for _, peer in sends),
+            *(Way(transport, peer, tag, False) for _, peer in receives),
+        ]
+        for way in self._ways:
+            turns.join(way, self)
         self._exchange: Exchange | None = None
 
     def test(self) -> bool:
         if self._exchange is None:
-            if not self._mark.is_past():
+            if not (self._mark.is_past() and all(self._turns.has(way, self) for way in self._ways)):
                 return False
-            transport, sends, receives, tag = self._messages
-            self._exchange = transport.start(
+            self._exchange = self._start()
+        return self._exchange.test()
+
+    def _start(self) -> Exchange:
+        transport, sends, receives, tag = self._messages
+        try:
+            return transport.start(
                 [(as_pointer(octets), peer) for octets, peer in sends],
                 [(as_pointer(octets), peer) for octets, peer in receives],
                 tag,
             )
-        return self._exchange.test()
+        finally:
+            for way in self._ways:
+                self._turns.leave(way, self)
 
     def waiting_for(self) -> tuple[int, ...]:
         return () if self._exchange is None else self._exchange.waiting_for()
@@ -245,6 +274,7 @@ class DeviceStep:
     def test(self) -> bool:
         if self._course_run is None:
             return True
+        self._course.use_device()
         self._course.poll()
         for exchange in self._exchanges:
             exchange.test()  # while a token is waited for, too: its rank may wait for what is sent here
@@ -307,10 +337,12 @@ class DeviceStep:
         course, itemsize = self._course, itemsize_of(self._spaces)
         at_once: list[Landing] = []
         aside: list[Landing] = []
+        read: list[tuple[int, Token]] = []
         for message, ticket in tickets:
             while ticket.token is None:
                 course.missing = (message.peer,)
                 yield
+            read.append((message.peer, ticket.token))
             octets = course.shown(message.peer, ticket.token, message.count * itemsize)
             course.received_nbytes += octets.size
             targets = [_extent(self._spaces, run) for run in message.runs]
@@ -322,8 +354,8 @@ class DeviceStep:
                 at_once.append((message, octets))
         for fold in folds(self._spaces, at_once, self._op):
             fold()
-        if tickets:
-            course.thank(message.peer for message, _ in tickets)
+        if read:
+            course.thank(read)
         return aside
 
     def _written(self) -> list[Run]:

@@ -8,9 +8,10 @@ staged   the rest, through pinned host memory
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +34,7 @@ log = logging.getLogger("hpcpar")
 Reach = Literal["pull", "mpi", "staged"]
 
 QUEUES = 4
-"""Calls take turns among so many queues: one that waits for its input does not hold the next one up."""
+"""Calls and messages take turns among so many: one that waits for its input does not hold up the next."""
 
 TRIAL_NBYTES = 4096
 
@@ -50,26 +51,35 @@ class Devices:
         self.exports, self.imports = Exports(cuda), _imports(cuda)
         self.event_exports, self.event_imports = EventExports(cuda), _event_imports(cuda)
         self.pinned = PinnedPool(cuda)
+        self._used: set[Queue] = set()
+        self._turns = itertools.count()
 
     def reach(self, world_rank: int) -> Reach:
         """How messages between this rank and another one travel; the same as seen from there."""
         return self.reaches[world_rank]
 
-    def queue(self, call: int, ordinal: int) -> Queue:
-        """What the n-th call uses on a device."""
+    def queue(self, ordinal: int) -> Queue:
+        """What the next call, or message, uses on a device."""
         queues: dict[Any, Queue] = _of_thread.__dict__
-        key = call % QUEUES, ordinal
+        key = next(self._turns) % QUEUES, ordinal
         if key not in queues:
             queues[key] = Queue(self.cuda, ordinal, device_kernels.kernels)
+        self._used.add(queues[key])
         return queues[key]
 
     def open(self, descriptor: bytes) -> int:
         """The address here of what a peer shows; to be released."""
-        return _open_shown(self.imports, descriptor)
+        # Those of other threads, too: autograd has its own, and makes calls while the one that waits for it
+        # makes none.
+        return _open_shown(self.imports, descriptor, self._used | _queues_of_thread())
 
 
 _of_thread = threading.local()
 """The queues of a thread, which all its communicators share."""
+
+
+def _queues_of_thread() -> set[Queue]:
+    return set(_of_thread.__dict__.values())
 
 
 @cache
@@ -83,11 +93,11 @@ def _event_imports(cuda: CudaDriver) -> EventImports:
     return EventImports(cuda)
 
 
-def _open_shown(imports: Imports, descriptor: bytes) -> int:
-    """Open what a peer shows; what this thread has done with, but not released yet, must not hinder it."""
-    queues: list[Queue] = list(_of_thread.__dict__.values())
-    for queue in queues:
-        queue.look()
+def _open_shown(imports: Imports, descriptor: bytes, queues: Collection[Queue]) -> int:
+    """Open what a peer shows; what these queues have done with, but not released yet, must not hinder it."""
+    if not imports.is_open(descriptor):
+        for queue in queues:
+            queue.look()
     try:
         return imports.open(descriptor)
     except CudaError:
@@ -214,7 +224,8 @@ def _try_pulling(comm: Communicator, cuda: CudaDriver, here: Sequence[int]) -> b
                 break
             cuda.wait(stream, event_imports.open(other[1]))
             event_imports.release(other[1])
-            cuda.copy(pinned, _open_shown(imports, other[0]), TRIAL_NBYTES, stream)
+            shown_here = _open_shown(imports, other[0], _queues_of_thread())
+            cuda.copy(pinned, shown_here, TRIAL_NBYTES, stream)
             cuda.synchronize(stream)
             imports.release(other[0])
             good = bool((host == peer % 251).all())

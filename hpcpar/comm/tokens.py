@@ -2,11 +2,13 @@
 
 A token names an interprocess event and, if bytes are offered, where they lie; the GPU waits for the event,
 no host waits for a GPU. Between two ranks tokens of both kinds travel under the tag of their call, and are
-told apart on arrival: the k-th that is offered meets the k-th that is asked for.
+told apart on arrival. The k-th bytes that are offered meet the k-th that are asked for; that they have been
+read is told in any order, and so by their number.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections import deque
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ class Kind(IntEnum):
 class Token:
     """What one host tells another.
 
+    number   of these bytes among all that the one who offers them has offered
     nbytes   how many bytes are offered
     memory   where they lie, for `Imports.open`
     event    after which they may be read, or have been, for `EventImports.open`
@@ -37,35 +40,42 @@ class Token:
     nbytes: int = 0
     memory: bytes = b""
     event: bytes = b""
+    number: int = 0
 
     def packed(self) -> Octets:
         memory, event = self.memory, self.event
-        octets = _FORM.pack(_MAGIC, self.kind, self.nbytes, len(memory), memory, len(event), event)
+        words = self.number, self.nbytes, len(memory), memory, len(event), event
+        octets = _FORM.pack(_MAGIC, self.kind, *words)
         return np.frombuffer(octets, dtype=np.uint8)
 
     @classmethod
     def unpacked(cls, octets: Octets, peer: int) -> Token:
         """MismatchError for what is no token."""
-        magic, kind, nbytes, memory_length, memory, event_length, event = _FORM.unpack(octets.tobytes())
+        magic, kind, *words = _FORM.unpack(octets.tobytes())
         if magic != _MAGIC:
             raise MismatchError(
                 f"rank {peer} sent from host memory what this rank receives into device memory; both sides "
                 f"must pass arrays on the same kind of device. HPCPAR_CHECK=1 names the calls of both"
             )
-        return cls(Kind(kind), nbytes, memory[:memory_length], event[:event_length])
+        number, nbytes, memory_length, memory, event_length, event = words
+        return cls(Kind(kind), nbytes, memory[:memory_length], event[:event_length], number)
 
 
 _MAGIC = b"hpcpar token"
-_FORM = struct.Struct(f"={len(_MAGIC)}sBQH{DESCRIPTOR_NBYTES}sH{DESCRIPTOR_NBYTES}s")
+_FORM = struct.Struct(f"={len(_MAGIC)}sBQQH{DESCRIPTOR_NBYTES}sH{DESCRIPTOR_NBYTES}s")
 
 
 class Ticket:
-    """A token that was asked for; None until it is here."""
+    """A token that was asked for, of this number or of any; None until it is here."""
 
-    __slots__ = ("token",)
+    __slots__ = ("number", "token")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int | None) -> None:
+        self.number = number
         self.token: Token | None = None
+
+    def is_for(self, token: Token) -> bool:
+        return self.number is None or self.number == token.number
 
 
 class _Box:
@@ -85,6 +95,11 @@ class Mailroom:
         self._transport = transport
         self._boxes: dict[tuple[int, int], _Box] = {}
         self._leaving: list[tuple[Exchange, Octets]] = []
+        self._numbers = itertools.count()
+
+    def next_number(self) -> int:
+        """Of bytes that are to be offered: one that none before them had."""
+        return next(self._numbers)
 
     def send(self, peer: int, tag: int, token: Token) -> None:
         """Give a token to a peer, without waiting."""
@@ -93,14 +108,16 @@ class Mailroom:
         if not exchange.test():
             self._leaving.append((exchange, octets))
 
-    def ask(self, peer: int, tag: int, kind: Kind) -> Ticket:
-        """The next token of this kind from a peer, in the order of the asking."""
+    def ask(self, peer: int, tag: int, kind: Kind, number: int | None = None) -> Ticket:
+        """The next token of this kind from a peer, in the order of the asking, or the one of this number."""
         box = self._boxes.setdefault((peer, tag), _Box())
-        ticket = Ticket()
-        if box.early[kind]:
-            ticket.token = box.early[kind].popleft()
-        else:
+        ticket = Ticket(number)
+        early = box.early[kind]
+        ticket.token = next((token for token in early if ticket.is_for(token)), None)
+        if ticket.token is None:
             box.asked[kind].append(ticket)
+        else:
+            early.remove(ticket.token)
         return ticket
 
     def poll(self) -> None:
@@ -117,9 +134,12 @@ class Mailroom:
                     break
                 box.receive = None
                 token = Token.unpacked(box.landing, peer)
-                if box.asked[token.kind]:
-                    box.asked[token.kind].popleft().token = token
-                else:
+                asked = box.asked[token.kind]
+                ticket = next((ticket for ticket in asked if ticket.is_for(token)), None)
+                if ticket is None:
                     box.early[token.kind].append(token)
+                else:
+                    asked.remove(ticket)
+                    ticket.token = token
             if not any(box.asked.values()) and not any(box.early.values()):
                 del self._boxes[peer, tag]

@@ -176,6 +176,10 @@ class _Imports:
         """How many are open."""
         return len(self._opened)
 
+    def is_open(self, descriptor: bytes) -> bool:
+        """Whether it is open already, in use or not."""
+        return descriptor[:_KEY_NBYTES] in self._opened
+
     def open(self, descriptor: bytes) -> int:
         """The address (or event) in this process, to be released once for each time it was opened.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -17,10 +18,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
-PARTS = (
-    "facts doctor tests tests-1 tests-2 tests-3 tests-4 tune-2 collectives-2 collectives-4 nccl-2 train-1 "
-    "train-2"
-)
+PARTS = [
+    *("facts", "doctor", "collectives-2", "train-1", "train-2", "same-course", "tests", "tests-2"),
+    *("tests-1", "tests-4", "collectives-4", "tests-3", "tune-2", "nccl-2"),
+]
+A_CALL_S = 600
+"""What a part may take at most, where a machine is lent for so long at a time."""
 
 
 def executable(path: Path, body: str) -> None:
@@ -58,15 +61,49 @@ def test_all_parts_are_run_and_what_passed_is_said_and_kept(tmp_path: Path) -> N
     done = check(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = (tmp_path / "results" / "gpu-check.txt").read_text()
-    assert [line.split()[1] for line in summary.splitlines() if line.startswith("passed")] == [
-        *PARTS.split(),
-        "same-course",
-    ]
+    assert parts(summary, "passed") == PARTS
     assert summary in done.stdout
-    said = (tmp_path / "logs" / "tests-4.log").read_text()
-    assert said == "hpcpar run -n 4 -- -m pytest --with-mpi -m gpu and mpi tests\n"
+    said = (tmp_path / "logs" / "tests-4.log").read_text().split()
+    files = said[said.index("mpi") + 1 :]
+    assert " ".join(said[: -len(files)]) == "hpcpar run -n 4 -- -m pytest --with-mpi -m gpu and mpi"
+    assert "tests/comm/test_device_gpu.py" in files
+    assert not [name for name in files if "mark.gpu" not in (ROOT / name).read_text()]
     said = (tmp_path / "logs" / "train-2.log").read_text()
     assert "train.device=cuda train.precision=bfloat16" in said
+
+
+def parts(summary: str, word: str) -> list[str]:
+    """Names of the parts of which the summary says so."""
+    return [line.removeprefix(word).split()[0] for line in summary.splitlines() if line.startswith(word)]
+
+
+def test_calls_for_some_parts_each_make_one_summary_which_is_there_at_any_time(tmp_path: Path) -> None:
+    check(tmp_path, ONLY="facts train-1", FAILS="none of them")
+    check(tmp_path, ONLY="doctor train-2", FAILS="-m hpcpar doctor")
+    summary = (tmp_path / "results" / "gpu-check.txt").read_text()
+    assert parts(summary, "passed") == ["facts", "train-1", "train-2"]
+    assert parts(summary, "FAILED") == ["doctor"]
+    assert parts(summary, "not run") == [
+        n for n in PARTS if n not in ("facts", "doctor", "train-1", "train-2")
+    ]
+    # A call that is ended in the middle has left what it had come to.
+    looks = f'case "$*" in *"train "*) cat {tmp_path}/results/gpu-check.txt;; esac'
+    executable(tmp_path / "venv" / "bin" / "hpcpar", looks)
+    variables = {"VENV": "venv", "LOGS": "logs", "RESULTS": "results", "PYTHON": "python"}
+    places = {name: str(tmp_path / place) for name, place in variables.items()}
+    subprocess.run(["bash", str(SCRIPT)], env={**os.environ, "ONLY": "", **places}, check=True, timeout=60)
+    summary = (tmp_path / "logs" / "train-1.log").read_text()
+    assert parts(summary, "passed") == ["facts", "doctor", "collectives-2"], "and of the last call nothing"
+
+
+def test_each_part_fits_into_a_call_and_each_call_that_is_advised_has_other_parts() -> None:
+    text = SCRIPT.read_text()
+    limits = [int(seconds) for seconds in re.findall(r"^ *(?:rank_)?part \S+ (\d+) ", text, re.MULTILINE)]
+    limits += [int(seconds) for seconds in re.findall(r"=1 rank_part \S+ (\d+) ", text)]
+    assert len(limits) == 9
+    assert max(limits) < A_CALL_S
+    advised = re.findall(r'^#   ONLY="(.*)"', text, re.MULTILINE)
+    assert sorted(" ".join(advised).split()) == sorted(PARTS)
 
 
 def test_after_a_part_that_fails_the_others_follow_and_the_status_tells(tmp_path: Path) -> None:
@@ -75,7 +112,7 @@ def test_after_a_part_that_fails_the_others_follow_and_the_status_tells(tmp_path
     assert "-- collectives-2 failed: status 7; the end of" in done.stdout
     assert "\nbroken\n" in done.stdout
     last = done.stdout.splitlines()[-1]
-    assert last == "FAILED  collectives-2 (status 7)"
+    assert last.startswith("FAILED  collectives-2 (status 7) at ")
     assert "\npassed  same-course" in done.stdout
 
 

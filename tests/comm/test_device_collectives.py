@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +19,10 @@ from hpcpar.comm.devices import TRIAL_NBYTES
 from hpcpar.comm.operation import Message, PlannedStep, bill
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
-from hpcpar.errors import BufferTypeError, MismatchError, OperationError
+from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
 from hpcpar.transport import device_kernels
+from hpcpar.transport.cuda_driver import driver
+from hpcpar.transport.loopback import LoopbackTransport
 from tests.comm import device_cases
 from tests.comm.device_cases import CASES, on_device, values
 from tests.transport import kernel_stand_in
@@ -44,6 +50,92 @@ def shared(way: str, function):
 @pytest.mark.parametrize("case", CASES)
 def test_arrays_on_devices_get_what_arrays_on_hosts_get(kernels, case: str, way: str, size: int) -> None:
     run_loopback(size, shared(way, CASES[case]), check=True)
+
+
+@pytest.fixture
+def takes_pointers(stand_in, monkeypatch) -> None:
+    """Messages between ranks that are threads take device pointers, as a CUDA-aware MPI's do."""
+
+    def reachable(messages):
+        return [(at_hand(octets), peer) for octets, peer in messages]
+
+    def at_hand(octets: np.ndarray) -> np.ndarray:
+        address = stand_in.load().stand_in_reach(octets.ctypes.data, octets.size) if octets.size else None
+        if address is None:
+            return octets
+        memory = (ctypes.c_uint8 * octets.size).from_address(address)
+        return np.frombuffer(memory, dtype=np.uint8)
+
+    post = LoopbackTransport.post
+    monkeypatch.setattr(
+        LoopbackTransport,
+        "post",
+        lambda self, sends, receives, tag: post(self, reachable(sends), reachable(receives), tag),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_messages_that_take_device_pointers_bring_the_same(
+    kernels, takes_pointers, case: str, size: int
+) -> None:
+    run_loopback(size, shared("mpi", CASES[case]), check=True)
+
+
+@pytest.mark.parametrize("way", ["pull", pytest.param("mpi", id="pointers"), "staged"])
+def test_a_message_that_waits_for_its_bytes_holds_up_none_but_those_of_its_tag(
+    kernels, takes_pointers, stand_in, way: str
+) -> None:
+    def body(comm: Communicator) -> list[int]:
+        made = driver().stream()
+        arrays = [on_device(np.full(9, 10 * comm.rank + k)) for k in range(3)]
+        arrays[0].stream = made
+        comm.barrier()
+        if comm.rank == 1:
+            late, also_late = (comm.start_recv(array, 0, tag=5) for array in arrays[:2])
+            found = [int(comm.recv(arrays[2], 0, tag=6).to_host()[0])]
+            comm.send_object("arrived", 0)
+            return found + [int(handle.wait().to_host()[0]) for handle in (late, also_late)]
+        with stand_in.Gate(made):
+            sends = [comm.start_send(array, 1, tag) for array, tag in zip(arrays, (5, 5, 6), strict=True)]
+            assert comm.recv_object(1) == "arrived"
+        for send in sends:
+            send.wait()
+        return []
+
+    gc.collect()  # while a stream is held up, to give memory back would wait for it
+    assert run_loopback(2, shared(way, body), timeout_s=20) == [[], [2, 0, 1]]
+
+
+def test_bytes_are_free_when_they_have_been_read_themselves_and_not_others_of_their_tag(kernels) -> None:
+    """The second message is read before the first, which its sender then may not write to yet."""
+    posted, sent, read, looked = (threading.Event() for _ in range(4))
+
+    def body(comm: Communicator) -> list[int]:
+        arrays = [on_device(np.full(9, 5 + 10 * comm.rank + k)) for k in range(2)]
+        if comm.rank == 1:
+            receives = [comm.start_recv(array, 0, tag=5) for array in arrays]
+            posted.set()
+            sent.wait(10)
+            assert receives[1]._operation.advance()
+            read.set()
+            looked.wait(10)
+            return [int(receive.wait().to_host()[0]) for receive in receives]
+        posted.wait(10)
+        sends = [comm.start_send(array, 1, tag=5) for array in arrays]
+        sent.set()
+        read.wait(10)
+        comm.poke()
+        for send, array in zip(sends, arrays, strict=True):
+            if send.done:
+                send.wait()
+                array.put(np.zeros(9, int))
+        looked.set()
+        for send in sends:
+            send.wait()
+        return []
+
+    assert run_loopback(2, shared("pull", body), timeout_s=20) == [[], [5, 6]]
 
 
 @pytest.mark.parametrize("way", ["auto", "staged"])
@@ -258,6 +350,26 @@ def test_over_mpi_arrays_on_devices_get_what_arrays_on_hosts_get(
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("way", ["pull", "staged"])
+def test_a_call_is_brought_to_its_end_by_whichever_thread(kernels, world: Communicator, way: str) -> None:
+    """As one of autograd's threads does with what the main thread has begun; it has used no device yet."""
+    with world.split(0, name=f"another thread {way}") as comm:
+        before = comm._family.devices
+        try:
+            assert comm.share_devices(way)
+            array = on_device(values(comm.rank, 3000))
+            handle = comm.start_allreduce(array)
+            with ThreadPoolExecutor(1) as thread:
+                error = thread.submit(handle.wait).exception(60)
+            found = array.to_host()
+        finally:
+            comm.barrier()
+            comm._family.devices = before
+    assert error is None
+    np.testing.assert_array_equal(found, np.sum([values(r, 3000) for r in range(world.size)], axis=0))
+
+
+@pytest.mark.mpi
 def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels, world: Communicator) -> None:
     """What lies where something is still open here is refused: first let go of what has been done with."""
     with world.split(0, name="devices twice") as comm:
@@ -269,7 +381,7 @@ def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels,
             shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
             for memory in shown:
                 devices.imports.open(memory)
-            devices.queue(0, 0).afterwards(lambda: [devices.imports.release(memory) for memory in shown])
+            devices.queue(0).afterwards(lambda: [devices.imports.release(memory) for memory in shown])
             comm.barrier()
             devices.cuda.free(address)
             again = comm.share_devices("pull")
@@ -277,3 +389,38 @@ def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels,
             comm.barrier()
             comm._family.devices = before
     assert again
+
+
+@pytest.mark.mpi
+def test_what_another_thread_has_done_with_does_not_hinder_this_one(kernels, world: Communicator) -> None:
+    """A hook in autograd's thread has read memory of a peer, which now has other memory in its place."""
+    with world.split(0, name="devices of two threads") as comm:
+        before = comm._family.devices
+        try:
+            assert comm.share_devices("pull")
+            devices = comm._family.devices
+
+            def read(shown: list[bytes]) -> None:
+                devices.cuda.use(0)
+                for memory in shown:
+                    devices.open(memory)
+                devices.queue(0).afterwards(lambda: [devices.imports.release(each) for each in shown])
+
+            address = devices.cuda.alloc(TRIAL_NBYTES)
+            shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(read, shown).result(60)
+            comm.barrier()
+            devices.cuda.free(address)
+            address = devices.cuda.alloc(TRIAL_NBYTES)
+            shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
+            refused = ""
+            try:
+                read(shown)
+            except CudaError as error:
+                refused = str(error)
+            told = comm.allgather_object(refused)
+        finally:
+            comm.barrier()
+            comm._family.devices = before
+    assert told == [""] * world.size

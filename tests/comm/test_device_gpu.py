@@ -15,6 +15,7 @@ import torch
 from hpcpar.comm import Communicator
 from hpcpar.comm.devices import QUEUES
 from hpcpar.launch.binding import gpu_for
+from hpcpar.transport.device_memory import INTERPROCESS_EVENTS
 from tests.comm.device_cases import CASES, Make, to_host, values
 
 # The first test that asks what MPI can do waits for a probe of two ranks.
@@ -181,8 +182,9 @@ def test_work_queued_before_the_call_is_seen_and_work_after_wait_comes_after_it(
     tensor = torch.zeros(1_000_000, device="cuda")
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    for _ in range(2 * QUEUES):  # memory is allocated and opened in each, for which a driver may wait
-        devices.allreduce(tensor)
+    # Each queue's memory and all of its events are made, and opened by peers, for which a driver may wait.
+    for _ in range(QUEUES * INTERPROCESS_EVENTS):
+        devices.allreduce(tensor, "max")
     torch.cuda.synchronize()
     is_ahead = on_a_side_stream(devices, stream, tensor)
     stream.synchronize()

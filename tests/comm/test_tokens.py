@@ -21,7 +21,7 @@ def until(mailroom: Mailroom, transport: LoopbackTransport, *tickets: Ticket) ->
 
 
 def test_a_token_is_the_same_on_arrival() -> None:
-    token = Token(Kind.READY, 2**40 + 3, b"\0memory\0", b"event" * 20)
+    token = Token(Kind.READY, 2**40 + 3, b"\0memory\0", b"event" * 20, 2**33)
     assert Token.unpacked(token.packed(), 0) == token
     assert Token.unpacked(Token(Kind.READ).packed(), 0) == Token(Kind.READ)
 
@@ -52,6 +52,26 @@ def test_both_kinds_are_told_apart_and_kept_in_order() -> None:
 
     found = loopback.run(2, body, timeout_s=20)[1]
     assert found == [sent[1], sent[2], sent[0], sent[4], sent[3]]
+
+
+def test_what_has_been_read_is_known_by_its_number() -> None:
+    """Whichever of two messages is read first."""
+
+    def body(transport: LoopbackTransport) -> list[bytes]:
+        mailroom = Mailroom(transport)
+        if transport.rank == 0:
+            for number, event in ((4, b"a"), (3, b"b"), (5, b"c")):
+                mailroom.send(1, 7, Token(Kind.READ, event=event, number=number))
+            until(mailroom, transport, mailroom.ask(1, 8, Kind.READY))
+            return []
+        tickets = [mailroom.ask(0, 7, Kind.READ, number) for number in (3, 4)]
+        until(mailroom, transport, *tickets)
+        tickets += [mailroom.ask(0, 7, Kind.READ, 5)]
+        found = until(mailroom, transport, *tickets)
+        mailroom.send(0, 8, Token(Kind.READY))
+        return [token.event for token in found]
+
+    assert loopback.run(2, body, timeout_s=20)[1] == [b"b", b"a", b"c"]
 
 
 def test_what_is_no_token_is_named() -> None:
