@@ -762,7 +762,7 @@ def _require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
 
 
 def _factors(scaling: tuple[float, float], tensors: Sequence[Tensor]) -> tuple[float, float]:
-    """Both as numbers; ValueError for what is none, and for one that is not finite where integers are scaled."""
+    """Both as numbers; ValueError for what is none, and for one that is not finite before integers."""
     before, after = float(scaling[0]), float(scaling[1])
     if not (math.isfinite(before) and math.isfinite(after)):
         for tensor in tensors:
