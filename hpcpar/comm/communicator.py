@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -314,6 +314,12 @@ class Communicator(Objects):
         # Freeing is collective, and after an error the other ranks may never come to it.
         if kind is None:
             self.free()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise OperationError(
+            f"communicator {self.name!r} cannot be copied, nor can a model whose layers have it by "
+            "copy.deepcopy; build the model once more and load the first one's state_dict()"
+        )
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"

@@ -165,7 +165,6 @@ class DistributedOptimizer(Optimizer):
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
-        self._in_place.enter_context(adding_in_place([] if model is None else [model]))
         self._build()
 
     def __getattr__(self, name: str) -> Any:
@@ -643,6 +642,7 @@ class DistributedOptimizer(Optimizer):
         tied = [parameter for name, parameter in named if name in self._tied]
         self._factor = 1.0
         self._is_closed = False
+        self._in_place.enter_context(adding_in_place([] if self._model is None else [self._model]))
         self._once = NodeCopy(self.dp_comm) if self._common else None
         self._update: ShardedStep | None = None
         sharding, size = self._sharding, self.dp_comm.size

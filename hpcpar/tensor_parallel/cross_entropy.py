@@ -51,7 +51,7 @@ def vocabulary_parallel_cross_entropy(
 
     Half-precision logits are widened to float32. Its gradient cannot be differentiated again.
     errors   MismatchError for shapes that do not fit, for a target outside the vocabulary (on a CPU);
-             ConfigError for a label_smoothing outside 0 … 1
+             ConfigError for a label_smoothing outside 0 … 1, or another reduction
     source   Shoeybi et al. 2019, arXiv 1909.08053, section 3; Szegedy et al. 2016, arXiv 1512.00567, sec. 7
     """
     split = _split(vocabulary, comm)
@@ -63,6 +63,8 @@ def vocabulary_parallel_cross_entropy(
         )
     if not 0 <= label_smoothing <= 1:
         raise ConfigError(f"label_smoothing={label_smoothing}; give a share from 0 to 1")
+    if reduction not in ("mean", "sum", "none"):
+        raise ConfigError(f"reduction={reduction!r}; there are 'mean', 'sum' and 'none'")
     counted = targets != ignore_index
     _require_known(targets, counted, vocabulary)
     wide = logits.float() if logits.element_size() < 4 else logits

@@ -13,13 +13,13 @@ from hpcpar.autograd.exchange import require_dividing
 from hpcpar.errors import DataError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.products import SEQUENCE
-from hpcpar.tensor_parallel.split import padded_length, place, require_divisible, split_evenly
+from hpcpar.tensor_parallel.split import Divided, padded_length, place, require_divisible, split_evenly
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Divided):
     """Rows of a table [vocabulary, H]; each rank looks up the tokens that it has, the rest is zeros to it.
 
     pad    a vocabulary that does not divide is padded at the end with rows that no token means; False:

@@ -23,6 +23,7 @@ from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel.axis import Sharers, TensorParallel
 from hpcpar.tensor_parallel.products import SEQUENCE, column_products, row_product
 from hpcpar.tensor_parallel.split import (
+    Divided,
     Heads,
     Section,
     padded_length,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Divided):
     """x · Wᵀ + b, of whose outputs each rank makes its part.
 
     in_features      of the whole layer
@@ -234,7 +235,7 @@ def _project_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> lis
     ]
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Divided):
     """x · Wᵀ + b, of whose inputs each rank has its part; the bias is added once, after the sum.
 
     in_features, out_features   of the whole layer
@@ -292,7 +293,7 @@ class RowParallelLinear(nn.Module):
         if self.tp.sequence_parallel:
             require_dividing(x, self.tp.comm, SEQUENCE % x.dim(), "a sequence")
         output = row_product(self.tp, x, self.weight)
-        return output if self.bias is None else output + on_own_tokens(self.bias, self.tp)
+        return output if self.bias is None else output + on_own_tokens(self.bias, self.tp).to(output.dtype)
 
     def extra_repr(self) -> str:
         columns = self.weight.shape[1]

@@ -45,14 +45,14 @@ def column_products(
     """x · Wᵀ + b for each of this rank's weights [O, H], which may differ in O.
 
     x         [..., S, H], the same on all ranks; with sequence parallelism this rank's part of S
-    returns   [..., S, O] each, with the whole of S
+    returns   [..., S, O] each, with the whole of S; of autocast's type, as is what is sent
     sends     in backward an all-reduce of x; with sequence parallelism an all-gather, and in backward a
               reduce-scatter (and with gather_again one more all-gather)
     """
     if tp.twice or tp.size == 1:
         whole = gather_from(x, tp.comm, SEQUENCE, "partial") if tp.sequence_parallel else copy_to(x, tp.comm)
         return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
-    tensors = (*weights, *biases)
+    x, *tensors = _under_autocast(x, *weights, *biases)
     given = tensors if under_way() is None else [None if each is None else cut_off(each) for each in tensors]
     return _ColumnProducts.apply(tp, tensors, x, *given)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -69,8 +69,18 @@ def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
         if tp.sequence_parallel:
             return reduce_scatter_to(partial, tp.comm, SEQUENCE)
         return reduce_from(partial, tp.comm)
+    x, weight = _under_autocast(x, weight)
     given = weight if under_way() is None else cut_off(weight)
     return _RowProduct.apply(tp, (weight,), x, given)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _under_autocast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
+    """As torch's own products take them: autocast knows those by name, and not these."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return [x, *tensors]
+    dtype = torch.get_autocast_dtype(kind)
+    return [each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in (x, *tensors)]
 
 
 class _ColumnProducts(Function):

@@ -12,7 +12,7 @@ norms need to know no more about layers than that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -246,6 +246,35 @@ def split_of(parameter: Tensor) -> Split | None:
 def comm_of(parameter: Tensor) -> Communicator | None:
     """The communicator over which a parameter is split."""
     return getattr(parameter, "hpcpar_comm", None)
+
+
+NOTES = ("hpcpar_split", "hpcpar_comm", "hpcpar_split_over")
+
+
+class Divided(nn.Module):
+    """A layer whose parameters carry their split: so do those that come in their place.
+
+    Others come where a model of the meta device gets its memory (`to_empty`), by `load_state_dict(…,
+    assign=True)`, and where one of the same shape is assigned.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        before = self._parameters.get(name)
+        super().register_parameter(name, param)
+        _note_again(before, param)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, parameter in self._parameters.items():
+            _note_again(before[name], parameter)
+        return self
+
+
+def _note_again(before: nn.Parameter | None, now: nn.Parameter | None) -> None:
+    if before is None or now is None or before.shape != now.shape or split_of(now) is not None:
+        return
+    vars(now).update({note: value for note, value in vars(before).items() if note in NOTES})
 
 
 def split_over(module: nn.Module) -> dict[str, tuple[Communicator]]:

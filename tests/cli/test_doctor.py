@@ -76,7 +76,7 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
         "pip install torch",
         True,
     ),
-    "old torch": (visit(*(facts(r, torch=TorchFacts("2.3.1", 1)) for r in range(2))), "2.3.1", "2.4", True),
+    "old torch": (visit(*(facts(r, torch=TorchFacts("2.4.1", 1)) for r in range(2))), "2.4.1", "2.5", True),
     "two torches": (
         visit(facts(0), facts(1, torch=TorchFacts("2.12.0", 1))),
         "2.12.0, 2.13.0+cpu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 
@@ -143,3 +144,9 @@ def test_what_a_borrower_left_in_the_middle_of_a_call_is_not_lent_again() -> Non
         return comm.lend("gradients").comm is not left
 
     assert run_loopback(2, body) == [True] * 2
+
+
+def test_a_model_that_has_one_is_not_copied_and_what_to_do_instead_is_said() -> None:
+    model = {"layer": [Communicator.alone()]}
+    with pytest.raises(OperationError, match=r"communicator 'world' cannot be copied.* state_dict\(\)"):
+        copy.deepcopy(model)

@@ -73,14 +73,16 @@ def test_backward_makes_no_gradient_outside_of_its_bucket(
         torch.testing.assert_close(mine.parameters, other.parameters, rtol=1e-12, atol=1e-12)
 
 
-def test_layers_are_as_they_were_when_the_optimizer_is_closed() -> None:
-    def program(comm: Communicator) -> tuple[bool, bool]:
+def test_layers_are_as_they_were_when_the_optimizer_is_closed_and_not_before() -> None:
+    def program(comm: Communicator) -> list[bool]:
         model = nn.Linear(4, 4)
         optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), comm, model=model
+            torch.optim.SGD([model.weight], lr=0.1), model.named_parameters(), comm, model=model
         )
-        before = "forward" in vars(model)
+        is_changed = ["forward" in vars(model)]
+        optimizer.add_param_group({"params": [model.bias]})
+        is_changed += ["forward" in vars(model)]
         optimizer.close()
-        return before, "forward" in vars(model)
+        return [*is_changed, "forward" in vars(model)]
 
-    assert run_loopback(2, program) == [(True, False)] * 2
+    assert run_loopback(2, program) == [[True, True, False]] * 2

@@ -133,5 +133,7 @@ def test_what_does_not_fit_is_named() -> None:
             vocabulary_parallel_cross_entropy(part, torch.full(SHAPE, 23), 23, comm)
         with pytest.raises(ConfigError, match=r"label_smoothing=1.5"):
             vocabulary_parallel_cross_entropy(part, targets(23), 23, comm, label_smoothing=1.5)
+        with pytest.raises(ConfigError, match=r"reduction='average'; there are 'mean', 'sum' and 'none'"):
+            vocabulary_parallel_cross_entropy(part, targets(23), 23, comm, reduction="average")  # type: ignore[arg-type]
 
     run_loopback(2, check, timeout_s=20)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hpcpar.autograd import DeferredGradients, gather_from
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel import (
@@ -16,6 +19,7 @@ from hpcpar.tensor_parallel import (
     RowParallelLinear,
     TensorParallel,
     gather_whole,
+    own_shard,
     project,
 )
 
@@ -101,6 +105,51 @@ class Pair(nn.Module):
         one, other = project([self.one, self.other], x)
         output: Tensor = self.down(torch.tanh(one) * other)
         return output
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"overlap": False}, {"twice": True}, {"sequence_parallel": True, "gather_again": True, "chunks": 2}],
+    ids=str,
+)
+def test_under_autocast_products_are_in_half_precision_and_gradients_as_wide_as_weights(
+    way: dict[str, Any], deferred: bool
+) -> None:
+    """bfloat16 has 8 bits, and sums over ranks are rounded once more than the serial ones."""
+    torch.manual_seed(0)
+    serial = Pair(None)
+    whole = {name: value.detach() for name, value in serial.named_parameters()}
+    x = tokens().float()
+
+    def trained(pair: nn.Module, x: Tensor, leave: DeferredGradients | None = None) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), leave.recording() if leave else nullcontext():
+            output: Tensor = pair(x)
+        output.float().square().sum().backward()  # type: ignore[no-untyped-call]
+        if leave:
+            leave.compute()
+        return output
+
+    def on_rank(comm: Communicator) -> tuple[Tensor, dict[str, Tensor]]:
+        tp = TensorParallel(comm, **way)
+        pair = Pair(tp)
+        with torch.no_grad():
+            for name, parameter in pair.named_parameters():
+                parameter.copy_(own_shard(parameter, whole[name]))
+        own = x[:, 6 * comm.rank : 6 * comm.rank + 6] if tp.sequence_parallel else x
+        output = trained(pair, own, DeferredGradients() if deferred else None)
+        output = gather_from(output.detach(), comm, 1) if tp.sequence_parallel else output.detach()
+        return output, {name: gather_whole(p, p.grad) for name, p in pair.named_parameters()}
+
+    expected = trained(serial, x)
+    for output, gradients in run_loopback(2, on_rank, timeout_s=20):
+        assert output.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(output, expected, rtol=2**-5, atol=2**-5)
+        for name, parameter in serial.named_parameters():
+            assert parameter.grad is not None
+            largest = parameter.grad.abs().max().item()
+            assert gradients[name].dtype == torch.float32
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=2**-6 * largest)
 
 
 def test_layers_that_share_an_input_are_the_serial_ones(

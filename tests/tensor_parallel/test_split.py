@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from hpcpar.tensor_parallel.split import (
     Heads,
     Split,
@@ -22,6 +25,7 @@ from hpcpar.tensor_parallel.split import (
     split_evenly,
     split_over,
     split_sections,
+    whole_state_dict,
 )
 
 SPLITS = {
@@ -92,6 +96,35 @@ def test_only_divided_parameters_are_split_over_ranks() -> None:
         return set(split_over(module))
 
     assert run_loopback(2, names, timeout_s=20) == [{"weight"}] * 2
+
+
+LAYERS: dict[str, Callable[[Communicator], nn.Module]] = {
+    "column": lambda comm: ColumnParallelLinear(6, (Heads(1, 4), Heads(1, 2)), comm),
+    "row": lambda comm: RowParallelLinear(6, 4, comm),
+    "embedding": lambda comm: VocabParallelEmbedding(7, 6, comm),
+}
+
+
+@pytest.mark.parametrize("how", ["memory after meta", "assigned on loading", "assigned by hand"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_parameters_that_take_the_place_of_others_carry_their_split(kind: str, how: str) -> None:
+    def is_whole(comm: Communicator) -> bool:
+        expected = LAYERS[kind](comm)
+        with torch.device("meta"):
+            layer = LAYERS[kind](comm)
+        if how == "memory after meta":
+            layer.to_empty(device="cpu").load_state_dict(expected.state_dict())
+        elif how == "assigned on loading":
+            layer.load_state_dict(expected.state_dict(), assign=True)
+        else:
+            for name, parameter in expected.named_parameters():
+                setattr(layer, name, nn.Parameter(parameter.detach()))
+        found, whole = whole_state_dict(layer), whole_state_dict(expected)
+        return split_over(layer).keys() == split_over(expected).keys() and all(
+            torch.equal(found[name], whole[name]) for name in whole
+        )
+
+    assert run_loopback(2, is_whole, timeout_s=20) == [True] * 2
 
 
 def test_what_does_not_divide_is_named_with_the_degrees_that_do() -> None:

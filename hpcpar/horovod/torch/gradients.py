@@ -83,25 +83,31 @@ class Ways:
 class _BucketUnderWay:
     """A bucket that leaves as soon as all ranks have come to the step."""
 
-    def __init__(self, schedule: Schedule, begin: Callable[[], Any], finish: Callable[[Any], None]) -> None:
+    def __init__(
+        self, schedule: Schedule, bucket: Bucket, begin: Callable[[], Any], finish: Callable[[Any], None]
+    ) -> None:
         self._schedule = schedule
+        self._bucket = bucket
         self._begin = begin
         self._finish = finish
         self._handle: Any = None
+        schedule.show_asked(bucket)
 
     def leave(self) -> None:
+        self._schedule.show_leaving(self._bucket)
         self._handle = self._begin()
 
     def wait(self) -> None:
         self._schedule.await_all()
         self._finish(self._handle.wait())
+        self._schedule.show_done(self._bucket)
 
 
 class Schedule:
     """The reduction of one synchronizer's buckets, once all ranks have asked for the step. A `Reduction`.
 
     name         by which ranks match the step
-    parameters   in the order of the buckets' members
+    named        parameters in the order of the buckets' members
     is_newcomer  tells whether a parameter without bucket has a gradient now
     newcomers    whether there was one on some rank in the last step
     """
@@ -112,16 +118,16 @@ class Schedule:
         comm: Communicator,
         ways: Ways,
         name: str,
-        parameters: Sequence[Tensor],
+        named: Sequence[Named],
         is_newcomer: Callable[[], bool],
     ) -> None:
         self.newcomers = False
         self._engine = engine
         self._comm = comm
         self._ways = ways
-        self._parameters = parameters
+        self._named = named
         self._is_newcomer = is_newcomer
-        self._request = Request(name, "schedule", content=f"{len(parameters)} parameters")
+        self._request = Request(name, "schedule", content=f"{len(named)} parameters")
         self._ticket: Ticket | None = None
         self._is_open = False
         self._waiting: list[_BucketUnderWay] = []
@@ -129,7 +135,8 @@ class Schedule:
     def start(self, flat: Tensor, bucket: Bucket) -> _BucketUnderWay:
         ways, gradient = self._ways, flat
         if ways.compression not in _ELEMENTWISE:
-            gradient = view_like(flat, 0, flat.numel(), self._parameters[bucket.members[0]])
+            _, parameter = self._named[bucket.members[0]]
+            gradient = view_like(flat, 0, flat.numel(), parameter)
         packed, context = ways.compression.compress(gradient)
 
         def finish(reduced: Tensor) -> None:
@@ -137,7 +144,7 @@ class Schedule:
                 gradient.copy_(ways.compression.decompress(reduced, context))
 
         begin = in_this_stream(flat.device, lambda: ways.reduce(self._comm, packed, flat.dtype))
-        return self._admit(_BucketUnderWay(self, begin, finish))
+        return self._admit(_BucketUnderWay(self, bucket, begin, finish))
 
     def start_map(self, bits: Any) -> _MapToCome:
         return _MapToCome(self, bits)
@@ -162,6 +169,32 @@ class Schedule:
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:
             bucket.leave()
+
+    # In the timeline each gradient is an all-reduce of its own, as in Horovod's, though buckets are shared.
+
+    def show_asked(self, bucket: Bucket) -> None:
+        if self._engine.timeline is not None:
+            for name, _ in self._shown(bucket):
+                self._engine.timeline.negotiate_start(name, "allreduce")
+
+    def show_leaving(self, bucket: Bucket) -> None:
+        if self._engine.timeline is not None:
+            for name, _ in self._shown(bucket):
+                self._engine.timeline.negotiate_end(name)
+                self._engine.timeline.start(name, "allreduce")
+                self._engine.timeline.activity_start(name, "MPI_ALLREDUCE")
+
+    def show_done(self, bucket: Bucket) -> None:
+        """It has been waited for; it may have been there before."""
+        if self._engine.timeline is not None:
+            for name, parameter in self._shown(bucket):
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                self._engine.timeline.end(name, dtype, parameter.shape)
+            self._engine.timeline.flush()
+
+    def _shown(self, bucket: Bucket) -> list[Named]:
+        members = [self._named[member] for member in bucket.members]
+        return [(f"allreduce.{name}", parameter) for name, parameter in members]
 
     def _admit(self, bucket: _BucketUnderWay) -> _BucketUnderWay:
         if self._is_open:
@@ -353,9 +386,7 @@ class Gradients:
         zeros = _Zeros(replace(self._ways, groups=()), buckets, len(parameters))
         comm = self._engine.lend_communicator(self, step, zeros.bring)
         reference = weakref.ref(self)
-        schedule = Schedule(
-            self._engine, comm, self._ways, step, parameters, lambda: _has_newcomer(reference)
-        )
+        schedule = Schedule(self._engine, comm, self._ways, step, dense, lambda: _has_newcomer(reference))
         synchronizer = GradientSynchronizer(
             dense,
             comm,

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcpar.horovod import basics
+from hpcpar.horovod import adasum, basics
 from hpcpar.horovod.basics import (
     add_process_set,
     ccl_built,
@@ -187,7 +188,8 @@ def allreduce_async(
     op        Average (the default), Sum, Adasum, Min, Max, Product. An average divides exactly, unlike a
               product by the reciprocal; integers are summed in 32 bits or more and truncated
     prescale_factor, postscale_factor   what is multiplied before and after; integers in float64, truncated
-    errors    ValueError for types and factors that make no sense, and a name that is under way
+    errors    ValueError for types that cannot be reduced (by Adasum: all but real floating point), factors
+              that make no sense, and a name that is under way
               NotImplementedError for Adasum on a number of ranks that is no power of two, or a process set
     """
     scaling = (prescale_factor, postscale_factor)
@@ -288,7 +290,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """All-reduces that are done together, into new tensors; see `allreduce`."""
-    packed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    packed = [tensor for tensor, _ in pairs]
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     if len({tensor.dtype for tensor in tensors}) == 1:
         arguments = _held(packed[0], tensors[0], arguments)
@@ -296,8 +299,9 @@ def grouped_allreduce(
         reduced = _GroupedAllreduce.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
     else:
         reduced = synchronize(grouped_allreduce_async(packed, *arguments))
-    pairs = zip(reduced, contexts, strict=True)
-    return [compression.decompress(tensor, context) for tensor, context in pairs]
+    return [
+        compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)
+    ]
 
 
 def grouped_allreduce_(
@@ -529,14 +533,16 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce-scatters that are done together."""
-    packed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    packed = [tensor for tensor, _ in pairs]
     arguments = (name, op, process_set, prescale_factor, postscale_factor)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
         reduced = _GroupedReducescatter.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
     else:
         reduced = synchronize(grouped_reducescatter_async(packed, *arguments))
-    pairs = zip(reduced, contexts, strict=True)
-    return [compression.decompress(tensor, context) for tensor, context in pairs]
+    return [
+        compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)
+    ]
 
 
 def join(device: int = -1) -> int:
@@ -572,13 +578,15 @@ def _allreduce(
 ) -> int:
     engine = _engine_of(process_set)
     chosen = _op(op, average)
-    if chosen == "adasum":
-        require_adasum(process_set)
+    by_adasum = chosen == "adasum"
+    what, reducible = ("an Adasum", set(adasum.DTYPES)) if by_adasum else ("an all-reduce", _REDUCIBLE)
     for tensor in tensors:
-        _require_type("an all-reduce", tensor, _REDUCIBLE)
+        _require_type(what, tensor, reducible)
         if in_place:
-            _require_own_elements("an all-reduce", tensor)
-    factors = float(scaling[0]), float(scaling[1])
+            _require_own_elements(what, tensor)
+    if by_adasum:
+        require_adasum(process_set)
+    factors = _factors(scaling, tensors)
     is_group = shape is _all
     tickets = _tickets(
         engine, "allreduce", tensors, name, in_place, is_group=is_group, op=chosen, scaling=factors
@@ -613,7 +621,7 @@ def _reducescatter(
         raise HorovodInternalError(f"a reducescatter with op {chosen} was asked for; it does Average and Sum")
     for tensor in tensors:
         _require_type("a reducescatter", tensor, _REDUCIBLE)
-    factors = float(scaling[0]), float(scaling[1])
+    factors = _factors(scaling, tensors)
     is_group = shape is _all
     tickets = _tickets(
         engine, "reducescatter", tensors, name, _NEW, is_group=is_group, op=chosen, scaling=factors
@@ -755,6 +763,19 @@ def _require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
         raise ValueError(f"{what} of a {tensor.layout} tensor was asked for; use sparse_allreduce_async")
 
 
+def _factors(scaling: tuple[float, float], tensors: Sequence[Tensor]) -> tuple[float, float]:
+    """Both as numbers; ValueError for what is none, and for one that is not finite before integers."""
+    before, after = float(scaling[0]), float(scaling[1])
+    if not (math.isfinite(before) and math.isfinite(after)):
+        for tensor in tensors:
+            if not tensor.is_floating_point():
+                raise ValueError(
+                    f"prescale_factor={before} and postscale_factor={after} were given for {tensor.dtype}; "
+                    f"integers take finite factors"
+                )
+    return before, after
+
+
 def _require_own_elements(what: str, tensor: Tensor) -> None:
     """Refuse a result that would be written to one place several times."""
     if tensor.is_contiguous():
@@ -852,8 +873,8 @@ class _GroupedAllreduce(torch.autograd.Function):
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        ctx.rows, ctx.process_set = tensor.shape[0], process_set
         result: Tensor = synchronize(allgather_async(tensor, name, process_set))
+        ctx.rows, ctx.process_set = tensor.shape[0], process_set
         return result
 
     @staticmethod
@@ -864,8 +885,9 @@ class _Allgather(torch.autograd.Function):
 class _GroupedAllgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
         ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
-        return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

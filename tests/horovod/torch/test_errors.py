@@ -335,6 +335,11 @@ LOCAL: dict[str, tuple[Callable[[ModuleType], Any], type[Exception], list[str]]]
         ValueError,
         ["complex", "not supported"],
     ),
+    "Adasum of integers": (
+        lambda h: h.allreduce(ones(2, dtype=torch.int32), op=h.Adasum),
+        ValueError,
+        ["Adasum", "int32", "not supported"],
+    ),
     "reducescatter of bool": (
         lambda h: h.reducescatter(ones(2, dtype=torch.bool)),
         ValueError,
@@ -372,6 +377,16 @@ LOCAL: dict[str, tuple[Callable[[ModuleType], Any], type[Exception], list[str]]]
         [],
     ),
     "op and average": (lambda h: h.allreduce(ones(2), average=True, op=h.Sum), ValueError, ["average", "op"]),
+    "integers times what is no number": (
+        lambda h: h.allreduce(ones(2, dtype=torch.int32), op=h.Sum, prescale_factor=float("nan")),
+        ValueError,
+        ["prescale_factor=nan", "int32", "finite"],
+    ),
+    "scattered integers times infinity": (
+        lambda h: h.reducescatter(ones(4, dtype=torch.int64), op=h.Sum, postscale_factor=float("inf")),
+        ValueError,
+        ["postscale_factor=inf", "int64"],
+    ),
     "unknown op": (lambda h: h.allreduce(ones(2), op=17), ValueError, ["17"]),
     "unknown op of a reducescatter": (lambda h: h.reducescatter(ones(2), op=17), ValueError, ["17"]),
     "reducescatter with Min": (lambda h: h.reducescatter(ones(2), op=h.Min), HorovodInternalError, ["min"]),
@@ -444,9 +459,9 @@ LOCAL: dict[str, tuple[Callable[[ModuleType], Any], type[Exception], list[str]]]
         ValueError,
         ["add_process_set"],
     ),
-    "a group of nothing": (lambda h: h.grouped_allreduce([]), ValueError, []),
-    "a group of no allgathers": (lambda h: h.grouped_allgather([]), ValueError, []),
-    "a group of no reducescatters": (lambda h: h.grouped_reducescatter([]), ValueError, []),
+    "a group of nothing": (lambda h: h.grouped_allreduce([]), ValueError, ["no tensors"]),
+    "a group of no allgathers": (lambda h: h.grouped_allgather([]), ValueError, ["no tensors"]),
+    "a group of no reducescatters": (lambda h: h.grouped_reducescatter([]), ValueError, ["no tensors"]),
 }
 
 
@@ -468,10 +483,11 @@ def test_wrong_arguments_are_refused_by_the_call_and_disturb_no_one(hvd, error_o
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("wants_gradient", [False, True])
 @pytest.mark.parametrize("kind", ["allgather", "alltoall", "reducescatter", "grouped_allgather"])
-def test_tensors_without_dimensions_are_refused_where_rows_are_needed(hvd, error_of, kind):
-    call = getattr(hvd, kind)
-    error = error_of(lambda: call([ones(())] if "grouped" in kind else ones(())))
+def test_tensors_without_dimensions_are_refused_where_rows_are_needed(hvd, error_of, kind, wants_gradient):
+    call, number = getattr(hvd, kind), ones((), requires_grad=wants_gradient)
+    error = error_of(lambda: call([number] if "grouped" in kind else number))
     after = hvd.allreduce(ones(2), op=hvd.Sum)
     assert isinstance(error, HorovodInternalError), error
     assert "dimension" in str(error)

@@ -6,12 +6,14 @@ What ranks find is gathered first and asserted after, so that no rank fails alon
 from __future__ import annotations
 
 import gc
+import json
 import random
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 import hpcpar.horovod.torch as hvd
+from hpcpar.horovod.basics import the_context
 from hpcpar.horovod.torch.compression import Compressor
 
 pytestmark = pytest.mark.mpi
@@ -181,6 +184,27 @@ def test_num_groups_is_the_old_name_and_says_so() -> None:
     train(model, optimizer, here())
     assert_as_alone(model, alone())
     assert len(told) == 1
+
+
+def test_every_gradient_is_an_allreduce_in_the_timeline(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    model, optimizer = wrapped()
+    context = the_context()
+    context.start_timeline(str(path), mark_cycles=False)
+    train(model, optimizer, here(), steps=range(3))
+    context.stop_timeline()
+    if hvd.rank() or hvd.size() == 1:
+        return
+    events = json.loads(path.read_text())
+    named = {each["pid"]: each["args"].get("name", "") for each in events if each["name"] == "process_name"}
+    of_tensor: dict[str, list[str]] = {name: [] for name, _ in model.named_parameters()}
+    for event in events:
+        tensor = named.get(event["pid"], "").removeprefix("allreduce.")
+        if event["ph"] in "BE" and tensor in of_tensor:
+            of_tensor[tensor].append(event["ph"] + " " + event["name"])
+    step = ["B NEGOTIATE_ALLREDUCE", "E NEGOTIATE_ALLREDUCE", "B ALLREDUCE", "B MPI_ALLREDUCE"]
+    step += ["E MPI_ALLREDUCE", "E ALLREDUCE"]
+    assert of_tensor == dict.fromkeys(of_tensor, 3 * step)
 
 
 def test_default_arguments_warn_of_nothing() -> None:
