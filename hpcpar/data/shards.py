@@ -26,7 +26,9 @@ from hpcpar.durable import whole_directory
 from hpcpar.errors import DataError
 from hpcpar.partition import offsets
 
-FORMAT = 1
+FORMAT = 2
+"""In 1 texts ended where a tokenizer's file cuts them, and a file's where it first was not UTF-8."""
+
 INDEX = "index.json"
 SPLITS = ("train", "held_out")
 SHARD_TOKENS = 1 << 28

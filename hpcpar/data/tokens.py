@@ -73,6 +73,9 @@ class FileTokenizer:
             raise DataError(
                 f"{path} is not a Hugging Face tokenizers file: {error}; give the path of a tokenizer.json"
             ) from error
+        # A file may say that texts are cut, or filled up, to a length: here they are documents of any length.
+        self._compiled.no_truncation()
+        self._compiled.no_padding()
         self.vocabulary = self._highest_token() + 1
         self.end_of_document = self._find_end(end_of_document, path)
         self.identity = f"tokenizers-{hashlib.sha256(content).hexdigest()}-{self.end_of_document}"

@@ -118,7 +118,7 @@ def test_truncated_missing_and_foreign_files_are_named(corpus: Corpus, tmp_path:
     with pytest.raises(DataError, match=rf"should have {size} bytes, but is missing"):
         Shards.open(directory)
     (directory / "index.json").write_text('{"format": 99}')
-    with pytest.raises(DataError, match="has format 99, this version reads 1"):
+    with pytest.raises(DataError, match="has format 99, this version reads 2"):
         Shards.open(directory)
     (directory / "index.json").write_text("{")
     with pytest.raises(DataError, match=r"index.json is damaged"):

@@ -45,6 +45,15 @@ def test_the_vocabulary_reaches_over_holes_to_the_highest_token(words_file: Path
     assert FileTokenizer(words_file).vocabulary == 10
 
 
+def test_a_file_that_cuts_texts_or_fills_them_up_gives_all_tokens_and_no_others(words_file: Path) -> None:
+    cutting = Tokenizer.from_file(str(words_file))
+    cutting.enable_truncation(3)
+    cutting.enable_padding(length=8, pad_id=9)
+    cutting.save(str(words_file))
+    assert FileTokenizer(words_file).encode("the ring").tolist() == [0, 1]
+    assert FileTokenizer(words_file).encode("the ring sums the ring").tolist() == [0, 1, 2, 0, 1]
+
+
 def test_the_end_of_a_document_is_found_or_named(words_file: Path) -> None:
     assert FileTokenizer(words_file).end_of_document == 9
     named = FileTokenizer(words_file, end_of_document="sums")
