@@ -45,7 +45,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file, or a line of one, that could not be read as text, and why."""
+    """A file, or a piece or line of one, that could not be read as text, and why."""
 
     name: str
     reason: str
@@ -107,7 +107,7 @@ class Corpus:
         Text longer than 1/64 of the corpus (between 1 KiB and 1 MiB) is cut at line ends into
         several documents, so that no document is too large for either side of a train / held-out
         split and files of any size stream through. What is not UTF-8, not JSON or without
-        `text_key` goes to `skipped`.
+        `text_key` goes to `skipped`: of a text file that begins as UTF-8 the piece, else the whole file.
         """
         self.skipped.clear()
         wanted = self.nbytes() // PIECES_OF_A_CORPUS
@@ -122,7 +122,15 @@ class Corpus:
     def _pieces_of_text(self, name: str, path: Path, piece_nbytes: int) -> Iterator[Document]:
         with path.open("rb") as file:
             for number, piece in enumerate(_pieces(file, piece_nbytes)):
-                yield Document(f"{name}#{number}", piece.decode("utf-8"))
+                where = f"{name}#{number}"
+                try:
+                    text = piece.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    if number == 0:
+                        raise
+                    self._skip(where, error)
+                else:
+                    yield Document(where, text)
 
     def _lines_of_jsonl(self, name: str, path: Path, piece_nbytes: int) -> Iterator[Document]:
         with path.open("rb") as file:

@@ -61,6 +61,20 @@ def test_files_that_are_not_text_are_skipped_and_reported(tmp_path: Path) -> Non
     ]
 
 
+def test_a_byte_that_is_no_text_costs_the_piece_that_it_is_in_and_nothing_behind_it(tmp_path: Path) -> None:
+    lines = [b"%04d this is a line of plain text\n" % number for number in range(1000)]
+    lines[500] = "0500 caf\u00e9\n".encode("latin-1")
+    (tmp_path / "a.txt").write_bytes(b"".join(lines))
+    corpus = Corpus.of(tmp_path)
+    found = "".join(texts(corpus)).splitlines(keepends=True)
+    assert found[0].startswith("0000")
+    assert found[-1].startswith("0999")
+    assert len(lines) - SMALLEST_PIECE_NBYTES // 34 <= len(found) < len(lines)
+    assert [(item.name.partition("#")[0], item.reason[:18]) for item in corpus.skipped] == [
+        ("a.txt", "UnicodeDecodeError")
+    ]
+
+
 def test_a_long_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path) -> None:
     content = "".join(f"line {number} é\n" for number in range(1000)) + "y" * 3000
     (tmp_path / "a.txt").write_text(content)
