@@ -270,6 +270,18 @@ def test_as_many_as_asked_for_are_kept_and_always_the_one_just_written(
         save(tmp_path, step=7, model=Small(), comm=alone, keep=0)
 
 
+def test_an_incomplete_checkpoint_is_not_kept_in_the_place_of_a_complete_one(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    for step in (10, 20, 30):
+        path = save(tmp_path, step=step, model=Small(), comm=alone)
+    (path / "model.safetensors").write_bytes(b"")
+    for step in (21, 22):  # a run that went on from step 20
+        save(tmp_path, step=step, model=Small(), comm=alone, keep=2)
+        assert latest(tmp_path) == tmp_path / f"step-{step:08d}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000021", "step-00000022"]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced_and_remains_of_killed_writers_go(
     tmp_path: Path, alone: Communicator
 ) -> None:
