@@ -286,7 +286,7 @@ class Run:
         losses = torch.stack([result.loss_share for result in results]).cpu()
         self._losses.allreduce(losses)
         step_s = (time.perf_counter() - start_s) / len(results)
-        self._require_finite(start, losses)
+        self._require_finite(start, losses, torch.stack([result.gradient_norm for result in results]).cpu())
         if metrics is not None:
             metrics.steps(
                 [
@@ -341,20 +341,29 @@ class Run:
             final_fraction=schedule.final_fraction,
         )
 
-    def _require_finite(self, start: int, losses: Tensor) -> None:
-        broken = torch.nonzero(~losses.isfinite()).flatten().tolist()
-        if broken:
-            raise DivergenceError(
-                f"the loss of step {start + broken[0]} is {losses[broken[0]].item()}, and nothing can be "
-                f"learnt from there on; lower optimizer.learning_rate "
-                f"(now {self.config.optimizer.learning_rate}), "
-                f"raise schedule.warmup_fraction, or set optimizer.clip_norm"
-            )
+    def _require_finite(self, start: int, losses: Tensor, gradient_norms: Tensor) -> None:
+        """DivergenceError for the first of these steps that left parameters which are no numbers."""
+        found = {"loss": losses}
+        if not self.optimizer.scaler.dynamic:  # which skips a step whose gradients overflowed
+            found["norm of the gradient"] = gradient_norms
+        for what, values in found.items():
+            broken = torch.nonzero(~values.isfinite()).flatten().tolist()
+            if broken:
+                raise self._diverged(f"the {what} of step {start + broken[0]} is {values[broken[0]].item()}")
+
+    def _diverged(self, found: str) -> DivergenceError:
+        return DivergenceError(
+            f"{found}, and nothing can be learnt from there on; lower optimizer.learning_rate "
+            f"(now {self.config.optimizer.learning_rate}), "
+            f"raise schedule.warmup_fraction, or set optimizer.clip_norm"
+        )
 
     def _evaluate(self, steps_done: int, metrics: Metrics | None) -> float:
         loss = held_out_loss(self.worker, self._held_out_batches(), self._losses)
         if metrics is not None:
             metrics.held_out(steps_done, loss)
+        if not math.isfinite(loss):
+            raise self._diverged(f"the held-out loss after step {steps_done} is {loss}")
         return loss
 
     def _held_out_batches(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -318,6 +319,47 @@ def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(config_of: MakeConf
         return str(caught.value)
 
     assert len(set(run_loopback(2, work))) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_that_the_last_step_broke_are_not_saved(
+    config_of: MakeConfig, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is computed before the step, so it does not show them."""
+    config = config_of("output.checkpoint_every=2", "train.evaluate_every=0", "output.log_every=1")
+
+    def broken(run: Run, steps_done: int) -> None:
+        for parameter in run.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * math.inf if steps_done == 3 else gradient)
+
+    def work(comm: Communicator) -> str:
+        run = Run(config, comm)
+        step = run._step
+        monkeypatch.setattr(run, "_step", lambda number: [broken(run, number), step(number)][1])
+        with pytest.raises(DivergenceError) as caught:
+            run.train()
+        return str(caught.value)
+
+    (message,) = set(run_loopback(size, work))
+    assert message.startswith("the norm of the gradient of step 3 is nan, and nothing can be learnt")
+    assert [path.name for path in (config.output.directory / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_held_out_loss_that_is_no_number_ends_the_run_before_it_is_saved(config_of: MakeConfig) -> None:
+    config = config_of("train.steps=2")
+    run = Run(config, Communicator.alone())
+    train = run._steps
+
+    def steps(*arguments: Any) -> Any:
+        done = train(*arguments)
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(math.nan)
+        return done
+
+    run._steps = steps  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match="the held-out loss after step 2 is nan"):
+        run.train()
+    assert not list((config.output.directory / "checkpoints").iterdir())
 
 
 def test_steps_are_cut_after_every_multiple_of_each_period_and_where_asked() -> None:
