@@ -93,6 +93,7 @@ def test_text_that_is_not_there_is_said_by_its_path(
     [
         ("output.directory=/proc/x", "output.directory = /proc/x cannot be made: "),
         ("data.cache=/proc/x", "/proc/x"),
+        ("optimizer.offload=/proc/x", "offload='/proc/x' cannot be written to"),
         ("optimizer.algorithm=nonsense", "optimizer.algorithm = 'nonsense': for allreduce there are "),
     ],
 )
