@@ -23,6 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hpcpar.checkpoint import latest, load, read_extra, save
+from hpcpar.checkpoint.catalogue import by_step
 from hpcpar.comm import Communicator
 from hpcpar.comm.places import gather_placement
 from hpcpar.comm.preemption import Preemption
@@ -419,7 +420,7 @@ class Run:
                 if resume:
                     found = latest(self.checkpoints)
                 else:
-                    moved = move_aside(self.directory)
+                    moved = move_aside(self.directory, offload=self.config.optimizer.offload)
                     if moved is not None:
                         self._say(f"the earlier run in {self.directory} is now {moved}")
                 self._make_directory()
@@ -641,15 +642,23 @@ def is_due(steps_done: int, period: int) -> bool:
     return period > 0 and steps_done % period == 0
 
 
-def move_aside(directory: Path) -> Path | None:
-    """Give a directory that holds a run another name (runs/tiny.1, .2, …), so that none is written over."""
-    if not (directory / "metrics.jsonl").exists():
+def move_aside(directory: Path, *, offload: str | None = None) -> Path | None:
+    """Give a directory that holds a run another name (runs/tiny.1, .2, …), so that none is written over.
+
+    offload   of the optimizer that is to go on, which may be a directory
+    """
+    if not (directory / "metrics.jsonl").exists() and not by_step(directory / "checkpoints"):
         return None
+    refusal = f"output.directory = {directory} has an earlier run in it, which cannot be moved aside, as"
     if Path.cwd().is_relative_to(directory.resolve()):
         raise ConfigError(
-            f"output.directory = {directory} has an earlier run in it, which cannot be moved aside, as "
-            "the current directory is there, too; name one below, as in output.directory=runs/latest, or "
-            "go on with --resume"
+            f"{refusal} the current directory is there, too; name one below, as in "
+            "output.directory=runs/latest, or go on with --resume"
+        )
+    if offload not in (None, "cpu") and Path(offload).resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"{refusal} optimizer.offload = {offload!r} is there, too; name a place outside of it for one of "
+            "them, or go on with --resume"
         )
     number = 1
     while (target := directory.with_name(f"{directory.name}.{number}")).exists():

@@ -239,6 +239,26 @@ def test_a_new_run_moves_an_earlier_one_aside(config_of: MakeConfig, tmp_path: P
     assert move_aside(tmp_path / "text") is None
 
 
+def test_checkpoints_alone_are_an_earlier_run_too(config_of: MakeConfig, tmp_path: Path) -> None:
+    """Its checkpoints would be taken for those of the new one, and be resumed from."""
+    trained(config_of("train.steps=3"))
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    trained(config_of("train.steps=1"))
+    assert (tmp_path / "run.1" / "checkpoints" / "step-00000003").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_an_earlier_run_is_not_moved_from_under_an_optimizer_on_disk(
+    config_of: MakeConfig, tmp_path: Path
+) -> None:
+    inside = config_of(f"optimizer.offload={tmp_path / 'run' / 'state'}", "train.steps=1")
+    trained(inside)
+    with pytest.raises(ConfigError, match=r"run has an earlier run in it, .* as optimizer\.offload = '"):
+        Run(inside, Communicator.alone())
+    assert trained(inside, resume=True)[0].first_step == 1
+    assert trained(config_of(f"optimizer.offload={tmp_path / 'run2'}", "train.steps=1"))[0].steps == 1
+
+
 @pytest.mark.parametrize("directory", [".", "..", "../below"])
 def test_a_second_run_in_the_current_directory_is_refused(
     config_of: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
