@@ -434,6 +434,7 @@ class Run:
         self._resumed = True
         self._owes_evaluation = restored.extra.get("owes_evaluation", False)
         self._warn_of_changes(restored.extra.get("config", {}))
+        self._warn_of_other_text(restored.extra.get("text"))
         self._say(f"resuming after step {restored.step} from {found}")
         return restored.step
 
@@ -479,6 +480,14 @@ class Run:
             if before != value and self.comm.rank == 0:
                 logger.warning("resuming with %s = %r, which was %r before", key, value, before)
 
+    def _warn_of_other_text(self, saved: str | None) -> None:
+        """Files may change under their names; `saved`: the digest of the text that was learnt from."""
+        if saved not in (None, self.data.shards.digest) and self.comm.rank == 0:
+            logger.warning(
+                "resuming with other text than before: the files or the tokenizer, or how they are cut, have "
+                "changed, and what is held out now may have been learnt from"
+            )
+
     def _leave(self, steps_done: int) -> Preempted:
         """Save what a resumed run needs to go on as if nothing had happened; there is no time for more."""
         checkpoint = self._save(steps_done, owes_evaluation=self._is_evaluated(steps_done))
@@ -495,7 +504,12 @@ class Run:
             step=steps_done,
             model=self.model,
             optimizer=self.optimizer,
-            extra={"config": self.config.model_dump(mode="json"), "owes_evaluation": owes_evaluation},
+            extra={
+                "config": self.config.model_dump(mode="json"),
+                "text": self.data.shards.digest,
+                "tokenizer": self.data.shards.tokenizer_identity,
+                "owes_evaluation": owes_evaluation,
+            },
             comm=self.comm,
             keep=self.config.output.keep,
         )

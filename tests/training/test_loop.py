@@ -173,6 +173,17 @@ def test_resuming_with_other_settings_says_so(
     assert "resuming with train.seed = 3, which was 0 before" in caplog.text
 
 
+def test_resuming_with_files_that_have_changed_says_so(
+    config_of: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of("train.steps=1"))
+    trained(config_of("train.steps=2"), resume=True)
+    assert "other text" not in caplog.text
+    (tmp_path / "text" / "0.txt").write_text("another document " * 40)
+    trained(config_of("train.steps=3"), resume=True)
+    assert caplog.text.count("resuming with other text than before") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
