@@ -429,8 +429,15 @@ class Run:
             if resume:
                 self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
             return 0
-        self._require_same_model(found)
+        self._require_same_make(found)
+        told = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        # The checkpoint has decay, betas and the like as well, but it is the configuration that says them.
+        for group, options in zip(self.optimizer.param_groups, told, strict=True):
+            group.update(options)
         self._resumed = True
         self._owes_evaluation = restored.extra.get("owes_evaluation", False)
         self._warn_of_changes(restored.extra.get("config", {}))
@@ -446,13 +453,21 @@ class Run:
                 f"output.directory = {self.directory} cannot be made: {error}; name another one"
             ) from error
 
-    def _require_same_model(self, checkpoint: Path) -> None:
-        """CheckpointError where the checkpoint's parameters would go on as those of another function."""
+    def _require_same_make(self, checkpoint: Path) -> None:
+        """CheckpointError where its parameters would go on as another function's, or by another method."""
         saved: dict[str, Any] = {}
         with self.comm.together(f"loading the checkpoint {checkpoint}"):
             if self.comm.rank == 0:
                 saved = read_extra(checkpoint)[1].get("config", {})
-        before, now = model_config_saved(self.comm.broadcast_object(saved)), self.model.config
+        saved = self.comm.broadcast_object(saved)
+        name = self.config.optimizer.name
+        stepped = saved.get("optimizer", {}).get("name", name)
+        if stepped != name:
+            raise CheckpointError(
+                f"{checkpoint} is of another optimizer: optimizer.name = {stepped!r} there, {name!r} here; "
+                f"set optimizer.name={stepped}, or start anew without --resume"
+            )
+        before, now = model_config_saved(saved), self.model.config
         if before is None:
             return
         changed = [key for key in MODEL_KEYS if getattr(before, key) != getattr(now, key)]

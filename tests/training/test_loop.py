@@ -173,6 +173,30 @@ def test_resuming_with_other_settings_says_so(
     assert "resuming with train.seed = 3, which was 0 before" in caplog.text
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_is_told_of_the_optimizer_when_resuming_is_what_it_does(
+    config_of: MakeConfig, stage: int
+) -> None:
+    options = (f"optimizer.zero_stage={stage}", "optimizer.clip_norm=0")
+    changed = (*options, "optimizer.weight_decay=0.7", "optimizer.betas=[0.5, 0.6]", "optimizer.epsilon=1e-3")
+    half_of(config_of(*options), 2)
+
+    def resumed(comm: Communicator) -> list[tuple[Any, ...]]:
+        run = Run(config_of(*changed), comm, resume=True)
+        return [(group["weight_decay"], group["betas"], group["eps"]) for group in run.optimizer.param_groups]
+
+    expected = [(0.7, (0.5, 0.6), 1e-3), (0.0, (0.5, 0.6), 1e-3)]
+    assert run_loopback(2, resumed) == [expected, expected]
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_resuming_with_another_optimizer_is_refused(config_of: MakeConfig, before: str, after: str) -> None:
+    trained(config_of("train.steps=1", f"optimizer.name={before}"))
+    words = rf"optimizer\.name = '{before}' there, '{after}' here; set optimizer\.name={before}, or start"
+    with pytest.raises(CheckpointError, match=words):
+        Run(config_of(f"optimizer.name={after}"), Communicator.alone(), resume=True)
+
+
 def test_resuming_with_files_that_have_changed_says_so(
     config_of: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
