@@ -104,7 +104,7 @@ def _train(
         return CANNOT_WORK
     try:
         return START_AGAIN if isinstance(run.train(), Preempted) else 0
-    except DivergenceError as error:
+    except (CheckpointError, DivergenceError) as error:
         _say_once(error, world)
         return FAILED
 

@@ -35,7 +35,7 @@ from hpcpar.data_parallel import (
     watch_activations,
 )
 from hpcpar.data_parallel.activations import Activations
-from hpcpar.errors import CheckpointError, ConfigError, DataError, DivergenceError
+from hpcpar.errors import CheckpointError, ConfigError, DataError, DivergenceError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, generate
 from hpcpar.partition import bounds
@@ -513,21 +513,31 @@ class Run:
         return Preempted(steps_done, checkpoint)
 
     def _save(self, steps_done: int, *, owes_evaluation: bool = False) -> Path:
-        """The checkpoint after so many steps; `owes_evaluation`: of that which is due now there was none."""
-        return save(
-            self.checkpoints,
-            step=steps_done,
-            model=self.model,
-            optimizer=self.optimizer,
-            extra={
-                "config": self.config.model_dump(mode="json"),
-                "text": self.data.shards.digest,
-                "tokenizer": self.data.shards.tokenizer_identity,
-                "owes_evaluation": owes_evaluation,
-            },
-            comm=self.comm,
-            keep=self.config.output.keep,
-        )
+        """The checkpoint after so many steps; `owes_evaluation`: of that which is due now there was none.
+
+        errors   CheckpointError, on all ranks
+        """
+        extra = {
+            "config": self.config.model_dump(mode="json"),
+            "text": self.data.shards.digest,
+            "tokenizer": self.data.shards.tokenizer_identity,
+            "owes_evaluation": owes_evaluation,
+        }
+        try:
+            return save(
+                self.checkpoints,
+                step=steps_done,
+                model=self.model,
+                optimizer=self.optimizer,
+                extra=extra,
+                comm=self.comm,
+                keep=self.config.output.keep,
+            )
+        except (OSError, CheckpointError, PeerFailedError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {steps_done} cannot be saved in {self.checkpoints}: {error}; once "
+                "that is mended, go on from the one before with --resume"
+            ) from error
 
     def _record_last_step(self, worker: PipelinedModel) -> None:
         """When each stage worked in the last step, for `hpcpar draw pipeline --measured`. Collective."""
