@@ -71,6 +71,16 @@ def test_a_missing_or_foreign_tokenizer_file_is_named(tmp_path: Path) -> None:
         FileTokenizer(tmp_path / "other.json")
 
 
+def test_a_tokenizer_that_is_empty_or_does_not_know_a_word_is_named(tmp_path: Path) -> None:
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(DataError, match=r"the tokenizer .*empty\.json has no tokens; train it"):
+        FileTokenizer(tmp_path / "empty.json")
+    Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "a.json"))
+    assert FileTokenizer(tmp_path / "a.json").encode("a").tolist() == [0]
+    with pytest.raises(DataError, match=r"a\.json cannot encode a text that begins with 'b': WordLevel"):
+        FileTokenizer(tmp_path / "a.json").encode("b")
+
+
 def test_a_tokenizer_may_be_given_as_itself_as_a_path_or_not_at_all(words_file: Path) -> None:
     given = ByteTokenizer()
     assert tokenizer_of(given) is given
