@@ -142,7 +142,7 @@ class Corpus:
                     text = json.loads(line)[self.text_key]
                     if not isinstance(text, str):
                         raise TypeError(f"{self.text_key!r} is not a string")
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
                     self._skip(where, error)
                     continue
                 encoded = text.encode("utf-8", errors="replace")

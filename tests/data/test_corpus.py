@@ -43,6 +43,13 @@ def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
     assert "KeyError: 'text'" in corpus.skipped[0].reason
 
 
+def test_a_line_of_jsonl_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 100_000 + '\n{"text": "good"}\n')
+    corpus = Corpus.of(tmp_path)
+    assert texts(corpus) == ["good"]
+    assert corpus.skipped[0].name == "a.jsonl:1"
+
+
 def test_the_key_of_a_jsonl_text_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "yes", "text": "no"}')
     assert texts(Corpus.of(tmp_path, text_key="content")) == ["yes"]
