@@ -164,7 +164,7 @@ class OptimizerSection(Section):
     algorithm: str | None = None
     offload: Annotated[str, BeforeValidator(_require_a_name)] | None = None
     reduction: Literal["float32"] | None = None
-    moments: Literal["bfloat16", "float16"] | None = None
+    moments: Literal["bfloat16"] | None = None
     shared_parameters: bool = False
     prefetch: int = Field(default=1, ge=0)
 
