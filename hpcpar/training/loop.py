@@ -157,6 +157,7 @@ class Run:
         else:
             self._build_stages()
         self._resumed = self._owes_evaluation = False
+        self._tokens_before = 0
         self._activations: Activations | None = None
         self._is_to_stop = False
         self.first_step = self._prepare_directory(resume)
@@ -204,6 +205,10 @@ class Run:
     def tokens_per_step(self) -> int:
         """Tokens of the global batch."""
         return self.config.train.global_batch * self.config.train.sequence
+
+    def _tokens(self, steps_done: int) -> int:
+        """Learnt from in so many steps, of which those before a resumption may have had another batch."""
+        return self._tokens_before + (steps_done - self.first_step) * self.tokens_per_step
 
     def train(self) -> Outcome | Preempted:
         """Every step that is left, and what belongs between and after them; or less if asked to stop."""
@@ -296,7 +301,7 @@ class Run:
                         "loss": loss,
                         "learning_rate": self._learning_rate(step),
                         "gradient_norm": float(result.gradient_norm),
-                        "tokens": (step + 1) * self.tokens_per_step,
+                        "tokens": self._tokens(step + 1),
                         "tokens_per_s": self.tokens_per_step / step_s,
                         "step_s": step_s,
                     }
@@ -439,6 +444,7 @@ class Run:
         for group, options in zip(self.optimizer.param_groups, told, strict=True):
             group.update(options)
         self._resumed = True
+        self._tokens_before = restored.extra.get("tokens", restored.step * self.tokens_per_step)
         self._owes_evaluation = restored.extra.get("owes_evaluation", False)
         self._warn_of_changes(restored.extra.get("config", {}))
         self._warn_of_other_text(restored.extra.get("text"))
@@ -521,6 +527,7 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "text": self.data.shards.digest,
             "tokenizer": self.data.shards.tokenizer_identity,
+            "tokens": self._tokens(steps_done),
             "owes_evaluation": owes_evaluation,
         }
         try:

@@ -197,6 +197,15 @@ def test_resuming_with_another_optimizer_is_refused(config_of: MakeConfig, befor
         Run(config_of(f"optimizer.name={after}"), Communicator.alone(), resume=True)
 
 
+def test_tokens_are_counted_on_when_resuming_with_another_batch(config_of: MakeConfig) -> None:
+    trained(config_of("train.steps=2"))
+    for steps, batch in ((4, 3), (5, 1)):
+        trained(config_of(f"train.steps={steps}", f"train.global_batch={batch}"), resume=True)
+    records = records_of(config_of().output.directory / "metrics.jsonl")
+    sequences = [record["tokens"] // 16 for record in records if "loss" in record]
+    assert sequences == [5, 10, 13, 16, 17]
+
+
 def test_resuming_with_files_that_have_changed_says_so(
     config_of: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
