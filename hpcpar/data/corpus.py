@@ -69,8 +69,9 @@ class Corpus:
         """The corpus of a directory, of a file, or of a list of both.
 
         A directory gives its .txt, .text, .md, .rst, .py, .jsonl and .ndjson files at any depth,
-        hidden ones left out; a file named by itself is taken whatever it is called. DataError when
-        a path is missing or nothing is found.
+        hidden ones left out; a file named by itself is taken whatever it is called. A directory in it that
+        cannot be listed, or is a link, is left out with a warning. DataError when a path is missing or
+        nothing is found.
         """
         listed = _as_list(paths)
         found: dict[str, Path] = {}
@@ -204,12 +205,19 @@ def _files_of(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _walk(root: Path, *, endings: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    for directory, subdirectories, files in os.walk(root):
+    for directory, subdirectories, files in os.walk(root, onerror=_warn_of_directory):
         subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        for name in subdirectories:
+            if (link := Path(directory, name)).is_symlink():
+                logger.warning("%s is left out: links to directories are not followed; name it itself", link)
         for file in sorted(files):
             path = Path(directory, file)
             if file.endswith(endings) and not file.startswith(".") and path.is_file():
                 yield path.relative_to(root).as_posix(), path
+
+
+def _warn_of_directory(error: OSError) -> None:
+    logger.warning("%s is left out: it cannot be listed (%s)", error.filename, error.strerror)
 
 
 def _pieces(lines: Iterable[bytes], piece_nbytes: int) -> Iterator[bytes]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -22,6 +23,28 @@ def test_files_of_a_directory_come_sorted_by_name_at_any_depth(tmp_path: Path) -
     for name in ("z.txt", "a.md", "b/c.py", "b/picture.png", ".hidden.txt", ".git/x.txt"):
         (tmp_path / name).write_text(name)
     assert texts(Corpus.of(tmp_path)) == ["a.md", "b/c.py", "z.txt"]
+
+
+def test_directories_that_are_left_out_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("text/open", "text/locked", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(name)
+    (tmp_path / "text" / "link").symlink_to(tmp_path / "elsewhere")
+    scandir = os.scandir
+
+    def locked(path: str) -> object:
+        if Path(path).name == "locked":  # also for root, who may list all
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    assert texts(Corpus.of(tmp_path / "text")) == ["text/open"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/text/link is left out: links to directories are not followed; name it itself",
+        f"{tmp_path}/text/locked is left out: it cannot be listed (Permission denied)",
+    ]
 
 
 def test_a_list_mixes_files_and_directories(tmp_path: Path) -> None:
