@@ -630,7 +630,7 @@ class Run:
             vocabulary=self.data.shards.vocabulary,
         )
         if self._console is not None:
-            self._console.print(table(outcome.traffic, size=self.comm.size))
+            self._console.print(table(outcome.traffic, size=self.comm.size), crop=False)
             self._console.print(outcome.memory.table())
         if sample is not None:
             self._say(f"a sample:\n{sample}")
