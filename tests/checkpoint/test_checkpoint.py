@@ -120,6 +120,25 @@ def test_views_into_a_larger_buffer_are_saved_by_themselves(tmp_path: Path, alon
     assert flat[10:14].tolist() == [10, 11, 12, 13]
 
 
+def test_parameters_that_share_their_memory_are_saved_and_go_on_sharing(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    """As after b.weight.data = a.weight.data, or in a buffer that shows a parameter."""
+
+    def sharing() -> nn.ModuleDict:
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        model["b"].weight.data = model["a"].weight.data
+        model["b"].register_buffer("shown", model["a"].bias.data)
+        return model
+
+    before, after = sharing(), sharing()
+    save(tmp_path, step=1, model=before, comm=alone)
+    load(tmp_path, model=after, comm=alone)
+    for name, value in before.state_dict().items():
+        assert torch.equal(value, after.state_dict()[name]), name
+    assert after["b"].weight.data_ptr() == after["a"].weight.data_ptr()
+
+
 def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path, alone: Communicator) -> None:
     def groups(model: Small, turned: bool) -> list[dict[str, Any]]:
         weights, others = [model.embed.weight, model.middle.weight], [model.middle.bias, model.narrow]
