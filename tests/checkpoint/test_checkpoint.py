@@ -139,6 +139,18 @@ def test_parameters_that_share_their_memory_are_saved_and_go_on_sharing(
     assert after["b"].weight.data_ptr() == after["a"].weight.data_ptr()
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, "7"])
+def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path: Path, alone: Communicator, step: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"step={step!r}: give the number of optimizer steps taken"):
+        save(tmp_path, step=step, model=Small(), comm=alone)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_may_be_an_integer_of_numpy(tmp_path: Path, alone: Communicator) -> None:
+    path = save(tmp_path, step=np.int64(4), model=Small(), comm=alone)
+    assert (path.name, load(path, model=Small(), comm=alone).step) == ("step-00000004", 4)
+
+
 def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path, alone: Communicator) -> None:
     def groups(model: Small, turned: bool) -> list[dict[str, Any]]:
         weights, others = [model.embed.weight, model.middle.weight], [model.middle.bias, model.narrow]
