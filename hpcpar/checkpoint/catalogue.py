@@ -51,12 +51,21 @@ def latest(directory: str | Path) -> Path | None:
     return None
 
 
-def prune(directory: Path, *, newest: Path, keep: int) -> None:
-    """Remove all but `newest`, which was just written, and the keep - 1 others of the highest steps.
+def _is_complete(path: Path) -> bool:
+    try:
+        Manifest.read(path).check_sizes(path)
+    except CheckpointError:
+        return False
+    return True
 
-    Remains of writers that were killed go too.
+
+def prune(directory: Path, *, newest: Path, keep: int) -> None:
+    """Remove all but `newest`, which was just written, and the keep - 1 complete others of the highest steps.
+
+    An incomplete one stays only where there are not so many, and remains of writers that were killed go.
     """
     others = [path for path in by_step(directory).values() if path != newest]
+    others.sort(key=_is_complete)
     for path in others[: max(0, len(others) - (keep - 1))]:
         # First the name goes, so that a removal that is cut short leaves no half of a checkpoint.
         doomed = directory / f"{TEMPORARY_PREFIX}removed-{path.name}"

@@ -96,12 +96,23 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> Entry:
     path.touch()
     mode = path.stat().st_mode  # safetensors makes files that nobody else may read
     try:
-        save_file(tensors, path)
+        save_file(_apart(tensors), path)
     except SafetensorError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     path.chmod(mode)
     push_to_disk(path)
     return Entry.of(path)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same, but for a copy of what has the memory of another one, which safetensors refuses."""
+    taken: set[int] = set()
+    apart = {}
+    for name, value in tensors.items():
+        place = value.untyped_storage().data_ptr()
+        apart[name] = value.clone() if value.numel() and place in taken else value
+        taken.add(place)
+    return apart
 
 
 def joined(pieces: Iterable[Written]) -> dict[str, Stored]:

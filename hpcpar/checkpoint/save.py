@@ -8,6 +8,7 @@ rank 2                         writes ─┘
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -73,10 +74,11 @@ def save(
 
     errors  OSError (a full disk, no permission) or CheckpointError (a state that is no tensor, a part that
             no rank of `comm` has, layers or groups of ranks that do not fit together); of several ranks,
-            PeerFailedError on every one, with that text
+            PeerFailedError on every one, with that text. CheckpointError for a step that is none
     """
     if isinstance(optimizer, DistributedOptimizer):
         optimizer.wait_for_parameters()
+    step = _counted(step)
     final = checkpoint_path(Path(directory), step)
     doing = f"saving the checkpoint {final}"
     with comm.together(doing):
@@ -192,6 +194,17 @@ class _Ranks:
             "names": self.positions.digests,
             "extra": extra,
         }
+
+
+def _counted(step: int) -> int:
+    """A plain integer of it."""
+    try:
+        plain = operator.index(step)
+    except TypeError:
+        plain = -1
+    if plain < 0:
+        raise CheckpointError(f"step={step!r}: give the number of optimizer steps taken, 0 or more")
+    return plain
 
 
 def _refuse_to_keep_none(keep: int | None) -> None:

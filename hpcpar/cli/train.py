@@ -17,9 +17,11 @@ from hpcpar.errors import (
     DivergenceError,
     LayoutError,
     MismatchError,
+    OffloadError,
     OperationError,
     PeerFailedError,
     ScheduleError,
+    SharedMemoryError,
 )
 from hpcpar.launch import slurm
 from hpcpar.launch.signals import SIGNALS, START_AGAIN, EarlySignals
@@ -40,9 +42,11 @@ ASKED_WRONGLY = (
     DataError,
     LayoutError,
     MismatchError,
+    OffloadError,
     OperationError,
     PeerFailedError,
     ScheduleError,
+    SharedMemoryError,
 )
 """What every rank meets while a run is built, for all have the same configuration."""
 
@@ -100,7 +104,7 @@ def _train(
         return CANNOT_WORK
     try:
         return START_AGAIN if isinstance(run.train(), Preempted) else 0
-    except DivergenceError as error:
+    except (CheckpointError, DivergenceError) as error:
         _say_once(error, world)
         return FAILED
 

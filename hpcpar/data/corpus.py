@@ -45,7 +45,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file, or a line of one, that could not be read as text, and why."""
+    """A file, or a piece or line of one, that could not be read as text, and why."""
 
     name: str
     reason: str
@@ -69,8 +69,9 @@ class Corpus:
         """The corpus of a directory, of a file, or of a list of both.
 
         A directory gives its .txt, .text, .md, .rst, .py, .jsonl and .ndjson files at any depth,
-        hidden ones left out; a file named by itself is taken whatever it is called. DataError when
-        a path is missing or nothing is found.
+        hidden ones left out; a file named by itself is taken whatever it is called. A directory in it that
+        cannot be listed, or is a link, is left out with a warning. DataError when a path is missing or
+        nothing is found.
         """
         listed = _as_list(paths)
         found: dict[str, Path] = {}
@@ -107,7 +108,7 @@ class Corpus:
         Text longer than 1/64 of the corpus (between 1 KiB and 1 MiB) is cut at line ends into
         several documents, so that no document is too large for either side of a train / held-out
         split and files of any size stream through. What is not UTF-8, not JSON or without
-        `text_key` goes to `skipped`.
+        `text_key` goes to `skipped`: of a text file that begins as UTF-8 the piece, else the whole file.
         """
         self.skipped.clear()
         wanted = self.nbytes() // PIECES_OF_A_CORPUS
@@ -122,7 +123,15 @@ class Corpus:
     def _pieces_of_text(self, name: str, path: Path, piece_nbytes: int) -> Iterator[Document]:
         with path.open("rb") as file:
             for number, piece in enumerate(_pieces(file, piece_nbytes)):
-                yield Document(f"{name}#{number}", piece.decode("utf-8"))
+                where = f"{name}#{number}"
+                try:
+                    text = piece.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    if number == 0:
+                        raise
+                    self._skip(where, error)
+                else:
+                    yield Document(where, text)
 
     def _lines_of_jsonl(self, name: str, path: Path, piece_nbytes: int) -> Iterator[Document]:
         with path.open("rb") as file:
@@ -134,7 +143,7 @@ class Corpus:
                     text = json.loads(line)[self.text_key]
                     if not isinstance(text, str):
                         raise TypeError(f"{self.text_key!r} is not a string")
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
                     self._skip(where, error)
                     continue
                 encoded = text.encode("utf-8", errors="replace")
@@ -196,12 +205,19 @@ def _files_of(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _walk(root: Path, *, endings: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    for directory, subdirectories, files in os.walk(root):
+    for directory, subdirectories, files in os.walk(root, onerror=_warn_of_directory):
         subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        for name in subdirectories:
+            if (link := Path(directory, name)).is_symlink():
+                logger.warning("%s is left out: links to directories are not followed; name it itself", link)
         for file in sorted(files):
             path = Path(directory, file)
             if file.endswith(endings) and not file.startswith(".") and path.is_file():
                 yield path.relative_to(root).as_posix(), path
+
+
+def _warn_of_directory(error: OSError) -> None:
+    logger.warning("%s is left out: it cannot be listed (%s)", error.filename, error.strerror)
 
 
 def _pieces(lines: Iterable[bytes], piece_nbytes: int) -> Iterator[bytes]:

@@ -79,7 +79,7 @@ def prepare(
     if built and shards.skipped and comm.rank == 0:
         first = shards.skipped[0]
         logger.warning(
-            "%d files or lines could not be read and were left out, the first is %s (%s); all are in %s",
+            "%d files, or parts, could not be read and were left out, the first is %s (%s); all are in %s",
             len(shards.skipped), first.name, first.reason, shards.directory / "index.json",
         )  # fmt: skip
     return Prepared(shards, chosen, built)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,9 @@ from hpcpar.durable import whole_directory
 from hpcpar.errors import DataError
 from hpcpar.partition import offsets
 
-FORMAT = 1
+FORMAT = 2
+"""In 1 texts ended where a tokenizer's file cuts them, and a file's where it first was not UTF-8."""
+
 INDEX = "index.json"
 SPLITS = ("train", "held_out")
 SHARD_TOKENS = 1 << 28
@@ -195,13 +198,13 @@ def building(
     are: so the choice is the same on every machine, follows the corpus evenly, and any corpus of
     two documents has both splits.
 
-    errors   DataError when the corpus gives no token to train on
+    errors   DataError when the corpus gives no token to train on, or `directory` cannot be written
     """
     if not 0 <= held_out_fraction < 1:
         raise DataError(f"held_out_fraction={held_out_fraction} must be at least 0 and less than 1")
     dtype = token_dtype(tokenizer.vocabulary)
     end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
-    with whole_directory(directory) as staging:
+    with _to_be_written(directory) as staging:
         with (
             _SplitWriter(staging, "train", dtype, shard_tokens) as train,
             _SplitWriter(staging, "held_out", dtype, shard_tokens) as held_out,
@@ -226,6 +229,19 @@ def building(
             "skipped": [{"name": item.name, "reason": item.reason} for item in corpus.skipped],
         }
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+@contextmanager
+def _to_be_written(directory: Path) -> Iterator[Path]:
+    # Inside, what cannot be read is left out: an OSError is of writing, and may not say where.
+    try:
+        with whole_directory(directory) as staging:
+            yield staging
+    except OSError as error:
+        raise DataError(
+            f"the tokens of the text cannot be written to {directory}: {error.strerror}; make room there, "
+            "or name another place"
+        ) from error
 
 
 def build(

@@ -54,6 +54,7 @@ class FileTokenizer:
     """A tokenizer from a Hugging Face `tokenizers` file (`tokenizer.json`).
 
     end_of_document   the token's text; None = the first of `USUAL_ENDS` that the vocabulary has
+    errors            DataError for a file that cannot be read, of another kind or without tokens
     """
 
     USUAL_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[SEP]")
@@ -73,13 +74,20 @@ class FileTokenizer:
             raise DataError(
                 f"{path} is not a Hugging Face tokenizers file: {error}; give the path of a tokenizer.json"
             ) from error
+        # A file may say that texts are cut, or filled up, to a length: here they are documents of any length.
+        self._compiled.no_truncation()
+        self._compiled.no_padding()
+        self._path = path
         self.vocabulary = self._highest_token() + 1
         self.end_of_document = self._find_end(end_of_document, path)
         self.identity = f"tokenizers-{hashlib.sha256(content).hexdigest()}-{self.end_of_document}"
 
     def _highest_token(self) -> int:
         # Added tokens may leave holes, so the number of tokens is not the largest one plus 1.
-        return max(self._compiled.get_vocab(with_added_tokens=True).values())
+        tokens = self._compiled.get_vocab(with_added_tokens=True).values()
+        if not tokens:
+            raise DataError(f"the tokenizer {self._path} has no tokens; train it, or give another one")
+        return max(tokens)
 
     def _find_end(self, asked: str | None, path: str | Path) -> int | None:
         for text in (asked,) if asked is not None else self.USUAL_ENDS:
@@ -91,8 +99,18 @@ class FileTokenizer:
         return None
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """The text's tokens, without the special tokens that a template would add."""
-        return np.asarray(self._compiled.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        """The text's tokens, without the special tokens that a template would add.
+
+        errors   DataError where it has none for a part of the text, nor one for what is unknown
+        """
+        try:
+            tokens = self._compiled.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # a bare one, as above
+            raise DataError(
+                f"the tokenizer {self._path} cannot encode a text that begins with {text[:20]!r}: {error}; "
+                "give one that knows every character, or has a token for what it does not know"
+            ) from error
+        return np.asarray(tokens, dtype=np.uint32)
 
     def text_of(self, token: int) -> str | None:
         """What the vocabulary calls a token; None where it has none of this number."""

@@ -42,7 +42,8 @@ class Precision:
     parameters   of the model, and of its gradients; of 16 bits: there are float32 master weights
     reduction    what gradients are summed over ranks and kept in after that; None: as they are
     moments      what the optimizer's state of one value per element is kept in between steps; None: as the
-                 optimizer makes it. bfloat16 halves it; it is rounded as `narrowed` says
+                 optimizer makes it. bfloat16 halves it; it is rounded as `narrowed` says. float16 is refused:
+                 the square of a gradient below 0.0002 is 0 there, and Adam's step then nearly without bounds
     loss_scale   "dynamic", a number, or None for no scaling; by default dynamic for float16 alone
     """
 
@@ -62,6 +63,11 @@ class Precision:
         kept = dtype_named(parameters, "parameters")
         if loss_scale == "default":
             loss_scale = "dynamic" if kept == torch.float16 else None
+        if moments in ("float16", torch.float16):
+            raise OperationError(
+                f"moments={moments!r} cannot hold the squares of small gradients, and steps would grow out "
+                "of bounds; give bfloat16, or leave it out"
+            )
         is_number = isinstance(loss_scale, int | float) and 0 < loss_scale < 2.0**127
         if not (loss_scale is None or loss_scale == "dynamic" or is_number):
             raise OperationError(f'loss_scale={loss_scale!r}; give "dynamic", a number above 0, or None')

@@ -15,7 +15,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from hpcpar.autograd import Recompute
 from hpcpar.comm import select
@@ -28,6 +36,14 @@ else:
     import tomli as tomllib
 
 
+def _require_a_name(value: Any) -> Any:
+    # pathlib takes it for the current directory, which nobody means who writes key=$VARIABLE.
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("the name of a file or directory is empty; give one, or leave the key out")
+    return value
+
+
+Named = Annotated[Path, BeforeValidator(_require_a_name)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 BYTE_MIB = 2.0**-20
@@ -74,11 +90,11 @@ class DataSection(Section):
     cache       directory for the tokens, built once for the same files and tokenizer
     """
 
-    paths: tuple[Path, ...] = ()
-    tokenizer: Path | None = None
+    paths: tuple[Named, ...] = ()
+    tokenizer: Named | None = None
     held_out: float = Field(default=0.05, gt=0, lt=1)
     max_mib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
-    cache: Path = Path("runs/cache")
+    cache: Named = Path("runs/cache")
 
     @field_validator("paths", mode="before")
     @classmethod
@@ -146,9 +162,9 @@ class OptimizerSection(Section):
     first_bucket_mib: float = Field(default=1.0, ge=BYTE_MIB, allow_inf_nan=False)
     zero_stage: Literal[0, 1, 2, 3] = 0
     algorithm: str | None = None
-    offload: str | None = None
+    offload: Annotated[str, BeforeValidator(_require_a_name)] | None = None
     reduction: Literal["float32"] | None = None
-    moments: Literal["bfloat16", "float16"] | None = None
+    moments: Literal["bfloat16"] | None = None
     shared_parameters: bool = False
     prefetch: int = Field(default=1, ge=0)
 
@@ -257,7 +273,7 @@ class OutputSection(Section):
     sample_tokens     of text that the trained model writes at the end, going on from held-out text; 0 = none
     """
 
-    directory: Path = Path("runs/latest")
+    directory: Named = Path("runs/latest")
     log_every: int = Field(default=10, gt=0)
     checkpoint_every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, gt=0)

@@ -21,7 +21,7 @@ from hpcpar.checkpoint import load, read_extra
 from hpcpar.comm import Communicator
 from hpcpar.data.tokenizer_files import write_tokenizer
 from hpcpar.durable import whole_directory
-from hpcpar.errors import CheckpointError, ConfigError
+from hpcpar.errors import CheckpointError, ConfigError, DataError
 from hpcpar.models import Llama, LlamaConfig
 from hpcpar.models.hugging_face_config import hugging_face_config
 from hpcpar.training.config import Config
@@ -57,7 +57,8 @@ def export(
     run         output directory of `hpcpar train`, its `checkpoints`, or one of these
     dtype       of the parameters; None = that of the training. Where training kept float32 masters, these
                 are what is rounded
-    tokenizer   where the tokenizers file is now; None = where the run found it, or bytes
+    tokenizer   where the tokenizers file is now; None = where the run found it, or bytes. One that is given
+                is taken as it is, one that is found must be what the run was trained with
 
     One process does it, and holds the whole model (in float32 where training had 16 bits) once or twice.
     Whatever axes and stage the checkpoint was saved with, the files are the same.
@@ -72,6 +73,11 @@ def export(
     dtype = dtype or config.train.precision
     with whole_directory(directory) as staging:
         spoken = write_tokenizer(tokenizer or config.data.tokenizer, staging)
+        if tokenizer is None and spoken.identity != extra.get("tokenizer", spoken.identity):
+            raise DataError(
+                f"the tokenizer {config.data.tokenizer} is not what the model was trained with: the file "
+                "has changed since; name by --tokenizer the one that was, or this one if it makes the same"
+            )
         sizes = config.model_config_for(spoken.vocabulary)
         model = Llama(sizes, seed=None)
         if config.train.precision == "float64":

@@ -23,6 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hpcpar.checkpoint import latest, load, read_extra, save
+from hpcpar.checkpoint.catalogue import by_step
 from hpcpar.comm import Communicator
 from hpcpar.comm.places import gather_placement
 from hpcpar.comm.preemption import Preemption
@@ -34,7 +35,7 @@ from hpcpar.data_parallel import (
     watch_activations,
 )
 from hpcpar.data_parallel.activations import Activations
-from hpcpar.errors import CheckpointError, ConfigError, DataError, DivergenceError
+from hpcpar.errors import CheckpointError, ConfigError, DataError, DivergenceError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, generate
 from hpcpar.partition import bounds
@@ -156,6 +157,7 @@ class Run:
         else:
             self._build_stages()
         self._resumed = self._owes_evaluation = False
+        self._tokens_before = 0
         self._activations: Activations | None = None
         self._is_to_stop = False
         self.first_step = self._prepare_directory(resume)
@@ -203,6 +205,10 @@ class Run:
     def tokens_per_step(self) -> int:
         """Tokens of the global batch."""
         return self.config.train.global_batch * self.config.train.sequence
+
+    def _tokens(self, steps_done: int) -> int:
+        """Learnt from in so many steps, of which those before a resumption may have had another batch."""
+        return self._tokens_before + (steps_done - self.first_step) * self.tokens_per_step
 
     def train(self) -> Outcome | Preempted:
         """Every step that is left, and what belongs between and after them; or less if asked to stop."""
@@ -286,7 +292,7 @@ class Run:
         losses = torch.stack([result.loss_share for result in results]).cpu()
         self._losses.allreduce(losses)
         step_s = (time.perf_counter() - start_s) / len(results)
-        self._require_finite(start, losses)
+        self._require_finite(start, losses, torch.stack([result.gradient_norm for result in results]).cpu())
         if metrics is not None:
             metrics.steps(
                 [
@@ -295,7 +301,7 @@ class Run:
                         "loss": loss,
                         "learning_rate": self._learning_rate(step),
                         "gradient_norm": float(result.gradient_norm),
-                        "tokens": (step + 1) * self.tokens_per_step,
+                        "tokens": self._tokens(step + 1),
                         "tokens_per_s": self.tokens_per_step / step_s,
                         "step_s": step_s,
                     }
@@ -341,20 +347,29 @@ class Run:
             final_fraction=schedule.final_fraction,
         )
 
-    def _require_finite(self, start: int, losses: Tensor) -> None:
-        broken = torch.nonzero(~losses.isfinite()).flatten().tolist()
-        if broken:
-            raise DivergenceError(
-                f"the loss of step {start + broken[0]} is {losses[broken[0]].item()}, and nothing can be "
-                f"learnt from there on; lower optimizer.learning_rate "
-                f"(now {self.config.optimizer.learning_rate}), "
-                f"raise schedule.warmup_fraction, or set optimizer.clip_norm"
-            )
+    def _require_finite(self, start: int, losses: Tensor, gradient_norms: Tensor) -> None:
+        """DivergenceError for the first of these steps that left parameters which are no numbers."""
+        found = {"loss": losses}
+        if not self.optimizer.scaler.dynamic:  # which skips a step whose gradients overflowed
+            found["norm of the gradient"] = gradient_norms
+        for what, values in found.items():
+            broken = torch.nonzero(~values.isfinite()).flatten().tolist()
+            if broken:
+                raise self._diverged(f"the {what} of step {start + broken[0]} is {values[broken[0]].item()}")
+
+    def _diverged(self, found: str) -> DivergenceError:
+        return DivergenceError(
+            f"{found}, and nothing can be learnt from there on; lower optimizer.learning_rate "
+            f"(now {self.config.optimizer.learning_rate}), "
+            f"raise schedule.warmup_fraction, or set optimizer.clip_norm"
+        )
 
     def _evaluate(self, steps_done: int, metrics: Metrics | None) -> float:
         loss = held_out_loss(self.worker, self._held_out_batches(), self._losses)
         if metrics is not None:
             metrics.held_out(steps_done, loss)
+        if not math.isfinite(loss):
+            raise self._diverged(f"the held-out loss after step {steps_done} is {loss}")
         return loss
 
     def _held_out_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -410,7 +425,7 @@ class Run:
                 if resume:
                     found = latest(self.checkpoints)
                 else:
-                    moved = move_aside(self.directory)
+                    moved = move_aside(self.directory, offload=self.config.optimizer.offload)
                     if moved is not None:
                         self._say(f"the earlier run in {self.directory} is now {moved}")
                 self._make_directory()
@@ -419,11 +434,20 @@ class Run:
             if resume:
                 self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
             return 0
-        self._require_same_model(found)
+        self._require_same_make(found)
+        told = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        # The checkpoint has decay, betas and the like as well, but it is the configuration that says them.
+        for group, options in zip(self.optimizer.param_groups, told, strict=True):
+            group.update(options)
         self._resumed = True
+        self._tokens_before = restored.extra.get("tokens", restored.step * self.tokens_per_step)
         self._owes_evaluation = restored.extra.get("owes_evaluation", False)
         self._warn_of_changes(restored.extra.get("config", {}))
+        self._warn_of_other_text(restored.extra.get("text"))
         self._say(f"resuming after step {restored.step} from {found}")
         return restored.step
 
@@ -435,13 +459,21 @@ class Run:
                 f"output.directory = {self.directory} cannot be made: {error}; name another one"
             ) from error
 
-    def _require_same_model(self, checkpoint: Path) -> None:
-        """CheckpointError where the checkpoint's parameters would go on as those of another function."""
+    def _require_same_make(self, checkpoint: Path) -> None:
+        """CheckpointError where its parameters would go on as another function's, or by another method."""
         saved: dict[str, Any] = {}
         with self.comm.together(f"loading the checkpoint {checkpoint}"):
             if self.comm.rank == 0:
                 saved = read_extra(checkpoint)[1].get("config", {})
-        before, now = model_config_saved(self.comm.broadcast_object(saved)), self.model.config
+        saved = self.comm.broadcast_object(saved)
+        name = self.config.optimizer.name
+        stepped = saved.get("optimizer", {}).get("name", name)
+        if stepped != name:
+            raise CheckpointError(
+                f"{checkpoint} is of another optimizer: optimizer.name = {stepped!r} there, {name!r} here; "
+                f"set optimizer.name={stepped}, or start anew without --resume"
+            )
+        before, now = model_config_saved(saved), self.model.config
         if before is None:
             return
         changed = [key for key in MODEL_KEYS if getattr(before, key) != getattr(now, key)]
@@ -469,6 +501,14 @@ class Run:
             if before != value and self.comm.rank == 0:
                 logger.warning("resuming with %s = %r, which was %r before", key, value, before)
 
+    def _warn_of_other_text(self, saved: str | None) -> None:
+        """Files may change under their names; `saved`: the digest of the text that was learnt from."""
+        if saved not in (None, self.data.shards.digest) and self.comm.rank == 0:
+            logger.warning(
+                "resuming with other text than before: the files or the tokenizer, or how they are cut, have "
+                "changed, and what is held out now may have been learnt from"
+            )
+
     def _leave(self, steps_done: int) -> Preempted:
         """Save what a resumed run needs to go on as if nothing had happened; there is no time for more."""
         checkpoint = self._save(steps_done, owes_evaluation=self._is_evaluated(steps_done))
@@ -479,16 +519,32 @@ class Run:
         return Preempted(steps_done, checkpoint)
 
     def _save(self, steps_done: int, *, owes_evaluation: bool = False) -> Path:
-        """The checkpoint after so many steps; `owes_evaluation`: of that which is due now there was none."""
-        return save(
-            self.checkpoints,
-            step=steps_done,
-            model=self.model,
-            optimizer=self.optimizer,
-            extra={"config": self.config.model_dump(mode="json"), "owes_evaluation": owes_evaluation},
-            comm=self.comm,
-            keep=self.config.output.keep,
-        )
+        """The checkpoint after so many steps; `owes_evaluation`: of that which is due now there was none.
+
+        errors   CheckpointError, on all ranks
+        """
+        extra = {
+            "config": self.config.model_dump(mode="json"),
+            "text": self.data.shards.digest,
+            "tokenizer": self.data.shards.tokenizer_identity,
+            "tokens": self._tokens(steps_done),
+            "owes_evaluation": owes_evaluation,
+        }
+        try:
+            return save(
+                self.checkpoints,
+                step=steps_done,
+                model=self.model,
+                optimizer=self.optimizer,
+                extra=extra,
+                comm=self.comm,
+                keep=self.config.output.keep,
+            )
+        except (OSError, CheckpointError, PeerFailedError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {steps_done} cannot be saved in {self.checkpoints}: {error}; once "
+                "that is mended, go on from the one before with --resume"
+            ) from error
 
     def _record_last_step(self, worker: PipelinedModel) -> None:
         """When each stage worked in the last step, for `hpcpar draw pipeline --measured`. Collective."""
@@ -574,7 +630,7 @@ class Run:
             vocabulary=self.data.shards.vocabulary,
         )
         if self._console is not None:
-            self._console.print(table(outcome.traffic, size=self.comm.size))
+            self._console.print(table(outcome.traffic, size=self.comm.size), crop=False)
             self._console.print(outcome.memory.table())
         if sample is not None:
             self._say(f"a sample:\n{sample}")
@@ -632,15 +688,23 @@ def is_due(steps_done: int, period: int) -> bool:
     return period > 0 and steps_done % period == 0
 
 
-def move_aside(directory: Path) -> Path | None:
-    """Give a directory that holds a run another name (runs/tiny.1, .2, …), so that none is written over."""
-    if not (directory / "metrics.jsonl").exists():
+def move_aside(directory: Path, *, offload: str | None = None) -> Path | None:
+    """Give a directory that holds a run another name (runs/tiny.1, .2, …), so that none is written over.
+
+    offload   of the optimizer that is to go on, which may be a directory
+    """
+    if not (directory / "metrics.jsonl").exists() and not by_step(directory / "checkpoints"):
         return None
+    refusal = f"output.directory = {directory} has an earlier run in it, which cannot be moved aside, as"
     if Path.cwd().is_relative_to(directory.resolve()):
         raise ConfigError(
-            f"output.directory = {directory} has an earlier run in it, which cannot be moved aside, as "
-            "the current directory is there, too; name one below, as in output.directory=runs/latest, or "
-            "go on with --resume"
+            f"{refusal} the current directory is there, too; name one below, as in "
+            "output.directory=runs/latest, or go on with --resume"
+        )
+    if offload not in (None, "cpu") and Path(offload).resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"{refusal} optimizer.offload = {offload!r} is there, too; name a place outside of it for one of "
+            "them, or go on with --resume"
         )
     number = 1
     while (target := directory.with_name(f"{directory.name}.{number}")).exists():

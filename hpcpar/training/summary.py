@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from hpcpar.comm import Communicator
@@ -91,8 +92,8 @@ def merge(
 
 
 def table(lines: Sequence[TrafficLine], *, size: int) -> Table:
-    """The lines for people; `size` is the number of ranks."""
-    # Narrow enough for 80 columns: the output of a batch job.
+    """The lines for people, to be printed with crop=False; `size` is the number of ranks."""
+    # Narrow enough for 80 columns, the output of a batch job, as long as numbers are.
     shown = Table(title=f"Traffic of {size} ranks together", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("comm", "collective"):
         shown.add_column(heading, no_wrap=True)
@@ -109,6 +110,8 @@ def table(lines: Sequence[TrafficLine], *, size: int) -> Table:
             "" if line.deviation is None else f"{line.deviation:,} B",
             format_duration(line.seconds_waited),
         )
+    # Otherwise columns would be cut to a terminal's width, and numbers lose their units.
+    shown.width = Console(width=1000).measure(shown).maximum
     return shown
 
 

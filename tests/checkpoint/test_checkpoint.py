@@ -120,6 +120,37 @@ def test_views_into_a_larger_buffer_are_saved_by_themselves(tmp_path: Path, alon
     assert flat[10:14].tolist() == [10, 11, 12, 13]
 
 
+def test_parameters_that_share_their_memory_are_saved_and_go_on_sharing(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    """As after b.weight.data = a.weight.data, or in a buffer that shows a parameter."""
+
+    def sharing() -> nn.ModuleDict:
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        model["b"].weight.data = model["a"].weight.data
+        model["b"].register_buffer("shown", model["a"].bias.data)
+        return model
+
+    before, after = sharing(), sharing()
+    save(tmp_path, step=1, model=before, comm=alone)
+    load(tmp_path, model=after, comm=alone)
+    for name, value in before.state_dict().items():
+        assert torch.equal(value, after.state_dict()[name]), name
+    assert after["b"].weight.data_ptr() == after["a"].weight.data_ptr()
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "7"])
+def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path: Path, alone: Communicator, step: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"step={step!r}: give the number of optimizer steps taken"):
+        save(tmp_path, step=step, model=Small(), comm=alone)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_may_be_an_integer_of_numpy(tmp_path: Path, alone: Communicator) -> None:
+    path = save(tmp_path, step=np.int64(4), model=Small(), comm=alone)
+    assert (path.name, load(path, model=Small(), comm=alone).step) == ("step-00000004", 4)
+
+
 def test_optimizer_state_goes_by_name_whatever_the_order(tmp_path: Path, alone: Communicator) -> None:
     def groups(model: Small, turned: bool) -> list[dict[str, Any]]:
         weights, others = [model.embed.weight, model.middle.weight], [model.middle.bias, model.narrow]
@@ -268,6 +299,18 @@ def test_as_many_as_asked_for_are_kept_and_always_the_one_just_written(
     assert steps() == [5, 6, 40]
     with pytest.raises(CheckpointError, match="keep=0 would keep no checkpoint"):
         save(tmp_path, step=7, model=Small(), comm=alone, keep=0)
+
+
+def test_an_incomplete_checkpoint_is_not_kept_in_the_place_of_a_complete_one(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    for step in (10, 20, 30):
+        path = save(tmp_path, step=step, model=Small(), comm=alone)
+    (path / "model.safetensors").write_bytes(b"")
+    for step in (21, 22):  # a run that went on from step 20
+        save(tmp_path, step=step, model=Small(), comm=alone, keep=2)
+        assert latest(tmp_path) == tmp_path / f"step-{step:08d}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000021", "step-00000022"]
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced_and_remains_of_killed_writers_go(

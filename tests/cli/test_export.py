@@ -47,3 +47,5 @@ def test_a_run_is_exported_and_told_of(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "model" / "model.safetensors").exists()
     assert status_of(str(tmp_path / "run"), str(tmp_path / "model")) == 1
     assert "is there already" in capsys.readouterr().err
+    assert status_of(str(tmp_path / "run"), "/proc/model") == 1
+    assert "hpcpar export: cannot write /proc/model: [Errno 2] No such file" in capsys.readouterr().err

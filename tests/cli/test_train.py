@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -93,6 +94,7 @@ def test_text_that_is_not_there_is_said_by_its_path(
     [
         ("output.directory=/proc/x", "output.directory = /proc/x cannot be made: "),
         ("data.cache=/proc/x", "/proc/x"),
+        ("optimizer.offload=/proc/x", "offload='/proc/x' cannot be written to"),
         ("optimizer.algorithm=nonsense", "optimizer.algorithm = 'nonsense': for allreduce there are "),
     ],
 )
@@ -125,6 +127,22 @@ def test_training_that_diverges_is_said_in_one_line(config: Path, monkeypatch: p
     )
     assert result.return_value == FAILED
     assert result.stderr.startswith("hpcpar train: the loss of step ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_said_in_one_line(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(loop, "save", full)
+    result = call(monkeypatch, str(config))
+    assert result.return_value == FAILED
+    assert result.stderr.startswith(
+        f"hpcpar train: the checkpoint of step 2 cannot be saved in {tmp_path / 'run' / 'checkpoints'}: "
+        "[Errno 28] No space left on device; "
+    )
     assert len(result.stderr.splitlines()) == 1
 
 

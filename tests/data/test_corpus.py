@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -24,6 +25,28 @@ def test_files_of_a_directory_come_sorted_by_name_at_any_depth(tmp_path: Path) -
     assert texts(Corpus.of(tmp_path)) == ["a.md", "b/c.py", "z.txt"]
 
 
+def test_directories_that_are_left_out_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("text/open", "text/locked", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(name)
+    (tmp_path / "text" / "link").symlink_to(tmp_path / "elsewhere")
+    scandir = os.scandir
+
+    def locked(path: str) -> object:
+        if Path(path).name == "locked":  # also for root, who may list all
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    assert texts(Corpus.of(tmp_path / "text")) == ["text/open"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/text/link is left out: links to directories are not followed; name it itself",
+        f"{tmp_path}/text/locked is left out: it cannot be listed (Permission denied)",
+    ]
+
+
 def test_a_list_mixes_files_and_directories(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "x.txt").write_text("in d")
@@ -43,6 +66,13 @@ def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
     assert "KeyError: 'text'" in corpus.skipped[0].reason
 
 
+def test_a_line_of_jsonl_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 100_000 + '\n{"text": "good"}\n')
+    corpus = Corpus.of(tmp_path)
+    assert texts(corpus) == ["good"]
+    assert corpus.skipped[0].name == "a.jsonl:1"
+
+
 def test_the_key_of_a_jsonl_text_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "yes", "text": "no"}')
     assert texts(Corpus.of(tmp_path, text_key="content")) == ["yes"]
@@ -58,6 +88,20 @@ def test_files_that_are_not_text_are_skipped_and_reported(tmp_path: Path) -> Non
     assert [(item.name, item.reason.split(":")[0]) for item in corpus.skipped] == [
         ("bad.txt", "UnicodeDecodeError"),
         ("gone.txt", "FileNotFoundError"),
+    ]
+
+
+def test_a_byte_that_is_no_text_costs_the_piece_that_it_is_in_and_nothing_behind_it(tmp_path: Path) -> None:
+    lines = [b"%04d this is a line of plain text\n" % number for number in range(1000)]
+    lines[500] = "0500 caf\u00e9\n".encode("latin-1")
+    (tmp_path / "a.txt").write_bytes(b"".join(lines))
+    corpus = Corpus.of(tmp_path)
+    found = "".join(texts(corpus)).splitlines(keepends=True)
+    assert found[0].startswith("0000")
+    assert found[-1].startswith("0999")
+    assert len(lines) - SMALLEST_PIECE_NBYTES // 34 <= len(found) < len(lines)
+    assert [(item.name.partition("#")[0], item.reason[:18]) for item in corpus.skipped] == [
+        ("a.txt", "UnicodeDecodeError")
     ]
 
 

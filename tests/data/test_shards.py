@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from hpcpar.data import ByteTokenizer, Corpus, Dataset, Shards, build
-from hpcpar.data.shards import building, cache_key, token_dtype
+from hpcpar.data.shards import _SplitWriter, building, cache_key, token_dtype
 from hpcpar.errors import DataError
 
 
@@ -118,13 +120,27 @@ def test_truncated_missing_and_foreign_files_are_named(corpus: Corpus, tmp_path:
     with pytest.raises(DataError, match=rf"should have {size} bytes, but is missing"):
         Shards.open(directory)
     (directory / "index.json").write_text('{"format": 99}')
-    with pytest.raises(DataError, match="has format 99, this version reads 1"):
+    with pytest.raises(DataError, match="has format 99, this version reads 2"):
         Shards.open(directory)
     (directory / "index.json").write_text("{")
     with pytest.raises(DataError, match=r"index.json is damaged"):
         Shards.open(directory)
     with pytest.raises(DataError, match=r"cannot read .*index.json: No such file"):
         Shards.open(tmp_path / "nowhere")
+
+
+def test_a_directory_that_is_full_is_named(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_SplitWriter, "write", full)
+    with pytest.raises(
+        DataError, match=rf"cannot be written to {tmp_path / 'out'}: No space left on device;"
+    ):
+        build(corpus, ByteTokenizer(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_fraction_is_refused(corpus: Corpus, tmp_path: Path) -> None:

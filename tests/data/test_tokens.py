@@ -45,6 +45,15 @@ def test_the_vocabulary_reaches_over_holes_to_the_highest_token(words_file: Path
     assert FileTokenizer(words_file).vocabulary == 10
 
 
+def test_a_file_that_cuts_texts_or_fills_them_up_gives_all_tokens_and_no_others(words_file: Path) -> None:
+    cutting = Tokenizer.from_file(str(words_file))
+    cutting.enable_truncation(3)
+    cutting.enable_padding(length=8, pad_id=9)
+    cutting.save(str(words_file))
+    assert FileTokenizer(words_file).encode("the ring").tolist() == [0, 1]
+    assert FileTokenizer(words_file).encode("the ring sums the ring").tolist() == [0, 1, 2, 0, 1]
+
+
 def test_the_end_of_a_document_is_found_or_named(words_file: Path) -> None:
     assert FileTokenizer(words_file).end_of_document == 9
     named = FileTokenizer(words_file, end_of_document="sums")
@@ -60,6 +69,16 @@ def test_a_missing_or_foreign_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match=r"other.json is not a Hugging Face tokenizers file"):
         FileTokenizer(tmp_path / "other.json")
+
+
+def test_a_tokenizer_that_is_empty_or_does_not_know_a_word_is_named(tmp_path: Path) -> None:
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(DataError, match=r"the tokenizer .*empty\.json has no tokens; train it"):
+        FileTokenizer(tmp_path / "empty.json")
+    Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "a.json"))
+    assert FileTokenizer(tmp_path / "a.json").encode("a").tolist() == [0]
+    with pytest.raises(DataError, match=r"a\.json cannot encode a text that begins with 'b': WordLevel"):
+        FileTokenizer(tmp_path / "a.json").encode("b")
 
 
 def test_a_tokenizer_may_be_given_as_itself_as_a_path_or_not_at_all(words_file: Path) -> None:

@@ -56,6 +56,12 @@ def test_what_is_no_type_to_train_in_is_refused(name: Any) -> None:
             Precision(**options)
 
 
+@pytest.mark.parametrize("name", ["float16", torch.float16])
+def test_moments_in_float16_are_refused(name: Any) -> None:
+    with pytest.raises(OperationError, match="cannot hold the squares of small gradients"):
+        Precision("bfloat16", moments=name)
+
+
 @pytest.mark.parametrize("scale", [0, -2.0, math.inf, math.nan, "static", 2.0**127])
 def test_what_is_no_scale_is_refused(scale: Any) -> None:
     with pytest.raises(OperationError, match="loss_scale="):

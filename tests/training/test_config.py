@@ -116,6 +116,12 @@ def test_a_value_out_of_range_is_refused() -> None:
             "optimizer.first_bucket_mib = 1e-09: input should be greater",
         ),
         ("optimizer.algorithm=rign", "optimizer.algorithm = 'rign': for allreduce there are ring, "),
+        ("optimizer.moments=float16", "optimizer.moments = 'float16': input should be 'bfloat16'"),
+        ("data.paths=", "data.paths.0 = '': the name of a file or directory is empty; give one, or leave"),
+        ("data.tokenizer=", "data.tokenizer = '': the name of a file or directory is empty"),
+        ("data.cache=' '", "data.cache = ' ': the name of a file or directory is empty"),
+        ("output.directory=", "output.directory = '': the name of a file or directory is empty"),
+        ("optimizer.offload=", "optimizer.offload = '': the name of a file or directory is empty"),
         ("optimizer.shared_parameters=true", "each rank updates all parameters; set optimizer.zero_stage=1"),
     ],
 )

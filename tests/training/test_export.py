@@ -149,6 +149,23 @@ def test_a_tokenizers_file_goes_along_and_ends_the_text(config_of: MakeConfig, t
     assert (tmp_path / "again" / "tokenizer.json").read_text() == (tmp_path / "moved.json").read_text()
 
 
+def test_a_tokenizer_that_has_changed_since_is_taken_only_if_it_is_named(
+    config_of: MakeConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "words.json"
+    for vocabulary in ({"the": 0, "cat": 1, "?": 2}, {"cat": 0, "the": 1, "?": 2}):
+        compiled = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+        compiled.pre_tokenizer = pre_tokenizers.Whitespace()
+        compiled.save(str(file))
+        if vocabulary["the"] == 0:
+            run = trained(config_of("train.steps=1", f"data.tokenizer={file}"))
+            export(run, tmp_path / "at once")
+    with pytest.raises(DataError, match=r"words\.json is not what the model was trained with"):
+        export(run, tmp_path / "later")
+    assert not (tmp_path / "later").exists()
+    export(run, tmp_path / "later", tokenizer=file)
+
+
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(config_of: MakeConfig, tmp_path: Path) -> None:
     run = trained(config_of("train.steps=1"))
     (tmp_path / "mine").mkdir()

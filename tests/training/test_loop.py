@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +173,50 @@ def test_resuming_with_other_settings_says_so(
     assert "resuming with train.seed = 3, which was 0 before" in caplog.text
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_is_told_of_the_optimizer_when_resuming_is_what_it_does(
+    config_of: MakeConfig, stage: int
+) -> None:
+    options = (f"optimizer.zero_stage={stage}", "optimizer.clip_norm=0")
+    changed = (*options, "optimizer.weight_decay=0.7", "optimizer.betas=[0.5, 0.6]", "optimizer.epsilon=1e-3")
+    half_of(config_of(*options), 2)
+
+    def resumed(comm: Communicator) -> list[tuple[Any, ...]]:
+        run = Run(config_of(*changed), comm, resume=True)
+        return [(group["weight_decay"], group["betas"], group["eps"]) for group in run.optimizer.param_groups]
+
+    expected = [(0.7, (0.5, 0.6), 1e-3), (0.0, (0.5, 0.6), 1e-3)]
+    assert run_loopback(2, resumed) == [expected, expected]
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_resuming_with_another_optimizer_is_refused(config_of: MakeConfig, before: str, after: str) -> None:
+    trained(config_of("train.steps=1", f"optimizer.name={before}"))
+    words = rf"optimizer\.name = '{before}' there, '{after}' here; set optimizer\.name={before}, or start"
+    with pytest.raises(CheckpointError, match=words):
+        Run(config_of(f"optimizer.name={after}"), Communicator.alone(), resume=True)
+
+
+def test_tokens_are_counted_on_when_resuming_with_another_batch(config_of: MakeConfig) -> None:
+    trained(config_of("train.steps=2"))
+    for steps, batch in ((4, 3), (5, 1)):
+        trained(config_of(f"train.steps={steps}", f"train.global_batch={batch}"), resume=True)
+    records = records_of(config_of().output.directory / "metrics.jsonl")
+    sequences = [record["tokens"] // 16 for record in records if "loss" in record]
+    assert sequences == [5, 10, 13, 16, 17]
+
+
+def test_resuming_with_files_that_have_changed_says_so(
+    config_of: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of("train.steps=1"))
+    trained(config_of("train.steps=2"), resume=True)
+    assert "other text" not in caplog.text
+    (tmp_path / "text" / "0.txt").write_text("another document " * 40)
+    trained(config_of("train.steps=3"), resume=True)
+    assert caplog.text.count("resuming with other text than before") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -236,6 +281,26 @@ def test_a_new_run_moves_an_earlier_one_aside(config_of: MakeConfig, tmp_path: P
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()
     assert move_aside(tmp_path / "run") == tmp_path / "run.2"
     assert move_aside(tmp_path / "text") is None
+
+
+def test_checkpoints_alone_are_an_earlier_run_too(config_of: MakeConfig, tmp_path: Path) -> None:
+    """Its checkpoints would be taken for those of the new one, and be resumed from."""
+    trained(config_of("train.steps=3"))
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    trained(config_of("train.steps=1"))
+    assert (tmp_path / "run.1" / "checkpoints" / "step-00000003").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_an_earlier_run_is_not_moved_from_under_an_optimizer_on_disk(
+    config_of: MakeConfig, tmp_path: Path
+) -> None:
+    inside = config_of(f"optimizer.offload={tmp_path / 'run' / 'state'}", "train.steps=1")
+    trained(inside)
+    with pytest.raises(ConfigError, match=r"run has an earlier run in it, .* as optimizer\.offload = '"):
+        Run(inside, Communicator.alone())
+    assert trained(inside, resume=True)[0].first_step == 1
+    assert trained(config_of(f"optimizer.offload={tmp_path / 'run2'}", "train.steps=1"))[0].steps == 1
 
 
 @pytest.mark.parametrize("directory", [".", "..", "../below"])
@@ -318,6 +383,47 @@ def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(config_of: MakeConf
         return str(caught.value)
 
     assert len(set(run_loopback(2, work))) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_that_the_last_step_broke_are_not_saved(
+    config_of: MakeConfig, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is computed before the step, so it does not show them."""
+    config = config_of("output.checkpoint_every=2", "train.evaluate_every=0", "output.log_every=1")
+
+    def broken(run: Run, steps_done: int) -> None:
+        for parameter in run.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * math.inf if steps_done == 3 else gradient)
+
+    def work(comm: Communicator) -> str:
+        run = Run(config, comm)
+        step = run._step
+        monkeypatch.setattr(run, "_step", lambda number: [broken(run, number), step(number)][1])
+        with pytest.raises(DivergenceError) as caught:
+            run.train()
+        return str(caught.value)
+
+    (message,) = set(run_loopback(size, work))
+    assert message.startswith("the norm of the gradient of step 3 is nan, and nothing can be learnt")
+    assert [path.name for path in (config.output.directory / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_held_out_loss_that_is_no_number_ends_the_run_before_it_is_saved(config_of: MakeConfig) -> None:
+    config = config_of("train.steps=2")
+    run = Run(config, Communicator.alone())
+    train = run._steps
+
+    def steps(*arguments: Any) -> Any:
+        done = train(*arguments)
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(math.nan)
+        return done
+
+    run._steps = steps  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match="the held-out loss after step 2 is nan"):
+        run.train()
+    assert not list((config.output.directory / "checkpoints").iterdir())
 
 
 def test_steps_are_cut_after_every_multiple_of_each_period_and_where_asked() -> None:

@@ -63,6 +63,20 @@ def test_the_table_fits_a_batch_jobs_output_file() -> None:
     assert "0 B 1 min 40 s" in text
 
 
+def test_numbers_that_do_not_fit_keep_all_digits_and_units() -> None:
+    output = io.StringIO()
+    lines = [
+        TrafficLine("tp-same-head", "reduce_scatter", 2_345_678, 12_345_678, 10**14, 10**14, 123.4),
+        TrafficLine("dp", "allreduce", 1, 2, 3, 3, 0.118),
+    ]
+    Console(file=output, width=80).print(table(lines, size=1024), crop=False)
+    rows = [line.split() for line in output.getvalue().splitlines()[2:]]
+    assert " ".join(rows[0]) == (
+        "tp-same-head reduce_scatter 2,345,678 12,345,678 93132.3 GiB 93132.3 GiB 0 B 2 min 03 s"
+    )
+    assert " ".join(rows[1]).endswith("0 B 118.00 ms")
+
+
 def test_lines_become_plain_values() -> None:
     assert as_records([TrafficLine("dp", "allreduce", 1, 2, 3, None, 0.5)]) == [
         {
