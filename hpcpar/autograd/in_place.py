@@ -90,7 +90,7 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        of_x = gradient.matmul(weight) if need_x else None
+        of_x = gradient.matmul(weight.conj()) if need_x else None
         of_weight = contribute(ctx.parameter, [OfProduct(gradient, lambda: x)]) if need_weight else None
         of_bias = bias_gradient(gradient) if need_bias else None
         return of_x, of_weight, of_bias

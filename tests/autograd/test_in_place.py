@@ -26,6 +26,7 @@ from tests.autograd.modules import (
     mlp,
     require_same,
     tokens,
+    values,
     whole,
 )
 
@@ -126,6 +127,17 @@ def test_an_offer_may_be_declined_and_the_last_one_counts() -> None:
     first.remove()  # was replaced
     with adding_in_place([module]):
         assert made_in(lambda: whole(module, [TOKENS]) and None) == LARGE
+
+
+def test_of_complex_numbers_a_product_s_gradients_are_torch_s() -> None:
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 6, dtype=torch.complex128), nn.Linear(6, 3, dtype=torch.complex128)
+        return nn.Sequential(*layers)
+
+    x = torch.complex(values(2, 5, 8), values(2, 5, 8, seed=2))
+    found = several(module(), [x], here=True)
+    require_same(found, several(module(), [x], here=False))
 
 
 def test_hooks_that_want_to_see_or_change_a_gradient_by_itself_do() -> None:

@@ -253,6 +253,27 @@ def test_a_plain_mlp_trains_as_the_serial_one(size: int, optimizer: str, way: di
     compare(size, mlp(), plan, numbers(), optimizer, **way)
 
 
+def test_an_mlp_of_complex_numbers_trains_as_the_serial_one(way: dict[str, Any]) -> None:
+    layers = nn.Linear(8, 12, dtype=torch.complex128), nn.Tanh(), nn.Linear(12, 8, dtype=torch.complex128)
+    x = torch.complex(numbers(), numbers().flip(0))
+    copies = [copy.deepcopy(nn.Sequential(*layers)) for _ in range(2)]
+    plan = {"0": (Column(), Scatter()), "2": (Row(), Gather())}
+
+    def trained_on(model: nn.Module) -> dict[str, Tensor]:
+        steps = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(STEPS):
+            steps.zero_grad()
+            (model(x) - 1j).abs().square().mean().backward()
+            steps.step()
+        return whole_state_dict(model)
+
+    serial = trained_on(nn.Sequential(*layers))
+    for found in run(
+        2, lambda comm: trained_on(parallelize(copies[comm.rank], plan, TensorParallel(comm, **way)))
+    ):
+        torch.testing.assert_close(found, serial, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "plan",
