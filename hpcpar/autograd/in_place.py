@@ -38,15 +38,25 @@ def adding_in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
-    if not _is_worth_while(layer.weight, input):
-        return functional.linear(input, layer.weight, layer.bias)
-    return cast(Tensor, _Linear.apply(input, layer.weight, layer.bias))  # type: ignore[no-untyped-call]
+    weight = layer.weight  # once: of a parametrized layer it is worked out anew each time
+    if not _is_worth_while(weight, input):
+        return functional.linear(input, weight, layer.bias)
+    return cast(Tensor, _Linear.apply(input, weight, layer.bias))  # type: ignore[no-untyped-call]
 
 
 def _embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
-    if not _is_worth_while(layer.weight, layer.weight) or layer.max_norm is not None:
-        return nn.Embedding.forward(layer, input)
-    return cast(Tensor, _Embedding.apply(layer, input, layer.weight))  # type: ignore[no-untyped-call]
+    weight = layer.weight
+    if not _is_worth_while(weight, weight) or layer.max_norm is not None:
+        return functional.embedding(
+            input,
+            weight,
+            layer.padding_idx,
+            layer.max_norm,
+            layer.norm_type,
+            layer.scale_grad_by_freq,
+            layer.sparse,
+        )
+    return cast(Tensor, _Embedding.apply(layer, input, weight))  # type: ignore[no-untyped-call]
 
 
 FORWARDS: dict[Callable[..., Any], Callable[..., Tensor]] = {
