@@ -13,7 +13,7 @@ source   Li et al. 2020, PyTorch Distributed, arXiv 2006.15704 (buckets, order, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -178,8 +178,10 @@ class GradientSynchronizer:
                 "synchronize() first"
             )
 
-    def zero(self, *, set_to_none: bool = True) -> None:
+    def zero(self, *, set_to_none: bool = True, kept: Sequence[int] = ()) -> None:
         """Forget all gradients: `.grad` None, or views of zeros where there was a gradient.
+
+        kept   of each parameter, whether there was one that is not seen any more
 
         Averages still under way are awaited first, with all other ranks: they, too, come here.
         """
@@ -195,7 +197,7 @@ class GradientSynchronizer:
             for shipment in self._shipments:
                 shipment.flat.zero_()
             for index, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:
+                if parameter.grad is not None or (kept and kept[index]):
                     parameter.grad = self._view(index)
         self.synchronized = False
 

@@ -161,6 +161,7 @@ class DistributedOptimizer(Optimizer):
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
+        self._had_gradients: list[int] = []
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
@@ -247,6 +248,7 @@ class DistributedOptimizer(Optimizer):
         self._factor = 1.0 / self.scaler.scale
         self._overflow = None
         if self._update is not None:
+            self._had_gradients = list(self._synchronizer.used)
             for parameter in self._synchronizer.parameters:
                 parameter.grad = None
 
@@ -254,9 +256,12 @@ class DistributedOptimizer(Optimizer):
         """Forget the gradients; averages still under way are awaited first.
 
         set_to_none=True    the next backward's gradients are copied into the buckets as they come
-        set_to_none=False   the buckets are filled with zeros and the next backward adds to them
+        set_to_none=False   the buckets are filled with zeros and the next backward adds to them; what had a
+                            gradient is stepped on from now on, although backward brings none, in every stage
         """
-        self._synchronizer.zero(set_to_none=set_to_none)
+        if set_to_none:
+            self._had_gradients = []
+        self._synchronizer.zero(set_to_none=set_to_none, kept=self._had_gradients)
         self._is_used_up = False
 
     @torch.no_grad()
@@ -642,6 +647,7 @@ class DistributedOptimizer(Optimizer):
         tied = [parameter for name, parameter in named if name in self._tied]
         self._factor = 1.0
         self._is_used_up = False
+        self._had_gradients = []
         self._is_closed = False
         self._once = NodeCopy(self.dp_comm) if self._common else None
         self._update: ShardedStep | None = None

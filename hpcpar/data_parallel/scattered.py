@@ -196,8 +196,12 @@ class ScatteredGradients:
         self._backwards = 0
         self.synchronized = True
 
-    def zero(self, *, set_to_none: bool = True) -> None:
-        """Forget all gradients; what is under way is awaited first, with all other ranks."""
+    def zero(self, *, set_to_none: bool = True, kept: Sequence[int] = ()) -> None:
+        """Forget all gradients; what is under way is awaited first, with all other ranks.
+
+        set_to_none   False: what had a gradient has one of zeros
+        kept          of each parameter, whether it had one at the last `synchronize`
+        """
         self.end_backward()
         self._harvest_all()
         for passage in self._passages:
@@ -205,7 +209,10 @@ class ScatteredGradients:
         for parameter in self.parameters:
             parameter.grad = None
         self._backwards = 0
-        self._had = [False] * len(self.parameters)
+        if set_to_none:
+            self._had = [False] * len(self.parameters)
+        elif kept:
+            self._had = [had or bool(each) for had, each in zip(self._had, kept, strict=True)]
         self.synchronized = False
 
     def close(self) -> None:
