@@ -455,6 +455,13 @@ def test_hooks_of_forward_go_along_and_their_handles_still_remove_them() -> None
     assert len(seen) == 2
 
 
+def test_hooks_of_backward_go_along() -> None:
+    model = mlp()
+    model[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2,))
+    model[0].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 3,))
+    compare(2, model, MLP_PLAN, numbers())
+
+
 def test_the_whole_state_is_that_of_the_serial_model() -> None:
     serial, models = Decoder(), [Decoder() for _ in range(4)]
     for model in (serial, *models):
@@ -528,6 +535,28 @@ def pruned(model: nn.Module) -> nn.Module:
     return model
 
 
+def hooked(model: nn.Module) -> nn.Module:
+    model[2].weight.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
+def told_afterwards(model: nn.Module) -> nn.Module:
+    model[2].bias.register_post_accumulate_grad_hook(lambda bias: None)
+    return model
+
+
+def replaced(model: nn.Module) -> nn.Module:
+    plain = model[0].forward
+    model[0].forward = lambda x: 2 * plain(x)
+    return model
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    model[0].adapter = nn.Linear(8, 12)
+    model[0].register_buffer("mask", torch.ones(12))
+    return model
+
+
 def decoder_with(**changes: Style | tuple[Style, ...]) -> dict[str, Style | tuple[Style, ...]]:
     return {**decoder_plan(), **{name.replace("__", "."): style for name, style in changes.items()}}
 
@@ -569,6 +598,14 @@ BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
         "0 has max_norm=1.0",
     ),
     "pruned": (lambda: pruned(mlp()), MLP_PLAN, "0 has the parameters bias, weight_orig, where"),
+    "a hook on a weight": (lambda: hooked(mlp()), MLP_PLAN, "2.weight has a hook on its gradient"),
+    "a hook after a gradient": (
+        lambda: told_afterwards(mlp()),
+        MLP_PLAN,
+        "2.bias has a hook on its gradient",
+    ),
+    "another forward": (lambda: replaced(mlp()), MLP_PLAN, "0 has a forward of its own, which the parallel"),
+    "more in a layer": (lambda: adapted(mlp()), MLP_PLAN, "0 holds adapter, mask, which the parallel layer"),
     "outputs": (
         lambda: nn.Sequential(nn.Linear(2, 9)),
         {"0": Column()},
