@@ -292,7 +292,9 @@ class RowParallelLinear(nn.Module):
         if self.tp.sequence_parallel:
             require_dividing(x, self.tp.comm, SEQUENCE % x.dim(), "a sequence")
         output = row_product(self.tp, x, self.weight)
-        return output if self.bias is None else output + on_own_tokens(self.bias, self.tp)
+        if self.bias is None:
+            return output
+        return output + on_own_tokens(self.bias, self.tp).to(output.dtype)  # under autocast as torch does
 
     def extra_repr(self) -> str:
         columns = self.weight.shape[1]

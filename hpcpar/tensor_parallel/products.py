@@ -49,6 +49,7 @@ def column_products(
     sends     in backward an all-reduce of x; with sequence parallelism an all-gather, and in backward a
               reduce-scatter (and with gather_again one more all-gather)
     """
+    x = _as_autocast_has_it(x)
     if tp.twice or tp.size == 1:
         whole = gather_from(x, tp.comm, SEQUENCE, "partial") if tp.sequence_parallel else copy_to(x, tp.comm)
         return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
@@ -64,6 +65,7 @@ def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
     returns   [..., S, O], the same on all ranks; with sequence parallelism this rank's part of S
     sends     an all-reduce; with sequence parallelism a reduce-scatter, and in backward an all-gather
     """
+    x = _as_autocast_has_it(x)
     if tp.twice or tp.size == 1:
         partial = functional.linear(x, weight)
         if tp.sequence_parallel:
@@ -73,12 +75,28 @@ def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
     return _RowProduct.apply(tp, (weight,), x, given)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _as_autocast_has_it(x: Tensor) -> Tensor:
+    """A product's input in the type that torch.autocast makes it in."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype in (torch.float64, torch.complex64, torch.complex128):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def _alike(x: Tensor, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Under autocast weights and biases in the input's type, for the backward, too, which is not under it."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return tensors
+    return tuple(None if each is None else each.to(x.dtype) for each in tensors)
+
+
 class _ColumnProducts(Function):
     @staticmethod
     def forward(
         ctx: Any, tp: TensorParallel, targets: Sequence[Tensor | None], x: Tensor, *tensors: Any
     ) -> tuple[Tensor, ...]:
         count = len(tensors) // 2
+        tensors = _alike(x, tensors)
         weights, biases = tensors[:count], tensors[count:]
         ctx.tp, ctx.has_bias = tp, [bias is not None for bias in biases]
         ctx.deferred, ctx.targets = under_way(), targets
@@ -122,6 +140,7 @@ class _RowProduct(Function):
     @staticmethod
     def forward(ctx: Any, tp: TensorParallel, targets: tuple[Tensor], x: Tensor, weight: Tensor) -> Tensor:
         ctx.tp, ctx.deferred, ctx.targets = tp, under_way(), targets
+        (weight,) = _alike(x, (weight,))
         ctx.save_for_backward(x, weight)
         if not tp.sequence_parallel:
             summand = Summand((*x.shape[:-1], weight.shape[0]), x, tp.comm)

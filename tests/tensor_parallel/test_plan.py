@@ -462,6 +462,27 @@ def test_hooks_of_backward_go_along() -> None:
     compare(2, model, MLP_PLAN, numbers())
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_under_autocast_layers_compute_in_its_type(size: int, way: dict[str, Any]) -> None:
+    model = mlp().float()
+    copies = [copy.deepcopy(model) for _ in range(size)]
+    plan = {"0": (Column(), Scatter()), "2": (Row(), Gather())}
+
+    def gradients(model: nn.Module) -> tuple[torch.dtype, dict[str, Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(numbers().float())
+        output.float().square().mean().backward()
+        return output.dtype, {name: gather_whole(p, p.grad) for name, p in model.named_parameters()}
+
+    dtype, expected = gradients(model)
+    for found in run(
+        size, lambda comm: gradients(parallelize(copies[comm.rank], plan, TensorParallel(comm, **way)))
+    ):
+        assert found[0] is dtype is torch.bfloat16
+        # bfloat16 has 8 bits, of which sums over ranks round once more.
+        torch.testing.assert_close(found[1], expected, rtol=0.03, atol=0.01)
+
+
 def test_the_whole_state_is_that_of_the_serial_model() -> None:
     serial, models = Decoder(), [Decoder() for _ in range(4)]
     for model in (serial, *models):
