@@ -483,6 +483,22 @@ def test_under_autocast_layers_compute_in_its_type(size: int, way: dict[str, Any
         torch.testing.assert_close(found[1], expected, rtol=0.03, atol=0.01)
 
 
+def test_a_forward_under_inference_mode_may_come_first(way: dict[str, Any]) -> None:
+    plan = {"0": (Column(), Scatter()), "2": (Row(), Gather())}
+    model = mlp()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    serial = trained(model, numbers())
+
+    def on_rank(comm: Communicator) -> Trained:
+        parallel = parallelize(copies[comm.rank], plan, TensorParallel(comm, **way))
+        with torch.inference_mode():
+            parallel(numbers())
+        return trained(parallel, numbers())
+
+    for found in run(2, on_rank):
+        require_same(found, serial)
+
+
 def test_the_whole_state_is_that_of_the_serial_model() -> None:
     serial, models = Decoder(), [Decoder() for _ in range(4)]
     for model in (serial, *models):
