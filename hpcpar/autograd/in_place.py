@@ -38,15 +38,25 @@ def adding_in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
-    if not _is_worth_while(layer.weight, input):
-        return functional.linear(input, layer.weight, layer.bias)
-    return cast(Tensor, _Linear.apply(input, layer.weight, layer.bias))  # type: ignore[no-untyped-call]
+    weight = layer.weight  # once: of a parametrized layer it is worked out anew each time
+    if not _is_worth_while(weight, input):
+        return functional.linear(input, weight, layer.bias)
+    return cast(Tensor, _Linear.apply(input, weight, layer.bias))  # type: ignore[no-untyped-call]
 
 
 def _embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
-    if not _is_worth_while(layer.weight, layer.weight) or layer.max_norm is not None:
-        return nn.Embedding.forward(layer, input)
-    return cast(Tensor, _Embedding.apply(layer, input, layer.weight))  # type: ignore[no-untyped-call]
+    weight = layer.weight
+    if not _is_worth_while(weight, weight) or layer.max_norm is not None:
+        return functional.embedding(
+            input,
+            weight,
+            layer.padding_idx,
+            layer.max_norm,
+            layer.norm_type,
+            layer.scale_grad_by_freq,
+            layer.sparse,
+        )
+    return cast(Tensor, _Embedding.apply(layer, input, weight))  # type: ignore[no-untyped-call]
 
 
 FORWARDS: dict[Callable[..., Any], Callable[..., Tensor]] = {
@@ -90,7 +100,7 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        of_x = gradient.matmul(weight) if need_x else None
+        of_x = gradient.matmul(weight.conj()) if need_x else None
         of_weight = contribute(ctx.parameter, [OfProduct(gradient, lambda: x)]) if need_weight else None
         of_bias = bias_gradient(gradient) if need_bias else None
         return of_x, of_weight, of_bias

@@ -35,7 +35,7 @@ LEFT_ALONE = frozenset(
 )
 """Names of functions that are about a parameter itself, not about its values."""
 
-TRANSPOSED = frozenset({Tensor.T.__get__, Tensor.mT.__get__})  # type: ignore[attr-defined]
+OF_VALUES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 """Attributes that are about its values nevertheless."""
 
 VALUES = frozenset({Tensor, torch.Size, torch.dtype, torch.device, int, float, bool, str, slice, type(None)})
@@ -94,7 +94,7 @@ class Interception(TorchFunctionMode):
             output = special(self, *args, **kwargs)
             if output is not NotImplemented:
                 return output
-        elif getattr(func, "__name__", "") in LEFT_ALONE and func not in TRANSPOSED:
+        elif getattr(func, "__name__", "") in LEFT_ALONE and func not in OF_VALUES:
             return func(*args, **kwargs)
         return func(
             *[self._replaced(each) for each in args],

@@ -35,7 +35,7 @@ Piece = Callable[[], Tensor]
 class OfProduct:
     """dyᵀ·x, [..., O] and [..., H] -> [O, H]; transposed: xᵀ·dy, [H, O]
 
-    x    asked for when it is needed
+    x    asked for when it is needed; of complex numbers its conjugate counts
     """
 
     gradient: Tensor
@@ -63,7 +63,7 @@ class OfProduct:
             total.add_(left.mm(right))
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        rows, inputs = matrix(self.gradient), matrix(self.x())
+        rows, inputs = matrix(self.gradient), matrix(self.x()).conj()
         return (inputs.t(), rows) if self.transposed else (rows.t(), inputs)
 
 

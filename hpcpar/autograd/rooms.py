@@ -30,8 +30,10 @@ class Room:
     """
 
     def __init__(self, edges: tuple[int, ...], rank: int, dtype: torch.dtype) -> None:
-        self.whole = torch.empty(edges[-1], dtype=dtype)
-        self.own = self.whole if len(edges) == 2 else self.whole[edges[rank] : edges[rank + 1]]
+        # Also where it is made under inference_mode, others come to write to it.
+        with torch.inference_mode(False):
+            self.whole = torch.empty(edges[-1], dtype=dtype)
+            self.own = self.whole if len(edges) == 2 else self.whole[edges[rank] : edges[rank + 1]]
 
 
 Free = dict[tuple[str, tuple[int, ...], torch.dtype], list[Room]]

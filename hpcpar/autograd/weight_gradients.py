@@ -141,12 +141,13 @@ def _hook_of(deferred: DeferredGradients) -> Callable[[Tensor], None]:
 
 
 class _Sum(Function):
-    """Nothing, of a tensor; in backward, the sum of the parts of its gradient."""
+    """Of a tensor nothing, as a real number, with which backward can begin: there, the sum of its gradient's
+    parts."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, pieces: list[Piece]) -> Tensor:
         ctx.tensor, ctx.pieces = tensor, pieces
-        return tensor.new_zeros(())
+        return tensor.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     @once_differentiable

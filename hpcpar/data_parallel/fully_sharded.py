@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.data_parallel.absent import AbsentParameter
@@ -112,6 +113,7 @@ class Unit:
     pins    how many want it to stay gathered whatever comes
     inputs  whether gradients of what went into it may come in backward: once they did, in any forward, they
             may again, for a graph outlives the forwards after it
+    heard   its last forward will be heard of when its backward begins
     once    its memory exists once on each node: it is never freed, and to gather it is to wait for all ranks
     """
 
@@ -124,6 +126,7 @@ class Unit:
         self.keeps = False
         self.pins = 0
         self.inputs = False
+        self.heard = False
         self._comm = dp_comm
         self._once = once
         self._handles: list[Handle | Arrival] = []
@@ -199,6 +202,24 @@ def _differentiable(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
+def _innermost(units: Sequence[Unit]) -> list[Unit]:
+    """Those without other units inside, without the root."""
+    modules = {unit.module for unit in units}
+    return [unit for unit in units[1:] if len(modules & set(unit.module.modules())) == 1]
+
+
+def _is_in_backward(parameter: Tensor) -> bool:
+    """Whether the graph that backward goes through leads to a parameter."""
+    if not parameter.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():  # also where it is absent
+        node = get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad, which does not say
+        return True
+
+
 def _octets(flat: Tensor) -> NDArray[np.uint8]:
     """The memory of a tensor, which lives as long as the array: others may still write to it."""
     memory: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
@@ -264,7 +285,16 @@ class Sharding:
         ]
         self.blocks = [held.block for _, held in trainable]
         self._unit_of = {block.bucket: unit for (unit, _), block in zip(trainable, self.blocks, strict=True)}
+        self._members = {
+            unit: [member for each, held in trainable if each is unit for member in held.block.bucket.members]
+            for unit in units
+        }
         self._left = dict.fromkeys(units, 0)
+        self._innermost = _innermost(units)
+        self._ahead: list[Unit] = []
+        self._begun: set[Unit] = set()
+        # Of their own, for ranks need not come to a gather and to a gradient in the same order.
+        self._loan = dp_comm.lend("gradients")
         parameters = sorted(
             (number, parameter)
             for _, held in trainable
@@ -282,7 +312,7 @@ class Sharding:
             self.names,
             self.parameters,
             [block.bucket for block in self.blocks],
-            dp_comm,
+            self._loan.comm,
             dtype=None if precision is None else precision.reduction,
             layouts=self.layouts,
         )
@@ -335,6 +365,7 @@ class Sharding:
             return  # recomputed for a backward, which goes on with it
         trains = torch.is_grad_enabled() and output is not None
         outputs = _differentiable(output)
+        unit.heard |= bool(outputs)
         for tensor in outputs:
             tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
         is_passed = bool(unit.held) and bool(_differentiable([args, kwargs]))
@@ -352,6 +383,9 @@ class Sharding:
 
     def _begin_forward(self) -> None:
         self._in_backward = False
+        if torch.is_grad_enabled():
+            for unit in self.units:
+                unit.heard = False
 
     def _end_forward(self, trains: bool) -> None:
         if not self._is_order_known:
@@ -386,16 +420,43 @@ class Sharding:
             self.gradients.expect_backward()
             for each in self.units:
                 self._left[each] = sum(held.is_trained for held in each.held)
+            self._ahead = [each for each in self._innermost if each.heard and each.is_trained]
+            self._begun.clear()
             Variable._execution_engine.queue_callback(self._end_backward)
             self._makes_graph = torch.is_grad_enabled()
             if self._makes_graph:
                 self._keep_all()
+        self._settle_those_before(unit)
         self._bring(unit)
         # One that is about to go makes room for one that comes.
         self._ahead_of = unit
         leaving = (each for each in self.units if each is not unit and each.inputs and each.is_here)
         if not any(self._left[each] <= 0 for each in leaving):
             self._look_back()
+
+    def _settle_those_before(self, unit: Unit) -> None:
+        """Units that this backward has come by, or leaves out, bring no gradients but those in its graph.
+
+        Other ranks may have used more of them (an expert, a branch), and do not wait for the end: so their
+        gathers and gradients are met by this rank's on the way.
+        """
+        self._begun.add(unit)
+        left_out: set[Unit] = set()
+        if unit in self._innermost and unit in self._order:  # one around others begins before they do
+            left_out = set(self._order[self._order.index(unit) + 1 :]) - self._begun
+        quiet: dict[Unit, list[int]] = {}
+        for each in self._ahead:
+            if each is not unit and (each in self._begun or each in left_out):
+                quiet[each] = [m for m in self._members[each] if not _is_in_backward(self.parameters[m])]
+        left_out = {each for each in left_out & quiet.keys() if quiet[each] == self._members[each]}
+        for each in reversed(self._order):
+            if each in left_out and not each.is_here:
+                self.gathers += 1
+                each.start_gather()
+        # Only now: this may wait for ranks that wait for those gathers.
+        for members in quiet.values():
+            self.gradients.expect_no_more(members)
+        self._ahead = [each for each in self._ahead if each not in left_out | (quiet.keys() & self._begun)]
 
     def _look_back(self) -> None:
         unit, self._ahead_of = self._ahead_of, None
@@ -584,7 +645,8 @@ def fully_shard(
     device             where parameters are to be; None: where they are; the CPU for those of the meta device
 
     Calls of the model, backwards, and what follows from them are collective from now on; every rank must call
-    the units in the same order, in the same number of forwards and backwards.
+    the units in the same order, in the same number of forwards and backwards. Which parameters of a unit get
+    a gradient may differ, as experts do, and so may whose outputs a loss is made of.
 
     A backward with create_graph=True, as for a gradient penalty, gathers the whole model and keeps it until
     the end of the next one without, or the step: differentiate the sum of all penalties, once.

@@ -115,6 +115,9 @@ class DistributedOptimizer(Optimizer):
 
     _advice = ADVICE
 
+    _step_supports_amp_scaling = False
+    """Torch's fused optimizers unscale gradients themselves, but GradScaler would tell this one, not them."""
+
     # Deliberately without super().__init__(): every attribute of an Optimizer is the inner one's.
     def __init__(
         self,

@@ -14,7 +14,7 @@ source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -61,7 +61,8 @@ class _Passage:
 
     shard      this rank's part of the average, over all backwards so far
     filled     whether the shard holds anything yet
-    missing    members whose gradient has not come
+    missing    members whose gradient has not come, and still may
+    given_up   members that get none in this backward
     arrived    members whose gradient has come and lies in `.grad` still
     flat       the room's memory while the bucket has one
     handle     the reduce-scatter under way
@@ -73,6 +74,7 @@ class _Passage:
     missing: int = 0
     arrived: list[int] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
+    given_up: set[int] = field(default_factory=set)
     room: Room | None = None
     flat: Tensor | None = None
     handle: Handle | None = None
@@ -242,6 +244,16 @@ class ScatteredGradients:
         for passage in self._passages:
             passage.missing = len(passage.bucket.members)
             passage.taken.clear()
+            passage.given_up.clear()
+
+    def expect_no_more(self, members: Iterable[int]) -> None:
+        """The backward under way brings these no gradients but those that have come: others count as zero."""
+        for index in members:
+            passage = self._of[index]
+            if not (index in passage.taken or index in passage.arrived or index in passage.given_up):
+                passage.given_up.add(index)
+                passage.missing -= 1
+        self._accept()
 
     def _on_gradient(self, index: int) -> None:
         """Autograd has made `.grad` of parameter `index`."""
@@ -252,6 +264,12 @@ class ScatteredGradients:
                 f"rank {self.dp_comm.rank}: {self.names[index]} got a second gradient in one backward, as "
                 "with torch.utils.checkpoint's use_reentrant=True; pass use_reentrant=False. Or an error "
                 "ended the backward before, and this is the next: call the optimizer's zero_grad() in between"
+            )
+        if index in passage.given_up:
+            raise GradientOrderError(
+                f"rank {self.dp_comm.rank}: {self.names[index]} got a gradient from a backward within the "
+                "backward, as with torch.utils.checkpoint's use_reentrant=True, when its unit's was over; "
+                "pass use_reentrant=False"
             )
         self._had[index] = True
         passage.arrived.append(index)
@@ -323,7 +341,7 @@ class ScatteredGradients:
         """Where backward may put a gradient, so that `_take` need not copy it; None where it has to wait."""
         self.expect_backward()
         passage = self._of[index]
-        if index in passage.taken or index in passage.arrived:
+        if index in passage.taken or index in passage.arrived or index in passage.given_up:
             return None
         if passage.flat is None:
             if passage is not self._passages[self._next]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from hpcpar.autograd.weight_gradients import DeferredGradients
 from hpcpar.errors import OperationError
@@ -115,11 +116,22 @@ class Stage:
         """Gradients of the inputs that want one, zeros where nothing depends on one.
 
         gradients   of the outputs that require one; none for a loss
+        errors      OperationError where torch's checkpoint does not find again what a split forward has kept
         """
         kept = self._kept[microbatch]
         kept.gradients.extend(gradients)
         if kept.root is not None:
-            kept.root.backward()  # type: ignore[no-untyped-call]
+            try:
+                kept.root.backward()  # type: ignore[no-untyped-call]
+            except CheckpointError as error:
+                if kept.deferred is None:
+                    raise
+                raise OperationError(
+                    f"stage {self.number} recomputes by torch.utils.checkpoint, use_reentrant=False, which "
+                    "does not know that the schedule takes its backward in two parts: call "
+                    "hpcpar.autograd.recompute(function, *tensors) in its place, pass use_reentrant=True, or "
+                    "take a schedule without W, such as 1f1b or interleaved"
+                ) from error
         found = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in kept.inputs)
         kept.inputs, kept.root = (), None
         kept.gradients.clear()

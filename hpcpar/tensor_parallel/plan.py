@@ -48,7 +48,7 @@ def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communica
     tp       who shares the layers: a mesh's tp axis, a communicator, or a TensorParallel that says more
 
     Every rank passes the whole model with the same values, before an optimizer is made of its parameters: of
-    what is divided it keeps its shards, in memory of their own. Names, dtypes, devices, hooks of forward,
+    what is divided it keeps its shards, in memory of their own. Names, dtypes, devices, hooks of modules,
     what is frozen and what is tied stay as they are; `whole_state_dict` gives the serial model's state back.
 
     A parameter that is whole between a column and a row layer would get a part of its gradient on each rank:

@@ -149,11 +149,11 @@ class _RowProduct(Function):
         _, _, need_x, need_weight = ctx.needs_input_grad
         whole, of_x = gradient, None
         if tp.sequence_parallel and need_x:
-            whole, (of_x,) = _gathered_products(tp, gradient, [weight.t()], [None])
+            whole, (of_x,) = _gathered_products(tp, gradient, [weight.conj().t()], [None])
         elif tp.sequence_parallel:
             whole = start_gather(gradient, tp.comm, SEQUENCE).wait()
         elif need_x:
-            of_x = gradient.matmul(weight)
+            of_x = gradient.matmul(weight.conj())
         of_weight = None
         if need_weight and ctx.deferred is not None:
             inputs = x.detach()
@@ -248,9 +248,9 @@ def _input_gradient(
         if total is None:
             total = first.new_empty((*first.shape[:-1], weights[0].shape[1]))
         rows = _rows(total)
-        torch.mm(_rows(first), weights[0], out=rows)
+        torch.mm(_rows(first), weights[0].conj(), out=rows)
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            rows.addmm_(_rows(cut(gradient)), weight)
+            rows.addmm_(_rows(cut(gradient)), weight.conj())
         return total
 
     if tp.sequence_parallel:

@@ -234,7 +234,7 @@ def _linear(name: str, module: nn.Module, style: Style) -> nn.Linear:
             f"{name} is a {_kind(module)}, and {type(style).__name__} is for torch.nn.Linear; name another "
             f"module, or give this one another style"
         )
-    _require_parameters(name, module)
+    _require_plain(name, module)
     return module
 
 
@@ -250,18 +250,34 @@ def _embedding(name: str, module: nn.Module) -> nn.Embedding:
                 f"{name} has {option}={getattr(module, option)}, which a divided vocabulary does not have; "
                 f"build the model without it"
             )
-    _require_parameters(name, module)
+    _require_plain(name, module)
     return module
 
 
-def _require_parameters(name: str, module: nn.Module) -> None:
-    """A weight that is computed from other parameters (weight norm, pruning) is not there to be divided."""
+def _require_plain(name: str, module: nn.Module) -> None:
+    """What the layer in its place would not have.
+
+    A weight that is computed from other parameters (weight norm, pruning) is not there to be divided.
+    """
     known = {known for known, _ in module.named_parameters(recurse=False)}
     if not {"weight"} <= known <= {"weight", "bias"}:
         raise LayoutError(
             f"{name} has the parameters {', '.join(sorted(known))}, where a plain layer has weight and bias; "
             f"make it a plain one first (torch.nn.utils.parametrize.remove_parametrizations, prune.remove)"
         )
+    held = [own for own, _ in (*module.named_children(), *module.named_buffers(recurse=False))]
+    if held or "forward" in vars(module):
+        found = f"holds {', '.join(held)}" if held else "has a forward of its own"
+        raise LayoutError(
+            f"{name} {found}, which the parallel layer in its place would not have; add it to that layer "
+            f"after parallelize, or give this one another style"
+        )
+    for own, parameter in module.named_parameters(recurse=False):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise LayoutError(
+                f"{name}.{own} has a hook on its gradient, of which each rank will have its part in another "
+                f"parameter; register it after parallelize, on that"
+            )
 
 
 def _kind(module: nn.Module) -> str:
@@ -288,15 +304,18 @@ HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
 )
-"""Where torch.nn.Module keeps hooks of forward."""
+"""Where torch.nn.Module keeps hooks of forward and backward."""
 
 
 @torch.no_grad()
 def _with_shards(layer: nn.Module, whole: nn.Module) -> nn.Module:
     """This rank's shards of the whole layer's parameters: in memory of their own, of its dtype and device.
 
-    Hooks of forward go along; of a divided layer they see what this rank has.
+    Hooks go along; of a divided layer they see what this rank has.
     """
     wholes = dict(whole.named_parameters(recurse=False))
     for name, parameter in layer.named_parameters(recurse=False):

@@ -97,6 +97,20 @@ class _Mean(Function):
         return gradient.div(ctx.rows).expand(ctx.rows, -1)
 
 
+class Complex(nn.Module):
+    """Complex weights in products and by their parts, between real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.complex128)
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(torch.fft.fft(x)) @ self.weight.mH
+        mixed = torch.einsum("bsh,ho->bso", hidden, self.weight) * self.weight.imag
+        return torch.fft.ifft(mixed + self.weight.H + self.weight.real).real
+
+
 class Sharing(nn.Module):
     """Two modules with one weight."""
 
@@ -141,6 +155,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "products written out": (Written, (X,)),
     "one table in several places": (Tied, (tokens(2, 5),)),
     "two modules with one weight": (Sharing, (tokens(2, 5),)),
+    "complex numbers": (Complex, (values(2, 8, 8),)),
     "Llama": (llama, (tokens(2, 5),)),
     "Llama, selective": (lambda: llama("selective"), (tokens(2, 5),)),
     "Llama, full": (lambda: llama("full"), (tokens(2, 5),)),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from hpcpar.autograd import DeferredGradients, in_place, pieces, recompute
 from hpcpar.autograd.in_place import adding_in_place
@@ -26,6 +27,7 @@ from tests.autograd.modules import (
     mlp,
     require_same,
     tokens,
+    values,
     whole,
 )
 
@@ -126,6 +128,41 @@ def test_an_offer_may_be_declined_and_the_last_one_counts() -> None:
     first.remove()  # was replaced
     with adding_in_place([module]):
         assert made_in(lambda: whole(module, [TOKENS]) and None) == LARGE
+
+
+def test_of_complex_numbers_a_product_s_gradients_are_torch_s() -> None:
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 6, dtype=torch.complex128), nn.Linear(6, 3, dtype=torch.complex128)
+        return nn.Sequential(*layers)
+
+    x = torch.complex(values(2, 5, 8), values(2, 5, 8, seed=2))
+    found = several(module(), [x], here=True)
+    require_same(found, several(module(), [x], here=False))
+
+
+class Counted(nn.Module):
+    """A parametrization that does something else each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.times += 1
+        return weight * self.times
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_a_weight_that_is_worked_out_of_others_is_so_once(kind: type[nn.Module]) -> None:
+    layer = kind(9, 4)
+    parametrize.register_parametrization(layer, "weight", Counted(), unsafe=True)
+    counted = layer.parametrizations.weight[0]
+    counted.times = 0
+    x = torch.ones(2, 9) if kind is nn.Linear else TOKENS
+    with adding_in_place([layer]):
+        layer(x)
+    assert counted.times == 1
 
 
 def test_hooks_that_want_to_see_or_change_a_gradient_by_itself_do() -> None:

@@ -65,6 +65,38 @@ def test_a_scheduler_stepped_in_order_does_not_warn() -> None:
     scheduler.step()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_unscales_and_skips_steps_that_overflow(fused: bool) -> None:
+    def course(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factor in (1.0, math.inf, 2.0):
+            scaler.scale(model(torch.ones(3, dtype=torch.float64)).square().sum() * factor).backward()
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.synchronize()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*(p.detach().clone() for p in model.parameters()), torch.tensor(scaler.get_scale())]
+
+    model, reference = linear(), linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    found = course(model, DistributedOptimizer(inner, model.named_parameters(), Communicator.alone()))
+    expected = course(reference, torch.optim.SGD(reference.parameters(), lr=0.01, fused=fused))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_scaler_that_sees_no_gradients_does_not_step(stage: int) -> None:
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), Communicator.alone(), zero_stage=stage)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(3, dtype=torch.float64)).sum()).backward()
+    optimizer.synchronize()
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+
+
 def test_step_hooks_are_called_once_a_step() -> None:
     model = linear()
     optimizer = distributed(model, Communicator.alone())

@@ -344,18 +344,26 @@ def odd_course(
 
 
 @pytest.mark.parametrize("stage", [0, *STAGES])
-@pytest.mark.parametrize("name", ["sgd momentum", "adamw fused", "adamw foreach", "adam", "rmsprop"])
-def test_odd_parameters_are_stepped_on_as_in_one_process(name: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "set_to_none"),
+    [
+        *((name, True) for name in ("sgd momentum", "adamw fused", "adamw foreach", "adam", "rmsprop")),
+        ("adamw fused", False),
+    ],
+)
+def test_odd_parameters_are_stepped_on_as_in_one_process(name: str, set_to_none: bool, stage: int) -> None:
     def body(comm: Communicator) -> tuple[list[Tensor], list[str]]:
         model = Odd()
         if stage == 3:
             fully_shard(model, comm)
-        odd_course(model, wrapped(model, OPTIMIZERS[name](model.parameters()), comm, stage), comm)
+        optimizer = wrapped(model, OPTIMIZERS[name](model.parameters()), comm, stage)
+        odd_course(model, optimizer, comm, set_to_none=set_to_none)
+        optimizer.zero_grad()
         return whole(model), [n for n, p in model.named_parameters() if p.grad is not None]
 
     reference = Odd()
     optimizer = OPTIMIZERS[name](reference.parameters())
-    odd_course(reference, optimizer, Communicator.alone())
+    odd_course(reference, optimizer, Communicator.alone(), set_to_none=set_to_none)
     expected = [parameter.detach() for parameter in reference.parameters()]
     start = dict(Odd().named_parameters())
     untouched = {n for n, p in reference.named_parameters() if torch.equal(p, start[n])}

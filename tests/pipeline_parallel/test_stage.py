@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from hpcpar.autograd import recompute
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.pipeline_parallel.forms import Form, TensorForm, as_tensors, form_of
 from hpcpar.pipeline_parallel.stage import Stage, poking_between_layers
@@ -55,6 +59,33 @@ def test_forward_and_backward_are_those_of_autograd_and_weights_come_with_w_wher
     torch.testing.assert_close(gradients_of(own.module), of_weights)
     assert x.grad is None
     assert not x.requires_grad
+
+
+class Recomputed(nn.Module):
+    def __init__(self, how: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = stage().module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.layers, x)
+
+
+@pytest.mark.parametrize(
+    "how", [recompute, partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)]
+)
+def test_a_split_backward_of_what_is_recomputed_is_autograds_or_an_error_that_says_how_it_can_be(how):
+    own, x, gradient = Stage(1, Recomputed(how)), drawn(2, 3), drawn(2, 2, seed=2)
+    own.forward(0, (x,), WITH_GRADIENT, split=True)
+    if how is not recompute and not how.keywords["use_reentrant"]:
+        with pytest.raises(OperationError, match=r"stage 1 recomputes by .*: call hpcpar.autograd.recompute"):
+            own.backward(0, (gradient,))
+        return
+    (of_x,) = own.backward(0, (gradient,))
+    own.weights(0)
+    _, expected_of_x, of_weights = truth(x, gradient)
+    torch.testing.assert_close(of_x, expected_of_x)
+    torch.testing.assert_close(gradients_of(own.module), of_weights)
 
 
 def test_between_b_and_w_only_what_the_weights_need_is_kept():

@@ -253,6 +253,27 @@ def test_a_plain_mlp_trains_as_the_serial_one(size: int, optimizer: str, way: di
     compare(size, mlp(), plan, numbers(), optimizer, **way)
 
 
+def test_an_mlp_of_complex_numbers_trains_as_the_serial_one(way: dict[str, Any]) -> None:
+    layers = nn.Linear(8, 12, dtype=torch.complex128), nn.Tanh(), nn.Linear(12, 8, dtype=torch.complex128)
+    x = torch.complex(numbers(), numbers().flip(0))
+    copies = [copy.deepcopy(nn.Sequential(*layers)) for _ in range(2)]
+    plan = {"0": (Column(), Scatter()), "2": (Row(), Gather())}
+
+    def trained_on(model: nn.Module) -> dict[str, Tensor]:
+        steps = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(STEPS):
+            steps.zero_grad()
+            (model(x) - 1j).abs().square().mean().backward()
+            steps.step()
+        return whole_state_dict(model)
+
+    serial = trained_on(nn.Sequential(*layers))
+    for found in run(
+        2, lambda comm: trained_on(parallelize(copies[comm.rank], plan, TensorParallel(comm, **way)))
+    ):
+        torch.testing.assert_close(found, serial, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "plan",
@@ -434,6 +455,50 @@ def test_hooks_of_forward_go_along_and_their_handles_still_remove_them() -> None
     assert len(seen) == 2
 
 
+def test_hooks_of_backward_go_along() -> None:
+    model = mlp()
+    model[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2,))
+    model[0].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 3,))
+    compare(2, model, MLP_PLAN, numbers())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_under_autocast_layers_compute_in_its_type(size: int, way: dict[str, Any]) -> None:
+    model = mlp().float()
+    copies = [copy.deepcopy(model) for _ in range(size)]
+    plan = {"0": (Column(), Scatter()), "2": (Row(), Gather())}
+
+    def gradients(model: nn.Module) -> tuple[torch.dtype, dict[str, Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(numbers().float())
+        output.float().square().mean().backward()
+        return output.dtype, {name: gather_whole(p, p.grad) for name, p in model.named_parameters()}
+
+    dtype, expected = gradients(model)
+    for found in run(
+        size, lambda comm: gradients(parallelize(copies[comm.rank], plan, TensorParallel(comm, **way)))
+    ):
+        assert found[0] is dtype is torch.bfloat16
+        # bfloat16 has 8 bits, of which sums over ranks round once more.
+        torch.testing.assert_close(found[1], expected, rtol=0.03, atol=0.01)
+
+
+def test_a_forward_under_inference_mode_may_come_first(way: dict[str, Any]) -> None:
+    plan = {"0": (Column(), Scatter()), "2": (Row(), Gather())}
+    model = mlp()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    serial = trained(model, numbers())
+
+    def on_rank(comm: Communicator) -> Trained:
+        parallel = parallelize(copies[comm.rank], plan, TensorParallel(comm, **way))
+        with torch.inference_mode():
+            parallel(numbers())
+        return trained(parallel, numbers())
+
+    for found in run(2, on_rank):
+        require_same(found, serial)
+
+
 def test_the_whole_state_is_that_of_the_serial_model() -> None:
     serial, models = Decoder(), [Decoder() for _ in range(4)]
     for model in (serial, *models):
@@ -507,6 +572,28 @@ def pruned(model: nn.Module) -> nn.Module:
     return model
 
 
+def hooked(model: nn.Module) -> nn.Module:
+    model[2].weight.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
+def told_afterwards(model: nn.Module) -> nn.Module:
+    model[2].bias.register_post_accumulate_grad_hook(lambda bias: None)
+    return model
+
+
+def replaced(model: nn.Module) -> nn.Module:
+    plain = model[0].forward
+    model[0].forward = lambda x: 2 * plain(x)
+    return model
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    model[0].adapter = nn.Linear(8, 12)
+    model[0].register_buffer("mask", torch.ones(12))
+    return model
+
+
 def decoder_with(**changes: Style | tuple[Style, ...]) -> dict[str, Style | tuple[Style, ...]]:
     return {**decoder_plan(), **{name.replace("__", "."): style for name, style in changes.items()}}
 
@@ -548,6 +635,14 @@ BAD: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
         "0 has max_norm=1.0",
     ),
     "pruned": (lambda: pruned(mlp()), MLP_PLAN, "0 has the parameters bias, weight_orig, where"),
+    "a hook on a weight": (lambda: hooked(mlp()), MLP_PLAN, "2.weight has a hook on its gradient"),
+    "a hook after a gradient": (
+        lambda: told_afterwards(mlp()),
+        MLP_PLAN,
+        "2.bias has a hook on its gradient",
+    ),
+    "another forward": (lambda: replaced(mlp()), MLP_PLAN, "0 has a forward of its own, which the parallel"),
+    "more in a layer": (lambda: adapted(mlp()), MLP_PLAN, "0 holds adapter, mask, which the parallel layer"),
     "outputs": (
         lambda: nn.Sequential(nn.Linear(2, 9)),
         {"0": Column()},

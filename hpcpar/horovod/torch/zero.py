@@ -180,6 +180,11 @@ class ShardedOptimizer(Wrapped):
     sharded: Sharded
     """hpcpar's own optimizer, for what Horovod's has no name for."""
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """A fused optimizer would be told by GradScaler; but it is not this one that steps."""
+        return False
+
     # Loading puts others in their place in the wrapped optimizer.
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -328,6 +328,23 @@ def test_torchs_clipping_would_find_nothing_and_is_an_error_that_names_ours(stag
 
 
 @pytest.mark.mpi
+def test_a_gradient_scaler_tells_a_fused_optimizer_nothing_that_it_would_not_hear() -> None:
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(
+        SGD(model.parameters(), lr=0.05, fused=True), model.named_parameters(), zero_stage=2
+    )
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(F.mse_loss(model(part(batch(0)[0])), part(batch(0)[1]))).backward()
+    told = ""
+    try:
+        scaler.step(optimizer)
+    except AssertionError as error:
+        told = str(error)
+    optimizer.step()
+    assert "No inf checks were recorded" in told
+
+
+@pytest.mark.mpi
 @every_stage
 def test_named_gradients_are_the_shards_of_the_average(stage: int) -> None:
     model, optimizer = wrapped(stage)
