@@ -240,7 +240,8 @@ def environ_for(
 
     Open MPI refuses to run as root and to start more ranks than cores unless it is told otherwise;
     the other MPIs do not look at these variables. The launcher hands the ranks a pipe even where
-    its own output is a terminal, so progress bars (rich) must be told that they may draw.
+    its own output is a terminal (Open MPI's a terminal even where it is none), so progress bars (rich)
+    must be told that they may draw.
     """
     job = dict(environ)
     job["HPCPAR_RUN_DIRECTORY"] = run_directory
