@@ -608,8 +608,8 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from hpcpar.cli.console import own_console
 
     # Behind mpiexec standard output is no terminal; rich would then fold at 80 columns.
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=120, highlight=False)
+    console = own_console(highlight=False)
+    return console if console.is_terminal else own_console(width=120, highlight=False)

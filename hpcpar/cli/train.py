@@ -74,9 +74,8 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
 def _train(
     config: Path, overrides: tuple[str, ...], resume: bool, early: EarlySignals, stack: ExitStack
 ) -> int:
-    from rich.console import Console
-
     import hpcpar
+    from hpcpar.cli.console import own_console
     from hpcpar.training import Preempted, Run, parse
     from hpcpar.training.config import read_text
 
@@ -92,7 +91,7 @@ def _train(
                 text = read_text(config)
         told = parse(world.broadcast_object(text), source=str(config), overrides=overrides)
         preemption = _preemption(told.train.preemptible, world, early, stack)
-        run = Run(told, world, resume=resume or restarts > 0, console=Console(), preemption=preemption)
+        run = Run(told, world, resume=resume or restarts > 0, console=own_console(), preemption=preemption)
     except ASKED_WRONGLY as error:
         _say_once(error, world)
         return CANNOT_WORK

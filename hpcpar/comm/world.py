@@ -26,6 +26,8 @@ from hpcpar.launch import (
     one_voice,
     rendezvous,
     sentinel,
+    throwaway,
+    variables,
     wiring,
 )
 from hpcpar.launch.environment import RankInfo
@@ -57,7 +59,8 @@ def init(
                    not set is no reason for a warning
     returns     a communicator over all ranks; a new one at each call. Collective.
                 Rank 0 logs where the ranks run (INFO), and warns of cores that ranks share needlessly
-    errors      LaunchError when launcher and MPI disagree, or when there is no MPI
+    errors      LaunchError when launcher and MPI disagree, when there is no MPI, and in a process that a rank
+                has started, for it has inherited who that is
                 ConfigError for an HPCPAR_* variable that is not understood, and a timeout_s of 0 or less
     """
     settings = Settings.from_environ()
@@ -131,6 +134,8 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
             f"`pip install hpcpar[mpich]`; `hpcpar doctor` shows what is found{name_hint(str(error))}"
         ) from error
     if not mpi.is_started():
+        if info.size > 1 and variables.parent_is_the_rank():
+            _refuse_child(info)
         _way = wiring.choose(info, mpi.library_version())
         if _way.kind == "none":
             _refuse(info, mpi.library_version())
@@ -140,7 +145,20 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
         else:
             mpi.start()
             time.sleep(_way.settle_s)
+    if info.size > 1:
+        variables.mark_as_rank()
     return mpi.MpiTransport.world()
+
+
+def _refuse_child(info: RankInfo) -> NoReturn:
+    """Raise in a process that a rank has started: MPI would fail in it, or wait for ever (Open MPI 5)."""
+    names = {f"{name.partition('_')[0]}_" for name in os.environ if throwaway.is_of_the_job(name)}
+    raise LaunchError(
+        f"rank {info.rank} of {info.size} (pid {os.getppid()}) started this process (pid {os.getpid()}), "
+        f"which has inherited the launcher's variables ({info.launcher}) and is taken for that rank, but no "
+        f"second process can be it. Make the call in the rank itself, or leave variables that begin with "
+        f"{', '.join(sorted(names))} out of this process's environment: it is then a job of its own"
+    )
 
 
 def _refuse(info: RankInfo, library: str) -> NoReturn:

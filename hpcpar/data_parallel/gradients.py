@@ -13,7 +13,7 @@ source   Li et al. 2020, PyTorch Distributed, arXiv 2006.15704 (buckets, order, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

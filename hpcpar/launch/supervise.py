@@ -85,6 +85,14 @@ class Wishes:
 NO_WISHES = Wishes()
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A signal by which somebody has ended the job, and when it came, by the clock."""
+
+    number: signal.Signals
+    at: float
+
+
 def command_for(
     n: int,
     argv: Sequence[str],
@@ -241,7 +249,8 @@ def environ_for(
 
     Open MPI refuses to run as root and to start more ranks than cores unless it is told otherwise;
     the other MPIs do not look at these variables. The launcher hands the ranks a pipe even where
-    its own output is a terminal, so progress bars (rich) must be told that they may draw.
+    its own output is a terminal (Open MPI's a terminal even where it is none), so progress bars (rich)
+    must be told that they may draw.
     """
     job = dict(environ)
     job["HPCPAR_RUN_DIRECTORY"] = run_directory
@@ -305,11 +314,12 @@ def run(
             terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
         )
         process = subprocess.Popen(command, env=job_environ, stdin=stdin)
-        with forwarding(process, Path(run_directory)):
+        with forwarding(process, Path(run_directory)) as ended_by:
             status = process.wait()
         status = status if status >= 0 else 128 - status
         await_sentinels(Path(run_directory))
-        return verdict(status, Path(run_directory), os.path.basename(command[0]), say)
+        name = os.path.basename(command[0])
+        return verdict(status, Path(run_directory), name, say, ended_by[0] if ended_by else None)
 
 
 def cuda_aware(wishes: Wishes, environ: Mapping[str, str], say: Say) -> dict[str, str]:
@@ -423,13 +433,21 @@ def _is_chosen(plugin: str, environ: Mapping[str, str]) -> bool:
     return chosen is not None and (not slurm.in_step(environ) or chosen.startswith(plugin))
 
 
-def verdict(status: int, run_directory: Path, launcher: str, say: Say) -> int:
-    """The job's exit status, given the launcher's and what the sentinels left in the run's directory."""
+def verdict(status: int, run_directory: Path, launcher: str, say: Say, ended_by: Ending | None = None) -> int:
+    """The job's exit status, given the launcher's and what the sentinels left in the run's directory.
+
+    ended_by   a signal to us that was to end the job: ranks that are lost after it are no news
+    """
     files = [*run_directory.glob("aborted-*"), *run_directory.glob("lost-*")]
-    words = [path.read_text().strip() for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)]
-    for word in words:
-        say(f"hpcpar run: {word}")
-    if words and status == 0:
+    files = sorted(files, key=lambda path: path.stat().st_mtime_ns)
+    for path in files:
+        if ended_by is None or path.name.startswith("aborted-") or path.stat().st_mtime < ended_by.at:
+            say(f"hpcpar run: {path.read_text().strip()}")
+    if ended_by is not None and status != START_AGAIN and (status or files):
+        status = status or 128 + ended_by.number
+        say(f"hpcpar run: {ended_by.number.name} ended the job, with status {status}")
+        return status
+    if files and status == 0:
         say(f"hpcpar run: {launcher} returned 0, but the job did not finish: the status is 1")
         return 1
     if status == START_AGAIN:
@@ -447,20 +465,25 @@ def await_sentinels(run_directory: Path, patience_s: float = SENTINEL_PATIENCE_S
 
 
 @contextmanager
-def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterator[None]:
+def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterator[list[Ending]]:
     """Hand INT, TERM and USR1 on to the launcher while it runs, and HUP as TERM: the terminal has gone.
 
+    Gives the signals that were to end the job, as they come.
     HUP stays ignored where it is already, as `nohup` has it.
     Ranks that stop in good order on SIGUSR1 get that in SIGTERM's place: srun and Open MPI's mpiexec do
     not pass SIGTERM on, but kill the ranks within 0.3 s.
     """
 
+    endings: list[Ending] = []
+
     def forward(number: int, frame: FrameType | None) -> None:
+        stops = number in (signal.SIGTERM, signal.SIGHUP) and (run_directory / STOPS_ON_USR1).exists()
+        if number != signal.SIGUSR1 and not stops:
+            endings.append(Ending(signal.Signals(number), time.time()))
         if number == signal.SIGINT and _terminal_interrupts_us():
             return  # the terminal has sent it to the launcher as well
         if number == signal.SIGHUP:
             number = signal.SIGTERM
-        stops = number == signal.SIGTERM and (run_directory / STOPS_ON_USR1).exists()
         process.send_signal(signal.SIGUSR1 if stops else number)
 
     # Only the main thread is told of signals; a job started in another one is left to the launcher.
@@ -468,7 +491,7 @@ def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterato
     ours = [number for number in FORWARDED if is_told and not _is_ignored_hangup(number)]
     before = {number: signal.signal(number, forward) for number in ours}
     try:
-        yield
+        yield endings
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

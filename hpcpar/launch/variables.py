@@ -12,6 +12,22 @@ from hpcpar.launch import slurm
 TOKEN = "HPCPAR_RUN_TOKEN"
 """By this the ranks of a `horovod.run` show that they are its own."""
 
+RANK_PID = "HPCPAR_RANK_PID"
+"""The process that is a rank already, for those that it starts."""
+
+
+def mark_as_rank(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let processes that are started from here know that this one is the rank which their variables name."""
+    environ[RANK_PID] = str(os.getpid())
+
+
+def parent_is_the_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a rank has started this process itself: what the launcher's variables say is about that one.
+
+    A launcher that a rank starts is between it and the ranks of the new job.
+    """
+    return environ.get(RANK_PID) == str(os.getppid())
+
 
 def announce_rank(
     rank: int,

@@ -340,7 +340,8 @@ class MpiTransport:
         self.natives: Natives | None = _Natives(comm)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self.max_tag = min(comm.Get_attr(MPI.TAG_UB) or 32767, 2**31 - 1)
+        # Of MPI_COMM_WORLD, which alone has it in Open MPI: it holds for all.
+        self.max_tag = min(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767, 2**31 - 1)
         world = MPI.COMM_WORLD.Get_group()
         mine = comm.Get_group()
         world_ranks = MPI.Group.Translate_ranks(mine, list(range(self.size)), world)

@@ -68,6 +68,22 @@ def test_a_timeout_that_is_none_is_named(timeout_s):
     assert "is no time to wait" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.mpi
+def test_a_process_that_a_rank_starts_is_told_that_it_cannot_be_that_rank(world):
+    told = ""
+    if world.rank == 0 and world.size > 1:
+        argv = [sys.executable, "-c", "import hpcpar; hpcpar.init()"]
+        try:
+            told = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=40, check=False).stderr
+        except subprocess.TimeoutExpired:
+            told = "it hung"
+    told = world.broadcast_object(told)
+    if world.size > 1:
+        last = told.strip().splitlines()[-1]
+        assert last.startswith(f"hpcpar.errors.LaunchError: rank 0 of {world.size}"), told
+        assert "no second process can be it" in last
+
+
 def test_importing_starts_nothing_and_is_quick():
     code = (
         "import time; t = time.perf_counter(); import hpcpar; seconds = time.perf_counter() - t;"

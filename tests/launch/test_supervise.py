@@ -20,6 +20,7 @@ from hpcpar.launch.hosts import Host
 from hpcpar.launch.local_copy import LocalCopy
 from hpcpar.launch.supervise import (
     NO_WISHES,
+    Ending,
     Wishes,
     await_sentinels,
     command_for,
@@ -213,6 +214,25 @@ def test_of_several_words_the_earliest_comes_first(tmp_path: Path) -> None:
     assert said[:2] == ["hpcpar run: lost-b-3", "hpcpar run: lost-a-0"]
 
 
+def test_ranks_that_are_lost_after_ctrl_c_are_not_told_of(tmp_path: Path) -> None:
+    """Open MPI's mpiexec kills them, and returns 1."""
+    for seconds, name in ((10, "lost-a-0"), (30, "lost-a-1"), (31, "aborted-a-2")):
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (seconds, seconds))
+    said: list[str] = []
+    ended_by = Ending(signal.SIGINT, 20.0)
+    assert verdict(1, tmp_path, "mpiexec", said.append, ended_by) == 1
+    assert said[:2] == ["hpcpar run: lost-a-0", "hpcpar run: aborted-a-2"]
+    assert said[2:] == ["hpcpar run: SIGINT ended the job, with status 1"]
+    assert verdict(0, tmp_path, "mpiexec", said.append, ended_by) == 128 + signal.SIGINT
+
+
+def test_a_job_that_ends_well_all_the_same_was_not_ended(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert verdict(0, tmp_path, "mpiexec", said.append, Ending(signal.SIGINT, 20.0)) == 0
+    assert said == []
+
+
 def test_the_end_waits_for_sentinels_but_not_for_ever(tmp_path: Path) -> None:
     mark = tmp_path / "watching-node7-1"
     mark.touch()
@@ -293,12 +313,13 @@ from hpcpar.launch import supervise
 job = "import signal, sys, time\\nsignal.signal({int(arrives)}, lambda *_: sys.exit(33))\\n" \\
       "print('ready', flush=True)\\ntime.sleep(30)"
 supervise.command_for = lambda *_, **__: [sys.executable, "-c", job]
-sys.exit(supervise.run(1, ["x.py"], say=lambda line: None))
+sys.exit(supervise.run(1, ["x.py"], say=lambda line: print(line, file=sys.stderr)))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)},
     )
@@ -306,10 +327,12 @@ sys.exit(supervise.run(1, ["x.py"], say=lambda line: None))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     try:
-        assert process.wait(timeout=20) == 33
+        said = process.communicate(timeout=20)[1].splitlines()
+        assert process.returncode == 33
+        end = "the job failed" if number == signal.SIGUSR1 else f"{number.name} ended the job,"
+        assert said[-1] == f"hpcpar run: {end} with status 33"
         assert not list(tmp_path.glob("hpcpar-run-*"))
     finally:
-        process.stdout.close()
         process.kill()
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hpcpar.launch.variables import announce_rank, env
+from hpcpar.launch.variables import RANK_PID, announce_rank, env, mark_as_rank, parent_is_the_rank
 
 
 def test_a_rank_is_announced_over_what_another_job_has_left() -> None:
@@ -39,3 +39,12 @@ def test_variables_are_set_for_a_while_and_then_as_before(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError), env(HPCPAR_TEST_TWO="2"):
         raise RuntimeError
     assert now() == ["before", None, None]
+
+
+def test_a_process_knows_a_rank_that_started_it_from_one_further_up() -> None:
+    environ: dict[str, str] = {}
+    mark_as_rank(environ)
+    assert environ == {RANK_PID: str(os.getpid())}
+    assert not parent_is_the_rank(environ)
+    assert parent_is_the_rank({RANK_PID: str(os.getppid())})
+    assert not parent_is_the_rank({})

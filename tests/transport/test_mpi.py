@@ -29,6 +29,16 @@ def test_waits_yield_when_there_are_more_ranks_than_cores(world):
 
 
 @pytest.mark.mpi
+def test_the_largest_tag_is_what_mpi_says_on_every_communicator(world):
+    from mpi4py import MPI
+
+    part = world.split(0)
+    tags = [comm._transport.max_tag for comm in (world, part)]
+    part.free()
+    assert tags == [min(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB), 2**31 - 1)] * 2
+
+
+@pytest.mark.mpi
 def test_before_version_4_mpi_has_a_limit(world):
     transport = type(world._transport).world()
     natives = transport.natives

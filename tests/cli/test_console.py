@@ -1,0 +1,50 @@
+"""Rank 0's console, on a terminal and on what only looks like one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from hpcpar.cli.console import own_console
+from hpcpar.launch.environment import LAUNCHERS
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        *(launcher.marker for launcher in LAUNCHERS),
+        "TTY_COMPATIBLE",
+        "TTY_INTERACTIVE",
+        "FORCE_COLOR",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+
+
+def test_a_terminal_is_drawn_on() -> None:
+    assert own_console(file=Terminal()).is_interactive
+
+
+def test_one_of_open_mpis_own_making_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_mpi(monkeypatch)
+    console = own_console(file=Terminal())
+    assert not console.is_terminal
+    assert not console.is_interactive
+
+
+def test_one_that_hpcpar_run_vouches_for_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_mpi(monkeypatch)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    assert own_console(file=io.StringIO()).is_interactive
