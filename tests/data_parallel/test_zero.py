@@ -7,7 +7,6 @@ carry them on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -181,32 +180,3 @@ def test_every_stage_on_mpi_follows_one_process(
     )
     for found in world.allgather_object(course):
         assert_same_course(found, expected)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_parameter_that_is_used_no_more_is_stepped_on_as_torch_does(stage: int, set_to_none: bool) -> None:
-    """With a gradient of zeros it decays and keeps its momentum; without any it stays as it is."""
-
-    def trained(comm: Communicator | None) -> list[Tensor]:
-        model = Network()
-        layers = model.layers
-        if comm is not None and stage == 3:
-            fully_shard(model, comm)
-        optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
-        if comm is not None:
-            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), comm, zero_stage=stage)
-        for step in range(4):
-            model.layers = layers[: 3 if step == 0 else 1]
-            model(torch.ones(2, 5, dtype=torch.float64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-        if isinstance(optimizer, DistributedOptimizer):
-            optimizer.wait_for_parameters()
-        model.layers = layers
-        with summon_full_parameters(model) if comm is not None and stage == 3 else nullcontext():
-            return [parameter.detach().clone() for parameter in model.parameters()]
-
-    expected = trained(None)
-    for found in run_loopback(2, trained):
-        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
