@@ -300,11 +300,11 @@ def test_what_is_sent_leaves_while_a_peer_is_waited_for(kernels) -> None:
     }
 
     def body(comm: Communicator) -> list[float]:
-        arrays = {name: on_device(values(comm.rank, 50)) for name in ("input", "output")}
-        spaces = {name: comm._view(array, writable=True).host for name, array in arrays.items()}
-        done = comm._go("relay", bill(steps[comm.rank]), spaces, lambda: None, lambda: None)
-        done.wait()
-        return arrays["output"].to_host().tolist()
+        given, out = (on_device(values(comm.rank, 50)) for _ in range(2))
+        source = comm._view(given, writable=True).host
+        spaces = {"input": source, "output": comm._view(out, writable=True, beside=source).host}
+        comm._go("relay", bill(steps[comm.rank]), spaces, lambda: None, lambda: None).wait()
+        return out.to_host().tolist()
 
     sent = values(0, 50).tolist()
     assert run_loopback(3, shared("auto", body), nodes=[0, 0, 1], timeout_s=20) == [sent] * 3
