@@ -122,7 +122,7 @@ def run_ranks() -> Callable[..., subprocess.CompletedProcess[str]]:
     By `hpcpar run`, not by mpiexec itself: MPICH's returns 0 now and then although a rank was lost.
     """
 
-    def run(n: int, *argv: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def run(n: int, *argv: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
         outside = {name: value for name, value in os.environ.items() if not name.startswith("PMI_")}
         return subprocess.run(
             [sys.executable, "-m", "hpcpar", "run", "-n", str(n), "--", *argv],

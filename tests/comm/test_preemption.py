@@ -122,7 +122,7 @@ def kill_in_a_while(after_s, numbers):
 world = hpcpar.init()
 with hpcpar.Preemption(world) as preemption:
     preemption._listener._same_within_s = 0.5
-    for step in range(200):
+    for step in range(5000):  # nobody comes to the end, however late a signal is
         world.allreduce(np.ones(1000))
         time.sleep(0.01)
         {what}

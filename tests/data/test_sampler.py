@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpar.data import Sampler
@@ -17,6 +17,7 @@ def test_windows_and_steps_are_counted_as_drawn() -> None:
     assert [SAMPLER.epoch(step) for step in range(5)] == [0, 0, 1, 1, 2]
 
 
+@settings(deadline=None)
 @given(
     windows=st.integers(1, 60),
     global_batch=st.integers(1, 9),
@@ -34,6 +35,7 @@ def test_an_epoch_visits_no_window_twice(windows: int, global_batch: int, seed: 
     assert visited.max() < windows
 
 
+@settings(deadline=None)
 @given(step=st.integers(0, 100), dp_size=st.integers(1, 7), global_batch=st.integers(1, 12))
 def test_the_shards_of_any_number_of_ranks_are_the_same_batch(
     step: int, dp_size: int, global_batch: int

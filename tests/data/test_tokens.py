@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -21,6 +21,7 @@ def words_file(tmp_path: Path) -> Path:
     return path
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_bytes_give_any_text_back(text: str) -> None:
     tokenizer = ByteTokenizer()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpar.data_parallel.buckets import Extent, assign
@@ -80,6 +80,7 @@ extents = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(extents, st.integers(1, 300), st.integers(1, 100))
 def test_every_parameter_is_in_one_bucket_and_limits_hold(
     found: list[Extent], limit: int, first: int
@@ -101,6 +102,7 @@ def test_every_parameter_is_in_one_bucket_and_limits_hold(
     )
 
 
+@settings(deadline=None)
 @given(extents, st.integers(1, 300), st.lists(st.integers(0, 4), max_size=30))
 def test_what_is_grouped_shares_a_bucket_with_its_kind_and_with_nothing_else(
     found: list[Extent], limit: int, chosen: list[int]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpar.data_parallel.buckets import Bucket, Extent, assign
@@ -52,6 +52,7 @@ def test_a_bucket_is_padded_to_the_next_multiple(numel: int, size: int, padding:
     assert (bucket.padding, bucket.numel, bucket.edges) == (padding, numel + padding, (0, numel))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 40), max_size=12),
     st.integers(1, 9),

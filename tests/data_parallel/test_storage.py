@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,10 +255,18 @@ def test_a_file_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
 def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            time.sleep(0.1)
-            return function(*arguments)
+    # The step on a block, the writing of the one before and the reading of the next wait for each other.
+    order = list(reversed(range(8)))
+    together = {number: threading.Barrier(1 + (number < 7) + (number > 0)) for number in order}
+
+    def beside(function: Callable[..., Any], step: int) -> Callable[..., Any]:
+        """For a block's reading or writing: beside which step, counted from its own."""
+
+        def call(path: Path, *arguments: Any) -> Any:
+            number = int(path.stem.removeprefix("block-")) + step
+            if number in together:
+                together[number].wait(20)
+            return function(path, *arguments)
 
         return call
 
@@ -269,21 +277,18 @@ def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_r
         contents.append([(master[:2], {}), (master[2:], {})])
         contents[-1][0][1]["moment"] = torch.full((2,), 10.0 + number)
         places.adopt(number, contents[-1], master)
-    monkeypatch.setattr(storage, "_read", slow(storage._read))
-    monkeypatch.setattr(storage, "_write", slow(storage._write))
-    started = time.monotonic()
-    order = list(reversed(range(8)))
+    monkeypatch.setattr(storage, "_read", beside(storage._read, +1))
+    monkeypatch.setattr(storage, "_write", beside(storage._write, -1))
     for turn, number in enumerate(order):
         places.fetch(number, following=order[turn + 1 :])
-        time.sleep(0.1)
+        together[number].wait(20)
         (first, state), (last, _) = contents[number]
         assert (first.tolist(), last.tolist()) == ([number] * 2, [number])
         assert state["moment"].tolist() == [10.0 + number] * 2
         first.add_(100)
         places.park(number)
     places.settle()
-    # Read, eight steps, write: ten times 0.1 s, where a wait for each write were 16, and all in turn 24.
-    assert time.monotonic() - started < 1.4
+    monkeypatch.undo()
     for number in order:
         places.fetch(number)
         (first, state), _ = contents[number]

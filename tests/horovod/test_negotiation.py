@@ -179,6 +179,7 @@ def test_texts_call_ranks_by_their_numbers_in_the_job():
         assert word in str(found.error)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3)), min_size=1, max_size=5),
     st.randoms(use_true_random=False),

@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from hpcpar.launch.supervise import await_sentinels
 
@@ -20,6 +23,24 @@ def await_that(condition: Callable[[], bool], what: str, patience_s: float = 20.
     while not condition():
         assert time.monotonic() < deadline, f"after {patience_s:g} s it is still not true that {what}"
         time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    """Whoever has to reap it may not have done so."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """What happens meanwhile the process sees at once, afterwards."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 RANK = """
@@ -165,13 +186,16 @@ class Node:
         return self.error.read().splitlines()
 
     def power_off(self) -> None:
-        """Kill all of the node's processes at once, its sentinel included."""
+        """Kill all of the node's processes at once, its sentinel included; its link has ended then."""
         self.is_off = True
         pid = self.sentinel_pid
         os.kill(pid, signal.SIGSTOP)
-        for rank in range(self.size):
-            self.kill(rank)
+        for rank in self.ranks:
+            rank.kill()
         os.kill(pid, signal.SIGKILL)
+        for rank in self.ranks:
+            rank.wait(timeout=10)
+        await_that(lambda: has_ended(pid), "the sentinel has ended")
 
     def words(self) -> list[str]:
         return sorted(path.name for path in self.directory.iterdir())

@@ -17,12 +17,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hpcpar.launch.sentinel import Guard, end_command_for, start
 from hpcpar.launch.sentinel_process import ending_signal
-from tests.launch.sentinel_nodes import REPOSITORY, Node, await_that
+from tests.launch.sentinel_nodes import REPOSITORY, Node, await_that, has_ended
 
 MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")
 
@@ -184,7 +183,7 @@ def test_a_rank_that_is_told_to_end_is_the_first_loss_if_the_launcher_then_kills
     node.join()
     node.ranks[1].terminate()
     # Its status is known before its connection is closed: the other way about, rank 0 could be heard first.
-    await_that(lambda: psutil.Process(node.ranks[1].pid).status() == psutil.STATUS_ZOMBIE, "rank 1 has ended")
+    await_that(lambda: has_ended(node.ranks[1].pid), "rank 1 has ended")
     node.kill(0)
     node.kill(2)
     (line,) = node.lines()

@@ -94,13 +94,13 @@ def test_a_job_that_hangs_ends_with_everything_it_has_started(
 ) -> None:
     """A rank in a process group of its own, deaf to SIGTERM, below a launcher that is deaf, too."""
     deaf = (
-        "import os, pathlib, signal, sys, time; os.setpgid(0, 0); "
+        "import os, signal, sys, time; os.setpgid(0, 0); "
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        "pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} {os.getsid(0)}'); time.sleep(60)"
+        "open(sys.argv[1], 'w').write(f'{os.getpid()} {os.getsid(0)}'); time.sleep(60)"
     )
     word = tmp_path / "pid"
     environ = launcher_that(
-        tmp_path, f"trap '' TERM\n{sys.executable} -c \"{deaf}\" {word} &\nwait\nsleep 60\n"
+        tmp_path, f"trap '' TERM\n{sys.executable} -IS -c \"{deaf}\" {word} &\nwait\nsleep 60\n"
     )
     start_s = time.monotonic()
     ended = run(2, ["x"], environ, 2.0)

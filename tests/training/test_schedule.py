@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpar.training.schedule import learning_rate
@@ -14,6 +14,7 @@ def test_a_small_schedule_by_hand() -> None:
     )
 
 
+@settings(deadline=None)
 @given(steps=st.integers(1, 300), warmup=st.integers(0, 300), final=st.floats(0, 1), peak=st.floats(1e-6, 10))
 def test_it_climbs_to_the_peak_and_then_only_falls(
     steps: int, warmup: int, final: float, peak: float

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpar.comm import Communicator, Trace, TraceEvent, run_loopback
@@ -20,6 +20,7 @@ def test_nested_events_share_a_lane_and_overlapping_ones_do_not() -> None:
     assert lanes([inner, outer, after, across]) == [[outer, inner, after], [across]]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=25))
 def test_events_of_one_lane_are_nested_or_apart(spans: list[tuple[int, int]]) -> None:
     events = [event(start, start + length) for start, length in spans]

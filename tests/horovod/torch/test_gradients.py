@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -519,9 +518,7 @@ def test_sparse_on_one_rank_and_dense_on_another_is_an_error_everywhere_and_noth
     optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=1.0), [("table", parameter)])
     values = torch.ones(3, 2)
     parameter.grad = values if hvd.rank() == 0 else values.to_sparse()
-    began_s = time.perf_counter()
     told = errors_everywhere(optimizer.step)
-    took_s = time.perf_counter() - began_s
     working = sum_of_ranks()
     model, other = wrapped()
     train(model, other, here())
@@ -529,7 +526,7 @@ def test_sparse_on_one_rank_and_dense_on_another_is_an_error_everywhere_and_noth
     assert all("HorovodInternalError" in kinds for kinds, _ in told)
     assert all("table" in text and "sparse_as_dense" in text for _, text in told)
     assert working == expected_sum()
-    assert took_s < 5
+    assert not any("STALL" in text for _, text in told), "it took as long as a stall"
 
 
 def test_more_sparse_backwards_than_declared_are_an_error_in_later_steps_too(needs_two: None) -> None:
@@ -591,9 +588,7 @@ def test_ranks_that_differ_are_told_in_the_first_step_and_nothing_else_fails(
     optimizer = hvd.DistributedOptimizer(SGD([p for _, p in named], lr=1.0), named, **options)
     before = [parameter.tolist() for _, parameter in named]
     sum(p.sum().double() for _, p in named if p.requires_grad).backward()
-    began_s = time.perf_counter()
     told = errors_everywhere(optimizer.step)
-    took_s = time.perf_counter() - began_s
     working = sum_of_ranks()
     model, other = wrapped()
     train(model, other, here(), steps=range(2))
@@ -605,7 +600,7 @@ def test_ranks_that_differ_are_told_in_the_first_step_and_nothing_else_fails(
     assert all(f"rank {odd}" in text for _, text in told), told
     assert after == before
     assert working == expected_sum()
-    assert took_s < 5
+    assert not any("STALL" in text for _, text in told), "it took as long as a stall"
 
 
 def test_a_param_group_that_only_one_rank_adds_is_told(needs_two: None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,21 +132,22 @@ def test_two_sets_with_the_same_ranks_in_common_are_awaited_in_opposite_orders(h
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("needs_two")
-def test_a_barrier_of_a_process_set_passes_at_once_while_other_ranks_sleep(hvd, halves):
+def test_a_barrier_of_a_process_set_passes_while_other_ranks_sleep(hvd, halves, tmp_path):
     even, odd = halves
-    hvd.barrier()
-    began = time.perf_counter()
+    passed = Path(hvd.broadcast_object(str(tmp_path), 0))
+    seen = []
     if hvd.rank() % 2:
         for _ in range(5):
             hvd.barrier(process_set=odd)
+        (passed / str(hvd.rank())).touch()
     else:
-        time.sleep(1.5)
+        deadline_s = time.monotonic() + 15
+        while len(seen) < len(odd.ranks) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+            seen = sorted(int(path.name) for path in passed.iterdir())
         hvd.barrier(process_set=even)
-    took_s = time.perf_counter() - began
-    hvd.barrier()
-    together_s = time.perf_counter() - began
-    assert together_s >= 1.4, "a barrier of all waits for all"
-    assert (took_s < 1.0) == bool(hvd.rank() % 2), took_s
+    found = hvd.allgather_object(seen)
+    assert found[::2] == [odd.ranks] * len(even.ranks)
 
 
 @pytest.mark.mpi
@@ -200,8 +202,9 @@ hvd.barrier()
 began = time.perf_counter()
 names = [f"loss.{k}" for k in range(50) if (k, rank) != (7, 1)]
 handles = {name: hvd.allreduce_async(torch.ones(2), name=name, op=hvd.Sum) for name in names}
+# Nobody holds them up: what they wait for would come after the error only.
 results = {name: hvd.synchronize(handles[name]).tolist() for name in names if name != "loss.7"}
-tell(results=results, rest_s=time.perf_counter() - began)
+tell(results=results)
 late = error_of(lambda: hvd.synchronize(handles["loss.7"]) if rank != 1 else hvd.barrier())
 ended_s = time.perf_counter() - began
 after = error_of(lambda: hvd.allreduce(torch.ones(1)))
@@ -224,31 +227,41 @@ def test_a_rank_that_skips_one_is_named_on_every_rank_and_the_wait_is_ended(job)
     )
     for rank, of_rank in enumerate(told):
         assert list(of_rank["results"].values()) == [[float(size)] * 2] * 49
-        assert of_rank["rest_s"] < 1.0, "the others are not held up"
         about = [(s, text) for s, text in of_rank["warned"] if "allreduce.loss.7" in text]
         assert about, f"rank {rank} says nothing"
         when_s, text = about[0]
-        assert 1.0 < when_s < 2.0
+        assert 1.0 < when_s < of_rank["ended_s"]
         assert "allreduce.loss.7 waits for rank 1" in text
         kind, kinds, message = of_rank["late"]
         assert kind == "HorovodInternalError"
         assert "RuntimeError" in kinds
         assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in message
         assert "rank 1" in message
-        assert 3.0 < of_rank["ended_s"] < 5.0
+        assert of_rank["ended_s"] > 3.0
         assert of_rank["after"][0] == "HorovodInternalError"
 
 
 LATE = """
+import logging
 import torch
 import hpcpar.horovod.torch as hvd
+
+warnings = Path(sys.argv[1]) / "warnings"
+if detect().rank == 0:
+    logging.getLogger("hpcpar").addHandler(logging.FileHandler(warnings))
+
+# Until rank 0 says so; unchecked, for longer than it would take to say so.
+def be_busy(what):
+    end_s = time.monotonic() + (15 if life == "checked" else 1.5)
+    while time.monotonic() < end_s and not (warnings.exists() and what in warnings.read_text()):
+        time.sleep(0.02)
 
 sums = []
 for life in ("checked", "unchecked"):
     hvd.init()
     hvd.barrier()
     if hvd.rank() == 1:
-        time.sleep(1.5)
+        be_busy(f"{life}.polled")
     polled = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name=f"{life}.polled")
     while not hvd.poll(polled):
         pass
@@ -256,7 +269,7 @@ for life in ("checked", "unchecked"):
     for name in ("waited", "gathered"):
         hvd.barrier()
         if hvd.rank() == 1:
-            time.sleep(1.5)
+            be_busy(f"{life}.{name}")
         call = hvd.allreduce if name == "waited" else hvd.allgather
         sums.append(call(torch.ones(1), name=f"{life}.{name}").sum().item())
     hvd.shutdown()
@@ -265,10 +278,11 @@ tell(sums=sums)
 """
 
 
-def test_a_rank_that_is_busy_is_named_while_it_is_and_all_goes_on_unless_it_is_switched_off(job):
+def test_a_rank_that_is_busy_is_named_while_it_is_and_all_goes_on_unless_it_is_switched_off(job, tmp_path):
     """Whether a program polls, waits the short way of one small all-reduce, or waits the long way."""
     told = job(2, LATE, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
     assert [of_rank["sums"] for of_rank in told] == [[2.0, 1.0, 2.0] * 2] * 2
+    warned = (tmp_path / "warnings").read_text()
     for name in ("allreduce.checked.polled", "allreduce.checked.waited", "allgather.checked.gathered"):
-        assert f"{name} waits for rank 1" in told[0]["printed"]
-    assert "unchecked" not in told[0]["printed"]
+        assert f"{name} waits for rank 1" in warned
+    assert "unchecked" not in warned + told[0]["printed"]
