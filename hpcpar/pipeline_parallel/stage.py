@@ -83,8 +83,9 @@ class Stage:
         deferred = DeferredGradients() if split and torch.is_grad_enabled() else None
         with nullcontext() if deferred is None else deferred.recording():
             output = self._called_with(leaves, form)
+            if loss is not None:
+                output = loss(output)
         if loss is not None:
-            output = loss(output)
             if not isinstance(output, Tensor) or output.numel() != 1:
                 found = list(output.shape) if isinstance(output, Tensor) else type(output).__qualname__
                 raise OperationError(

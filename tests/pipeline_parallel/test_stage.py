@@ -123,6 +123,24 @@ def test_a_loss_starts_its_own_backward():
     torch.testing.assert_close(gradients_of(own.module), of_weights)
 
 
+def test_weights_that_the_loss_uses_too_get_one_gradient_and_with_w_where_split():
+    own, came = stage(), []
+    for weight in own.module.parameters():
+        weight.register_post_accumulate_grad_hook(lambda each: came.append(each.grad.clone()))
+
+    def loss(output: Tensor) -> Tensor:
+        return output.sum() + sum(weight.pow(2).sum() for weight in own.module.parameters())
+
+    own.forward(0, (drawn(2, 3),), WITH_GRADIENT, split=True, loss=loss)
+    own.backward(0, ())
+    assert not came
+    own.weights(0)
+    assert len(came) == 6
+    of_weights = truth(drawn(2, 3), torch.ones(2, 2, dtype=torch.float64))[2]
+    expected = [of + 2 * weight for of, weight in zip(of_weights, own.module.parameters(), strict=True)]
+    torch.testing.assert_close(gradients_of(own.module), expected)
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_stage_that_changes_its_input_in_place_is_told_what_to_do(number):
     own = Stage(number, nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double())
