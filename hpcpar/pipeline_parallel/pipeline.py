@@ -88,7 +88,8 @@ class Pipeline:
             if tuple(sorted(stages)) != schedule.stages_of(comm.rank):
                 raise ScheduleError(
                     f"rank {comm.rank} was given stages {_numbers(sorted(stages))}, but the schedule's row "
-                    f"for it has stages {_numbers(schedule.stages_of(comm.rank))}"
+                    f"for it has stages {_numbers(schedule.stages_of(comm.rank))}: give {{number: module}} for "
+                    "each of these"
                 )
         self.schedule = schedule
         self.comm = comm
@@ -275,4 +276,4 @@ def _lengths(batch: Any) -> tuple[int, ...]:
 
 
 def _numbers(stages: Sequence[int]) -> str:
-    return ", ".join(map(str, stages)) or "none"
+    return ", ".join(map(repr, stages)) or "none"

@@ -76,8 +76,8 @@ class Stage:
         form    says which inputs want a gradient; None: they are as the caller has them
         split   the weights' gradients will be asked for apart
         loss    of the module's output, on the last stage
-        errors  OperationError where the loss is not one number or the inputs are changed in place,
-                BufferTypeError as `as_tensors`
+        errors  OperationError where the loss is not one number, where it requires no gradient though grad is
+                enabled, or where the inputs are changed in place; BufferTypeError as `as_tensors`
         """
         leaves = tuple(inputs) if form is None else _leaves(inputs, form)
         deferred = DeferredGradients() if split and torch.is_grad_enabled() else None
@@ -91,12 +91,17 @@ class Stage:
                 raise OperationError(
                     f"the loss of microbatch {microbatch} must be a tensor of one number, not {found}"
                 )
+            if torch.is_grad_enabled() and not output.requires_grad:
+                raise OperationError(
+                    f"the loss of microbatch {microbatch} requires no gradient, so that nothing would be "
+                    "learnt: make it of the last stage's output, without detach() or inference_mode()"
+                )
         if torch.is_grad_enabled():
             wanting = (
                 [] if form is None else [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             )
             outputs = [each for each in as_tensors(output, f"stage {self.number}") if each is not None]
-            gradients = [] if loss is None or not output.requires_grad else [torch.ones_like(output)]
+            gradients = [] if loss is None else [torch.ones_like(output)]
             root = _root(gradients, [each for each in outputs if each.requires_grad])
             self._kept[microbatch] = _Kept(tuple(wanting), root, gradients, deferred)
         return output

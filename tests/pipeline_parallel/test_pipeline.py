@@ -600,20 +600,23 @@ def test_a_schedule_with_an_action_missing_is_refused_on_all_ranks():
 
 
 def test_stages_and_ranks_that_do_not_fit_the_schedule_are_refused_on_all_ranks():
-    def on_rank(comm: Communicator) -> tuple[str, str]:
+    def on_rank(comm: Communicator) -> tuple[str, str, str]:
         return (
             caught(lambda: Pipeline({0: Layer()}, ONE_F_ONE_B, comm), PeerFailedError),
+            caught(lambda: Pipeline({str(comm.rank): Layer()}, ONE_F_ONE_B, comm), PeerFailedError),
             caught(lambda: Pipeline({}, by_rows("0F0 0B0"), comm), ScheduleError),
         )
 
-    for stages, ranks in run(2, on_rank):
+    for stages, keys, ranks in run(2, on_rank):
         assert "rank 1 was given stages 0, but the schedule's row for it has stages 1" in stages
+        assert "rank 1 was given stages '1', but the schedule's row for it has stages 1" in keys
         assert "has 1 ranks, but communicator 'world' 2" in ranks
 
 
 BAD_BATCHES = {
     "does not divide": (lambda: (batch(0, 3)[0][:5], batch(0, 3)[1]), "a batch of 5 does not divide into 3"),
     "nothing": (lambda: (None, batch(0, 3)[1]), "inputs: expected a tensor or a tuple of tensors"),
+    "tuple": (lambda: ((batch(0, 3)[0], None), batch(0, 3)[1]), "found (Tensor, NoneType)"),
     "targets": (lambda: (batch(0, 3)[0], "abc"), "targets: expected a tensor or a tuple"),
     "list": (lambda: ([batch(0, 3)[0]], batch(0, 3)[1]), "inputs: a list of 1 microbatches was given"),
     "uneven tuple": (

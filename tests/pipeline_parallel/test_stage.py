@@ -213,6 +213,14 @@ def test_a_loss_of_anything_but_one_number_is_refused(loss):
         stage().forward(5, (drawn(2, 3),), WITH_GRADIENT, loss=loss)
 
 
+def test_a_loss_from_which_nothing_would_be_learnt_is_refused():
+    own = stage()
+    with pytest.raises(OperationError, match="microbatch 5 requires no gradient"):
+        own.forward(5, (drawn(2, 3),), WITH_GRADIENT, loss=lambda output: output.detach().sum())
+    with torch.no_grad():  # as in an evaluation
+        own.forward(5, (drawn(2, 3),), WITH_GRADIENT, loss=lambda output: output.sum())
+
+
 def test_what_cannot_go_to_the_next_stage_is_refused_by_its_place():
     with pytest.raises(BufferTypeError, match="stage 1 returned a dict at place 0 of 1"):
         as_tensors({}, "stage 1")
