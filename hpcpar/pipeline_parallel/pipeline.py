@@ -88,8 +88,8 @@ class Pipeline:
             if tuple(sorted(stages)) != schedule.stages_of(comm.rank):
                 raise ScheduleError(
                     f"rank {comm.rank} was given stages {_numbers(sorted(stages))}, but the schedule's row "
-                    f"for it has stages {_numbers(schedule.stages_of(comm.rank))}: give {{number: module}} for "
-                    "each of these"
+                    f"for it has stages {_numbers(schedule.stages_of(comm.rank))}: give {{number: module}} "
+                    "for each of these"
                 )
         self.schedule = schedule
         self.comm = comm
