@@ -62,6 +62,12 @@ class Stage:
             return tensor.device
         return torch.device("cpu")
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """To which type torch.autocast turns what it computes now; None: it does not."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
     def forward(
         self,
         microbatch: int,
@@ -192,7 +198,8 @@ def poking_between_layers(modules: Iterable[nn.Module], poke: Callable[[], None]
 
     def on_forward(_: nn.Module, __: Any, output: Any) -> None:
         poke()
-        if isinstance(output, Tensor) and output.requires_grad:
+        # Of a parameter itself the hook would stay.
+        if isinstance(output, Tensor) and output.grad_fn is not None:
             output.register_hook(lambda _: poke())  # type: ignore[no-untyped-call]
 
     # Layers that are computed together poke less often, but stay together.

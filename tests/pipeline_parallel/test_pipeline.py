@@ -298,6 +298,25 @@ def test_shapes_are_announced_once_and_may_differ_between_microbatches_and_steps
     assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_inputs_of_the_same_shapes_may_go_on_as_other_types():
+    class Cast(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(self.weight.dtype))
+
+    def on_rank(comm: Communicator) -> list[torch.dtype]:
+        stage = Cast(WIDTH, WIDTH)
+        pipeline = Pipeline({comm.rank: stage}, ONE_F_ONE_B, comm)
+        x = batch(0, 3)[0]
+        outputs = [pipeline.evaluate(x)]
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(pipeline.evaluate(x))
+        stage.double()
+        outputs.append(pipeline.evaluate(x))
+        return [each[0].dtype for each in outputs if each is not None]
+
+    assert run(2, on_rank)[1] == [torch.float32, torch.bfloat16, torch.float64]
+
+
 @pytest.mark.parametrize("schedule", [ONE_F_ONE_B, LOOP, V], ids=["1f1b", "loop", "v"])
 def test_evaluation_takes_any_number_of_microbatches_and_keeps_no_graph(schedule):
     def on_rank(comm: Communicator) -> list[Any]:

@@ -239,3 +239,17 @@ def test_layers_with_parameters_poke_in_forward_and_backward_as_long_as_they_are
         assert len(pokes) == 6
     module(drawn(2, 3)).sum().backward()
     assert len(pokes) == 6
+
+
+def test_a_layer_that_returns_its_parameter_keeps_no_hook_on_it():
+    class Constant(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight
+
+    module, pokes = Constant(3, 2), []
+    with poking_between_layers([module], lambda: pokes.append(1)):
+        module(drawn(2, 3)).sum().backward()
+    assert pokes
+    pokes.clear()
+    module(drawn(2, 3)).sum().backward()
+    assert not pokes
