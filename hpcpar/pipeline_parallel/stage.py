@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from hpcpar.autograd.weight_gradients import DeferredGradients
-from hpcpar.errors import OperationError
+from hpcpar.errors import OperationError, ShardedParameterError
 from hpcpar.pipeline_parallel.forms import Form, Tensors, as_tensors
 
 LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
@@ -152,10 +152,20 @@ class Stage:
         return found
 
     def weights(self, microbatch: int) -> None:
-        """The weights' gradients of a microbatch whose backward has left them."""
+        """The weights' gradients of a microbatch whose backward has left them.
+
+        errors   OperationError where ranks have shards of the weights, which are whole in F and B alone
+        """
         deferred = self._kept.pop(microbatch).deferred
         assert deferred is not None, "its forward has seen the same schedule"
-        deferred.compute()
+        try:
+            deferred.compute()
+        except ShardedParameterError as error:
+            raise OperationError(
+                f"stage {self.number} is fully sharded (ZeRO stage 3), and its weights are whole no more "
+                "where the schedule comes to W: take one without W, such as 1f1b or interleaved, or "
+                "zero_stage=1"
+            ) from error
 
     def forget(self) -> None:
         """Let go of what is kept of all microbatches."""

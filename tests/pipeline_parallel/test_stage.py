@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcpar.autograd import recompute
+from hpcpar.comm import Communicator
+from hpcpar.data_parallel import fully_shard
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.pipeline_parallel.forms import Form, TensorForm, as_tensors, form_of
 from hpcpar.pipeline_parallel.stage import Stage, poking_between_layers
@@ -86,6 +88,17 @@ def test_a_split_backward_of_what_is_recomputed_is_autograds_or_an_error_that_sa
     _, expected_of_x, of_weights = truth(x, gradient)
     torch.testing.assert_close(of_x, expected_of_x)
     torch.testing.assert_close(gradients_of(own.module), of_weights)
+
+
+def test_a_split_backward_of_a_fully_sharded_stage_says_which_schedules_can_be_had():
+    """By itself the model would say to use weights inside its forward, which W cannot."""
+    own = Stage(1, fully_shard(nn.Linear(3, 2).double(), Communicator.alone()))
+    own.forward(0, (drawn(2, 3),), WITH_GRADIENT, split=True)
+    own.backward(0, (drawn(2, 2),))
+    with pytest.raises(
+        OperationError, match=r"stage 1 is fully sharded .*: take one without W, such as 1f1b"
+    ):
+        own.weights(0)
 
 
 def test_between_b_and_w_only_what_the_weights_need_is_kept():
