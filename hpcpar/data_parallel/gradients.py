@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ADVICE = (
     "Run the backwards of all microbatches but the last inside no_sync(), and step() or zero_grad() before "
-    "the next"
+    "the next; a weight that two stages of a pipeline share is to be named by tied="
 )
 
 
@@ -175,8 +175,8 @@ class GradientSynchronizer:
             raise OperationError(
                 f"rank {self.dp_comm.rank}: gradients were written to while their averages were under way "
                 f"({', '.join(written[:4])}{', …' if len(written) > 4 else ''}), as by torch's "
-                "clip_grad_norm_ or GradScaler.unscale_; use optimizer.clip_grad_norm_, or call "
-                "synchronize() first"
+                "clip_grad_norm_, GradScaler.unscale_ or TiedWeights.sum_gradients; name tied weights by "
+                "tied=, use optimizer.clip_grad_norm_, or call synchronize() first"
             )
 
     def zero(self, *, set_to_none: bool = True) -> None:

@@ -38,6 +38,8 @@ class GradientNorm:
     split_over   by name, further communicators over whose ranks a parameter is split; in the same order for
                  all parameters, and last those whose ranks hold different parameters
     elsewhere    names of parameters that count on another rank, which has a copy
+    others       names of parameters that get no gradient here, as they are frozen: ranks over which they are
+                 split may get one for theirs, and then wait for this one
     """
 
     def __init__(
@@ -49,14 +51,16 @@ class GradientNorm:
         sharded: bool,
         split_over: Mapping[str, Sequence[Communicator]],
         elsewhere: Collection[str] = (),
+        others: Collection[str] = (),
     ) -> None:
-        unknown = sorted(set(split_over) - set(names))
+        unknown = sorted(set(split_over) - set(names) - set(others))
         if unknown:
             raise OperationError(
                 f"split_over names {unknown[0]!r}, which is none of the optimizer's {len(names)} parameters"
             )
         self._dp_comm = dp_comm if sharded else None
-        self._comms = list(dict.fromkeys(tuple(split_over.get(name, ())) for name in names))
+        known = [*names, *(name for name in others if name in split_over)]
+        self._comms = list(dict.fromkeys(tuple(split_over.get(name, ())) for name in known))
         self._is_one_sum = len(self._comms) == 1 and not elsewhere
         self._order = _in_common_order(self._comms)
         kinds = {name: self._comms.index(tuple(split_over.get(name, ()))) for name in names}
@@ -74,6 +78,8 @@ class GradientNorm:
         """The norm of all gradients; the same bits on every rank. Collective. In float32, or as they are."""
         if norm_type <= 0:
             raise OperationError(f"norm_type={norm_type}; give a number above 0, or inf")
+        if not self._comms:
+            return torch.zeros(())
         largest = math.isinf(norm_type)
         add = torch.maximum if largest else torch.add
         sums = [torch.zeros((), dtype=torch.float64) for _ in self._comms]
@@ -94,6 +100,8 @@ class GradientNorm:
                 open_sums[rest] = add(open_sums[rest], total) if rest in open_sums else total
         (total,) = open_sums.values()
         result = total if largest else total ** (1 / norm_type)
+        if not flats:
+            return result.to(torch.get_default_dtype())
         return result.to(
             device=flats[0].device, dtype=flats[0].abs().dtype if flats[0].is_complex() else wide(flats[0])
         )

@@ -308,8 +308,6 @@ class DistributedOptimizer(Optimizer):
         """
         self._ensure_synchronized()
         flats = self._gradients()
-        if not flats:
-            return torch.zeros(())
         total = self._norm.of(flats, norm_type) * abs(self._factor)
         if error_if_nonfinite and not total.isfinite():
             raise OperationError(
@@ -706,6 +704,7 @@ class DistributedOptimizer(Optimizer):
                     storage=storage_of(self._offload, device),
                     layouts=None if sharding is None else sharding.layouts,
                 )
+        averaged = set(self._synchronizer.names)
         self._norm = GradientNorm(
             self._synchronizer.names,
             self._synchronizer.buckets,
@@ -713,6 +712,7 @@ class DistributedOptimizer(Optimizer):
             sharded=self.zero_stage > 0,
             split_over=self._split_over,
             elsewhere=[name for name, counts in self._tied.items() if not counts],
+            others=[name for name, _ in self._named if name not in averaged],
         )
 
     def _own_comm(self) -> Communicator:

@@ -194,7 +194,8 @@ class Mailbox:
             raise MismatchError(
                 f"stage {stage} returned {form} for microbatch {microbatch}, but {promised} in an earlier "
                 "pass with inputs of the same shapes, so the next stage expects that; let shapes of outputs "
-                "follow from those of the pipeline's inputs, the stages' modes and what is frozen"
+                "follow from those of the pipeline's inputs, the stages' modes and types, autocast, and what "
+                "is frozen"
             )
 
     def send_activation(self, stage: int, microbatch: int, form: Form, tensors: Tensors) -> None:

@@ -40,9 +40,11 @@ def microbatches_of(batch: Any, count: int, what: str) -> list[Any]:
         return list(zip(*(_divided(each, count, what) for each in batch), strict=True))
     if isinstance(batch, Tensor):
         return list(_divided(batch, count, what))
+    found = "nothing" if batch is None else type(batch).__qualname__
+    if isinstance(batch, tuple):
+        found = f"({', '.join(type(each).__qualname__ for each in batch)})"
     raise OperationError(
-        f"{what}: expected a tensor or a tuple of tensors [B, …], or a list of microbatches, "
-        f"found {'nothing' if batch is None else type(batch).__qualname__}"
+        f"{what}: expected a tensor or a tuple of tensors [B, …], or a list of microbatches, found {found}"
     )
 
 

@@ -56,11 +56,12 @@ class Pipeline:
     errors     MismatchError on every rank where schedules differ, ScheduleError where the schedule is wrong,
                PeerFailedError where a rank has other stages than the schedule gives it
 
-    Shapes. What goes from stage to stage may have any shapes that follow from those of the pipeline's inputs,
-    the stages' modes and what is frozen; they may differ from microbatch to microbatch and from step to step.
-    Where a pass with the same ones has been before, each rank knows what it will receive and posts receives
-    early. Else every activation is announced by a small message, and the forms are remembered. A stage that
-    then returns something else has failed, and the next such pass is announced again.
+    Shapes. What goes from stage to stage may have any shapes and types that follow from those of the
+    pipeline's inputs, the stages' modes and types, torch.autocast, and what is frozen; they may differ from
+    microbatch to microbatch and from step to step. Where a pass with the same ones has been before, each rank
+    knows what it will receive and posts receives early. Else every activation is announced by a small
+    message, and the forms are remembered. A stage that then returns something else has failed, and the next
+    such pass is announced again.
 
     Failures. What one rank's stage raises becomes a PeerFailedError on every rank at the end of the pass, and
     the next pass can be had: gradients are then to be zeroed first. Where a rank is lost or stuck, others get
@@ -88,7 +89,8 @@ class Pipeline:
             if tuple(sorted(stages)) != schedule.stages_of(comm.rank):
                 raise ScheduleError(
                     f"rank {comm.rank} was given stages {_numbers(sorted(stages))}, but the schedule's row "
-                    f"for it has stages {_numbers(schedule.stages_of(comm.rank))}"
+                    f"for it has stages {_numbers(schedule.stages_of(comm.rank))}: give {{number: module}} "
+                    "for each of these"
                 )
         self.schedule = schedule
         self.comm = comm
@@ -226,8 +228,12 @@ class Pipeline:
     def _description(self, inputs: Sequence[Any]) -> str:
         """Of all on this rank that shapes, and what requires a gradient, follow from."""
         modes = [
-            (module.training, [parameter.requires_grad for parameter in module.parameters()])
-            for module in (stage.module for stage in self.stages.values())
+            (
+                stage.module.training,
+                stage.autocast,
+                [(parameter.requires_grad, parameter.dtype) for parameter in stage.module.parameters()],
+            )
+            for stage in self.stages.values()
         ]
         return f"{signature(inputs)} {modes}"
 
@@ -275,4 +281,4 @@ def _lengths(batch: Any) -> tuple[int, ...]:
 
 
 def _numbers(stages: Sequence[int]) -> str:
-    return ", ".join(map(str, stages)) or "none"
+    return ", ".join(map(repr, stages)) or "none"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from hpcpar.autograd.weight_gradients import DeferredGradients
-from hpcpar.errors import OperationError
+from hpcpar.errors import OperationError, ShardedParameterError
 from hpcpar.pipeline_parallel.forms import Form, Tensors, as_tensors
 
 LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
@@ -62,6 +62,12 @@ class Stage:
             return tensor.device
         return torch.device("cpu")
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """To which type torch.autocast turns what it computes now; None: it does not."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
     def forward(
         self,
         microbatch: int,
@@ -76,26 +82,32 @@ class Stage:
         form    says which inputs want a gradient; None: they are as the caller has them
         split   the weights' gradients will be asked for apart
         loss    of the module's output, on the last stage
-        errors  OperationError where the loss is not one number or the inputs are changed in place,
-                BufferTypeError as `as_tensors`
+        errors  OperationError where the loss is not one number, where it requires no gradient though grad is
+                enabled, or where the inputs are changed in place; BufferTypeError as `as_tensors`
         """
         leaves = tuple(inputs) if form is None else _leaves(inputs, form)
         deferred = DeferredGradients() if split and torch.is_grad_enabled() else None
         with nullcontext() if deferred is None else deferred.recording():
             output = self._called_with(leaves, form)
+            if loss is not None:
+                output = loss(output)
         if loss is not None:
-            output = loss(output)
             if not isinstance(output, Tensor) or output.numel() != 1:
                 found = list(output.shape) if isinstance(output, Tensor) else type(output).__qualname__
                 raise OperationError(
                     f"the loss of microbatch {microbatch} must be a tensor of one number, not {found}"
+                )
+            if torch.is_grad_enabled() and not output.requires_grad:
+                raise OperationError(
+                    f"the loss of microbatch {microbatch} requires no gradient, so that nothing would be "
+                    "learnt: make it of the last stage's output, without detach() or inference_mode()"
                 )
         if torch.is_grad_enabled():
             wanting = (
                 [] if form is None else [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             )
             outputs = [each for each in as_tensors(output, f"stage {self.number}") if each is not None]
-            gradients = [] if loss is None or not output.requires_grad else [torch.ones_like(output)]
+            gradients = [] if loss is None else [torch.ones_like(output)]
             root = _root(gradients, [each for each in outputs if each.requires_grad])
             self._kept[microbatch] = _Kept(tuple(wanting), root, gradients, deferred)
         return output
@@ -140,10 +152,20 @@ class Stage:
         return found
 
     def weights(self, microbatch: int) -> None:
-        """The weights' gradients of a microbatch whose backward has left them."""
+        """The weights' gradients of a microbatch whose backward has left them.
+
+        errors   OperationError where ranks have shards of the weights, which are whole in F and B alone
+        """
         deferred = self._kept.pop(microbatch).deferred
         assert deferred is not None, "its forward has seen the same schedule"
-        deferred.compute()
+        try:
+            deferred.compute()
+        except ShardedParameterError as error:
+            raise OperationError(
+                f"stage {self.number} is fully sharded (ZeRO stage 3), and its weights are whole no more "
+                "where the schedule comes to W: take one without W, such as 1f1b or interleaved, or "
+                "zero_stage=1"
+            ) from error
 
     def forget(self) -> None:
         """Let go of what is kept of all microbatches."""
@@ -186,7 +208,8 @@ def poking_between_layers(modules: Iterable[nn.Module], poke: Callable[[], None]
 
     def on_forward(_: nn.Module, __: Any, output: Any) -> None:
         poke()
-        if isinstance(output, Tensor) and output.requires_grad:
+        # Of a parameter itself the hook would stay.
+        if isinstance(output, Tensor) and output.grad_fn is not None:
             output.register_hook(lambda _: poke())  # type: ignore[no-untyped-call]
 
     # Layers that are computed together poke less often, but stay together.

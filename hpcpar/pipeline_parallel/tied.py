@@ -65,8 +65,9 @@ class TiedWeights:
     def sum_gradients(self) -> None:
         """Leave in every copy's .grad the sum of all of them, in place. Collective over the holders.
 
-        After the last action of a step, and before the optimizer averages over replicas or uses them. A copy
-        without a gradient counts as zeros; where no copy has one, none gets one.
+        After the last action of a step, and before the optimizer averages over replicas or uses them: a
+        DistributedOptimizer waits with those that are named by its `tied`, else it finds them written to. A
+        copy without a gradient counts as zeros; where no copy has one, none gets one.
 
         cost   2(n - 1)/n·S sent by each of n holders for S bytes: S for two; and a byte, counted as
                agreement, for whether there are gradients
@@ -82,6 +83,8 @@ class TiedWeights:
             comm.allreduce(flat)
             if flat is not own.grad:
                 own.grad.copy_(flat)
+            # Transfers are not seen by torch, but an optimizer that was averaging it is to know.
+            torch.autograd.graph.increment_version(own.grad)
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts a parameter, in norms and in sums over the pipeline.

@@ -8,6 +8,7 @@ For each rank its actions in their order, with the seconds at which each started
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def from_json(text: str, *, source: str = "text") -> Timetable:
     """The timetable that `to_json` wrote.
 
     source   what errors call the text
-    errors   ScheduleError that names the rank and the entry that are not understood
+    errors   ScheduleError that names the rank and the entry that are not understood, or not in order
     """
     try:
         found = json.loads(text)
@@ -35,12 +36,7 @@ def from_json(text: str, *, source: str = "text") -> Timetable:
     rows = found.get("ranks") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ScheduleError(f'{source}: expected {{"ranks": [[["0F0", 0.0, 0.1], ...], ...]}}')
-    return Timetable(
-        tuple(
-            tuple(_timed(entry, f"{source}: rank {rank}, entry {place}") for place, entry in enumerate(row))
-            for rank, row in enumerate(rows)
-        )
-    )
+    return Timetable(tuple(_row(row, f"{source}: rank {rank}") for rank, row in enumerate(rows)))
 
 
 def write(timetable: Timetable, path: Path) -> None:
@@ -54,6 +50,17 @@ def read(path: Path) -> Timetable:
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path} is no text: byte {error.start} is not UTF-8") from error
     return from_json(text, source=str(path))
+
+
+def _row(entries: list[Any], whose: str) -> tuple[Timed, ...]:
+    row = tuple(_timed(entry, f"{whose}, entry {place}") for place, entry in enumerate(entries))
+    for place, (before, timed) in enumerate(pairwise(row), start=1):
+        if timed.start_s < before.start_s:
+            raise ScheduleError(
+                f"{whose}, entry {place}: {timed.action} starts at {timed.start_s} s, but {before.action} "
+                f"before it at {before.start_s} s; list a rank's actions in the order of their times"
+            )
+    return row
 
 
 def _timed(entry: Any, place: str) -> Timed:

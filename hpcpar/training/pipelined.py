@@ -62,6 +62,11 @@ def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[flo
     except ScheduleError as error:
         raise ConfigError(f"the schedule in {section.schedule} cannot work: {error}") from error
     stages = [len(schedule.stages_of(rank)) for rank in range(ranks)]
+    if 0 in stages:
+        raise ConfigError(
+            f"the schedule in {section.schedule} has no stage on rank {stages.index(0)}, which would have "
+            "nothing to train; give it one, or leave its line out and lower mesh.pp"
+        )
     if section.stages_per_rank is not None and set(stages) != {section.stages_per_rank}:
         raise ConfigError(
             f"pipeline.stages_per_rank = {section.stages_per_rank}, but the schedule in {section.schedule} "

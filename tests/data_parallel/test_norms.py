@@ -235,6 +235,24 @@ def test_a_split_parameter_must_be_one_of_the_optimizers() -> None:
         GradientNorm(["p"], [], alone, sharded=False, split_over={"q": [alone]})
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_who_has_all_parameters_frozen_takes_part_in_the_norm_of_the_others(stage: int) -> None:
+    def body(comm: Communicator) -> tuple[float, bool]:
+        model = Piece(2).requires_grad_(comm.rank == 1)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model.named_parameters(),
+            Communicator.alone(),
+            zero_stage=stage,
+            split_over={"value": [comm]},
+        )
+        if comm.rank == 1:
+            model(torch.tensor([3.0, 4.0])).backward()
+        return optimizer.clip_grad_norm_(1.0).item(), optimizer.gradients_are_finite()
+
+    assert run_loopback(2, body, timeout_s=10) == [(pytest.approx(5.0), True)] * 2
+
+
 @pytest.mark.parametrize("kind", [0, -1.0, -math.inf])
 def test_a_norm_of_no_positive_power_is_refused(kind: float) -> None:
     with pytest.raises(OperationError, match="norm_type="):

@@ -17,6 +17,7 @@ from hpcpar.pipeline_parallel.evaluation import forward_only
 from hpcpar.pipeline_parallel.forms import Form, TensorForm, form_of
 from hpcpar.pipeline_parallel.mailbox import ANNOUNCEMENT_NBYTES, Mailbox, _tag
 from hpcpar.pipeline_schedules.action import Action
+from hpcpar.pipeline_schedules.order import in_order
 from hpcpar.pipeline_schedules.schedule import Schedule
 from hpcpar.transport.interface import COLLECTIVE_TAGS
 
@@ -240,6 +241,11 @@ def test_forward_only_rows_have_every_forward_once_and_need_earlier_slots_only(p
         for row in evaluation.rows:
             slots = [action.stage + per_rank * action.microbatch for action in row]
             assert slots == sorted(slots)
+
+
+def test_forward_only_rows_of_ranks_with_other_numbers_of_stages_do_not_wait_for_each_other():
+    evaluation = forward_only(by_rows("0F0 2F0 3F0 4F0 6F0", "1F0 5F0"), 3)
+    assert len(in_order(evaluation)) == 7 * 3
 
 
 def test_a_rank_that_evaluates_is_at_most_two_messages_ahead():

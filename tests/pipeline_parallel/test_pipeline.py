@@ -298,6 +298,25 @@ def test_shapes_are_announced_once_and_may_differ_between_microbatches_and_steps
     assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_inputs_of_the_same_shapes_may_go_on_as_other_types():
+    class Cast(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(self.weight.dtype))
+
+    def on_rank(comm: Communicator) -> list[torch.dtype]:
+        stage = Cast(WIDTH, WIDTH)
+        pipeline = Pipeline({comm.rank: stage}, ONE_F_ONE_B, comm)
+        x = batch(0, 3)[0]
+        outputs = [pipeline.evaluate(x)]
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(pipeline.evaluate(x))
+        stage.double()
+        outputs.append(pipeline.evaluate(x))
+        return [each[0].dtype for each in outputs if each is not None]
+
+    assert run(2, on_rank)[1] == [torch.float32, torch.bfloat16, torch.float64]
+
+
 @pytest.mark.parametrize("schedule", [ONE_F_ONE_B, LOOP, V], ids=["1f1b", "loop", "v"])
 def test_evaluation_takes_any_number_of_microbatches_and_keeps_no_graph(schedule):
     def on_rank(comm: Communicator) -> list[Any]:
@@ -600,20 +619,23 @@ def test_a_schedule_with_an_action_missing_is_refused_on_all_ranks():
 
 
 def test_stages_and_ranks_that_do_not_fit_the_schedule_are_refused_on_all_ranks():
-    def on_rank(comm: Communicator) -> tuple[str, str]:
+    def on_rank(comm: Communicator) -> tuple[str, str, str]:
         return (
             caught(lambda: Pipeline({0: Layer()}, ONE_F_ONE_B, comm), PeerFailedError),
+            caught(lambda: Pipeline({str(comm.rank): Layer()}, ONE_F_ONE_B, comm), PeerFailedError),
             caught(lambda: Pipeline({}, by_rows("0F0 0B0"), comm), ScheduleError),
         )
 
-    for stages, ranks in run(2, on_rank):
+    for stages, keys, ranks in run(2, on_rank):
         assert "rank 1 was given stages 0, but the schedule's row for it has stages 1" in stages
+        assert "rank 1 was given stages '1', but the schedule's row for it has stages 1" in keys
         assert "has 1 ranks, but communicator 'world' 2" in ranks
 
 
 BAD_BATCHES = {
     "does not divide": (lambda: (batch(0, 3)[0][:5], batch(0, 3)[1]), "a batch of 5 does not divide into 3"),
     "nothing": (lambda: (None, batch(0, 3)[1]), "inputs: expected a tensor or a tuple of tensors"),
+    "tuple": (lambda: ((batch(0, 3)[0], None), batch(0, 3)[1]), "found (Tensor, NoneType)"),
     "targets": (lambda: (batch(0, 3)[0], "abc"), "targets: expected a tensor or a tuple"),
     "list": (lambda: ([batch(0, 3)[0]], batch(0, 3)[1]), "inputs: a list of 1 microbatches was given"),
     "uneven tuple": (

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcpar.autograd import recompute
+from hpcpar.comm import Communicator
+from hpcpar.data_parallel import fully_shard
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.pipeline_parallel.forms import Form, TensorForm, as_tensors, form_of
 from hpcpar.pipeline_parallel.stage import Stage, poking_between_layers
@@ -88,6 +90,17 @@ def test_a_split_backward_of_what_is_recomputed_is_autograds_or_an_error_that_sa
     torch.testing.assert_close(gradients_of(own.module), of_weights)
 
 
+def test_a_split_backward_of_a_fully_sharded_stage_says_which_schedules_can_be_had():
+    """By itself the model would say to use weights inside its forward, which W cannot."""
+    own = Stage(1, fully_shard(nn.Linear(3, 2).double(), Communicator.alone()))
+    own.forward(0, (drawn(2, 3),), WITH_GRADIENT, split=True)
+    own.backward(0, (drawn(2, 2),))
+    with pytest.raises(
+        OperationError, match=r"stage 1 is fully sharded .*: take one without W, such as 1f1b"
+    ):
+        own.weights(0)
+
+
 def test_between_b_and_w_only_what_the_weights_need_is_kept():
     own = Stage(1, nn.Sequential(nn.Tanh(), nn.Linear(3, 2)).double())
     x = drawn(2, 3)
@@ -121,6 +134,24 @@ def test_a_loss_starts_its_own_backward():
     assert loss.item() == pytest.approx(output.sum().item())
     torch.testing.assert_close(of_x, expected)
     torch.testing.assert_close(gradients_of(own.module), of_weights)
+
+
+def test_weights_that_the_loss_uses_too_get_one_gradient_and_with_w_where_split():
+    own, came = stage(), []
+    for weight in own.module.parameters():
+        weight.register_post_accumulate_grad_hook(lambda each: came.append(each.grad.clone()))
+
+    def loss(output: Tensor) -> Tensor:
+        return output.sum() + sum(weight.pow(2).sum() for weight in own.module.parameters())
+
+    own.forward(0, (drawn(2, 3),), WITH_GRADIENT, split=True, loss=loss)
+    own.backward(0, ())
+    assert not came
+    own.weights(0)
+    assert len(came) == 6
+    of_weights = truth(drawn(2, 3), torch.ones(2, 2, dtype=torch.float64))[2]
+    expected = [of + 2 * weight for of, weight in zip(of_weights, own.module.parameters(), strict=True)]
+    torch.testing.assert_close(gradients_of(own.module), expected)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -195,6 +226,14 @@ def test_a_loss_of_anything_but_one_number_is_refused(loss):
         stage().forward(5, (drawn(2, 3),), WITH_GRADIENT, loss=loss)
 
 
+def test_a_loss_from_which_nothing_would_be_learnt_is_refused():
+    own = stage()
+    with pytest.raises(OperationError, match="microbatch 5 requires no gradient"):
+        own.forward(5, (drawn(2, 3),), WITH_GRADIENT, loss=lambda output: output.detach().sum())
+    with torch.no_grad():  # as in an evaluation
+        own.forward(5, (drawn(2, 3),), WITH_GRADIENT, loss=lambda output: output.sum())
+
+
 def test_what_cannot_go_to_the_next_stage_is_refused_by_its_place():
     with pytest.raises(BufferTypeError, match="stage 1 returned a dict at place 0 of 1"):
         as_tensors({}, "stage 1")
@@ -213,3 +252,17 @@ def test_layers_with_parameters_poke_in_forward_and_backward_as_long_as_they_are
         assert len(pokes) == 6
     module(drawn(2, 3)).sum().backward()
     assert len(pokes) == 6
+
+
+def test_a_layer_that_returns_its_parameter_keeps_no_hook_on_it():
+    class Constant(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight
+
+    module, pokes = Constant(3, 2), []
+    with poking_between_layers([module], lambda: pokes.append(1)):
+        module(drawn(2, 3)).sum().backward()
+    assert pokes
+    pokes.clear()
+    module(drawn(2, 3)).sum().backward()
+    assert not pokes

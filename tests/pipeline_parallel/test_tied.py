@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.errors import MismatchError
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.errors import MismatchError, OperationError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, parallel_layers
 from hpcpar.models.stages import layer_costs
@@ -161,6 +162,38 @@ def test_two_holders_send_their_gradient_once_each(dtype: torch.dtype) -> None:
     assert sum(sent for sent, _, _ in found) == 2 * 3 * dtype.itemsize
     assert sum(agreed for _, agreed, _ in found) == 2
     assert all(over == 0 for _, _, over in found)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sums_of_what_is_being_averaged_are_refused_unless_the_optimizer_is_told(stage: int) -> None:
+    """Two replicas of two stages: where averages had left already, sums would be of nobody knows what."""
+
+    def on_rank(comm: Communicator) -> tuple[str, list[float]]:
+        mesh = Mesh(comm, pp=2, dp=2)
+        (own,) = holding(None)
+        tied = TiedWeights(mesh.pp, {"shared": own})
+
+        def stepped(**told: dict[str, bool]) -> None:
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([own], lr=1.0), [("shared", own)], mesh.dp, zero_stage=stage, **told
+            )
+            try:
+                (own * 2.0**comm.rank).sum().backward()
+                tied.sum_gradients()
+                optimizer.step()
+            finally:
+                optimizer.zero_grad()
+                optimizer.close()
+
+        with pytest.raises(OperationError) as caught:
+            stepped()
+        stepped(tied={"shared": tied.counts_here(own)})
+        return str(caught.value), own.tolist()
+
+    for told, values in run(4, on_rank):
+        assert "gradients were written to while their averages were under way (shared)" in told
+        assert "name tied weights by tied=" in told
+        assert values == [-7.5] * 3
 
 
 def test_a_parameter_that_one_rank_has_alone_goes_nowhere() -> None:

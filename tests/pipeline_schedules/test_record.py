@@ -43,6 +43,10 @@ def test_what_was_written_is_read_to_the_last_bit(tmp_path: Path) -> None:
         ('{"ranks": [[["0F0", "0", 1]]]}', "found ['0F0', '0', 1]"),
         ('{"ranks": [[["0F0", 2, 1]]]}', "rank 0, entry 0: 0F0 ends at 1 s, before it starts at 2 s"),
         ('{"ranks": [[["0F0", NaN, 1]]]}', "rank 0, entry 0: "),
+        (
+            '{"ranks": [[], [["1F0", 5, 6], ["1B0", 1, 2]]]}',
+            "here: rank 1, entry 1: 1B0 starts at 1.0 s, but 1F0 before it at 5.0 s",
+        ),
     ],
 )
 def test_what_is_no_timetable_is_named_by_its_place(text: str, words: str) -> None:

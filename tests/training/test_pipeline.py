@@ -17,6 +17,7 @@ from hpcpar.models import LlamaStages
 from hpcpar.pipeline_schedules import record
 from hpcpar.training import Config, Outcome, Run
 from hpcpar.training.metrics import records_of
+from hpcpar.training.pipelined import make_schedule
 
 MakeConfig = Callable[..., Config]
 OfOneProcess = Callable[..., tuple[Config, Outcome]]
@@ -317,6 +318,16 @@ def test_a_schedule_of_a_file_is_followed_or_refused(
     alone, _ = of_one_process(*MODEL)
     trained(followed, 2)
     assert course(followed) == pytest.approx(course(alone), abs=1e-10)
+
+
+def test_a_schedule_of_a_file_with_a_rank_that_has_no_stage_is_refused(
+    config_of: MakeConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("0F0 1F0 1B0 0B0\n-\n")
+    config = config_of("mesh.pp=2", f"pipeline.schedule={path}")
+    with pytest.raises(ConfigError, match=r"own\.txt has no stage on rank 1, which would have nothing to"):
+        make_schedule(config, 2, 1, [])
 
 
 @pytest.mark.parametrize(
