@@ -122,7 +122,8 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     local, cross = (context.local_rank, context.local_size), (context.cross_rank, context.cross_size)
     announce_rank(context.rank, context.size, local, cross)
     if knobs.timeline and knobs.timeline != DYNAMIC:
-        context.start_timeline(knobs.timeline, knobs.timeline_mark_cycles)
+        with context.base.together("opening the timeline"):
+            context.start_timeline(knobs.timeline, knobs.timeline_mark_cycles)
     if knobs.ignored and context.rank == 0:
         log.warning("of no meaning here, and ignored: %s", ", ".join(knobs.ignored))
     if process_sets is not None and process_sets != "dynamic":

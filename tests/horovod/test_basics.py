@@ -377,6 +377,10 @@ import hpcpar.horovod.torch as hvd
 
 tell(wrong=error_of(lambda: hvd.init()))
 os.environ["HOROVOD_CYCLE_TIME"] = "0.5"
+os.environ["HOROVOD_TIMELINE"] = "/nowhere/timeline.json"
+tell(unwritable=error_of(lambda: hvd.init()))
+del os.environ["HOROVOD_TIMELINE"]
+hvd.shutdown()
 hvd.init()
 hvd.barrier()
 began = time.perf_counter()
@@ -398,6 +402,7 @@ def test_settings_are_checked_and_who_waits_for_a_rank_that_has_shut_down_is_tol
     for of_rank in told:
         assert "HOROVOD_CYCLE_TIME" in of_rank["wrong"][2]
         assert "soon" in of_rank["wrong"][2]
+        assert "the timeline cannot be written to /nowhere/timeline.json" in of_rank["unwritable"][2]
         for ignored in ("HOROVOD_AUTOTUNE", "HOROVOD_NUM_NCCL_STREAMS"):
             assert of_rank["printed"].count(ignored) == 1, "reported once"
     kind, _, text = told[1]["error"]
