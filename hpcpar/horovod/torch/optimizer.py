@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -70,6 +71,11 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor works with op=Average only")
+    if not 0 < gradient_predivide_factor < math.inf:
+        raise ValueError(
+            f"gradient_predivide_factor={gradient_predivide_factor}: gradients are divided by it; give a "
+            f"finite number above 0"
+        )
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"op {op!r} is not one of Average, Sum and Adasum, by which gradients are combined")
     if num_groups:
@@ -245,7 +251,7 @@ class _AveragingOptimizer(_Distributed):
         """One step on reduced gradients; collective.
 
         closure   computes the loss with its backward; the average of all ranks' losses is what the wrapped
-                  optimizer sees, so that all take the same path
+                  optimizer sees, so that all take the same path. One that returns None does so on all
         """
         self._connect()
         if self._gradients is None:
@@ -279,7 +285,8 @@ class _AveragingOptimizer(_Distributed):
                 )
             self._gradients.zero(set_to_none=set_to_none)
         self._synchronized = False
-        super().zero_grad(set_to_none=set_to_none)
+        # That of an optimizer of one's own may know no arguments.
+        super().zero_grad(**({} if set_to_none else {"set_to_none": False}))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped optimizer; backwards are counted from zero again."""
@@ -306,6 +313,8 @@ class _AveragingOptimizer(_Distributed):
         self.synchronize()
         if self._gradients is not None:
             self._gradients.next_step()
+        if loss is None:
+            return None
         mean = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
         mean = mpi_ops.allreduce_(mean, op=Average, process_set=self._process_set)
         return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
