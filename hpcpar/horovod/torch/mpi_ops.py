@@ -290,10 +290,14 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """All-reduces that are done together, into new tensors; see `allreduce`."""
+    tensors = list(tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
     packed = [tensor for tensor, _ in pairs]
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
-    if len({tensor.dtype for tensor in tensors}) == 1:
+    kinds = {
+        (narrow.dtype, given.dtype is torch.float16) for narrow, given in zip(packed, tensors, strict=True)
+    }
+    if len(kinds) == 1:
         arguments = _held(packed[0], tensors[0], arguments)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
         reduced = _GroupedAllreduce.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
@@ -329,17 +333,25 @@ def sparse_allreduce_async(
 
     Two all-gathers, of the indices and of the values; what several ranks hold is added up when the
     result is coalesced.
-    errors   ValueError for other operations
+    errors   ValueError for other operations; HorovodInternalError, by the function that waits, on every rank
+             where shapes differ
     """
     if op not in (Average, Sum):
         raise ValueError(f"a sparse all-reduce sums or averages; op {op} was asked for")
     tensor = tensor.coalesce() if not tensor.is_coalesced() else tensor
-    chosen = name if name is not None else _engine_of(process_set).unnamed("sparse_allreduce")[0]
-    indices = allgather_async(tensor.indices().t().contiguous(), f"{chosen}.indices", process_set)
-    values = allgather_async(tensor.values(), f"{chosen}.values", process_set)
+    engine = _engine_of(process_set)
+    _require_type("a sparse all-reduce", tensor.values(), _MOVABLE)
+    chosen = name if name is not None else engine.unnamed("sparse_allreduce")[0]
+    content = f"a sparse tensor of shape {list(tensor.shape)}"
+    parts = {"indices": tensor.indices().t().contiguous(), "values": tensor.values()}
+    tickets = [
+        _ticket(engine, "allgather", part, f"{chosen}.{which}", _NEW, content=content)
+        for which, part in parts.items()
+    ]
+    handle = _submit(engine, tickets, _all)
 
     def wait() -> Tensor:
-        positions, found = synchronize(indices), synchronize(values)
+        positions, found = synchronize(handle)
         if op == Average:
             found = found / process_set.size()
         return torch.sparse_coo_tensor(positions.t(), found, tensor.shape, check_invariants=False)
@@ -686,6 +698,7 @@ def _ticket(
     scaling: tuple[float, float] = (1.0, 1.0),
     group: tuple[str, int] | None = None,
     serial: int = 0,
+    content: str = "",
 ) -> Ticket:
     if name is None:
         full, serial = engine.unnamed(kind)
@@ -696,7 +709,7 @@ def _ticket(
     shape = tuple(tensor.shape)
     # By position: by name it takes three times as long.
     request = Request(
-        full, kind, _DTYPE_NAMES[tensor.dtype], shape, device, op, root, before, after, group, "", serial
+        full, kind, _DTYPE_NAMES[tensor.dtype], shape, device, op, root, before, after, group, content, serial
     )
     if in_place or tensor.requires_grad:
         tensor = tensor.detach()
@@ -761,6 +774,11 @@ def _require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} of a {tensor.layout} tensor was asked for; use sparse_allreduce_async")
+    if tensor.is_meta:
+        raise ValueError(
+            f"{what} of a tensor on the meta device was asked for, which has no values; give it memory "
+            f"before, as by module.to_empty(device='cpu')"
+        )
 
 
 def _factors(scaling: tuple[float, float], tensors: Sequence[Tensor]) -> tuple[float, float]:
@@ -897,11 +915,19 @@ class _GroupedAllgather(torch.autograd.Function):
 
 def _own_rows(gradient: Tensor, rows: int, process_set: ProcessSet) -> Tensor:
     """The average over the ranks of what belongs to the rows that this rank gave."""
-    reduced = allreduce(gradient, op=Average, process_set=process_set)
+    reduced = _averaged(gradient, process_set)
     everyones: list[int] = allgather(torch.tensor([rows]), process_set=process_set).tolist()
     own = process_set.rank()
     assert own is not None, "it took part in the forward"
     return reduced.narrow(0, sum(everyones[:own]), rows)
+
+
+def _averaged(gradient: Tensor, process_set: ProcessSet) -> Tensor:
+    """Its average over the ranks; of a complex one, which moves but is no all-reduce's, by its parts."""
+    if gradient.is_complex():
+        parts = torch.view_as_real(gradient.resolve_conj())
+        return torch.view_as_complex(_averaged(parts, process_set))
+    return allreduce(gradient, op=Average, process_set=process_set)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -915,8 +941,11 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        reduced = allreduce(gradient, op=Average, process_set=ctx.process_set)
-        return reduced if rank() == ctx.root_rank else torch.zeros_like(reduced), None, None, None
+        reduced = _averaged(gradient, ctx.process_set)
+        if rank() != ctx.root_rank:
+            # Zeros with a history: a backward through this one is collective, too.
+            reduced = reduced.masked_fill(torch.ones_like(reduced, dtype=torch.bool), 0)
+        return reduced, None, None, None
 
 
 class _Alltoall(torch.autograd.Function):
