@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from hpcpar import uncompiled
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.horovod import basics
 from hpcpar.horovod.basics import Context
@@ -163,6 +164,20 @@ def test_the_arguments_are_named_and_ordered_as_in_horovod(name):
             assert str(parameter.default) == default
         elif argument == "process_set":
             assert parameter.default is hvd.global_process_set
+
+
+def test_torchs_compiler_leaves_alone_what_talks_to_other_ranks():
+    import hpcpar.horovod.torch as hvd
+    from hpcpar.horovod.torch import optimizer, zero
+
+    names = SIGNATURES.keys() - {"init", "start_timeline"}
+    names |= {"broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "allgather_object"}
+    calls = [getattr(hvd, name) for name in names]
+    for kind in (optimizer._AveragingOptimizer, zero.ShardedOptimizer):
+        calls += [kind.step, kind.synchronize, kind.zero_grad]
+    calls += [optimizer._AdasumOptimizer.step, hvd.SyncBatchNorm._forward_together]
+    traced = [call.__qualname__ for call in calls if call.__code__.co_filename != uncompiled.__file__]
+    assert traced == []
 
 
 def test_operations_and_errors_are_horovods():

@@ -19,11 +19,13 @@ from hpcpar.errors import PeerFailedError
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+from hpcpar.uncompiled import uncompiled
 
 T = TypeVar("T")
 Named = tuple[str, torch.Tensor]
 
 
+@uncompiled
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite tensors on every rank with those of `root_rank`; collective over all ranks.
 
@@ -39,6 +41,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     _broadcast_tensors("broadcast_parameters", named, root_rank)
 
 
+@uncompiled
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -87,6 +90,7 @@ def broadcast_optimizer_state(
     _zero_missing_gradients(optimizer)
 
 
+@uncompiled
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -107,6 +111,7 @@ def broadcast_object(
     return obj if rank() == root_rank else _unpickled(payload)
 
 
+@uncompiled
 def allgather_object(
     obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:

@@ -52,6 +52,7 @@ from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.responses import Ticket
 from hpcpar.horovod.torch.compression import Compression
+from hpcpar.uncompiled import uncompiled
 
 __all__ = [
     "Adasum",
@@ -143,6 +144,7 @@ def _all(results: list[Any]) -> Any:
     return results
 
 
+@uncompiled
 def poll(handle: int) -> bool:
     """Whether an operation is done, so that `synchronize` will not wait. Makes progress, and never blocks."""
     found = _outstanding.get(handle)
@@ -153,6 +155,7 @@ def poll(handle: int) -> bool:
     return all(done)
 
 
+@uncompiled
 def synchronize(handle: int) -> Any:
     """Wait for an operation; its result. None for a handle that is unknown or was synchronized before.
 
@@ -173,6 +176,7 @@ def synchronize(handle: int) -> Any:
     return shape(results if given is None else given)
 
 
+@uncompiled
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -196,6 +200,7 @@ def allreduce_async(
     return _allreduce([tensor], average, name, op, scaling, process_set, _NEW, _one)
 
 
+@uncompiled
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -210,6 +215,7 @@ def allreduce_async_(
     return _allreduce([tensor], average, name, op, scaling, process_set, _IN_PLACE, _one)
 
 
+@uncompiled
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -224,6 +230,7 @@ def grouped_allreduce_async(
     return _allreduce(tensors, average, name, op, scaling, process_set, _NEW, _all)
 
 
+@uncompiled
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -238,6 +245,7 @@ def grouped_allreduce_async_(
     return _allreduce(tensors, average, name, op, scaling, process_set, _IN_PLACE, _all)
 
 
+@uncompiled
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -264,6 +272,7 @@ def allreduce(
     return result
 
 
+@uncompiled
 def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
@@ -279,6 +288,7 @@ def allreduce_(
     return result
 
 
+@uncompiled
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -308,6 +318,7 @@ def grouped_allreduce(
     ]
 
 
+@uncompiled
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -323,6 +334,7 @@ def grouped_allreduce_(
     return result
 
 
+@uncompiled
 def sparse_allreduce_async(
     tensor: Tensor,
     name: str | None = None,
@@ -359,6 +371,7 @@ def sparse_allreduce_async(
     return wait
 
 
+@uncompiled
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -366,6 +379,7 @@ def allgather_async(
     return _gathering("allgather", [tensor], name, process_set, _one)
 
 
+@uncompiled
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -373,6 +387,7 @@ def grouped_allgather_async(
     return _gathering("allgather", tensors, name, process_set, _all)
 
 
+@uncompiled
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -388,6 +403,7 @@ def allgather(
     return found
 
 
+@uncompiled
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
@@ -398,6 +414,7 @@ def grouped_allgather(
     return found
 
 
+@uncompiled
 def broadcast_async(
     tensor: Tensor,
     root_rank: int,
@@ -408,6 +425,7 @@ def broadcast_async(
     return _broadcast(tensor, root_rank, name, process_set, _NEW)
 
 
+@uncompiled
 def broadcast_async_(
     tensor: Tensor,
     root_rank: int,
@@ -418,6 +436,7 @@ def broadcast_async_(
     return _broadcast(tensor, root_rank, name, process_set, _IN_PLACE)
 
 
+@uncompiled
 def broadcast(
     tensor: Tensor,
     root_rank: int,
@@ -436,6 +455,7 @@ def broadcast(
     return found
 
 
+@uncompiled
 def broadcast_(
     tensor: Tensor,
     root_rank: int,
@@ -447,6 +467,7 @@ def broadcast_(
     return result
 
 
+@uncompiled
 def alltoall_async(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
@@ -466,6 +487,7 @@ def alltoall_async(
     return _submit(engine, [ticket], _one)
 
 
+@uncompiled
 def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
@@ -484,6 +506,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
+@uncompiled
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
@@ -502,6 +525,7 @@ def reducescatter_async(
     return _reducescatter([tensor], name, op, process_set, scaling, _one)
 
 
+@uncompiled
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -515,6 +539,7 @@ def grouped_reducescatter_async(
     return _reducescatter(tensors, name, op, process_set, scaling, _all)
 
 
+@uncompiled
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -535,6 +560,7 @@ def reducescatter(
     return result
 
 
+@uncompiled
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -557,6 +583,7 @@ def grouped_reducescatter(
     ]
 
 
+@uncompiled
 def join(device: int = -1) -> int:
     """This rank has no more data: zeros take its place in the others' sums until all ranks have joined.
 
@@ -566,6 +593,7 @@ def join(device: int = -1) -> int:
     return _engine_of(global_process_set).join()
 
 
+@uncompiled
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have come here."""
     engine = _engine_of(process_set)

@@ -24,6 +24,7 @@ from hpcpar.horovod.torch.gradients import Gradients, Ways
 from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
 from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
 from hpcpar.horovod.torch.zero import ShardedOptimizer, options_for
+from hpcpar.uncompiled import uncompiled
 
 Groups = int | Sequence[Sequence[Tensor]] | None
 
@@ -222,6 +223,7 @@ class _AveragingOptimizer(_Distributed):
         if self._gradients is not None:
             self._gradients.set_passes(passes)
 
+    @uncompiled
     def synchronize(self) -> None:
         """Reduce every gradient over all ranks, to look at gradients or clip them before `step`.
 
@@ -247,6 +249,7 @@ class _AveragingOptimizer(_Distributed):
         finally:
             self._should_synchronize = True
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on reduced gradients; collective.
 
@@ -274,6 +277,7 @@ class _AveragingOptimizer(_Distributed):
         self._gradients.next_step()
         return outcome
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
         self._connect()
@@ -350,6 +354,7 @@ class _AdasumOptimizer(_Distributed):
             return nullcontext()
         raise AssertionError("skip_synchronize does not work with op=Adasum: step() combines what it changed")
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's step, then Adasum of the changes of all ranks; collective."""
         if self._is_alone:
