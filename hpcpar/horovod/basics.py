@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,17 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     if not _is_exit_registered:
         _is_exit_registered = True
         atexit.register(shutdown)
+        os.register_at_fork(after_in_child=_leave_ranks_to_parent)
+
+
+def _leave_ranks_to_parent() -> None:
+    """A forked process may ask whose rank it has, as loaders' workers do, but not take its part."""
+    atexit.unregister(shutdown)
+    if _context is not None:
+        _context.crew.abandon(
+            "this process was forked from a rank and is none itself: collectives are for the ranks; return "
+            "what is to be communicated to the process that it was forked from"
+        )
 
 
 def shutdown() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -164,6 +165,24 @@ def test_the_arguments_are_named_and_ordered_as_in_horovod(name):
             assert str(parameter.default) == default
         elif argument == "process_set":
             assert parameter.default is hvd.global_process_set
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_may_ask_for_the_rank_and_takes_part_in_nothing(hvd, error_of):
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+
+    def work() -> None:
+        errors = [error_of(lambda: hvd.allreduce(torch.ones(1))), error_of(hvd.join)]
+        told.put((hvd.rank(), [str(error) for error in errors]))
+
+    child = context.Process(target=work)
+    child.start()
+    rank, messages = told.get()
+    child.join()
+    assert rank == hvd.rank()
+    assert all("forked from a rank and is none itself" in message for message in messages)
+    assert hvd.allreduce(torch.ones(1)).item() == 1
 
 
 def test_torchs_compiler_leaves_alone_what_talks_to_other_ranks():
