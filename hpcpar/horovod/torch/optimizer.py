@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.errors import GradientOrderError
 from hpcpar.horovod import basics
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
@@ -225,7 +226,7 @@ class _AveragingOptimizer(_Distributed):
 
     @uncompiled
     def synchronize(self) -> None:
-        """Reduce every gradient over all ranks, to look at gradients or clip them before `step`.
+        """Reduce every gradient over all ranks, to look at gradients, unscale or clip them before `step`.
 
         Then step inside `skip_synchronize`.
         """
@@ -263,6 +264,13 @@ class _AveragingOptimizer(_Distributed):
             outcome = self._step_locally(lambda: self._averaged(closure))
         else:
             if self._should_synchronize:
+                if hasattr(self, "found_inf") and not self._synchronized:
+                    raise GradientOrderError(
+                        "scaler.step(optimizer) before optimizer.synchronize(): the scaler has looked for "
+                        "overflows in this rank's own gradients alone, and other ranks may have others. Call "
+                        "optimizer.synchronize() first, then scaler.step(optimizer) inside "
+                        "`with optimizer.skip_synchronize():`"
+                    )
                 if self._synchronized:
                     warnings.warn(
                         "optimizer.step() called without optimizer.skip_synchronize() context after "

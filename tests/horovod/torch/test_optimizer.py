@@ -800,6 +800,19 @@ def test_gradients_can_be_clipped_after_synchronize(passes: int) -> None:
 
 
 @pytest.mark.mpi
+def test_a_fused_step_by_a_scaler_that_has_seen_one_ranks_gradients_is_an_error_everywhere(
+    needs_two: None,
+) -> None:
+    model, optimizer = wrapped(lambda parameters: SGD(parameters, lr=0.1, fused=True))
+    scaler = torch.amp.GradScaler("cpu")
+    x, _ = batch(0)
+    scaler.scale(model(part(x)).sum() * (float("inf") if hvd.rank() else 1.0)).backward()
+    told = errors_everywhere(lambda: scaler.step(optimizer))
+    optimizer.synchronize()
+    assert ["before optimizer.synchronize()" in text for _, text in told] == [True] * hvd.size()
+
+
+@pytest.mark.mpi
 def test_a_gradient_scaler_unscales_after_synchronize() -> None:
     def scaled(
         model: nn.Module, optimizer: Any, share: Callable[[Tensor], Tensor], *, distributed: bool
