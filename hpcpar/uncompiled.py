@@ -45,5 +45,5 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _as_written(function: Callable[..., T], args: Any, kwargs: Any) -> T:
-    result: T = torch.compiler.disable(function)(*args, **kwargs)
+    result: T = torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
     return result

@@ -17,7 +17,7 @@ def test_compiled_code_runs_it_as_it_is_written_as_often_as_it_is_called() -> No
     def outer(x: torch.Tensor) -> torch.Tensor:
         return inner(x)
 
-    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
+    @torch.compile(backend="eager")
     def doubled_and_more(x: torch.Tensor) -> torch.Tensor:
         return outer(x * 2) + 1
 
