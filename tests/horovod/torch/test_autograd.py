@@ -130,10 +130,11 @@ def test_the_gradient_of_a_broadcast_is_the_average_on_the_root(hvd, half, weigh
 def test_complex_tensors_that_move_have_gradients(hvd, weight, assert_same):
     values = torch.tensor([1 + 2j, 3j])
     sent, gathered = leaf(values), leaf(values)
-    factor = [torch.view_as_complex(weight(rank, (2, 2))) for rank in range(hvd.size())]
-    hvd.broadcast(sent, 0).backward(factor[hvd.rank()])
-    hvd.allgather(gathered).backward(factor[hvd.rank()].conj().repeat(hvd.size()))
-    mean = sum(factor) / hvd.size()
+    parts = [weight(rank, (2, 2)) for rank in range(hvd.size())]
+    factor = torch.view_as_complex(parts[hvd.rank()])
+    hvd.broadcast(sent, 0).backward(factor)
+    hvd.allgather(gathered).backward(factor.conj().repeat(hvd.size()))
+    mean = torch.view_as_complex(sum(parts) / hvd.size())
     checks = [("broadcast", sent.grad, mean if hvd.rank() == 0 else torch.zeros_like(mean))]
     assert_same([*checks, ("allgather", gathered.grad, mean.conj().resolve_conj())])
 
