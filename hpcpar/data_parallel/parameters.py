@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hpcpar.autograd.pieces import OfferedRoom
 from hpcpar.data_parallel.buckets import Extent
 from hpcpar.errors import MismatchError, OperationError
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -151,6 +152,7 @@ def watch_gradients(parameters: Sequence[Tensor], tell: Callable[[int], None]) -
     reference = weakref.WeakMethod(tell)
 
     def hook_of(number: int) -> Callable[[Tensor], None]:
+        @uncompiled
         def hook(_: Any) -> None:
             alive = reference()
             if alive is not None:

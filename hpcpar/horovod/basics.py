@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,8 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     local, cross = (context.local_rank, context.local_size), (context.cross_rank, context.cross_size)
     announce_rank(context.rank, context.size, local, cross)
     if knobs.timeline and knobs.timeline != DYNAMIC:
-        context.start_timeline(knobs.timeline, knobs.timeline_mark_cycles)
+        with context.base.together("opening the timeline"):
+            context.start_timeline(knobs.timeline, knobs.timeline_mark_cycles)
     if knobs.ignored and context.rank == 0:
         log.warning("of no meaning here, and ignored: %s", ", ".join(knobs.ignored))
     if process_sets is not None and process_sets != "dynamic":
@@ -130,6 +132,17 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     if not _is_exit_registered:
         _is_exit_registered = True
         atexit.register(shutdown)
+        os.register_at_fork(after_in_child=_leave_ranks_to_parent)
+
+
+def _leave_ranks_to_parent() -> None:
+    """A forked process may ask whose rank it has, as loaders' workers do, but not take its part."""
+    atexit.unregister(shutdown)
+    if _context is not None:
+        _context.crew.abandon(
+            "this process was forked from a rank and is none itself: collectives are for the ranks; return "
+            "what is to be communicated to the process that it was forked from"
+        )
 
 
 def shutdown() -> None:

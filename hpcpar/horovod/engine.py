@@ -220,9 +220,12 @@ class Engine:
         """This rank has no more data: take part in the others' reductions until all have joined.
 
         returns   the rank that joined last
+        errors    HorovodInternalError after a failure that ended the engine, and as `wait`
         """
         ticket = Ticket(_JOIN)
         with self._crew.lock:
+            if self._failure is not None:
+                raise HorovodInternalError(self._failure)
             self._joining = ticket
             self._negotiation.join()
         self.wait(ticket)
@@ -591,6 +594,12 @@ class Crew:
                     engine.advance()
         except Exception as error:  # of whatever kind: what was under way cannot go on
             self.fail(error)
+
+    def abandon(self, reason: str) -> None:
+        """In a forked process: nothing goes on here, and who asks for something is told why."""
+        self.lock = threading.RLock()  # a thread that is not here may have held it
+        for engine in self.engines:
+            engine.fail(reason)
 
     def fail(self, error: BaseException) -> None:
         """What one of them could not do ends all of them."""

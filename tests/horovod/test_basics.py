@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
 
 import pytest
 import torch
 
+from hpcpar import uncompiled
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.horovod import basics
 from hpcpar.horovod.basics import Context
@@ -163,6 +165,38 @@ def test_the_arguments_are_named_and_ordered_as_in_horovod(name):
             assert str(parameter.default) == default
         elif argument == "process_set":
             assert parameter.default is hvd.global_process_set
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_may_ask_for_the_rank_and_takes_part_in_nothing(hvd, error_of):
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+
+    def work() -> None:
+        errors = [error_of(lambda: hvd.allreduce(torch.ones(1))), error_of(hvd.join)]
+        told.put((hvd.rank(), [str(error) for error in errors]))
+
+    child = context.Process(target=work)
+    child.start()
+    rank, messages = told.get()
+    child.join()
+    assert rank == hvd.rank()
+    assert all("forked from a rank and is none itself" in message for message in messages)
+    assert hvd.allreduce(torch.ones(1)).item() == 1
+
+
+def test_torchs_compiler_leaves_alone_what_talks_to_other_ranks():
+    import hpcpar.horovod.torch as hvd
+    from hpcpar.horovod.torch import optimizer, zero
+
+    names = SIGNATURES.keys() - {"init", "start_timeline"}
+    names |= {"broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "allgather_object"}
+    calls = [getattr(hvd, name) for name in names]
+    for kind in (optimizer._AveragingOptimizer, zero.ShardedOptimizer):
+        calls += [kind.step, kind.synchronize, kind.zero_grad]
+    calls += [optimizer._AdasumOptimizer.step, hvd.SyncBatchNorm._forward_together]
+    traced = [call.__qualname__ for call in calls if call.__code__.co_filename != uncompiled.__file__]
+    assert traced == []
 
 
 def test_operations_and_errors_are_horovods():
@@ -377,6 +411,10 @@ import hpcpar.horovod.torch as hvd
 
 tell(wrong=error_of(lambda: hvd.init()))
 os.environ["HOROVOD_CYCLE_TIME"] = "0.5"
+os.environ["HOROVOD_TIMELINE"] = "/nowhere/timeline.json"
+tell(unwritable=error_of(lambda: hvd.init()))
+del os.environ["HOROVOD_TIMELINE"]
+hvd.shutdown()
 hvd.init()
 hvd.barrier()
 if hvd.rank() == 0:
@@ -400,6 +438,7 @@ def test_settings_are_checked_and_who_waits_for_a_rank_that_has_shut_down_is_tol
     for of_rank in told:
         assert "HOROVOD_CYCLE_TIME" in of_rank["wrong"][2]
         assert "soon" in of_rank["wrong"][2]
+        assert "the timeline cannot be written to /nowhere/timeline.json" in of_rank["unwritable"][2]
         for ignored in ("HOROVOD_AUTOTUNE", "HOROVOD_NUM_NCCL_STREAMS"):
             assert of_rank["printed"].count(ignored) == 1, "reported once"
     kind, _, text = told[1]["error"]

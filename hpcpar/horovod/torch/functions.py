@@ -19,11 +19,13 @@ from hpcpar.errors import PeerFailedError
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+from hpcpar.uncompiled import uncompiled
 
 T = TypeVar("T")
 Named = tuple[str, torch.Tensor]
 
 
+@uncompiled
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite tensors on every rank with those of `root_rank`; collective over all ranks.
 
@@ -39,6 +41,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     _broadcast_tensors("broadcast_parameters", named, root_rank)
 
 
+@uncompiled
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -87,6 +90,7 @@ def broadcast_optimizer_state(
     _zero_missing_gradients(optimizer)
 
 
+@uncompiled
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -107,6 +111,7 @@ def broadcast_object(
     return obj if rank() == root_rank else _unpickled(payload)
 
 
+@uncompiled
 def allgather_object(
     obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
@@ -121,7 +126,8 @@ def allgather_object(
     pieces = torch.split(gathered, [abs(length) for length in lengths])
     for position, piece in enumerate(pieces):
         if lengths[position] < 0:
-            raise _unpicklable("allgather_object", position, piece) from failure
+            who = (process_set.ranks or [])[position]
+            raise _unpicklable("allgather_object", who, piece) from failure
     return [_unpickled(piece) for piece in pieces]
 
 
@@ -192,10 +198,21 @@ def _broadcast_tensors(prefix: str, named: Sequence[Named], root_rank: int) -> N
         torch.autograd.graph.increment_version(tensor)  # as every operation in place does
 
 
+_CARRIED_AS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.complex32: torch.int32,
+}
+
+
 def _carriable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under a dtype that collectives know: 8-bit floats are moved, not added up."""
+    """The same memory, each place once, under a dtype that collectives know: it is moved, not added up."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0:  # an expanded tensor, whose elements share memory
+            tensor = tensor.narrow(dim, 0, 1)
     is_float8 = tensor.dtype.itemsize == 1 and tensor.is_floating_point()
-    return tensor.view(torch.uint8) if is_float8 else tensor
+    return tensor.view(torch.uint8 if is_float8 else _CARRIED_AS.get(tensor.dtype, tensor.dtype))
 
 
 # The state of an optimizer, as nested dicts and lists, with parameters by position:

@@ -31,6 +31,7 @@ from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.responses import Ticket
 from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -453,6 +454,7 @@ class Gradients:
         reference = weakref.ref(self)
 
         def counting(name: str, parameter: Tensor) -> Any:
+            @uncompiled
             def hook(_: Tensor) -> None:
                 alive = reference()
                 if alive is not None:

@@ -52,6 +52,7 @@ from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.responses import Ticket
 from hpcpar.horovod.torch.compression import Compression
+from hpcpar.uncompiled import uncompiled
 
 __all__ = [
     "Adasum",
@@ -143,6 +144,7 @@ def _all(results: list[Any]) -> Any:
     return results
 
 
+@uncompiled
 def poll(handle: int) -> bool:
     """Whether an operation is done, so that `synchronize` will not wait. Makes progress, and never blocks."""
     found = _outstanding.get(handle)
@@ -153,6 +155,7 @@ def poll(handle: int) -> bool:
     return all(done)
 
 
+@uncompiled
 def synchronize(handle: int) -> Any:
     """Wait for an operation; its result. None for a handle that is unknown or was synchronized before.
 
@@ -173,6 +176,7 @@ def synchronize(handle: int) -> Any:
     return shape(results if given is None else given)
 
 
+@uncompiled
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -196,6 +200,7 @@ def allreduce_async(
     return _allreduce([tensor], average, name, op, scaling, process_set, _NEW, _one)
 
 
+@uncompiled
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -210,6 +215,7 @@ def allreduce_async_(
     return _allreduce([tensor], average, name, op, scaling, process_set, _IN_PLACE, _one)
 
 
+@uncompiled
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -224,6 +230,7 @@ def grouped_allreduce_async(
     return _allreduce(tensors, average, name, op, scaling, process_set, _NEW, _all)
 
 
+@uncompiled
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -238,6 +245,7 @@ def grouped_allreduce_async_(
     return _allreduce(tensors, average, name, op, scaling, process_set, _IN_PLACE, _all)
 
 
+@uncompiled
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -264,6 +272,7 @@ def allreduce(
     return result
 
 
+@uncompiled
 def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
@@ -279,6 +288,7 @@ def allreduce_(
     return result
 
 
+@uncompiled
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -290,10 +300,14 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """All-reduces that are done together, into new tensors; see `allreduce`."""
+    tensors = list(tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
     packed = [tensor for tensor, _ in pairs]
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
-    if len({tensor.dtype for tensor in tensors}) == 1:
+    kinds = {
+        (narrow.dtype, given.dtype is torch.float16) for narrow, given in zip(packed, tensors, strict=True)
+    }
+    if len(kinds) == 1:
         arguments = _held(packed[0], tensors[0], arguments)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
         reduced = _GroupedAllreduce.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
@@ -304,6 +318,7 @@ def grouped_allreduce(
     ]
 
 
+@uncompiled
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -319,6 +334,7 @@ def grouped_allreduce_(
     return result
 
 
+@uncompiled
 def sparse_allreduce_async(
     tensor: Tensor,
     name: str | None = None,
@@ -329,17 +345,25 @@ def sparse_allreduce_async(
 
     Two all-gathers, of the indices and of the values; what several ranks hold is added up when the
     result is coalesced.
-    errors   ValueError for other operations
+    errors   ValueError for other operations; HorovodInternalError, by the function that waits, on every rank
+             where shapes differ
     """
     if op not in (Average, Sum):
         raise ValueError(f"a sparse all-reduce sums or averages; op {op} was asked for")
     tensor = tensor.coalesce() if not tensor.is_coalesced() else tensor
-    chosen = name if name is not None else _engine_of(process_set).unnamed("sparse_allreduce")[0]
-    indices = allgather_async(tensor.indices().t().contiguous(), f"{chosen}.indices", process_set)
-    values = allgather_async(tensor.values(), f"{chosen}.values", process_set)
+    engine = _engine_of(process_set)
+    _require_type("a sparse all-reduce", tensor.values(), _MOVABLE)
+    chosen = name if name is not None else engine.unnamed("sparse_allreduce")[0]
+    content = f"a sparse tensor of shape {list(tensor.shape)}"
+    parts = {"indices": tensor.indices().t().contiguous(), "values": tensor.values()}
+    tickets = [
+        _ticket(engine, "allgather", part, f"{chosen}.{which}", _NEW, content=content)
+        for which, part in parts.items()
+    ]
+    handle = _submit(engine, tickets, _all)
 
     def wait() -> Tensor:
-        positions, found = synchronize(indices), synchronize(values)
+        positions, found = synchronize(handle)
         if op == Average:
             found = found / process_set.size()
         return torch.sparse_coo_tensor(positions.t(), found, tensor.shape, check_invariants=False)
@@ -347,6 +371,7 @@ def sparse_allreduce_async(
     return wait
 
 
+@uncompiled
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -354,6 +379,7 @@ def allgather_async(
     return _gathering("allgather", [tensor], name, process_set, _one)
 
 
+@uncompiled
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -361,6 +387,7 @@ def grouped_allgather_async(
     return _gathering("allgather", tensors, name, process_set, _all)
 
 
+@uncompiled
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -376,6 +403,7 @@ def allgather(
     return found
 
 
+@uncompiled
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
@@ -386,6 +414,7 @@ def grouped_allgather(
     return found
 
 
+@uncompiled
 def broadcast_async(
     tensor: Tensor,
     root_rank: int,
@@ -396,6 +425,7 @@ def broadcast_async(
     return _broadcast(tensor, root_rank, name, process_set, _NEW)
 
 
+@uncompiled
 def broadcast_async_(
     tensor: Tensor,
     root_rank: int,
@@ -406,6 +436,7 @@ def broadcast_async_(
     return _broadcast(tensor, root_rank, name, process_set, _IN_PLACE)
 
 
+@uncompiled
 def broadcast(
     tensor: Tensor,
     root_rank: int,
@@ -424,6 +455,7 @@ def broadcast(
     return found
 
 
+@uncompiled
 def broadcast_(
     tensor: Tensor,
     root_rank: int,
@@ -435,6 +467,7 @@ def broadcast_(
     return result
 
 
+@uncompiled
 def alltoall_async(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
@@ -454,6 +487,7 @@ def alltoall_async(
     return _submit(engine, [ticket], _one)
 
 
+@uncompiled
 def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
@@ -472,6 +506,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
+@uncompiled
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
@@ -490,6 +525,7 @@ def reducescatter_async(
     return _reducescatter([tensor], name, op, process_set, scaling, _one)
 
 
+@uncompiled
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -503,6 +539,7 @@ def grouped_reducescatter_async(
     return _reducescatter(tensors, name, op, process_set, scaling, _all)
 
 
+@uncompiled
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -523,6 +560,7 @@ def reducescatter(
     return result
 
 
+@uncompiled
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -545,6 +583,7 @@ def grouped_reducescatter(
     ]
 
 
+@uncompiled
 def join(device: int = -1) -> int:
     """This rank has no more data: zeros take its place in the others' sums until all ranks have joined.
 
@@ -554,6 +593,7 @@ def join(device: int = -1) -> int:
     return _engine_of(global_process_set).join()
 
 
+@uncompiled
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have come here."""
     engine = _engine_of(process_set)
@@ -686,6 +726,7 @@ def _ticket(
     scaling: tuple[float, float] = (1.0, 1.0),
     group: tuple[str, int] | None = None,
     serial: int = 0,
+    content: str = "",
 ) -> Ticket:
     if name is None:
         full, serial = engine.unnamed(kind)
@@ -696,7 +737,7 @@ def _ticket(
     shape = tuple(tensor.shape)
     # By position: by name it takes three times as long.
     request = Request(
-        full, kind, _DTYPE_NAMES[tensor.dtype], shape, device, op, root, before, after, group, "", serial
+        full, kind, _DTYPE_NAMES[tensor.dtype], shape, device, op, root, before, after, group, content, serial
     )
     if in_place or tensor.requires_grad:
         tensor = tensor.detach()
@@ -761,6 +802,11 @@ def _require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} of a {tensor.layout} tensor was asked for; use sparse_allreduce_async")
+    if tensor.is_meta:
+        raise ValueError(
+            f"{what} of a tensor on the meta device was asked for, which has no values; give it memory "
+            f"before, as by module.to_empty(device='cpu')"
+        )
 
 
 def _factors(scaling: tuple[float, float], tensors: Sequence[Tensor]) -> tuple[float, float]:
@@ -897,11 +943,19 @@ class _GroupedAllgather(torch.autograd.Function):
 
 def _own_rows(gradient: Tensor, rows: int, process_set: ProcessSet) -> Tensor:
     """The average over the ranks of what belongs to the rows that this rank gave."""
-    reduced = allreduce(gradient, op=Average, process_set=process_set)
+    reduced = _averaged(gradient, process_set)
     everyones: list[int] = allgather(torch.tensor([rows]), process_set=process_set).tolist()
     own = process_set.rank()
     assert own is not None, "it took part in the forward"
     return reduced.narrow(0, sum(everyones[:own]), rows)
+
+
+def _averaged(gradient: Tensor, process_set: ProcessSet) -> Tensor:
+    """Its average over the ranks; of a complex one, which moves but is no all-reduce's, by its parts."""
+    if gradient.is_complex():
+        parts = torch.view_as_real(gradient.resolve_conj())
+        return torch.view_as_complex(_averaged(parts, process_set))
+    return allreduce(gradient, op=Average, process_set=process_set)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -915,8 +969,11 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        reduced = allreduce(gradient, op=Average, process_set=ctx.process_set)
-        return reduced if rank() == ctx.root_rank else torch.zeros_like(reduced), None, None, None
+        reduced = _averaged(gradient, ctx.process_set)
+        if rank() != ctx.root_rank:
+            # Zeros with a history: a backward through this one is collective, too.
+            reduced = reduced.masked_fill(torch.ones_like(reduced, dtype=torch.bool), 0)
+        return reduced, None, None, None
 
 
 class _Alltoall(torch.autograd.Function):

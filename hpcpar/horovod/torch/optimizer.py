@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.errors import GradientOrderError
 from hpcpar.horovod import basics
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
@@ -23,6 +25,7 @@ from hpcpar.horovod.torch.gradients import Gradients, Ways
 from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
 from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
 from hpcpar.horovod.torch.zero import ShardedOptimizer, options_for
+from hpcpar.uncompiled import uncompiled
 
 Groups = int | Sequence[Sequence[Tensor]] | None
 
@@ -70,6 +73,11 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor works with op=Average only")
+    if not 0 < gradient_predivide_factor < math.inf:
+        raise ValueError(
+            f"gradient_predivide_factor={gradient_predivide_factor}: gradients are divided by it; give a "
+            f"finite number above 0"
+        )
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"op {op!r} is not one of Average, Sum and Adasum, by which gradients are combined")
     if num_groups:
@@ -216,8 +224,9 @@ class _AveragingOptimizer(_Distributed):
         if self._gradients is not None:
             self._gradients.set_passes(passes)
 
+    @uncompiled
     def synchronize(self) -> None:
-        """Reduce every gradient over all ranks, to look at gradients or clip them before `step`.
+        """Reduce every gradient over all ranks, to look at gradients, unscale or clip them before `step`.
 
         Then step inside `skip_synchronize`.
         """
@@ -241,11 +250,12 @@ class _AveragingOptimizer(_Distributed):
         finally:
             self._should_synchronize = True
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on reduced gradients; collective.
 
         closure   computes the loss with its backward; the average of all ranks' losses is what the wrapped
-                  optimizer sees, so that all take the same path
+                  optimizer sees, so that all take the same path. One that returns None does so on all
         """
         self._connect()
         if self._gradients is None:
@@ -254,6 +264,13 @@ class _AveragingOptimizer(_Distributed):
             outcome = self._step_locally(lambda: self._averaged(closure))
         else:
             if self._should_synchronize:
+                if hasattr(self, "found_inf") and not self._synchronized:
+                    raise GradientOrderError(
+                        "scaler.step(optimizer) before optimizer.synchronize(): the scaler has looked for "
+                        "overflows in this rank's own gradients alone, and other ranks may have others. Call "
+                        "optimizer.synchronize() first, then scaler.step(optimizer) inside "
+                        "`with optimizer.skip_synchronize():`"
+                    )
                 if self._synchronized:
                     warnings.warn(
                         "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -268,6 +285,7 @@ class _AveragingOptimizer(_Distributed):
         self._gradients.next_step()
         return outcome
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
         self._connect()
@@ -279,7 +297,8 @@ class _AveragingOptimizer(_Distributed):
                 )
             self._gradients.zero(set_to_none=set_to_none)
         self._synchronized = False
-        super().zero_grad(set_to_none=set_to_none)
+        # That of an optimizer of one's own may know no arguments.
+        super().zero_grad(**({} if set_to_none else {"set_to_none": False}))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped optimizer; backwards are counted from zero again."""
@@ -306,6 +325,8 @@ class _AveragingOptimizer(_Distributed):
         self.synchronize()
         if self._gradients is not None:
             self._gradients.next_step()
+        if loss is None:
+            return None
         mean = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
         mean = mpi_ops.allreduce_(mean, op=Average, process_set=self._process_set)
         return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
@@ -341,6 +362,7 @@ class _AdasumOptimizer(_Distributed):
             return nullcontext()
         raise AssertionError("skip_synchronize does not work with op=Adasum: step() combines what it changed")
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's step, then Adasum of the changes of all ranks; collective."""
         if self._is_alone:

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch.mpi_ops import Sum, allgather, allreduce
+from hpcpar.uncompiled import uncompiled
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -69,6 +70,10 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not (self.training and self._is_shared()):
             return super().forward(input)
+        return self._forward_together(input)
+
+    @uncompiled
+    def _forward_together(self, input: torch.Tensor) -> torch.Tensor:
         count, mean, deviations = _merged(
             allgather(_moments(input), _name("forward", self), self.process_set)
         )

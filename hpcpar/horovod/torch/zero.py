@@ -36,6 +36,7 @@ from hpcpar.horovod.torch.gradients import ADVICE
 from hpcpar.horovod.torch.meetings import STEP, Gate, Meetings
 from hpcpar.horovod.torch.mpi_ops import Adasum, Sum
 from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
+from hpcpar.uncompiled import uncompiled
 
 
 def options_for(
@@ -309,6 +310,7 @@ class ShardedOptimizer(Wrapped):
         self._settings["backward_passes_per_step"] = passes
         self.sharded.set_backward_passes_per_step(passes)
 
+    @uncompiled
     def synchronize(self) -> None:
         """Bring each rank its shards of the reduced gradients, to clip or look at them before `step`.
 
@@ -355,6 +357,7 @@ class ShardedOptimizer(Wrapped):
         """With `model`: return when the parameters of the last step are here, for who reads them himself."""
         self.sharded.wait_for_parameters()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
         self._connect()
@@ -367,6 +370,7 @@ class ShardedOptimizer(Wrapped):
         self.sharded.zero_grad(set_to_none=set_to_none)
         self._synchronized = False
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on reduced gradients, each rank's on its shards; collective.
 

@@ -497,6 +497,19 @@ def test_sparse_tensors_of_odd_kinds_are_reduced(hvd):
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("needs_two")
+def test_sparse_tensors_of_different_shapes_are_an_error_on_every_rank(hvd, error_of):
+    own = torch.sparse_coo_tensor([[3]], torch.ones(1, 2), (9 if hvd.rank() else 4, 2), check_invariants=True)
+    error = error_of(hvd.sparse_allreduce_async(own, "sparse"))
+    same = hvd.sparse_allreduce_async(own.to_dense()[:4].to_sparse(), "sparse")()
+    told = hvd.allgather_object(str(error))
+    assert same.shape == (4, 2)
+    assert len(set(told)) == 1, "every rank says the same"
+    assert "rank 0 brought a sparse tensor of shape [4, 2]" in told[0]
+    assert "brought a sparse tensor of shape [9, 2]" in told[0]
+
+
+@pytest.mark.mpi
 def test_many_names_and_unnamed_operations_leave_no_memory_behind(hvd):
     """Also of handles: what has been synchronized is forgotten."""
     import gc

@@ -127,6 +127,30 @@ def test_the_gradient_of_a_broadcast_is_the_average_on_the_root(hvd, half, weigh
 
 
 @pytest.mark.mpi
+def test_complex_tensors_that_move_have_gradients(hvd, weight, assert_same):
+    values = torch.tensor([1 + 2j, 3j])
+    sent, gathered = leaf(values), leaf(values)
+    parts = [weight(rank, (2, 2)) for rank in range(hvd.size())]
+    factor = torch.view_as_complex(parts[hvd.rank()])
+    hvd.broadcast(sent, 0).backward(factor)
+    hvd.allgather(gathered).backward(factor.conj().repeat(hvd.size()))
+    mean = torch.view_as_complex(sum(parts) / hvd.size())
+    checks = [("broadcast", sent.grad, mean if hvd.rank() == 0 else torch.zeros_like(mean))]
+    assert_same([*checks, ("allgather", gathered.grad, mean.conj().resolve_conj())])
+
+
+@pytest.mark.mpi
+def test_the_gradient_of_a_broadcast_has_a_gradient_itself_on_every_rank(hvd, assert_same):
+    own = leaf(torch.arange(3.0))
+    (first,) = torch.autograd.grad((hvd.broadcast(own, 0) ** 3).sum(), own, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), own)
+    is_root = hvd.rank() == 0
+    # On the root 3x², whose ones come back averaged with the others' zeros; then 6x, averaged again.
+    expected = 6 * own.detach() / hvd.size() if is_root else torch.zeros(3)
+    assert_same([("second", second, expected)])
+
+
+@pytest.mark.mpi
 def test_the_gradient_of_an_alltoall_goes_back_where_it_came_from(hvd, weight, assert_same):
     size, rank = hvd.size(), hvd.rank()
     splits = [[(source + 2 * to) % 3 for to in range(size)] for source in range(size)]

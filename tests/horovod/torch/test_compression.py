@@ -136,3 +136,13 @@ def test_an_average_divided_before_its_sum_does_not_leave_float16() -> None:
         torch.full((3,), 6e4), op=hvd.Sum, prescale_factor=1 / size, compression=Compression.fp16
     )
     assert torch.allclose(found, torch.full((3,), 6e4), rtol=size * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.mpi
+def test_averages_of_a_group_of_several_types_do_not_leave_float16() -> None:
+    hvd.init()
+    given = [torch.full((3,), 6e4), torch.full((2,), 6e4, dtype=torch.float64)]
+    found = hvd.grouped_allreduce(given, compression=Compression.fp16)
+    eps = torch.finfo(torch.float16).eps
+    assert [tensor.dtype for tensor in found] == [torch.float32, torch.float64]
+    assert all(torch.allclose(a, b, rtol=hvd.size() * eps) for a, b in zip(found, given, strict=True))

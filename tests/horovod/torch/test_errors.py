@@ -361,6 +361,16 @@ LOCAL: dict[str, tuple[Callable[[ModuleType], Any], type[Exception], list[str]]]
         ["bool"],
     ),
     "allreduce of a sparse tensor": (lambda h: h.allreduce(ones(2).to_sparse()), ValueError, ["sparse"]),
+    "allreduce of a tensor without values": (
+        lambda h: h.allreduce(ones(2, device="meta")),
+        ValueError,
+        ["meta", "to_empty"],
+    ),
+    "broadcast of a tensor without values": (
+        lambda h: h.broadcast_(ones(2, device="meta"), 0),
+        ValueError,
+        ["meta", "to_empty"],
+    ),
     "group with a sparse tensor": (
         lambda h: h.grouped_allreduce([ones(2), ones(2).to_sparse()]),
         ValueError,

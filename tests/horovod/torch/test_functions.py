@@ -53,6 +53,10 @@ class Assorted(nn.Module):
         self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
         self.register_buffer("phase", torch.complex(torch.tensor([1.0]), torch.tensor([float(rank)])))
         self.register_buffer("quarter", torch.tensor([rank + 1.0]).to(torch.float8_e4m3fn))
+        self.register_buffer("places", torch.arange(rank, rank + 3).expand(2, 3))
+        self.register_buffer("tokens", torch.tensor([rank, 65535], dtype=torch.uint16))
+        self.register_buffer("seeds", torch.tensor([rank], dtype=torch.uint64))
+        self.register_buffer("hashes", torch.tensor(rank, dtype=torch.uint32))
 
 
 @pytest.mark.mpi
@@ -298,6 +302,16 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(monkeypatch:
     assert f"broadcast_object: rank {last()} cannot pickle its object: " in sent
     assert f"allgather_object: rank {last()} cannot pickle its object: " in gathered
     assert afterwards == list(range(hvd.size()))
+
+
+@pytest.mark.mpi
+def test_who_cannot_pickle_in_a_process_set_is_named_by_the_rank_in_the_job(
+    monkeypatch: pytest.MonkeyPatch, half: hvd.ProcessSet
+) -> None:
+    monkeypatch.setattr(functions, "_pickler", lambda: pickle)
+    culprit: Any = (lambda: 1) if hvd.rank() == half.ranks[-1] else 1
+    told = message_of(PeerFailedError, lambda: hvd.allgather_object(culprit, process_set=half))
+    assert f"allgather_object: rank {half.ranks[-1]} cannot pickle its object: " in told
 
 
 @pytest.mark.mpi

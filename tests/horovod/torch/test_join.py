@@ -264,3 +264,12 @@ def test_gradients_may_be_missing_on_ranks_without_data(hvd, assert_same):
     hvd.join()
     if rank == 0:
         assert_same([("gradient", gradient, torch.full((3,), 1.0) / size)])
+
+
+@pytest.mark.mpi
+def test_who_joins_after_a_failure_is_told_of_it(hvd, error_of):
+    hvd.global_process_set._engine.fail("it has ended")
+    error = error_of(hvd.join)
+    hvd.shutdown()
+    hvd.init()
+    assert (type(error), str(error)) == (hvd.HorovodInternalError, "it has ended")

@@ -722,6 +722,21 @@ def test_a_closure_may_return_a_number() -> None:
 
 
 @pytest.mark.mpi
+def test_a_closure_may_return_nothing() -> None:
+    model, optimizer = wrapped()
+    reference = model_of()
+    other = OPTIMIZERS["SGD"](reference.parameters())
+    for each, of, share in ((model, optimizer, part), (reference, other, whole)):
+
+        def closure(each: nn.Module = each, of: Optimizer = of, share: Any = share) -> None:
+            of.zero_grad()
+            backward(each, share, 0)
+
+        assert [of.step(closure) for _ in range(2)] == [None, None]
+    assert_as_alone(model, reference)
+
+
+@pytest.mark.mpi
 def test_steps_with_and_without_a_closure_may_alternate() -> None:
     model, optimizer = wrapped()
     reference = model_of()
@@ -782,6 +797,19 @@ def test_gradients_can_be_clipped_after_synchronize(passes: int) -> None:
     assert norms == pytest.approx(expected, abs=ROUNDING)
     assert min(expected) > 0.1, "nothing was clipped"
     assert [str(warning.message) for warning in told] == []
+
+
+@pytest.mark.mpi
+def test_a_fused_step_by_a_scaler_that_has_seen_one_ranks_gradients_is_an_error_everywhere(
+    needs_two: None,
+) -> None:
+    model, optimizer = wrapped(lambda parameters: SGD(parameters, lr=0.1, fused=True))
+    scaler = torch.amp.GradScaler("cpu")
+    x, _ = batch(0)
+    scaler.scale(model(part(x)).sum() * (float("inf") if hvd.rank() else 1.0)).backward()
+    told = errors_everywhere(lambda: scaler.step(optimizer))
+    optimizer.synchronize()
+    assert ["before optimizer.synchronize()" in text for _, text in told] == [True] * hvd.size()
 
 
 @pytest.mark.mpi
@@ -903,6 +931,20 @@ def test_a_step_after_synchronize_reduces_sparse_gradients_and_newcomers_once(ne
     table, scale, late, never = parameters()
     reference = nn.ParameterList([table.weight, scale, late, never])
     steps(SGD(reference.parameters(), lr=0.01), whole, is_ours=False)
+    assert_as_alone(model, reference)
+
+
+@pytest.mark.mpi
+def test_an_optimizers_own_zero_grad_need_not_know_arguments() -> None:
+    class Own(SGD):
+        def zero_grad(self) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    model, optimizer = wrapped(lambda parameters: Own(parameters, lr=0.1))
+    train(model, optimizer, part)
+    reference, _ = alone(lambda parameters: SGD(parameters, lr=0.1))
     assert_as_alone(model, reference)
 
 
@@ -1053,6 +1095,8 @@ IMPOSSIBLE: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "fewer than no passes": (lambda m: {"backward_passes_per_step": -1}, "backward_passes_per_step=-1"),
     "predivide with Sum": (lambda m: {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=Average"),
     "predivide with Adasum": (lambda m: {"op": hvd.Adasum, "gradient_predivide_factor": 2.0}, "op=Average"),
+    "predivide by nothing": (lambda m: {"gradient_predivide_factor": 0.0}, "factor=0.0.*above 0"),
+    "predivide by no number": (lambda m: {"gradient_predivide_factor": float("nan")}, "factor=nan.*above 0"),
     "another op": (lambda m: {"op": hvd.Max}, "Average, Sum"),
     "no groups": (lambda m: {"groups": 0}, "groups"),
     "fewer than no groups": (lambda m: {"groups": -1}, "groups"),

@@ -50,11 +50,21 @@ class StateHandler:
         self.save()
 
 
-class ModelStateHandler(StateHandler):
-    """Parameters and buffers of a module."""
+class StateDictHandler(StateHandler):
+    """What is told by its `state_dict` and stays where it is: a scheduler, which holds its optimizer."""
 
     def save(self) -> None:
         self.saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self.saved))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), ROOT))
+
+
+class ModelStateHandler(StateDictHandler):
+    """Parameters and buffers of a module."""
 
     def restore(self) -> None:
         self.value.load_state_dict(self.saved)
@@ -63,11 +73,8 @@ class ModelStateHandler(StateHandler):
         broadcast_parameters(self.value.state_dict(), ROOT)
 
 
-class OptimizerStateHandler(StateHandler):
+class OptimizerStateHandler(StateDictHandler):
     """State and options of an optimizer, wrapped as DistributedOptimizer or not."""
-
-    def save(self) -> None:
-        self.saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
         # An optimizer keeps the tensors that it loads, and would write into the copy at its next step.
@@ -112,6 +119,8 @@ _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, StateDictHandler),
+    (torch.amp.GradScaler, StateDictHandler),
 ]
 
 
@@ -133,8 +142,9 @@ class TorchState:
         state.epoch += 1
         state.commit()
 
-    Modules, optimizers and ElasticSamplers are handled as what they are (see `get_handler_registry`), in
-    their places; all else is copied and sent as a Python object. Saved at once, and by every `sync`.
+    Modules, optimizers, their schedulers, gradient scalers and ElasticSamplers are handled as what they are
+    (see `get_handler_registry`), in their places; all else is copied and sent as a Python object. Saved at
+    once, and by every `sync`.
     Raises ValueError for a name that a state itself uses.
 
     commit_count   how often `commit` was called

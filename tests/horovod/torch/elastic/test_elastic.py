@@ -191,6 +191,25 @@ def test_sync_gives_every_rank_the_roots_values() -> None:
     assert (state.model, state.optimizer) == (model, optimizer)
 
 
+@pytest.mark.mpi
+def test_schedulers_and_scalers_go_on_with_their_own_optimizers_on_every_rank() -> None:
+    optimizer = adam_of(model_of(0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0 + hvd.rank())
+    state = elastic.TorchState(optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    state.sync()
+    optimizer.step()
+    state.scheduler.step()
+    state.commit()
+    state.scheduler.step()
+    state.restore()
+    told = hvd.allgather_object(
+        (optimizer.param_groups[0]["lr"], scheduler.last_epoch, scheduler.get_last_lr(), scaler.get_scale())
+    )
+    assert state.scheduler is scheduler
+    assert told == [(0.025, 1, [0.025], 4.0)] * hvd.size()
+
+
 def test_restore_goes_back_to_the_last_commit_as_often_as_wanted() -> None:
     model = model_of(0)
     optimizer = adam_of(model)
