@@ -87,6 +87,8 @@ class Options:
     singly: bool = False
 
     def __post_init__(self) -> None:
+        if self.min_nbytes < 1:
+            raise ConfigError(f"--min-bytes {self.min_nbytes} is no size to begin with: give 1 or more")
         if self.min_nbytes > self.max_nbytes:
             raise ConfigError(
                 f"--min-bytes {self.min_nbytes} is above --max-bytes {self.max_nbytes}: there is nothing to "

@@ -73,6 +73,8 @@ def equations(
         in_place = line["place"] == "in" or line["collective"] in ("alltoall", "send")
         if not in_place or line["ranks"] < 2 or not min_nbytes <= line["nbytes"] <= max_nbytes:
             continue
+        if not line["median_s"] > 0:
+            raise ValueError(f"a call that took {line['median_s']} s")
         levels = _levels(header, line)
         if levels is not None:
             label = f"{line['collective']} {line['algorithm']}"
@@ -173,28 +175,30 @@ def report(files: Sequence[Path], *, min_nbytes: int = 0, max_nbytes: int = GiB)
     found: list[Equation] = []
     said = []
     for file in files:
-        header, lines = _read(file)
-        mine = equations(header, lines, min_nbytes=min_nbytes, max_nbytes=max_nbytes)
+        told, mine = _read(file, min_nbytes=min_nbytes, max_nbytes=max_nbytes)
+        said.append(told)
         found += mine
-        said.append(
-            f"# {file.name}: {len(mine)} lines of {header['ranks']} ranks on {header['nodes']} node(s), "
-            f"{header['mpi']}, {header['dtype']}"
-        )
     fit = solve(found)
     return [*said, *_parameter_lines(fit), *_error_lines(found, fit), "", _simulate_line(fit)]
 
 
-def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _read(file: Path, *, min_nbytes: int, max_nbytes: int) -> tuple[str, list[Equation]]:
+    """What is said of a file, and its equations."""
     try:
         header, lines = read_json(file)
-        if header["benchmark"] != "collectives" or not {"place", "algorithm"} <= lines[0].keys():
+        if header["benchmark"] != "collectives" or not lines:
             raise KeyError(header["benchmark"])
-    except (KeyError, IndexError, ValueError, TypeError) as error:
+        mine = equations(header, lines, min_nbytes=min_nbytes, max_nbytes=max_nbytes)
+        told = (
+            f"# {file.name}: {len(mine)} lines of {header['ranks']} ranks on {header['nodes']} node(s), "
+            f"{header['mpi']}, {header['dtype']}"
+        )
+    except (LookupError, ValueError, TypeError, AttributeError, OSError) as error:
         raise OperationError(
             f"{file} has no lines of `hpcpar bench collectives --json` ({type(error).__name__}: {error}); "
             f"write it anew"
         ) from error
-    return header, lines
+    return told, mine
 
 
 def _parameter_lines(fit: Fit) -> list[str]:

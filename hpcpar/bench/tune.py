@@ -5,6 +5,7 @@ On GPUs our own alone: calls of MPI's collectives are not given device pointers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,8 @@ from hpcpar.bench.collectives import CHOSEN, Options, Say, ours
 from hpcpar.bench.gpus import finished
 from hpcpar.bench.measure import ON_HOST, PLACES, Buffers, Case, measure, usable, wrong_elements
 from hpcpar.comm.select import ANY, NATIVE, Rules, describe
-from hpcpar.comm.tuning import Entry, add_to_file, ranks_per_node, rules_from
-from hpcpar.errors import OperationError
+from hpcpar.comm.tuning import Entry, add_to_file, entries_in, ranks_per_node, rules_from
+from hpcpar.errors import ConfigError, OperationError
 from hpcpar.units import format_duration, format_nbytes
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ def tune(
         raise OperationError(
             "arrays on GPUs are copied to the host for every call here, so they go by the table of host "
             "memory; hpcpar doctor says what keeps them from moving as they are"
+        )
+    if not dtypes or not any(collective in ALGORITHMS for collective in options.collectives):
+        raise OperationError(
+            f"nothing to choose for {', '.join(options.collectives)} of {', '.join(dtypes) or 'no type'}: "
+            "give --dtype an element type, and a --collective that is more than messages"
         )
     rules: dict[str, dict[str, Rules]] = {}
     for collective in options.collectives:
@@ -119,6 +125,20 @@ def winner(medians_s: Mapping[str, float], before: str) -> str:
     if before in medians_s and medians_s[before] <= WORTH * medians_s[best]:
         return before
     return best
+
+
+def require_place(path: Path, comm: Communicator) -> None:
+    """That there is room for a table, before anything is measured for it. Collective; rank 0 looks.
+
+    errors   ConfigError, on several ranks PeerFailedError: what is there is no table, or nothing can be
+             written there
+    """
+    with comm.together("looking where to write"):
+        if comm.rank == 0:
+            entries_in(path)
+            place = next(place for place in path.absolute().parents if place.exists())
+            if not place.is_dir() or not os.access(place, os.W_OK):
+                raise ConfigError(f"{path} cannot be written: {place} is no directory that is writable")
 
 
 def keep(entry: Entry, path: Path, comm: Communicator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,19 @@ COLLECTIVES = (
 """As `hpcpar.bench.measure.PLACES`, which would load torch for the help text."""
 
 
+class _Finite(click.FloatRange):
+    """A range of numbers without nan and inf, which click lets pass."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        number = super().convert(value, parameter, context)
+        if not math.isfinite(number):
+            self.fail(f"{number} is no finite number.", parameter, context)
+        return number
+
+
+NOT_NEGATIVE = _Finite(min=0)
+
+
 @click.group(cls=LazyGroup, lazy=COMMANDS)
 def bench() -> None:
     """Measure collectives and overlap, soak them, choose by measurement, fit the cost model, simulate."""
@@ -68,7 +82,7 @@ def _floats(context: click.Context, parameter: click.Parameter, text: str) -> tu
         numbers = tuple(float(name) for name in _names(context, parameter, text))
     except ValueError:
         numbers = ()
-    if not numbers or min(numbers) <= 0:
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise click.BadParameter(f"{text!r} are not positive numbers, separated by commas")
     return numbers
 
@@ -101,7 +115,11 @@ def _measuring(command: Any) -> Any:
             ),
             click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True),
             click.option(
-                "--round-seconds", type=float, default=0.02, show_default=True, help="Of one candidate."
+                "--round-seconds",
+                type=NOT_NEGATIVE,
+                default=0.02,
+                show_default=True,
+                help="Of one candidate.",
             ),
             click.option("--shared", is_flag=True, help="Arrays in memory that a node's ranks can see."),
         )
@@ -142,7 +160,7 @@ def collectives(
     from hpcpar.bench import peers  # uses mpi4py by itself, and must find MPI started
 
     try:
-        _require_writable(world, json_file, picture)
+        _require_writable(world, json_file, picture=picture)
         options = _options(measuring, dtype=dtype, kind=kind, candidates=candidates, singly=each_call)
         with peers.connected(world, candidates) as (others, said):
             facts = table.header(options, world, library_facts()["vendor"], said)
@@ -181,7 +199,7 @@ def collectives(
     "--pokes", callback=_integers, default="0,1,4,16,64", show_default=True, help="During the computation."
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
-@click.option("--round-seconds", type=float, default=0.02, show_default=True, help="Of one candidate.")
+@click.option("--round-seconds", type=NOT_NEGATIVE, default=0.02, show_default=True, help="Of one candidate.")
 @click.option("--threads", type=click.IntRange(min=1), help="torch's, per rank [default: cores / ranks].")
 @click.option("--candidates", callback=_names, default="", help="Only these, as hpcpar,mpi,gloo; else all.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
@@ -228,7 +246,9 @@ def overlap(threads: int | None, json_file: Path | None, round_seconds: float, *
 @click.option("--calls", type=click.IntRange(min=1), default=100_000, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the calls, on all ranks.")
 @click.option(
-    "--max-drift", type=float, help="MB by which a rank's memory may grow after the warm-up; else only shown."
+    "--max-drift",
+    type=NOT_NEGATIVE,
+    help="MB by which a rank's memory may grow after the warm-up; else only shown.",
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
 def soak(calls: int, seed: int, max_drift: float | None, json_file: Path | None) -> int:
@@ -286,7 +306,11 @@ def soak(calls: int, seed: int, max_drift: float | None, json_file: Path | None)
     show_default=True,
     help="Where the arrays are; each kind has a table.",
 )
-@click.option("--file", type=click.Path(path_type=Path), help="The table [default: the user's own].")
+@click.option(
+    "--file",
+    type=click.Path(path_type=Path),
+    help="The table [default: HPCPAR_TUNING's, else the user's own].",
+)
 def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: Any) -> int:
     """Time all algorithms on these ranks, MPI's own among them, and write down the fastest by size.
 
@@ -297,13 +321,17 @@ def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: A
     from hpcpar.bench import tune as tuning
     from hpcpar.bench.gpus import use_gpu
     from hpcpar.bench.measure import ON_HOST
-    from hpcpar.launch.settings import own_tuning_file
+    from hpcpar.launch.settings import tuning_file
     from hpcpar.transport.mpi import library_facts
 
+    path = file or tuning_file()
+    os.environ["HPCPAR_TUNING"] = (
+        "none"  # a table that is still to be written, or to be replaced, is not read
+    )
     world = hpcpar.init()
-    path = file or own_tuning_file()
     try:
         options = _options(measuring)
+        tuning.require_place(path, world)
         place = use_gpu(world) if device == "cuda" else ON_HOST
         entry = tuning.tune(options, dtypes, world, library_facts()["vendor"], click.echo, place)
         tuning.keep(entry, path, world)
@@ -344,21 +372,32 @@ def _options(measuring: dict[str, Any], **others: Any) -> Options:
     )
 
 
-def require_writable(*paths: Path | None) -> None:
-    """ConfigError for files that could not be written in the end; nothing is made."""
-    for path in filter(None, paths):
+def require_writable(*paths: Path | None, picture: Path | None = None) -> None:
+    """ConfigError for files that could not be written in the end; nothing is made.
+
+    picture   is to be of a format that can be drawn, too
+    """
+    for path in filter(None, (*paths, picture)):
         place = path if path.exists() else path.parent
         if path.is_dir() or not os.access(place, os.W_OK):
             why = "it is a directory" if path.is_dir() else f"{place} is not writable"
             why = why if place.exists() else f"there is no directory {place}"
             raise ConfigError(f"{path} cannot be written: {why}; name another file")
+    if picture is not None:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        if picture.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+            raise ConfigError(
+                f"{picture} cannot be drawn: {picture.suffix or 'no suffix'} is no format of pictures; name "
+                "it .png, .svg or .pdf"
+            )
 
 
-def _require_writable(world: Communicator, *paths: Path | None) -> None:
+def _require_writable(world: Communicator, *paths: Path | None, picture: Path | None = None) -> None:
     """The same on rank 0, which writes. Collective."""
     with world.together("looking where to write"):
         if world.rank == 0:
-            require_writable(*paths)
+            require_writable(*paths, picture=picture)
 
 
 def _say(world: Communicator, line: str) -> None:

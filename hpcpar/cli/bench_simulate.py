@@ -14,7 +14,7 @@ import click
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.algorithms.compare import Crossover, Estimate, crossovers, estimates, fastest
 from hpcpar.algorithms.price import Link, Topology
-from hpcpar.cli.bench import require_writable
+from hpcpar.cli.bench import NOT_NEGATIVE, require_writable
 from hpcpar.errors import ConfigError
 from hpcpar.units import GB, format_duration, format_nbytes, parse_nbytes
 
@@ -37,9 +37,6 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
     return nbytes
 
 
-SECONDS = click.FloatRange(min=0)
-
-
 @click.command()
 @click.option("--collective", type=click.Choice(COLLECTIVES), default="allreduce", show_default=True)
 @click.option("--ranks", type=click.IntRange(min=2), default=16384, show_default=True)
@@ -47,11 +44,15 @@ SECONDS = click.FloatRange(min=0)
 @click.option("--min-bytes", callback=_nbytes, default="8", show_default=True, help="As 8, 64K or 1M.")
 @click.option("--max-bytes", callback=_nbytes, default="1G", show_default=True)
 @click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="Between sizes.")
-@click.option("--alpha-intra", type=SECONDS, default=1e-6, show_default=True, help="Seconds per message.")
-@click.option("--beta-intra", type=SECONDS, default=1e-11, show_default=True, help="Seconds per byte.")
-@click.option("--alpha-inter", type=SECONDS, default=5e-6, show_default=True, help="Seconds per message.")
-@click.option("--beta-inter", type=SECONDS, default=4e-11, show_default=True, help="Seconds per byte.")
-@click.option("--gamma", type=SECONDS, default=2e-12, show_default=True, help="Seconds per byte summed.")
+@click.option(
+    "--alpha-intra", type=NOT_NEGATIVE, default=1e-6, show_default=True, help="Seconds per message."
+)
+@click.option("--beta-intra", type=NOT_NEGATIVE, default=1e-11, show_default=True, help="Seconds per byte.")
+@click.option(
+    "--alpha-inter", type=NOT_NEGATIVE, default=5e-6, show_default=True, help="Seconds per message."
+)
+@click.option("--beta-inter", type=NOT_NEGATIVE, default=4e-11, show_default=True, help="Seconds per byte.")
+@click.option("--gamma", type=NOT_NEGATIVE, default=2e-12, show_default=True, help="Seconds per byte summed.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw time against bytes and ranks here.")
 @click.option(
     "--picture-bytes", callback=_nbytes, help="The size drawn against ranks; default: midway of the sizes."
@@ -82,7 +83,7 @@ def simulate(
     if min_bytes > max_bytes:
         raise click.BadParameter(f"--min-bytes {min_bytes} is above --max-bytes {max_bytes}")
     try:
-        require_writable(json_file, picture)
+        require_writable(json_file, picture=picture)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
     topology = Topology(ranks_per_node, Link(alpha_intra, beta_intra), Link(alpha_inter, beta_inter), gamma)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
 from hpcpar.comm import arena, native
 from hpcpar.comm.accounting import Trace, Traffic, TrafficRow
 from hpcpar.comm.arena import Arena
@@ -62,6 +62,11 @@ IN_PART_FROM_NBYTES = 64 * KiB
 
 ATTEMPTS_AT_ONCE = 100
 """How often a short operation looks for what is to come before the wait gets patient."""
+
+ROOTED = tuple(
+    each + kind for each in ("broadcast", "reduce", "gather", "scatter") for kind in ("", "_object")
+)
+"""Calls that need a root: None is no rank."""
 
 NOTHING = HostBuffer(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8), "uint8", 1)
 """What a barrier communicates."""
@@ -311,8 +316,10 @@ class Caller(ABC):
         named    what the caller of the collective would ask for
         dtype    element type; ANY: one that every algorithm can do
         on_device   the array is on a GPU
-        errors   OperationError where the collective would raise it
+        errors   OperationError where the collective would raise it, and for one that there is not
         """
+        if collective not in ALGORITHMS:
+            raise OperationError(f"there is no collective {collective!r}; there are {', '.join(ALGORITHMS)}")
         return self._choose(
             collective,
             nbytes,
@@ -396,7 +403,7 @@ class Caller(ABC):
         An error in one rank's arguments is then everybody's, so that nobody waits for that rank.
         """
         try:
-            if call.root is not None:
+            if call.root is not None or call.collective in ROOTED:
                 self._require_peer(call.root, f"the root of {call.collective}")
             yield call
         except Exception as error:
@@ -607,7 +614,10 @@ class Caller(ABC):
             is_other = other is None if of_other is None else is_still(of_other, other)
             if known == meaning and is_other and is_still(of_array, array) and not recipe.is_closed:
                 return recipe
-        found = None if self._checked else self._recipes.get(self._key(collective, meaning, array, other))
+        try:
+            found = None if self._checked else self._recipes.get(self._key(collective, meaning, array, other))
+        except TypeError:  # an argument without a hash, such as a list; whoever looks at it will tell
+            return None
         if found is None or not found.is_alive:
             return None
         marks = mark(array), None if other is None else mark(other)
@@ -784,10 +794,10 @@ class Caller(ABC):
         steps = None if lane is None else lane.program(self._transport, planned, spaces, op)
         return steps or [loosely(step) for step in planned.steps]
 
-    def _require_peer(self, peer: int, what: str) -> None:
-        if not 0 <= peer < self.size:
+    def _require_peer(self, peer: Any, what: str) -> None:
+        if not hasattr(peer, "__index__") or not 0 <= peer < self.size:
             raise OperationError(
-                f"{what} is rank {peer}, but communicator {self.name!r} has ranks 0 to {self.size - 1}"
+                f"{what} is rank {peer!r}, but communicator {self.name!r} has ranks 0 to {self.size - 1}"
             )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -456,7 +456,7 @@ class Collectives(Caller):
                          written to otherwise
         """
         key = None
-        if out is not None and send_counts is None:
+        if out is not None and send_counts is None and receive_counts is None:
             recipe = self._remembered("alltoall", algorithm, buffer, out)
             if recipe is not None:
                 return self._start_known(recipe, out, (buffer, out))
@@ -464,10 +464,16 @@ class Collectives(Caller):
         with self._asking(Call("alltoall", algorithm=algorithm, key=key)) as call:
             source = self._view(buffer, writable=False)
             sent = self._sent_counts(send_counts, source.host.count)
+            expected = None if receive_counts is None else self._counted(receive_counts)
+            if send_counts is None and expected not in (None, sent):
+                raise OperationError(
+                    f"receive_counts={list(expected)}, but without send_counts every rank sends {sent[0]} "
+                    "elements to each: give both, or neither"
+                )
             call.described = f"{source.host.dtype}, {'equal' if send_counts is None else 'uneven'} pieces"
             if send_counts is None:
                 call.described += f" of {sent[0]}"
-        received = sent if send_counts is None else self._received_counts(sent, receive_counts)
+        received = sent if send_counts is None else self._received_counts(sent, expected)
         total = sum(received)
         exchanged = empty_like(buffer, total) if out is None else out
         target = self._view_out(exchanged, total, source.host)
@@ -495,7 +501,7 @@ class Collectives(Caller):
         algorithm: str | None = None,
     ) -> Any:
         """`start_alltoall` and wait."""
-        if out is not None and send_counts is None:
+        if out is not None and send_counts is None and receive_counts is None:
             recipe = self._remembered("alltoall", algorithm, buffer, out)
             if recipe is not None:
                 self._run(recipe)
@@ -549,7 +555,7 @@ class Collectives(Caller):
             pieces = ()
         if len(pieces) != self.size or min(pieces) < 0:
             raise OperationError(
-                f"counts must be one whole number >= 0 for each of the {self.size} ranks, not {list(counts)}"
+                f"counts must be one whole number >= 0 for each of the {self.size} ranks, not {counts!r}"
             )
         return pieces
 
@@ -564,12 +570,12 @@ class Collectives(Caller):
         return (total // self.size,) * self.size
 
     @abstractmethod
-    def _received_counts(self, sent: tuple[int, ...], expected: Sequence[int] | None) -> tuple[int, ...]:
+    def _received_counts(self, sent: tuple[int, ...], expected: tuple[int, ...] | None) -> tuple[int, ...]:
         """What the other ranks will send here: asked when unknown, and in checked mode always."""
 
 
 def _tuple(counts: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if counts is None else tuple(counts)
+    return tuple(counts) if isinstance(counts, Iterable) else counts
 
 
 def _uneven(pieces: tuple[int, ...]) -> bool:

@@ -102,18 +102,19 @@ class Objects(Collectives, PointToPoint):
     def _inner(self: SelfT) -> SelfT:
         return self.unchecked(self._label or "objects")
 
-    def _received_counts(self, sent: tuple[int, ...], expected: Sequence[int] | None) -> tuple[int, ...]:
+    def _received_counts(self, sent: tuple[int, ...], expected: tuple[int, ...] | None) -> tuple[int, ...]:
         if expected is not None and not self._checked:
-            return self._counted(expected)
-        received: list[int] = self._inner().alltoall(np.array(sent, dtype=np.int64)).tolist()
+            return expected
+        received = tuple(self._inner().alltoall(np.array(sent, dtype=np.int64)).tolist())
         if self._checked:
-            fits = expected is None or list(expected) == received
+            # The rank is named, so that those who are wrong alike do not agree.
             self._require_same(
                 "alltoall with receive_counts that fit"
-                if fits
-                else f"alltoall with receive_counts={list(expected or ())}, but the ranks send {received}"
+                if expected in (None, received)
+                else f"alltoall with receive_counts={list(expected or ())}, but the ranks send "
+                f"{list(received)} to rank {self.rank}"
             )
-        return tuple(received)
+        return received
 
 
 def _pickled(value: Any) -> Octets:

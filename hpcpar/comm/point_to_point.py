@@ -72,6 +72,6 @@ class PointToPoint(Caller):
 
     def _tag(self, tag: int) -> int:
         largest = self._transport.max_tag - COLLECTIVE_TAGS
-        if not 0 <= tag <= largest:
-            raise OperationError(f"tag {tag}: this MPI has room for tags 0 to {largest}")
+        if not hasattr(tag, "__index__") or not 0 <= tag <= largest:
+            raise OperationError(f"tag {tag!r}: this MPI has room for tags 0 to {largest}")
         return COLLECTIVE_TAGS + tag

@@ -114,7 +114,13 @@ def prepare_combine(op: str, target: HostBuffer, incoming: HostBuffer) -> Callab
         return partial(_fold_on_device, op, target, (target, incoming))
     if target.dtype not in _HALVES or (_is_numpy(target) and target.count <= _FEW):
         run, function = silence(), NUMPY[op]
-        if target.count == 1 and function is np.add and target.dtype in ("float32", "float64"):
+        if (
+            target.count == 1
+            and function is np.add
+            and target.dtype in ("float32", "float64")
+            and target.elements.flags.aligned  # a memoryview of others cannot tell their type
+            and incoming.elements.flags.aligned
+        ):
             return partial(_add_number, memoryview(target.elements), memoryview(incoming.elements))
         if target.count == 1:
             # NumPy takes one element that is source and result for an overlap, and copies: 0.5 µs.

@@ -85,8 +85,9 @@ class Rescaling:
 
 
 def is_plain(prescale_factor: float, postscale_factor: float, compression: str | None) -> bool:
-    """Whether nothing beyond the reduction itself is asked for."""
-    return compression is None and prescale_factor == 1.0 and postscale_factor == 1.0
+    """Whether nothing beyond the reduction itself is asked for: by numbers, as arrays of one may change."""
+    factors = (prescale_factor, postscale_factor)
+    return compression is None and all(type(factor) in (float, int) and factor == 1.0 for factor in factors)
 
 
 def _number(what: str, value: float) -> float:

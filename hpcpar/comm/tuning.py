@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm.select import Rules, Table, built_in, built_in_on_device, named_algorithm
+from hpcpar.comm.select import ANY, Rules, Table, built_in, built_in_on_device, named_algorithm
 from hpcpar.errors import ConfigError, OperationError
 from hpcpar.launch.settings import read_tuning
+from hpcpar.transport.buffers import DTYPES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -87,11 +88,15 @@ class Tuning:
         return self._measured(nodes, "cuda", built_in_on_device(nodes, all_pull=all_pull))
 
     def _measured(self, nodes: Sequence[int], device: str, otherwise: Table) -> Table:
-        """The table of an entry; collectives that it leaves out go by the other one."""
+        """The table of an entry; collectives and element types that it leaves out go by the other one."""
         wanted = len(nodes), ranks_per_node(nodes), device
         for entry in self.entries:
             if (entry.ranks, entry.ranks_per_node, entry.device) == wanted:
-                return Table(self.source, {**otherwise.rules, **entry.rules})
+                measured = {
+                    collective: {**otherwise.rules[collective], **by_dtype}
+                    for collective, by_dtype in entry.rules.items()
+                }
+                return Table(self.source, {**otherwise.rules, **measured})
         return otherwise
 
 
@@ -129,9 +134,11 @@ def parse(text: str, source: str) -> list[Entry]:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is no TOML: {error}; mend it, or measure anew") from error
+        raise ConfigError(
+            f"{source} is no TOML: {error}; mend it, or remove it and measure anew, by `hpcpar bench tune`"
+        ) from error
     items = content.get("tuned", [])
-    if not isinstance(items, list):
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ConfigError(f"{source}: `tuned` must be a list of tables; write [[tuned]], not [tuned]")
     return [_entry(item, f"{source}: [[tuned]] number {at}") for at, item in enumerate(items, 1)]
 
@@ -151,6 +158,12 @@ def _entry(item: dict[str, Any], place: str) -> Entry:
             raise ConfigError(
                 f"{place} has rules for {collective!r}; the collectives are {', '.join(ALGORITHMS)}"
             )
+        unknown = [dtype for dtype in by_dtype if dtype not in (ANY, *DTYPES)]
+        if unknown:
+            raise ConfigError(
+                f"{place} has rules for {collective} of {', '.join(unknown)}; the element types are "
+                f"{', '.join(DTYPES)}, and {ANY} for all others"
+            )
         rules[collective] = {
             dtype: _rules(collective, lines, f"{place}, {collective}.{dtype}")
             for dtype, lines in by_dtype.items()
@@ -164,11 +177,13 @@ def _rules(collective: str, lines: Any, place: str) -> Rules:
         raise ConfigError(f'{place} must be a list of {{ up_to = bytes, use = "algorithm" }}, not {lines!r}')
     limits = [line.get("up_to", INFINITE) for line in lines]
     if (
-        not all(isinstance(limit, (int, float)) for limit in limits)
+        not all(isinstance(limit, (int, float)) and limit >= 0 for limit in limits)
         or limits != sorted(set(limits))
         or limits[-1] != INFINITE
     ):
-        raise ConfigError(f"{place}: `up_to` must rise from line to line, and the last line have none")
+        raise ConfigError(
+            f"{place}: `up_to` must rise from line to line, from 0 on, and the last line have none"
+        )
     for line in lines:
         try:
             named_algorithm(collective, str(line.get("use")))
@@ -203,12 +218,26 @@ def merge(entries: Iterable[Entry], new: Entry) -> list[Entry]:
     return list(merged.values())
 
 
+def entries_in(path: Path) -> list[Entry]:
+    """What is in a file, if it is there.
+
+    errors   ConfigError when it cannot be read or understood
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a table ({error}): name another file") from error
+    return parse(text, str(path))
+
+
 def add_to_file(path: Path, new: Entry) -> None:
     """Bring a measured entry into the file, which is there whole or not at all. Comments in it are lost.
 
     errors   ConfigError when there is a file that cannot be understood: it is left as it is
     """
-    old = parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else []
+    old = entries_in(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:

@@ -69,6 +69,12 @@ def own_tuning_file(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "hpcpar" / "tuning.toml"
 
 
+def tuning_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where a table belongs: in the file that HPCPAR_TUNING names, else in the user's own."""
+    asked = environ.get("HPCPAR_TUNING")
+    return Path(asked) if asked and asked != "none" else own_tuning_file(environ)
+
+
 def read_tuning(tuning: str | None, own_file: Path) -> tuple[str, str]:
     """Text of the tuning file and its name; empty where there is none.
 

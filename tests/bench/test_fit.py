@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,20 @@ def test_the_report_has_parameters_errors_and_the_command_to_go_on_with(tmp_path
 def test_a_file_of_something_else_is_an_error(content: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(content)
+    for found in (path, tmp_path):
+        with pytest.raises(OperationError, match=r"has no lines of `hpcpar bench collectives --json`"):
+            report([found])
+
+
+@pytest.mark.parametrize(
+    ("told", "damaged"),
+    [({"nodes": None}, {}), ({}, {"ranks": None}), ({}, {"median_s": 0.0}), ({}, {"collective": []})],
+)
+def test_a_damaged_file_is_an_error(told: dict[str, Any], damaged: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    first, *others = as_lines(modelled(2))
+    lines = [{**header(2), **told}, {**first, **damaged}, *others]
+    path.write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(OperationError, match=r"has no lines of `hpcpar bench collectives --json`"):
         report([path])
 

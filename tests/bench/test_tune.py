@@ -72,6 +72,19 @@ def test_one_rank_has_nothing_to_tune() -> None:
 
 
 @pytest.mark.parametrize(
+    ("collectives", "dtypes"), [(("send", "send_window"), ("float32",)), (("allreduce",), ())]
+)
+def test_where_nothing_is_to_be_chosen_nothing_is_written(
+    collectives: tuple[str, ...], dtypes: tuple[str, ...]
+) -> None:
+    def tuned(comm: Communicator) -> None:
+        with pytest.raises(OperationError, match="nothing to choose for"):
+            tune.tune(replace(QUICK, collectives=collectives), dtypes, comm, "", say_nothing)
+
+    run_loopback(2, tuned)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [(QUICK, "copied to the host for every call here"), (replace(QUICK, shared=True), "without --shared")],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,17 @@ def test_overlap_on_two_ranks_shows_hidden_beside_the_bound(run_ranks: Run, tmp_
     assert all(row["bound"] <= 1 for row in rows)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--compute", "0"), ("--compute", "x"), ("--pokes", "-1")])
+@pytest.mark.parametrize("command", ["collectives", "overlap", "tune"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_time_is_finite_and_not_negative(command: str, value: str) -> None:
+    done = CliRunner().invoke(getattr(bench, command), ["--round-seconds", value])
+    assert done.exit_code == 2
+    assert "Invalid value for '--round-seconds'" in done.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--compute", "0"), ("--compute", "x"), ("--compute", "nan"), ("--pokes", "-1")]
+)
 def test_overlap_refuses_numbers_that_make_no_sense(option: str, value: str) -> None:
     done = CliRunner().invoke(bench.overlap, [option, value])
     assert done.exit_code == 2
@@ -156,6 +167,10 @@ MISTAKES = {
     "unknown way": (["overlap", "--candidates", "nosuch"], "no candidate nosuch; there are hpcpar"),
     "no sizes": (["collectives", "--max-bytes", "2"], "--min-bytes 4 is above --max-bytes 2"),
     "nothing to tune": (["tune", "--max-bytes", "2"], "--min-bytes 4 is above --max-bytes 2"),
+    "first size": (["collectives", "--min-bytes", "0"], "--min-bytes 0 is no size to begin with"),
+    "format": (["collectives", "--picture", "a.foo"], "a.foo cannot be drawn: .foo is no format of pictures"),
+    "table": (["tune", "--file", "/"], "/ cannot be read as a table"),
+    "place of a table": (["tune", "--file", "/dev/null/t.toml"], "/dev/null/t.toml cannot be"),
     "lines": (["collectives", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
     "picture": (["collectives", "--picture", "/"], "/ cannot be written: it is a directory"),
     "lines of overlap": (["overlap", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
@@ -175,6 +190,7 @@ def test_what_cannot_work_is_refused_before_anything_is_measured(
     def refuse(*_: object) -> None:
         raise AssertionError("measuring has begun")
 
+    monkeypatch.setenv("HPCPAR_TUNING", "none")
     for module, function in ((collectives, "run"), (overlap, "run"), (soak, "run"), (tune, "tune")):
         monkeypatch.setattr(module, function, refuse)
     monkeypatch.setattr(hpcpar, "init", Communicator.alone)
@@ -192,6 +208,29 @@ def test_tuning_on_two_ranks_writes_a_table(run_ranks: Run, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert f"written to {path}" in done.stdout
     assert "[tuned.allreduce]" in path.read_text()
+
+
+def test_tuning_writes_where_hpcpar_tuning_says_and_does_not_read_what_is_to_be_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import hpcpar
+    from hpcpar.bench import tune
+    from hpcpar.comm import Communicator
+    from hpcpar.comm.tuning import Entry
+
+    path = tmp_path / "new" / "tuning.toml"
+    monkeypatch.setenv("HPCPAR_TUNING", str(path))
+
+    def init() -> Communicator:
+        assert os.environ["HPCPAR_TUNING"] == "none"
+        return Communicator.alone()
+
+    monkeypatch.setattr(hpcpar, "init", init)
+    monkeypatch.setattr(tune, "tune", lambda *_: Entry("MPICH 5.0.2", 2, 2, {}))
+    done = CliRunner().invoke(bench.tune, [])
+    assert done.exit_code == 0, done.output
+    assert f"written to {path}" in done.output
+    assert "MPICH 5.0.2" in path.read_text()
 
 
 def test_tuning_alone_is_refused(tmp_path: Path) -> None:

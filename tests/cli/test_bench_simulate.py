@@ -108,3 +108,18 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_priced(
 ) -> None:
     told = output(capsys, "--ranks", "4", option, "/nonexist/file.png", status=2)
     assert "/nonexist/file.png cannot be written: there is no directory /nonexist" in told
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--picture", "a.foo", "a.foo cannot be drawn: .foo is no format"),
+        ("--picture", "a", "a cannot be drawn: no suffix is no format"),
+        ("--alpha-intra", "nan", "nan is no finite number"),
+        ("--gamma", "inf", "inf is no finite number"),
+    ],
+)
+def test_what_cannot_be_drawn_or_priced_is_refused(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in output(capsys, option, value, status=2)

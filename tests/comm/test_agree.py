@@ -36,6 +36,13 @@ MISTAKES = {
     "receive counts": lambda c: c.alltoall(
         np.ones(c.size), send_counts=[1] * c.size, receive_counts=[1 + (c.rank == 0)] * c.size
     ),
+    "receive counts that are wrong alike": lambda c: c.alltoall(
+        np.ones(c.size), send_counts=[1] * c.size, receive_counts=[2] * c.size
+    ),
+    "receive counts of no type": lambda c: c.alltoall(
+        np.ones(c.size), send_counts=[1] * c.size, receive_counts=None if c.rank else 1
+    ),
+    "counts of no type": lambda c: c.reduce_scatter(np.ones(c.size), counts=None if c.rank else 1),
     "object call": lambda c: c.broadcast_object(1) if c.rank else c.allgather_object(1),
     "bad argument": lambda c: c.allreduce(np.ones(4) if c.rank else "text"),
     "argument of no type": lambda c: c.broadcast(np.ones(4), root=0 if c.rank else "0"),

@@ -205,12 +205,37 @@ def alone() -> Communicator:
         (lambda c: c.allgather(np.ones(3), counts=[2]), OperationError, "which has 3"),
         (lambda c: c.allgather(np.ones(3), counts=[3, 4]), OperationError, "one whole number >= 0"),
         (lambda c: c.allgather(np.ones(3), counts=[3.7]), OperationError, "one whole number >= 0"),
+        (
+            lambda c: c.allgather(np.ones(3), counts=3, out=np.ones(3)),
+            OperationError,
+            "whole number >= 0.* 3",
+        ),
+        (lambda c: c.reduce_scatter(np.ones(3), counts=3), OperationError, "one whole number >= 0"),
+        (lambda c: c.alltoall(np.ones(3), send_counts=3), OperationError, "one whole number >= 0"),
+        (lambda c: c.alltoall(np.ones(3), receive_counts=[2]), OperationError, "give both, or neither"),
         (lambda c: c.scatter(np.ones(3), out=np.ones(2)), OperationError, "3 elements"),
+        (lambda c: c.scatter(np.ones(1), 0.0, out=np.ones(1)), OperationError, r"rank 0\.0, but"),
+        (lambda c: c.gather(np.ones(1), "0"), OperationError, "rank '0', but"),
+        (lambda c: c.reduce(np.ones(1), root=None), OperationError, "rank None, but"),
+        (lambda c: c.broadcast(np.ones(1), root=[0]), OperationError, r"rank \[0\], but"),
+        (lambda c: c.broadcast_object(1, root=None), OperationError, "rank None, but"),
+        (lambda c: c.allreduce(np.ones(1), ["sum"]), OperationError, "unknown op"),
+        (lambda c: c.allreduce(np.ones(1), prescale_factor=[2]), OperationError, "give a number"),
+        (lambda c: c.algorithm_for("sum", 1), OperationError, "there is no collective 'sum'; there are allr"),
     ],
 )
 def test_bad_arguments_are_named(call, error, words):
     with pytest.raises(error, match=words):
         call(alone())
+
+
+def test_a_factor_that_is_an_array_of_one_may_change_between_calls():
+    for factor in (torch.tensor(1.0), np.array(1.0)):
+        comm, total = alone(), np.ones(1)
+        for _ in range(3):  # often enough to be remembered
+            comm.allreduce(total, prescale_factor=factor)
+        factor *= 2
+        assert comm.allreduce(total, prescale_factor=factor) == 2
 
 
 def test_an_alltoall_that_does_not_divide_says_what_is_left_over():

@@ -125,6 +125,8 @@ def test_objects_are_broadcast_gathered_and_scattered(size, exchange):
         (lambda c: c.recv(np.ones(1), source=-1), "ranks 0 to 0"),
         (lambda c: c.send(np.ones(1), to=0), "would wait for itself"),
         (lambda c: c.start_send(np.ones(1), to=0, tag=-1), "tag -1"),
+        (lambda c: c.start_send(np.ones(1), to=0, tag="a"), "tag 'a'"),
+        (lambda c: c.start_send(np.ones(1), to=0.0), r"rank 0\.0, but"),
         (lambda c: c.scatter_object([1, 2]), "one object for each of the 1 ranks"),
     ],
 )

@@ -115,6 +115,19 @@ def test_a_prepared_combine_works_on_the_memory_as_it_is_when_called():
         assert exact(target).tolist() == [15.0] * 100
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "complex64"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_arrays_between_the_places_of_their_elements_are_combined(dtype, count):
+    itemsize = np.dtype(dtype).itemsize
+    total = np.zeros(count * itemsize + 1, np.uint8)[1:].view(dtype)
+    incoming = np.ones(count, dtype)
+    for _ in range(2):
+        reductions.combine("sum", bind(total, writable=True).host, bind(incoming, writable=False).host)
+    reductions.combine("sum", bind(incoming, writable=True).host, bind(total, writable=False).host)
+    assert total.tolist() == [2] * count
+    assert incoming.tolist() == [3] * count
+
+
 def test_an_overflow_is_infinity_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -91,6 +91,13 @@ def test_a_collective_that_was_not_measured_goes_by_the_built_in_rules_of_this_k
     assert tuning.table((0, 0), shared_memory=True).name("broadcast", 8) == "binomial"
 
 
+def test_an_element_type_that_was_not_measured_does_too() -> None:
+    text = HEAD + '[tuned.allgather]\nfloat32 = [{use = "ring"}]\n'
+    table = tuning_for("M", text, "my.toml").table((0, 0), shared_memory=True)
+    assert table.name("allgather", 8, "float32") == "ring"
+    assert table.name("allgather", 8, "float64") == "direct"
+
+
 GPUS = replace(TWO, rules={"allreduce": {ANY: ((INFINITE, "rabenseifner"),)}}, device="cuda")
 
 
@@ -159,6 +166,13 @@ HEAD = '[[tuned]]\nmpi = "M"\nranks = 2\nranks_per_node = 2\n'
             HEAD + '[tuned.allreduce]\nany = [{up_to=9,use="ring"},{up_to=8,use="ring"},{use="ring"}]\n',
             "must rise",
         ),
+        (HEAD + '[tuned.allreduce]\nany = [{up_to=nan,use="ring"},{use="ring"}]\n', "must rise"),
+        (
+            HEAD + '[tuned.allreduce]\nfloat31 = [{use = "ring"}]\n',
+            "rules for allreduce of float31; the element",
+        ),
+        ("tuned = [1]\n", r"write \[\[tuned\]\]"),
+        ("tuned\n", "remove it and measure anew"),
         (HEAD + '[tuned.barrier]\nany = [{use = "native"}]\n', "no algorithm 'native' for barrier"),
     ],
 )
