@@ -63,7 +63,8 @@ def _ranks_that_are_threads_share_a_core(request: pytest.FixtureRequest) -> Iter
     """They take turns at the interpreter; on several cores, beside another worker, it takes them longer."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     of_threads = request.path.parent.name in RANKS_ARE_THREADS
-    if not (worker and of_threads and hasattr(os, "sched_setaffinity")):
+    of_processes = "run_ranks" in request.fixturenames
+    if of_processes or not (worker and of_threads and hasattr(os, "sched_setaffinity")):
         yield
         return
     cores = os.sched_getaffinity(0)

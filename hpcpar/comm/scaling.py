@@ -27,6 +27,8 @@ SMALLEST_NORMAL = 2.0**-126
 LARGEST_POWER = 2.0**127
 """Of float32 and bfloat16. A factor between the two keeps all its digits in every type that is multiplied."""
 
+_NUMBERS = (float, int)
+
 LINEAR = ("bfloat16", "float32", "float64", "complex64", "complex128")
 
 
@@ -86,8 +88,13 @@ class Rescaling:
 
 def is_plain(prescale_factor: float, postscale_factor: float, compression: str | None) -> bool:
     """Whether nothing beyond the reduction itself is asked for: by numbers, as arrays of one may change."""
-    factors = (prescale_factor, postscale_factor)
-    return compression is None and all(type(factor) in (float, int) and factor == 1.0 for factor in factors)
+    return (
+        compression is None
+        and type(prescale_factor) in _NUMBERS
+        and type(postscale_factor) in _NUMBERS
+        and prescale_factor == 1.0
+        and postscale_factor == 1.0
+    )
 
 
 def _number(what: str, value: float) -> float:

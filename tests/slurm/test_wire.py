@@ -58,6 +58,9 @@ REFUSED = {
 BY_THE_SERVER = set(itertools.product(("mpich-wheel", "machine's-mpich"), STARTS))
 AT_ONCE = 3
 
+ENDS_WITHIN_S = 60
+"""What is at once on a busy machine: ranks wait ten times as long for each other."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -178,7 +181,7 @@ def test_each_library_and_plugin_makes_a_world_or_a_clear_refusal(
         assert {rank["way"] for rank in outcome.ranks} == {by}
         return
     assert outcome.status == 1, outcome.errors
-    assert outcome.seconds < 20  # 1 s where the machine has nothing else to do
+    assert outcome.seconds < ENDS_WITHIN_S  # 1 s where the machine has nothing else to do
     assert outcome.output == ""
     assert outcome.errors.count("LaunchError: ") == 1, outcome.errors
     assert f"srun started 4 processes and offers --mpi={start}, which Open MPI v" in outcome.errors
@@ -245,7 +248,7 @@ def srun(cluster: Cluster, libraries: dict[str, Library | None], home: Path, tmp
 def test_a_program_that_started_mpi_itself_is_told_once_to_let_hpcpar_do_it(srun: Srun) -> None:
     outcome = srun("from mpi4py import MPI\nassert MPI.COMM_WORLD.size == 1\nimport hpcpar\nhpcpar.init()")
     assert outcome.status == 1
-    assert outcome.seconds < 20  # 1 s where the machine has nothing else to do
+    assert outcome.seconds < ENDS_WITHIN_S  # 1 s where the machine has nothing else to do
     assert outcome.errors.count("LaunchError: ") == 1, outcome.errors
     assert "srun started 4 processes, but MPI_COMM_WORLD has size 1" in outcome.errors
     assert "call `hpcpar.init()` first and import mpi4py.MPI after it" in outcome.errors
@@ -253,7 +256,15 @@ def test_a_program_that_started_mpi_itself_is_told_once_to_let_hpcpar_do_it(srun
 
 
 def test_a_rank_that_does_not_come_is_named_to_those_that_wait(srun: Srun) -> None:
-    program = "if rank == 2: sys.exit()\nimport hpcpar\nhpcpar.init()"
+    # The time runs from when rank 0 comes, and that is after the others that do.
+    program = (
+        "if rank == 2: sys.exit()\n"
+        "import hpcpar\n"
+        "here = [f'{sys.argv[0]}.{each}' for each in range(4)]\n"
+        "open(here[rank], 'w').close()\n"
+        "while rank == 0 and not (os.path.exists(here[1]) and os.path.exists(here[3])): time.sleep(0.05)\n"
+        "hpcpar.init()"
+    )
     outcome = srun(program, HPCPAR_TIMEOUT_S="4")
     assert outcome.status != 0
     assert outcome.errors.count("LaunchError: ") == 1, outcome.errors
@@ -277,7 +288,7 @@ def test_a_rank_that_dies_while_the_world_forms_ends_the_others_at_once(srun: Sr
     )
     outcome = srun(program, "--kill-on-bad-exit=0")
     assert outcome.status != 0
-    assert outcome.seconds < 25  # far below the time limit
+    assert outcome.seconds < ENDS_WITHIN_S
     assert "rank 1 (on node1) ended before all ranks had come to MPI's start" in outcome.errors
 
 
@@ -292,7 +303,7 @@ def test_a_rank_lost_after_the_start_ends_the_step_also_without_a_sentinel(srun:
     )
     outcome = srun(program, "--kill-on-bad-exit=0")
     assert outcome.status != 0
-    assert outcome.seconds < 25
+    assert outcome.seconds < ENDS_WITHIN_S
     assert "rank 3 (on node2) was lost: it left without MPI_Finalize; ending step" in outcome.errors
 
 
@@ -305,7 +316,7 @@ def test_a_killed_rank_of_a_job_with_a_sentinel_is_named_once_and_ends_the_job(s
     )
     outcome = srun(program, "--kill-on-bad-exit=0")
     assert outcome.status != 0
-    assert outcome.seconds < 25
+    assert outcome.seconds < ENDS_WITHIN_S
     assert "rank 2 " in outcome.errors
     assert "was lost" in outcome.errors
     assert "left without MPI_Finalize" not in outcome.errors
@@ -317,7 +328,7 @@ def test_an_exception_ends_all_ranks_under_our_server(srun: Srun) -> None:
     )
     outcome = srun(program, "--kill-on-bad-exit=0")
     assert outcome.status != 0
-    assert outcome.seconds < 25
+    assert outcome.seconds < ENDS_WITHIN_S
     assert "rank 3 of 4" in outcome.errors
     assert "ValueError: so it is" in outcome.errors
 
