@@ -103,9 +103,10 @@ class DistributedOptimizer(Optimizer):
     different orders, or not at all; but each optimizer's calls come in the same order on all ranks, and in
     stage 3 so do all forwards and backwards.
 
-    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler write to gradients on their way: in stages 0 and 1
-    an error (float32 and 64 on CPUs) unless `synchronize` comes first, after which stage 1 shows them none;
-    in 2 and 3 they never see any, and do nothing. `clip_grad_norm_` and `precision` are for that.
+    torch.nn.utils.clip_grad_norm_ writes to gradients on their way: in stages 0 and 1 an error (float32 and
+    64 on CPUs) unless `synchronize` comes first, after which stage 1 shows it none; in 2 and 3 it never sees
+    any, and does nothing. So it is with torch.amp.GradScaler's `unscale_`, which torch does not let anyone
+    notice; its `step` waits for averages. `clip_grad_norm_` and `precision` are for that.
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
     name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
@@ -114,9 +115,6 @@ class DistributedOptimizer(Optimizer):
     """
 
     _advice = ADVICE
-
-    _step_supports_amp_scaling = False
-    """Torch's fused optimizers unscale gradients themselves, but GradScaler would tell this one, not them."""
 
     # Deliberately without super().__init__(): every attribute of an Optimizer is the inner one's.
     def __init__(
@@ -179,6 +177,15 @@ class DistributedOptimizer(Optimizer):
     def __repr__(self) -> str:
         stage = f", ZeRO-{self.zero_stage}" if self.zero_stage else ""
         return f"DistributedOptimizer over {self.dp_comm.size} ranks{stage} of {self.inner!r}"
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Fused optimizers unscale gradients themselves, but GradScaler would tell this one, not them.
+
+        GradScaler.step asks just before it writes to the gradients, which are to be averages by then.
+        """
+        self._ensure_synchronized()
+        return False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -85,6 +85,27 @@ def test_a_gradient_scaler_unscales_and_skips_steps_that_overflow(fused: bool) -
     torch.testing.assert_close(found, expected)
 
 
+def test_a_gradient_scaler_steps_on_averages() -> None:
+    def course(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: range) -> list[torch.Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factors in ((1.0, 3.0), (2.0, math.inf), (3.0, 4.0)):
+            loss = sum(model(torch.full((3,), 1.0 + r)).sum() * factors[r] for r in ranks)
+            scaler.scale(loss / len(ranks)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*(p.detach().clone() for p in model.parameters()), torch.tensor(scaler.get_scale())]
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        model = linear()
+        return course(model.float(), distributed(model, comm), range(comm.rank, comm.rank + 1))
+
+    reference = linear().float()
+    expected = course(reference, torch.optim.SGD(reference.parameters(), lr=0.5), range(2))
+    for found in run_loopback(2, body):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_gradient_scaler_that_sees_no_gradients_does_not_step(stage: int) -> None:
     model = linear()
