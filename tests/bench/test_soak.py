@@ -226,13 +226,14 @@ def test_looks_are_few_however_many_the_calls(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_that_is_held_is_seen() -> None:
+    # Far more than what a kernel takes back meanwhile of a process that has run many tests.
     before = soak.settled_nbytes()
-    held = np.ones(4_000_000)
+    held = np.ones(25_000_000)
     grown = soak.settled_nbytes() - before
     del held
     assert before > 1_000_000
-    assert 24_000_000 < grown < 48_000_000
-    assert soak.settled_nbytes() - before < 8_000_000
+    assert 150_000_000 < grown < 250_000_000
+    assert soak.settled_nbytes() - before < 50_000_000
 
 
 def test_a_drift_that_was_not_seen_is_not_zero() -> None:
