@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,14 @@ from hpcpar.horovod import responses
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.fusion import FusionBuffer
 from hpcpar.horovod.gpu_streams import GpuStreams
-from hpcpar.horovod.negotiation import RECORD_NBYTES, Negotiation, News, Ready, Request
+from hpcpar.horovod.negotiation import (
+    BATCHES_REMEMBERED,
+    RECORD_NBYTES,
+    Negotiation,
+    News,
+    Ready,
+    Request,
+)
 from hpcpar.horovod.responses import Course, Item, Room, Ticket
 from hpcpar.horovod.stall import StallInspector
 from hpcpar.units import KiB, MiB
@@ -72,6 +79,7 @@ class Engine:
     comm, control   communicators of the same ranks, for the data and for the rounds; nobody else uses them
     crew            the engines of all process sets, which move on together
     serve           what a rank that has joined does in another's schedule, by its name
+    asked           what those who ask remember of their operations, by the names that users gave them
     users           who is to be closed when the engine is: objects with a `close`
     """
 
@@ -87,6 +95,7 @@ class Engine:
         self.rank, self.size = comm.rank, comm.size
         self.timeline = timeline
         self.serve: dict[str, Callable[[], None]] = {}
+        self.asked: dict[str, Any] = {}
         self._shown: set[str] = set()
         self._comm, self._control, self._crew, self._knobs = comm, control, crew, knobs
         self._room = Room(
@@ -107,9 +116,7 @@ class Engine:
         self._round_handle: Handle | None = None
         self._next_round_s = 0.0
         self._open: dict[str, Ticket] = {}
-        self._ready: list[Ready] = []
-        self._refused: list[Ready] = []
-        self._together: list[tuple[MakeCourse, list[Request]]] = []
+        self._sorted_out: dict[int, _SortedOut] = {}
         self._queue: deque[tuple[MakeCourse, list[Item]]] = deque()
         self._course: tuple[Course, list[Item]] | None = None
         self._course_handle: Handle | None = None
@@ -425,21 +432,18 @@ class Engine:
 
     def _take_in(self, ready: list[Ready]) -> None:
         """Ready operations go into the queue, fused; those that cannot be done fail."""
-        if ready is not self._ready:
-            # The same list stands for the same operations: what travels together is found out once.
-            self._ready = ready
-            self._together = list(self._fused([found.request for found in ready if found.error is None]))
-            self._refused = [found for found in ready if found.error is not None]
+        # The same list stands for the same operations: what travels together is found out once.
+        _, together, refused = self._sorted_out.get(id(ready)) or self._sort_out(ready)
         opened = self._open
         if self.timeline is not None:
             for name in (found.request.name for found in ready if found.request.name in opened):
                 for rank in range(self.size):
                     self.timeline.negotiate_rank_ready(name, rank)
                 self.timeline.negotiate_end(name)
-        for request, error in self._refused:
+        for request, error in refused:
             if request.name in opened:
                 self._end(opened[request.name], HorovodInternalError(error))
-        for make, requests in self._together:
+        for make, requests in together:
             items = [Item(request, opened.get(request.name)) for request in requests]
             self._show(items, "QUEUE")
             self._queue.append((make, items))
@@ -449,6 +453,17 @@ class Engine:
             self._joining = None
             self._joins += 1
             self._unnamed = 0
+
+    def _sort_out(self, ready: list[Ready]) -> _SortedOut:
+        found = _SortedOut(
+            ready,
+            list(self._fused([operation.request for operation in ready if operation.error is None])),
+            [operation for operation in ready if operation.error is not None],
+        )
+        if len(self._sorted_out) >= BATCHES_REMEMBERED:
+            del self._sorted_out[next(iter(self._sorted_out))]
+        self._sorted_out[id(ready)] = found
+        return found
 
     def _fused(self, requests: Sequence[Request]) -> Iterable[tuple[MakeCourse, list[Request]]]:
         """Operations that travel together, in the same order on every rank."""
@@ -567,6 +582,17 @@ class Engine:
                 self.timeline.activity_end(request.name)
                 self.timeline.end(request.name, request.dtype, request.shape)
         self.timeline.flush()
+
+
+class _SortedOut(NamedTuple):
+    """Operations that are ready, those that travel together, and those that cannot be done.
+
+    ready   kept, so that no other list is taken for it
+    """
+
+    ready: list[Ready]
+    together: list[tuple[MakeCourse, list[Request]]]
+    refused: list[Ready]
 
 
 class Crew:

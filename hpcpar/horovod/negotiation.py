@@ -31,6 +31,9 @@ _STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """An odd number of many digits: its multiples differ in most of theirs."""
 RECORD_NBYTES = 2 * DIGEST_NBYTES + 1
 
+BATCHES_REMEMBERED = 16
+"""Different sets of requests that come in turn: a step's gradients, then a loss, now and then a barrier."""
+
 ROWS = ("allgather", "alltoall", "reducescatter")
 """Kinds that work on rows: on tensors with a first dimension."""
 UNEVEN = ("allgather", "alltoall")
@@ -138,6 +141,7 @@ class Negotiation:
         self._new: dict[str, Request] = {}
         self._told: dict[str, Request] = {}
         self._last = _Batch.of(())
+        self._batches: dict[tuple[Request, ...], _Batch] = {}
         self._record = b""
         self._is_joined = self._told_joined = False
         self.joined: set[int] = set()
@@ -171,15 +175,23 @@ class Negotiation:
             return self._record
         requests = tuple(self._told.values())
         if requests != self._last.requests:
-            self._last = _Batch.of(requests)
+            self._last = self._batches.get(requests) or self._remember(_Batch.of(requests))
         self._record = self._last.record
         return self._record
+
+    def _remember(self, batch: _Batch) -> _Batch:
+        """Whose like need not be worked out again; the oldest is forgotten."""
+        if any(request.serial for request in batch.requests):  # a number never comes again
+            return batch
+        if len(self._batches) >= BATCHES_REMEMBERED:
+            del self._batches[next(iter(self._batches))]
+        return self._batches.setdefault(batch.requests, batch)
 
     def conclude(self, common: bytes) -> list[Ready] | None:
         """The AND of all records is here: what is ready; None if the ranks must tell each other more.
 
         It is this rank's own only if all are the same, and then it is so on every rank. A rank that asks for
-        the same as the last time is given the same list.
+        the same as not long ago is given the same list.
         """
         if common != self._record or self._told_joined:
             return None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcpar.horovod.negotiation import RECORD_NBYTES, Negotiation, Ready, Request
+from hpcpar.horovod.negotiation import BATCHES_REMEMBERED, RECORD_NBYTES, Negotiation, Ready, Request
 
 
 def request(name: str, **told: object) -> Request:
@@ -86,6 +86,25 @@ def test_what_is_asked_step_after_step_is_worked_out_once():
         assert [one.request for one in step(changed, request("a"))] == [request("a"), changed]
     assert step() == []
     assert [one.request for one in step(request("a"))] == [request("a")]
+    assert step(request("b"), request("a")) is first, "others came in between"
+
+
+def test_what_is_remembered_is_bounded_and_what_has_a_number_is_not():
+    negotiation = Negotiation(1)
+
+    def step(one: Request) -> list[Ready] | None:
+        negotiation.ask(one)
+        return negotiation.conclude(negotiation.record())
+
+    first = step(request("a"))
+    for number in range(1, 3 * BATCHES_REMEMBERED):
+        step(request(f"noname.{number}")._replace(serial=number))
+    assert step(request("a")) is first
+    for number in range(BATCHES_REMEMBERED):
+        step(request(f"b{number}"))
+    again = step(request("a"))
+    assert again == first
+    assert again is not first
 
 
 def test_the_drawn_example():

@@ -13,6 +13,7 @@ import itertools
 import math
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,6 +131,15 @@ _REDUCIBLE = {
 }
 _MOVABLE = _REDUCIBLE | {torch.bool, torch.complex64, torch.complex128}
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _MOVABLE}
+
+MOST_ASKED = 8192
+"""All-reduces by name that are remembered; then all are forgotten."""
+
+_How = tuple["int | None", tuple[float, float], bool]
+"""Of an all-reduce: operation, factors, whether in place."""
+
+_Asked = tuple["weakref.ref[Tensor]", _How, torch.dtype, Request]
+"""What is remembered of one: its tensor, how it was asked for, its element type, what the ranks heard."""
 
 _Outstanding = tuple[Engine, list[Ticket], Callable[[list[Any]], Any], "list[Tensor] | None"]
 _outstanding: dict[int, _Outstanding] = {}
@@ -617,6 +627,14 @@ def _allreduce(
     shape: Callable[[list[Any]], Any],
 ) -> int:
     engine = _engine_of(process_set)
+    given = list(tensors) if in_place else None
+    is_group = shape is _all
+    how = op, scaling, in_place
+    # Mostly the same tensor comes under the same name in every step, and need not be looked at again.
+    is_lasting = not is_group and average is None
+    known = _asked_before(engine, tensors[0], name, how) if is_lasting else None
+    if known is not None:
+        return _submit(engine, [_ticket_for(known, tensors[0], in_place)], shape, given)
     chosen = _op(op, average)
     by_adasum = chosen == "adasum"
     what, reducible = ("an Adasum", set(adasum.DTYPES)) if by_adasum else ("an all-reduce", _REDUCIBLE)
@@ -627,11 +645,38 @@ def _allreduce(
     if by_adasum:
         require_adasum(process_set)
     factors = _factors(scaling, tensors)
-    is_group = shape is _all
     tickets = _tickets(
         engine, "allreduce", tensors, name, in_place, is_group=is_group, op=chosen, scaling=factors
     )
-    return _submit(engine, tickets, shape, list(tensors) if in_place else None)
+    if is_lasting:
+        _remember(engine, tensors[0], name, how, tickets[0].request)
+    return _submit(engine, tickets, shape, given)
+
+
+def _asked_before(engine: Engine, tensor: Tensor, name: str | None, how: _How) -> Request | None:
+    """What the ranks were asked for this tensor under this name, if all is as it was then."""
+    found: _Asked | None = None if name is None else engine.asked.get(name)
+    if found is None:
+        return None
+    tensor_then, how_then, dtype, request = found
+    if (
+        tensor_then() is tensor
+        and how == how_then
+        and tensor.dtype is dtype
+        and tensor.shape == request.shape
+        and tensor.is_cuda == (request.device == "GPU")
+        and tensor.is_contiguous()
+    ):
+        return request
+    return None
+
+
+def _remember(engine: Engine, tensor: Tensor, name: str | None, how: _How, request: Request) -> None:
+    if not isinstance(name, str):
+        return
+    if len(engine.asked) >= MOST_ASKED:
+        engine.asked.clear()
+    engine.asked[name] = weakref.ref(tensor), how, tensor.dtype, request
 
 
 def _gathering(
@@ -739,6 +784,10 @@ def _ticket(
     request = Request(
         full, kind, _DTYPE_NAMES[tensor.dtype], shape, device, op, root, before, after, group, content, serial
     )
+    return _ticket_for(request, tensor, in_place)
+
+
+def _ticket_for(request: Request, tensor: Tensor, in_place: bool) -> Ticket:
     if in_place or tensor.requires_grad:
         tensor = tensor.detach()
     return Ticket(request, tensor, tensor if in_place else None)

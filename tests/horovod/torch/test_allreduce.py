@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from functools import reduce
 from types import ModuleType
 from typing import Any
@@ -237,6 +238,60 @@ def test_a_name_may_be_used_in_every_step(hvd):
         for step in range(20)
     ]
     assert found == [step * sum(range(hvd.size())) for step in range(20)]
+
+
+@pytest.mark.mpi
+def test_what_has_changed_about_a_tensor_since_its_last_step_is_seen(hvd, assert_same):
+    """The same tensor under the same name is not looked at again, unless anything about it is another."""
+    tensor = torch.zeros(4)
+    checks: list[tuple[str, Any, Any]] = []
+
+    def reduced(what: str, own: Tensor, expected: Tensor, *, in_place: bool = True, **asked: Any) -> None:
+        tensor.data = own
+        begun = own.clone()
+        for step in range(3):
+            tensor.data.copy_(begun)
+            call = hvd.allreduce_ if in_place else hvd.allreduce
+            found = call(tensor, name="watched", **{"op": hvd.Sum, **asked})
+            checks.append((f"{what}, step {step}", found.detach().clone(), expected))
+            checks.append((f"{what}, step {step}: in place", found is tensor, in_place))
+
+    own = torch.full((4,), hvd.rank() + 1.0)
+    total = torch.full((4,), sum(rank + 1.0 for rank in range(hvd.size())))
+    reduced("a sum", own.clone(), total)
+    reduced("of another type", own.double() + 2**-40, total.double() + hvd.size() * 2**-40)
+    reduced("an average", own.clone(), total / hvd.size(), op=hvd.Average)
+    reduced("the default, an average", own.clone(), total / hvd.size(), op=None)
+    reduced("with a factor", own.clone(), total * 3, prescale_factor=3.0)
+    reduced("into a new tensor", own.clone(), total, in_place=False)
+    reduced("of another shape", own.view(2, 2).clone(), total.view(2, 2))
+    reduced("longer", own.repeat(3), total.repeat(3))
+    reduced("in another order of memory", own.view(2, 2).clone().t(), total.view(2, 2))
+    tensor.requires_grad_()
+    reduced("a leaf with gradients", own.clone(), total)
+    tensor = torch.zeros(4)
+    reduced("another tensor", 2 * own, 2 * total)
+    assert_same(checks)
+
+
+@pytest.mark.mpi
+def test_what_cannot_be_reduced_is_refused_also_where_the_last_step_could(hvd):
+    tensor = torch.ones(3)
+    hvd.allreduce_(tensor, name="spread", op=hvd.Sum)
+    with pytest.raises(ValueError, match="on the meta device was asked for"):
+        hvd.allreduce_(torch.ones(3, device="meta"), name="spread", op=hvd.Sum)
+    tensor.data = torch.ones(1).expand(3)
+    with pytest.raises(ValueError, match="expanded tensor was asked for"):
+        hvd.allreduce_(tensor, name="spread", op=hvd.Sum)
+
+
+@pytest.mark.mpi
+def test_a_name_does_not_keep_its_tensor_alive(hvd):
+    tensor = torch.ones(3)
+    hvd.allreduce_(tensor, name="short-lived", op=hvd.Sum)
+    reference = weakref.ref(tensor)
+    del tensor
+    assert reference() is None
 
 
 @pytest.mark.mpi
