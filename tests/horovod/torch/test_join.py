@@ -116,7 +116,7 @@ def test_a_join_of_all_at_once_is_over_at_once(hvd):
     everyones = hvd.allgather_object(lasts)
     assert all(told == lasts for told in everyones)
     assert all(0 <= last < hvd.size() for last in lasts)
-    assert took_s < 5
+    assert took_s < 15, "each of them waited for something"
 
 
 def test_all_kinds_work_unnamed_after_an_uneven_join(hvd, assert_same):
