@@ -1,5 +1,5 @@
 # make train    train a small language model on real text, on two MPI ranks
-# make test     everything: in two processes without MPI, then on 1, 2, 3 and 4 ranks, then on a real Slurm
+# make test     everything: in three processes without MPI, then on 1, 2, 3 and 4 ranks, then on a real Slurm
 # make test-long    and programs beside their peers, which take minutes more
 # make lint     style, types and the floors
 # make bench    figures into benchmarks/results/
@@ -60,13 +60,13 @@ train: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slurm and not mpi and not long'
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slurm and not mpi and not long'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
 	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet -m mpi \
 	        $(MPI_TESTS) || exit 1; \
 	done
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slurm tests/slurm
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m slurm tests/slurm
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
