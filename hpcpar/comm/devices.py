@@ -42,11 +42,13 @@ TRIAL_NBYTES = 4096
 class Devices:
     """A rank's access to GPUs, and its ways to the other ranks' memory.
 
+    ordinal   the GPU of this rank's place on its node
     reaches   the way to each world rank
     """
 
-    def __init__(self, cuda: CudaDriver, reaches: Sequence[Reach]) -> None:
+    def __init__(self, cuda: CudaDriver, ordinal: int, reaches: Sequence[Reach]) -> None:
         self.cuda = cuda
+        self.ordinal = ordinal
         self.reaches = tuple(reaches)
         self.exports, self.imports = Exports(cuda), _imports(cuda)
         self.event_exports, self.event_imports = EventExports(cuda), _event_imports(cuda)
@@ -58,9 +60,11 @@ class Devices:
         """How messages between this rank and another one travel; the same as seen from there."""
         return self.reaches[world_rank]
 
-    def queue(self, ordinal: int) -> Queue:
-        """What the next call, or message, uses on a device."""
+    def queue(self, ordinal: int | None) -> Queue:
+        """What the next call, or message, uses on a device; None: for an array that lies on none."""
         queues: dict[Any, Queue] = _of_thread.__dict__
+        if ordinal is None:
+            ordinal = self.ordinal
         key = next(self._turns) % QUEUES, ordinal
         if key not in queues:
             queues[key] = Queue(self.cuda, ordinal, device_kernels.kernels)
@@ -122,7 +126,7 @@ def open_devices(comm: Communicator, asked: str, mpi_takes_pointers: Callable[[]
     """
     quiet = comm.unchecked("devices")
     here = [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
-    cuda, problem, identity = _open(here.index(comm.rank), len(here))
+    cuda, ordinal, problem, identity = _open(here.index(comm.rank), len(here))
     found = quiet.allgather_object((problem, identity))
     problems = [problem for problem, _ in found]
     if any(problems):
@@ -150,21 +154,22 @@ def open_devices(comm: Communicator, asked: str, mpi_takes_pointers: Callable[[]
         "pull" if nodes[rank] == own and all(pulled[peer] for peer in here) else rest
         for rank in range(comm.size)
     ]
-    return Devices(cuda, reaches)
+    return Devices(cuda, ordinal, reaches)
 
 
-def _open(local_rank: int, local_size: int) -> tuple[CudaDriver | None, str, str]:
-    """The driver, with this rank's GPU in use; what stands against it; what tells the GPU from others."""
+def _open(local_rank: int, local_size: int) -> tuple[CudaDriver | None, int, str, str]:
+    """The driver, with this rank's GPU in use, and its number; what stands against it; what tells it from
+    others."""
     try:
         cuda = cuda_driver.driver()
         ordinal = gpu_for(local_rank, cuda.device_count(), local_size)
         if ordinal is None:
-            return None, "no GPU is visible", ""
+            return None, 0, "no GPU is visible", ""
         cuda.use(ordinal)
         device_kernels.kernels(ordinal)
-        return cuda, "", cuda.identity(ordinal)
+        return cuda, ordinal, "", cuda.identity(ordinal)
     except HpcparError as error:
-        return None, str(error), ""
+        return None, 0, str(error), ""
 
 
 def _warn_of_sharing(comm: Communicator, identities: Sequence[str]) -> None:

@@ -261,10 +261,10 @@ def is_on_device(array: Any) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
-def bind_device(array: Any, queue: Callable[[int], Queue], what: str) -> Binding:
+def bind_device(array: Any, queue: Callable[[int | None], Queue], what: str) -> Binding:
     """See an array on a GPU as flat memory; what is given to its queue comes after what made the array.
 
-    queue    gives the one to use on a device, by its number
+    queue    gives the one to use on a device, by its number; None: for no elements, which lie on none
     errors   BufferTypeError for unknown element types, sparse tensors, and gaps in what is no tensor or
              CuPy array
     """
@@ -340,12 +340,12 @@ def _cupy_stream(array: Any, interface: dict[str, Any]) -> Callable[[], int]:
     return lambda: 0 if said is None else int(said)
 
 
-def _ordinal(array: Any, interface: dict[str, Any]) -> int:
+def _ordinal(array: Any, interface: dict[str, Any]) -> int | None:
     if is_cupy(array):
         return int(array.device.id)
     from hpcpar.transport.cuda_driver import driver
 
-    return driver().ordinal_of(int(interface["data"][0])) if interface["data"][0] else 0
+    return driver().ordinal_of(int(interface["data"][0])) if interface["data"][0] else None
 
 
 def _has_no_gaps(interface: dict[str, Any]) -> bool:

@@ -236,6 +236,24 @@ def test_arrays_of_one_call_are_in_one_place(kernels) -> None:
     run_loopback(1, shared("pull", body))
 
 
+def test_arrays_of_one_call_are_on_one_gpu(kernels, monkeypatch) -> None:
+    monkeypatch.setenv("STAND_IN_DEVICES", "2")
+
+    def body(comm: Communicator) -> None:
+        assert comm._family.devices.ordinal == comm.rank
+        here, there, nowhere = (
+            device_cases.DeviceArray.from_host(np.zeros(count, "float32"), ordinal=ordinal)
+            for count, ordinal in ((4, 1), (4, 0), (0, 0))
+        )
+        with pytest.raises(BufferTypeError, match=r"out is on GPU 0, the other array of the call on GPU 1"):
+            comm.unchecked("two").allreduce(here, out=there)
+        counts = [4, 0]
+        comm.unchecked("none").reduce_scatter(here, counts=counts, out=nowhere if comm.rank else here[:])
+        assert comm._view(nowhere, writable=True).host.queue.ordinal == comm.rank
+
+    run_loopback(2, shared("staged", body), timeout_s=20)
+
+
 def test_a_host_array_that_meets_a_device_array_is_named(kernels) -> None:
     def body(comm: Communicator) -> None:
         array = values(0, 4) if comm.rank else on_device(values(0, 4))
