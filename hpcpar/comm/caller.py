@@ -277,9 +277,10 @@ class Caller(ABC):
         if devices is None or not is_on_device(array):
             binding = bind(array, writable=writable, what=what)
         elif isinstance(beside, DeviceBuffer):
-            binding = bind_device(array, partial(_queue_beside, beside, what), what)
+            queue = partial(_queue_beside, beside, what)
+            binding = bind_device(array, queue, writable=writable, what=what)
         else:
-            binding = bind_device(array, devices.queue, what)
+            binding = bind_device(array, devices.queue, writable=writable, what=what)
         if beside is not None and isinstance(binding.host, DeviceBuffer) != isinstance(beside, DeviceBuffer):
             here, there = ("a GPU", "the host") if isinstance(beside, DeviceBuffer) else ("the host", "a GPU")
             raise BufferTypeError(

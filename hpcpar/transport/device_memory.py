@@ -261,12 +261,15 @@ def is_on_device(array: Any) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
-def bind_device(array: Any, queue: Callable[[int | None], Queue], what: str) -> Binding:
+def bind_device(
+    array: Any, queue: Callable[[int | None], Queue], *, writable: bool, what: str = "buffer"
+) -> Binding:
     """See an array on a GPU as flat memory; what is given to its queue comes after what made the array.
 
     queue    gives the one to use on a device, by its number; None: for no elements, which lie on none
-    errors   BufferTypeError for unknown element types, sparse tensors, and gaps in what is no tensor or
-             CuPy array
+    writable, what   as for `bind`
+    errors   BufferTypeError for unknown element types, sparse tensors, read-only memory, and gaps in what
+             is no tensor or CuPy array
     """
     if is_torch(array):
         return _bind_torch(array, queue(array.device.index), what)
@@ -274,6 +277,11 @@ def bind_device(array: Any, queue: Callable[[int | None], Queue], what: str) -> 
     name = str(getattr(array, "dtype", "") or np.dtype(interface["typestr"]))
     if name not in DTYPES:
         raise unknown_dtype(what, name)
+    if writable and interface["data"][1]:
+        raise BufferTypeError(
+            f"{what} is a read-only {type(array).__qualname__} and the result is to be written into it; "
+            f"pass a copy that may be written, or give out="
+        )
     packed = array
     if interface.get("strides") is not None and not _has_no_gaps(interface):
         if not is_cupy(array):
@@ -283,7 +291,8 @@ def bind_device(array: Any, queue: Callable[[int | None], Queue], what: str) -> 
             )
         import cupy
 
-        packed = cupy.ascontiguousarray(array)
+        with array.device:  # else the copy is on the device that is current
+            packed = cupy.ascontiguousarray(array)
         interface = packed.__cuda_array_interface__
     used = queue(_ordinal(array, interface))
     buffer = _buffer(packed, int(interface["data"][0]), name, _cupy_stream(array, interface), used)
@@ -293,7 +302,7 @@ def bind_device(array: Any, queue: Callable[[int | None], Queue], what: str) -> 
     def write_back() -> None:
         import cupy
 
-        with cupy.cuda.ExternalStream(used.stream):
+        with array.device, cupy.cuda.ExternalStream(used.stream):
             array[...] = packed.reshape(array.shape)
 
     return Binding(array, buffer, write_back)
@@ -331,11 +340,11 @@ def _buffer(array: Any, address: int, dtype: str, stream: Callable[[], int], que
 
 
 def _cupy_stream(array: Any, interface: dict[str, Any]) -> Callable[[], int]:
-    """What tells the stream in which the caller works: CuPy's current one, else what the array says."""
+    """What tells the stream in which the caller works: CuPy's current one there, else what the array says."""
     if is_cupy(array):
         import cupy
 
-        return lambda: int(cupy.cuda.get_current_stream().ptr)
+        return lambda: int(cupy.cuda.get_current_stream(array.device.id).ptr)
     said = interface.get("stream")
     return lambda: 0 if said is None else int(said)
 
