@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -205,45 +206,48 @@ def _try_pulling(comm: Communicator, cuda: CudaDriver, here: Sequence[int]) -> b
     Every rank fills a small allocation with its own number, and reads everybody's.
     """
     quiet = comm.unchecked("devices")
-    exports, imports = Exports(cuda), _imports(cuda)
-    event_exports, event_imports = EventExports(cuda), _event_imports(cuda)
-    stream, event, address = cuda.stream(), cuda.event(interprocess=True), cuda.alloc(TRIAL_NBYTES)
-    pinned = cuda.alloc_pinned(TRIAL_NBYTES)
-    host = _host_view(pinned, TRIAL_NBYTES)
+    imports, event_imports = _imports(cuda), _event_imports(cuda)
     shown: tuple[bytes, bytes] | None = None
-    try:
-        host[:] = comm.rank % 251
-        cuda.copy(address, pinned, TRIAL_NBYTES, stream)
-        cuda.record(event, stream)
-        cuda.synchronize(stream)
-        shown = exports.export(address, TRIAL_NBYTES), event_exports.export(event)
-    except CudaError as error:
-        log.debug("device memory cannot be shown to other processes: %s", error)
-    told = quiet.allgather_object(shown)
-    good = shown is not None
-    try:
-        for peer in here:
-            other = told[peer]
-            if other is None or not good:
-                good = False
-                break
-            cuda.wait(stream, event_imports.open(other[1]))
-            event_imports.release(other[1])
-            shown_here = _open_shown(imports, other[0], _queues_of_thread())
-            cuda.copy(pinned, shown_here, TRIAL_NBYTES, stream)
+    with ExitStack() as made:
+        try:
+            stream = _made(made, cuda.stream(), cuda.destroy_stream)
+            event = _made(made, cuda.event(interprocess=True), cuda.destroy_event)
+            pinned = _made(made, cuda.alloc_pinned(TRIAL_NBYTES), cuda.free_pinned)
+            address = _made(made, cuda.alloc(TRIAL_NBYTES), cuda.free)
+            host = _host_view(pinned, TRIAL_NBYTES)
+            host[:] = comm.rank % 251
+            cuda.copy(address, pinned, TRIAL_NBYTES, stream)
+            cuda.record(event, stream)
             cuda.synchronize(stream)
-            imports.release(other[0])
-            good = bool((host == peer % 251).all())
-    except CudaError as error:
-        log.debug("device memory of other processes cannot be opened: %s", error)
-        good = False
-    quiet.barrier()  # nobody reads any more
-    cuda.free(address)
-    cuda.free_pinned(pinned)
-    event_exports.forget(event)
-    cuda.destroy_event(event)
-    cuda.destroy_stream(stream)
+            shown = Exports(cuda).export(address, TRIAL_NBYTES), EventExports(cuda).export(event)
+        except CudaError as error:
+            log.debug("device memory cannot be shown to other processes: %s", error)
+        told = quiet.allgather_object(shown)
+        good = shown is not None
+        try:
+            for peer in here:
+                other = told[peer]
+                if other is None or not good:
+                    good = False
+                    break
+                cuda.wait(stream, event_imports.open(other[1]))
+                event_imports.release(other[1])
+                shown_here = _open_shown(imports, other[0], _queues_of_thread())
+                cuda.copy(pinned, shown_here, TRIAL_NBYTES, stream)
+                cuda.synchronize(stream)
+                imports.release(other[0])
+                good = bool((host == peer % 251).all())
+        except CudaError as error:
+            log.debug("device memory of other processes cannot be opened: %s", error)
+            good = False
+        quiet.barrier()  # nobody reads any more
     return good
+
+
+def _made(stack: ExitStack, value: int, give_back: Callable[[int], None]) -> int:
+    """The value, to be given back with the stack."""
+    stack.callback(give_back, value)
+    return value
 
 
 def _host_view(address: int, nbytes: int) -> Octets:
