@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -23,7 +22,7 @@ from hpcpar.launch.binding import gpu_for, gpu_sharing_warning
 from hpcpar.transport import cuda_driver, device_kernels
 from hpcpar.transport.cuda_driver import CudaDriver
 from hpcpar.transport.device_ipc import EventExports, EventImports, Exports, Imports
-from hpcpar.transport.device_memory import DeviceBuffer, Queue
+from hpcpar.transport.device_memory import DeviceBuffer, Queue, queue_of_thread, queues_of_thread
 from hpcpar.transport.interface import Octets
 from hpcpar.transport.staged import PinnedPool
 
@@ -63,28 +62,18 @@ class Devices:
 
     def queue(self, ordinal: int | None) -> Queue:
         """What the next call, or message, uses on a device; None: for an array that lies on none."""
-        queues: dict[Any, Queue] = _of_thread.__dict__
         if ordinal is None:
             ordinal = self.ordinal
-        key = next(self._turns) % QUEUES, ordinal
-        if key not in queues:
-            queues[key] = Queue(self.cuda, ordinal, device_kernels.kernels)
-        self._used.add(queues[key])
-        return queues[key]
+        turn = next(self._turns) % QUEUES
+        queue = queue_of_thread(turn, self.cuda, ordinal, device_kernels.kernels)
+        self._used.add(queue)
+        return queue
 
     def open(self, descriptor: bytes) -> int:
         """The address here of what a peer shows; to be released."""
         # Those of other threads, too: autograd has its own, and makes calls while the one that waits for it
         # makes none.
-        return _open_shown(self.imports, descriptor, self._used | _queues_of_thread())
-
-
-_of_thread = threading.local()
-"""The queues of a thread, which all its communicators share."""
-
-
-def _queues_of_thread() -> set[Queue]:
-    return set(_of_thread.__dict__.values())
+        return _open_shown(self.imports, descriptor, self._used.union(queues_of_thread().values()))
 
 
 @cache
@@ -232,7 +221,7 @@ def _try_pulling(comm: Communicator, cuda: CudaDriver, here: Sequence[int]) -> b
                     break
                 cuda.wait(stream, event_imports.open(other[1]))
                 event_imports.release(other[1])
-                shown_here = _open_shown(imports, other[0], _queues_of_thread())
+                shown_here = _open_shown(imports, other[0], queues_of_thread().values())
                 cuda.copy(pinned, shown_here, TRIAL_NBYTES, stream)
                 cuda.synchronize(stream)
                 imports.release(other[0])

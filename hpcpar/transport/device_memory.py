@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from hpcpar.errors import BufferTypeError
+from hpcpar.errors import BufferTypeError, CudaError
 from hpcpar.transport.buffers import (
     DTYPES,
     Binding,
@@ -211,23 +213,50 @@ class Queue:
 
     def take(self, nbytes: int) -> DeviceOctets:
         """Fresh memory of any content, which other processes of the node can be shown."""
-        fitting = [i for i, (_, size) in enumerate(self._free) if size >= nbytes]
-        if fitting:
-            address, size = self._free.pop(min(fitting, key=lambda i: self._free[i][1]))
-        else:
-            self.cuda.use(self.ordinal)
-            size = max(SMALLEST_SCRATCH_NBYTES, 1 << (nbytes - 1).bit_length())
-            address = self.cuda.alloc(size)
+        address, size = self._idle(nbytes) or self._allocated(scratch_nbytes(nbytes))
         return DeviceOctets(address, nbytes, self, _Scratch(self, address, size))
 
     def take_back(self, address: int, nbytes: int) -> None:
-        """A piece of scratch is free again; of too many the smallest goes."""
+        """A piece of scratch is free again, at any time and in any thread; of too many the smallest goes."""
         self._free.append((address, nbytes))
         if len(self._free) > KEPT:
-            smallest = min(range(len(self._free)), key=lambda i: self._free[i][1])
+            smallest = min(self._free, key=itemgetter(1))
             with contextlib.suppress(Exception):  # at the interpreter's end the driver may be gone
-                self.cuda.use(self.ordinal)
-                self.cuda.free(self._free.pop(smallest)[0])
+                self._free_one(smallest)
+
+    def give_back(self) -> None:
+        """Wait until all that was given is done, and free what then lies idle."""
+        self.synchronize()
+        self.look()
+        for piece in list(self._free):
+            with contextlib.suppress(ValueError):
+                self._free_one(piece)
+
+    def _idle(self, nbytes: int) -> tuple[int, int] | None:
+        """The smallest free piece that is large enough, for the caller alone."""
+        for piece in sorted(self._free, key=itemgetter(1)):
+            if piece[1] >= nbytes:
+                with contextlib.suppress(ValueError):  # `take_back` has freed it meanwhile
+                    self._free.remove(piece)
+                    return piece
+        return None
+
+    def _allocated(self, nbytes: int) -> tuple[int, int]:
+        """A new piece; where the device is full, what lies idle in this thread's queues makes room for it."""
+        self.cuda.use(self.ordinal)
+        try:
+            return self.cuda.alloc(nbytes), nbytes
+        except CudaError:
+            for queue in {self, *queues_of_thread().values()}:
+                queue.give_back()
+            self.cuda.use(self.ordinal)
+            return self.cuda.alloc(nbytes), nbytes
+
+    def _free_one(self, piece: tuple[int, int]) -> None:
+        """ValueError if somebody else has taken it."""
+        self._free.remove(piece)
+        self.cuda.use(self.ordinal)
+        self.cuda.free(piece[0])
 
     def afterwards(self, call: Callable[[], object]) -> None:
         """Have this called, by a later use of the queue, when all that was given so far is done.
@@ -244,6 +273,46 @@ class Queue:
 
     def _event(self) -> int:
         return self.events.pop() if self.events else self.cuda.event()
+
+
+def scratch_nbytes(nbytes: int) -> int:
+    """Of a piece for so many bytes: an eighth more at most, so that few sizes serve many."""
+    unit = max(SMALLEST_SCRATCH_NBYTES, 1 << max(0, nbytes.bit_length() - 4))
+    return max(1, -(-nbytes // unit)) * unit
+
+
+_left: defaultdict[tuple[int, int], list[Queue]] = defaultdict(list)
+"""Queues of threads that have ended, for those that come."""
+
+
+class _Queues(dict[tuple[int, int], Queue]):
+    """Those of a thread."""
+
+    def __del__(self, left: defaultdict[tuple[int, int], list[Queue]] = _left) -> None:
+        for key, queue in self.items():
+            left[key].append(queue)
+
+
+_of_thread = threading.local()
+
+
+def queues_of_thread() -> dict[tuple[int, int], Queue]:
+    """The queues of this thread, which all its communicators share, by turn and device."""
+    if not hasattr(_of_thread, "queues"):
+        _of_thread.queues = _Queues()
+    queues: _Queues = _of_thread.queues
+    return queues
+
+
+def queue_of_thread(turn: int, cuda: CudaDriver, ordinal: int, kernels: Callable[[int], Kernels]) -> Queue:
+    """This thread's queue for a turn on a device."""
+    queues, key = queues_of_thread(), (turn, ordinal)
+    if key not in queues:
+        try:
+            queues[key] = _left[key].pop()
+        except IndexError:
+            queues[key] = Queue(cuda, ordinal, kernels)
+    return queues[key]
 
 
 def as_pointer(octets: DeviceOctets) -> Octets:
