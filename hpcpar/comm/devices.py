@@ -64,6 +64,8 @@ class Devices:
         """What the next call, or message, uses on a device; None: for an array that lies on none."""
         if ordinal is None:
             ordinal = self.ordinal
+        for queue in queues_of_thread().values():
+            queue.look()  # arrays of earlier calls are kept till then
         turn = next(self._turns) % QUEUES
         queue = queue_of_thread(turn, self.cuda, ordinal, device_kernels.kernels)
         self._used.add(queue)

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -159,6 +160,25 @@ def test_every_algorithm_can_be_pulled(kernels, size: int) -> None:
         device_cases.all_reduces(comm, (1, 777), tuple(names))
 
     run_loopback(size, shared("pull", body))
+
+
+def test_an_array_is_kept_no_longer_than_until_the_next_call(kernels) -> None:
+    """Whichever of the queues that has: memory that is not given back is missed on a GPU."""
+
+    def body(comm: Communicator) -> list[bool]:
+        kept = []
+        for _ in range(3):
+            array = on_device(values(comm.rank, 1000))
+            there = weakref.ref(array)
+            comm.allreduce(array)
+            array.to_host()  # waits until the call is done
+            del array
+            comm.allreduce(on_device(values(comm.rank, 1)))
+            kept.append(there() is not None)
+        return kept
+
+    gc.collect()
+    assert run_loopback(2, shared("staged", body)) == [[False] * 3] * 2
 
 
 def test_as_many_bytes_are_counted_as_on_the_host(kernels) -> None:
