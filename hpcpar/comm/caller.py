@@ -280,6 +280,7 @@ class Caller(ABC):
             queue = partial(_queue_beside, beside, what)
             binding = bind_device(array, queue, writable=writable, what=what)
         else:
+            devices.cuda.use(devices.ordinal)  # a thread that has used none could not even ask where it lies
             binding = bind_device(array, devices.queue, writable=writable, what=what)
         if beside is not None and isinstance(binding.host, DeviceBuffer) != isinstance(beside, DeviceBuffer):
             here, there = ("a GPU", "the host") if isinstance(beside, DeviceBuffer) else ("the host", "a GPU")

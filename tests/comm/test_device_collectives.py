@@ -162,6 +162,17 @@ def test_every_algorithm_can_be_pulled(kernels, size: int) -> None:
     run_loopback(size, shared("pull", body))
 
 
+def test_a_thread_that_has_used_no_device_yet_may_make_the_call(kernels) -> None:
+    def body(comm: Communicator) -> list[float]:
+        array = on_device(values(comm.rank, 9))
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(comm.allreduce, array).result(60)
+        return array.to_host().tolist()
+
+    expected = (values(0, 9) + values(1, 9)).tolist()
+    assert run_loopback(2, shared("staged", body)) == [expected] * 2
+
+
 def test_an_array_is_kept_no_longer_than_until_the_next_call(kernels) -> None:
     """Whichever of the queues that has: memory that is not given back is missed on a GPU."""
 
