@@ -42,7 +42,7 @@ VARIABLES = {
 ASKED = "HPCPAR_CUDA_AWARE"
 NO = ("0", "false", "no", "off")
 HIDDEN = ("", "-1", "NoDevFiles")
-"""What CUDA_VISIBLE_DEVICES holds where a process shall see no GPU."""
+"""What CUDA_VISIBLE_DEVICES begins with where a process shall see no GPU."""
 
 FABRICS = Path("/sys/class/infiniband")
 
@@ -157,7 +157,8 @@ def has_driver() -> bool:
 
 def gpu_is_visible(environ: Mapping[str, str]) -> bool:
     """Whether this process may find a GPU: nothing hides them, and there is a driver."""
-    return environ.get("CUDA_VISIBLE_DEVICES", "all") not in HIDDEN and has_driver()
+    first = environ.get("CUDA_VISIBLE_DEVICES", "all").partition(",")[0].strip()
+    return first not in HIDDEN and has_driver()
 
 
 def has_fabric() -> bool:

@@ -121,10 +121,11 @@ def test_ranks_that_may_see_different_gpus_decide_alike(wheels: Wheels) -> None:
     assert obstacle(wheels, {"SLURM_HET_SIZE": "2", "HPCPAR_CUDA_AWARE": "1"}) is None
 
 
-@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles", "-1,0"])
 def test_hidden_gpus_are_none(wheels: Wheels, hidden: str) -> None:
     assert not cuda_wheels.gpu_is_visible({"CUDA_VISIBLE_DEVICES": hidden})
-    assert cuda_wheels.gpu_is_visible({"CUDA_VISIBLE_DEVICES": "0"})
+    for shown in ("0", "2,-1,3"):
+        assert cuda_wheels.gpu_is_visible({"CUDA_VISIBLE_DEVICES": shown})
 
 
 def test_what_cannot_be_loaded_leaves_the_environment_as_it_was(

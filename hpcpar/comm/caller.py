@@ -44,7 +44,7 @@ from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
-from hpcpar.transport.device_memory import DeviceBuffer, bind_device, is_on_device
+from hpcpar.transport.device_memory import DeviceBuffer, Queue, bind_device, is_on_device
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
 from hpcpar.units import KiB, MiB
 
@@ -277,10 +277,11 @@ class Caller(ABC):
         if devices is None or not is_on_device(array):
             binding = bind(array, writable=writable, what=what)
         elif isinstance(beside, DeviceBuffer):
-            queue = beside.queue
-            binding = bind_device(array, lambda ordinal: queue, what)
+            queue = partial(_queue_beside, beside, what)
+            binding = bind_device(array, queue, writable=writable, what=what)
         else:
-            binding = bind_device(array, devices.queue, what)
+            devices.cuda.use(devices.ordinal)  # a thread that has used none could not even ask where it lies
+            binding = bind_device(array, devices.queue, writable=writable, what=what)
         if beside is not None and isinstance(binding.host, DeviceBuffer) != isinstance(beside, DeviceBuffer):
             here, there = ("a GPU", "the host") if isinstance(beside, DeviceBuffer) else ("the host", "a GPU")
             raise BufferTypeError(
@@ -804,6 +805,16 @@ class Caller(ABC):
 def typed(array: Any, host: HostBuffer) -> str:
     """Element type, shape and kind of memory, as ranks compare them: float32[1024, 1024] on a GPU."""
     return f"{host.dtype}{list(array.shape)}{' on a GPU' if isinstance(host, DeviceBuffer) else ''}"
+
+
+def _queue_beside(beside: DeviceBuffer, what: str, ordinal: int | None) -> Queue:
+    """The queue of a call, for another array of it; BufferTypeError if that is on another GPU."""
+    if ordinal not in (None, beside.queue.ordinal):
+        raise BufferTypeError(
+            f"{what} is on GPU {ordinal}, the other array of the call on GPU {beside.queue.ordinal}: move "
+            f"one of them, so that both are in one place"
+        )
+    return beside.queue
 
 
 def _after(buffer: DeviceBuffer, result: Callable[[], Any]) -> Any:

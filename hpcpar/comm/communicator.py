@@ -228,6 +228,8 @@ class Communicator(Objects):
         with self._asking(Call("split")):
             color = None if color is None else _whole("color", color, least=0)
             key = _whole("key", key, least=-LARGEST_KEY)
+        # In MPI's split nothing moves, and a rank that comes later may still wait for what was begun before.
+        self.unchecked(self._label or "split").barrier()
         transport = self._transport.split(color, key)
         if transport is None:
             return None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,7 @@ from hpcpar.launch.binding import gpu_for, gpu_sharing_warning
 from hpcpar.transport import cuda_driver, device_kernels
 from hpcpar.transport.cuda_driver import CudaDriver
 from hpcpar.transport.device_ipc import EventExports, EventImports, Exports, Imports
-from hpcpar.transport.device_memory import DeviceBuffer, Queue
+from hpcpar.transport.device_memory import DeviceBuffer, Queue, queue_of_thread, queues_of_thread
 from hpcpar.transport.interface import Octets
 from hpcpar.transport.staged import PinnedPool
 
@@ -42,11 +42,13 @@ TRIAL_NBYTES = 4096
 class Devices:
     """A rank's access to GPUs, and its ways to the other ranks' memory.
 
+    ordinal   the GPU of this rank's place on its node
     reaches   the way to each world rank
     """
 
-    def __init__(self, cuda: CudaDriver, reaches: Sequence[Reach]) -> None:
+    def __init__(self, cuda: CudaDriver, ordinal: int, reaches: Sequence[Reach]) -> None:
         self.cuda = cuda
+        self.ordinal = ordinal
         self.reaches = tuple(reaches)
         self.exports, self.imports = Exports(cuda), _imports(cuda)
         self.event_exports, self.event_imports = EventExports(cuda), _event_imports(cuda)
@@ -58,28 +60,22 @@ class Devices:
         """How messages between this rank and another one travel; the same as seen from there."""
         return self.reaches[world_rank]
 
-    def queue(self, ordinal: int) -> Queue:
-        """What the next call, or message, uses on a device."""
-        queues: dict[Any, Queue] = _of_thread.__dict__
-        key = next(self._turns) % QUEUES, ordinal
-        if key not in queues:
-            queues[key] = Queue(self.cuda, ordinal, device_kernels.kernels)
-        self._used.add(queues[key])
-        return queues[key]
+    def queue(self, ordinal: int | None) -> Queue:
+        """What the next call, or message, uses on a device; None: for an array that lies on none."""
+        if ordinal is None:
+            ordinal = self.ordinal
+        for queue in queues_of_thread().values():
+            queue.look()  # arrays of earlier calls are kept till then
+        turn = next(self._turns) % QUEUES
+        queue = queue_of_thread(turn, self.cuda, ordinal, device_kernels.kernels)
+        self._used.add(queue)
+        return queue
 
     def open(self, descriptor: bytes) -> int:
         """The address here of what a peer shows; to be released."""
         # Those of other threads, too: autograd has its own, and makes calls while the one that waits for it
         # makes none.
-        return _open_shown(self.imports, descriptor, self._used | _queues_of_thread())
-
-
-_of_thread = threading.local()
-"""The queues of a thread, which all its communicators share."""
-
-
-def _queues_of_thread() -> set[Queue]:
-    return set(_of_thread.__dict__.values())
+        return _open_shown(self.imports, descriptor, self._used.union(queues_of_thread().values()))
 
 
 @cache
@@ -122,7 +118,7 @@ def open_devices(comm: Communicator, asked: str, mpi_takes_pointers: Callable[[]
     """
     quiet = comm.unchecked("devices")
     here = [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
-    cuda, problem, identity = _open(here.index(comm.rank), len(here))
+    cuda, ordinal, problem, identity = _open(here.index(comm.rank), len(here))
     found = quiet.allgather_object((problem, identity))
     problems = [problem for problem, _ in found]
     if any(problems):
@@ -150,21 +146,22 @@ def open_devices(comm: Communicator, asked: str, mpi_takes_pointers: Callable[[]
         "pull" if nodes[rank] == own and all(pulled[peer] for peer in here) else rest
         for rank in range(comm.size)
     ]
-    return Devices(cuda, reaches)
+    return Devices(cuda, ordinal, reaches)
 
 
-def _open(local_rank: int, local_size: int) -> tuple[CudaDriver | None, str, str]:
-    """The driver, with this rank's GPU in use; what stands against it; what tells the GPU from others."""
+def _open(local_rank: int, local_size: int) -> tuple[CudaDriver | None, int, str, str]:
+    """The driver, with this rank's GPU in use, and its number; what stands against it; what tells it from
+    others."""
     try:
         cuda = cuda_driver.driver()
         ordinal = gpu_for(local_rank, cuda.device_count(), local_size)
         if ordinal is None:
-            return None, "no GPU is visible", ""
+            return None, 0, "no GPU is visible", ""
         cuda.use(ordinal)
         device_kernels.kernels(ordinal)
-        return cuda, "", cuda.identity(ordinal)
+        return cuda, ordinal, "", cuda.identity(ordinal)
     except HpcparError as error:
-        return None, str(error), ""
+        return None, 0, str(error), ""
 
 
 def _warn_of_sharing(comm: Communicator, identities: Sequence[str]) -> None:
@@ -200,45 +197,48 @@ def _try_pulling(comm: Communicator, cuda: CudaDriver, here: Sequence[int]) -> b
     Every rank fills a small allocation with its own number, and reads everybody's.
     """
     quiet = comm.unchecked("devices")
-    exports, imports = Exports(cuda), _imports(cuda)
-    event_exports, event_imports = EventExports(cuda), _event_imports(cuda)
-    stream, event, address = cuda.stream(), cuda.event(interprocess=True), cuda.alloc(TRIAL_NBYTES)
-    pinned = cuda.alloc_pinned(TRIAL_NBYTES)
-    host = _host_view(pinned, TRIAL_NBYTES)
+    imports, event_imports = _imports(cuda), _event_imports(cuda)
     shown: tuple[bytes, bytes] | None = None
-    try:
-        host[:] = comm.rank % 251
-        cuda.copy(address, pinned, TRIAL_NBYTES, stream)
-        cuda.record(event, stream)
-        cuda.synchronize(stream)
-        shown = exports.export(address, TRIAL_NBYTES), event_exports.export(event)
-    except CudaError as error:
-        log.debug("device memory cannot be shown to other processes: %s", error)
-    told = quiet.allgather_object(shown)
-    good = shown is not None
-    try:
-        for peer in here:
-            other = told[peer]
-            if other is None or not good:
-                good = False
-                break
-            cuda.wait(stream, event_imports.open(other[1]))
-            event_imports.release(other[1])
-            shown_here = _open_shown(imports, other[0], _queues_of_thread())
-            cuda.copy(pinned, shown_here, TRIAL_NBYTES, stream)
+    with ExitStack() as made:
+        try:
+            stream = _made(made, cuda.stream(), cuda.destroy_stream)
+            event = _made(made, cuda.event(interprocess=True), cuda.destroy_event)
+            pinned = _made(made, cuda.alloc_pinned(TRIAL_NBYTES), cuda.free_pinned)
+            address = _made(made, cuda.alloc(TRIAL_NBYTES), cuda.free)
+            host = _host_view(pinned, TRIAL_NBYTES)
+            host[:] = comm.rank % 251
+            cuda.copy(address, pinned, TRIAL_NBYTES, stream)
+            cuda.record(event, stream)
             cuda.synchronize(stream)
-            imports.release(other[0])
-            good = bool((host == peer % 251).all())
-    except CudaError as error:
-        log.debug("device memory of other processes cannot be opened: %s", error)
-        good = False
-    quiet.barrier()  # nobody reads any more
-    cuda.free(address)
-    cuda.free_pinned(pinned)
-    event_exports.forget(event)
-    cuda.destroy_event(event)
-    cuda.destroy_stream(stream)
+            shown = Exports(cuda).export(address, TRIAL_NBYTES), EventExports(cuda).export(event)
+        except CudaError as error:
+            log.debug("device memory cannot be shown to other processes: %s", error)
+        told = quiet.allgather_object(shown)
+        good = shown is not None
+        try:
+            for peer in here:
+                other = told[peer]
+                if other is None or not good:
+                    good = False
+                    break
+                cuda.wait(stream, event_imports.open(other[1]))
+                event_imports.release(other[1])
+                shown_here = _open_shown(imports, other[0], queues_of_thread().values())
+                cuda.copy(pinned, shown_here, TRIAL_NBYTES, stream)
+                cuda.synchronize(stream)
+                imports.release(other[0])
+                good = bool((host == peer % 251).all())
+        except CudaError as error:
+            log.debug("device memory of other processes cannot be opened: %s", error)
+            good = False
+        quiet.barrier()  # nobody reads any more
     return good
+
+
+def _made(stack: ExitStack, value: int, give_back: Callable[[int], None]) -> int:
+    """The value, to be given back with the stack."""
+    stack.callback(give_back, value)
+    return value
 
 
 def _host_view(address: int, nbytes: int) -> Octets:

@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, takewhile
 
 from hpcpar.launch.binding import affinity, format_cores, node_cores
 
@@ -83,10 +83,13 @@ def allowed_cores(cores: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def visible_gpus(environ: Mapping[str, str], device_files: str = "/dev/nvidia") -> tuple[str, ...]:
-    """GPUs that a rank sees: what its variables name, else all that the node has files for."""
+    """GPUs that a rank sees: what its variables name, else all that the node has files for.
+
+    A name that hides all of them hides those behind it; the ones before it stay.
+    """
     for name in VISIBLE_DEVICES:
         if name in environ:
-            return tuple(device for device in _names(environ[name]) if device not in NO_DEVICES)
+            return tuple(takewhile(lambda device: device not in NO_DEVICES, _names(environ[name])))
     found = (path.removeprefix(device_files) for path in glob.glob(f"{device_files}[0-9]*"))
     return tuple(map(str, sorted(int(number) for number in found if number.isdigit())))
 

@@ -124,7 +124,8 @@ def empty_like(array: Any, count: int) -> Any:
     if is_cupy(array):
         import cupy
 
-        return cupy.empty(count, dtype=array.dtype)
+        with array.device:
+            return cupy.empty(count, dtype=array.dtype)
     if hasattr(array, "__cuda_array_interface__"):
         raise BufferTypeError(
             f"the result of {type(array).__module__}.{type(array).__qualname__} needs an array that hpcpar "

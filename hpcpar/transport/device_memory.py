@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from hpcpar.errors import BufferTypeError
+from hpcpar.errors import BufferTypeError, CudaError
 from hpcpar.transport.buffers import (
     DTYPES,
     Binding,
@@ -211,23 +213,50 @@ class Queue:
 
     def take(self, nbytes: int) -> DeviceOctets:
         """Fresh memory of any content, which other processes of the node can be shown."""
-        fitting = [i for i, (_, size) in enumerate(self._free) if size >= nbytes]
-        if fitting:
-            address, size = self._free.pop(min(fitting, key=lambda i: self._free[i][1]))
-        else:
-            self.cuda.use(self.ordinal)
-            size = max(SMALLEST_SCRATCH_NBYTES, 1 << (nbytes - 1).bit_length())
-            address = self.cuda.alloc(size)
+        address, size = self._idle(nbytes) or self._allocated(scratch_nbytes(nbytes))
         return DeviceOctets(address, nbytes, self, _Scratch(self, address, size))
 
     def take_back(self, address: int, nbytes: int) -> None:
-        """A piece of scratch is free again; of too many the smallest goes."""
+        """A piece of scratch is free again, at any time and in any thread; of too many the smallest goes."""
         self._free.append((address, nbytes))
         if len(self._free) > KEPT:
-            smallest = min(range(len(self._free)), key=lambda i: self._free[i][1])
+            smallest = min(self._free, key=itemgetter(1))
             with contextlib.suppress(Exception):  # at the interpreter's end the driver may be gone
-                self.cuda.use(self.ordinal)
-                self.cuda.free(self._free.pop(smallest)[0])
+                self._free_one(smallest)
+
+    def give_back(self) -> None:
+        """Wait until all that was given is done, and free what then lies idle."""
+        self.synchronize()
+        self.look()
+        for piece in list(self._free):
+            with contextlib.suppress(ValueError):
+                self._free_one(piece)
+
+    def _idle(self, nbytes: int) -> tuple[int, int] | None:
+        """The smallest free piece that is large enough, for the caller alone."""
+        for piece in sorted(self._free, key=itemgetter(1)):
+            if piece[1] >= nbytes:
+                with contextlib.suppress(ValueError):  # `take_back` has freed it meanwhile
+                    self._free.remove(piece)
+                    return piece
+        return None
+
+    def _allocated(self, nbytes: int) -> tuple[int, int]:
+        """A new piece; where the device is full, what lies idle in this thread's queues makes room for it."""
+        self.cuda.use(self.ordinal)
+        try:
+            return self.cuda.alloc(nbytes), nbytes
+        except CudaError:
+            for queue in {self, *queues_of_thread().values()}:
+                queue.give_back()
+            self.cuda.use(self.ordinal)
+            return self.cuda.alloc(nbytes), nbytes
+
+    def _free_one(self, piece: tuple[int, int]) -> None:
+        """ValueError if somebody else has taken it."""
+        self._free.remove(piece)
+        self.cuda.use(self.ordinal)
+        self.cuda.free(piece[0])
 
     def afterwards(self, call: Callable[[], object]) -> None:
         """Have this called, by a later use of the queue, when all that was given so far is done.
@@ -246,6 +275,46 @@ class Queue:
         return self.events.pop() if self.events else self.cuda.event()
 
 
+def scratch_nbytes(nbytes: int) -> int:
+    """Of a piece for so many bytes: an eighth more at most, so that few sizes serve many."""
+    unit = max(SMALLEST_SCRATCH_NBYTES, 1 << max(0, nbytes.bit_length() - 4))
+    return max(1, -(-nbytes // unit)) * unit
+
+
+_left: defaultdict[tuple[int, int], list[Queue]] = defaultdict(list)
+"""Queues of threads that have ended, for those that come."""
+
+
+class _Queues(dict[tuple[int, int], Queue]):
+    """Those of a thread."""
+
+    def __del__(self, left: defaultdict[tuple[int, int], list[Queue]] = _left) -> None:
+        for key, queue in self.items():
+            left[key].append(queue)
+
+
+_of_thread = threading.local()
+
+
+def queues_of_thread() -> dict[tuple[int, int], Queue]:
+    """The queues of this thread, which all its communicators share, by turn and device."""
+    if not hasattr(_of_thread, "queues"):
+        _of_thread.queues = _Queues()
+    queues: _Queues = _of_thread.queues
+    return queues
+
+
+def queue_of_thread(turn: int, cuda: CudaDriver, ordinal: int, kernels: Callable[[int], Kernels]) -> Queue:
+    """This thread's queue for a turn on a device."""
+    queues, key = queues_of_thread(), (turn, ordinal)
+    if key not in queues:
+        try:
+            queues[key] = _left[key].pop()
+        except IndexError:
+            queues[key] = Queue(cuda, ordinal, kernels)
+    return queues[key]
+
+
 def as_pointer(octets: DeviceOctets) -> Octets:
     """The bytes as NumPy has them, for MPI, which wants an address: to look at them ends the process."""
     memory: Any = (ctypes.c_uint8 * octets.size).from_address(octets.address)
@@ -261,12 +330,15 @@ def is_on_device(array: Any) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
-def bind_device(array: Any, queue: Callable[[int], Queue], what: str) -> Binding:
+def bind_device(
+    array: Any, queue: Callable[[int | None], Queue], *, writable: bool, what: str = "buffer"
+) -> Binding:
     """See an array on a GPU as flat memory; what is given to its queue comes after what made the array.
 
-    queue    gives the one to use on a device, by its number
-    errors   BufferTypeError for unknown element types, sparse tensors, and gaps in what is no tensor or
-             CuPy array
+    queue    gives the one to use on a device, by its number; None: for no elements, which lie on none
+    writable, what   as for `bind`
+    errors   BufferTypeError for unknown element types, sparse tensors, read-only memory, and gaps in what
+             is no tensor or CuPy array
     """
     if is_torch(array):
         return _bind_torch(array, queue(array.device.index), what)
@@ -274,6 +346,11 @@ def bind_device(array: Any, queue: Callable[[int], Queue], what: str) -> Binding
     name = str(getattr(array, "dtype", "") or np.dtype(interface["typestr"]))
     if name not in DTYPES:
         raise unknown_dtype(what, name)
+    if writable and interface["data"][1]:
+        raise BufferTypeError(
+            f"{what} is a read-only {type(array).__qualname__} and the result is to be written into it; "
+            f"pass a copy that may be written, or give out="
+        )
     packed = array
     if interface.get("strides") is not None and not _has_no_gaps(interface):
         if not is_cupy(array):
@@ -283,7 +360,8 @@ def bind_device(array: Any, queue: Callable[[int], Queue], what: str) -> Binding
             )
         import cupy
 
-        packed = cupy.ascontiguousarray(array)
+        with array.device:  # else the copy is on the device that is current
+            packed = cupy.ascontiguousarray(array)
         interface = packed.__cuda_array_interface__
     used = queue(_ordinal(array, interface))
     buffer = _buffer(packed, int(interface["data"][0]), name, _cupy_stream(array, interface), used)
@@ -293,7 +371,7 @@ def bind_device(array: Any, queue: Callable[[int], Queue], what: str) -> Binding
     def write_back() -> None:
         import cupy
 
-        with cupy.cuda.ExternalStream(used.stream):
+        with array.device, cupy.cuda.ExternalStream(used.stream):
             array[...] = packed.reshape(array.shape)
 
     return Binding(array, buffer, write_back)
@@ -331,21 +409,21 @@ def _buffer(array: Any, address: int, dtype: str, stream: Callable[[], int], que
 
 
 def _cupy_stream(array: Any, interface: dict[str, Any]) -> Callable[[], int]:
-    """What tells the stream in which the caller works: CuPy's current one, else what the array says."""
+    """What tells the stream in which the caller works: CuPy's current one there, else what the array says."""
     if is_cupy(array):
         import cupy
 
-        return lambda: int(cupy.cuda.get_current_stream().ptr)
+        return lambda: int(cupy.cuda.get_current_stream(array.device.id).ptr)
     said = interface.get("stream")
     return lambda: 0 if said is None else int(said)
 
 
-def _ordinal(array: Any, interface: dict[str, Any]) -> int:
+def _ordinal(array: Any, interface: dict[str, Any]) -> int | None:
     if is_cupy(array):
         return int(array.device.id)
     from hpcpar.transport.cuda_driver import driver
 
-    return driver().ordinal_of(int(interface["data"][0])) if interface["data"][0] else 0
+    return driver().ordinal_of(int(interface["data"][0])) if interface["data"][0] else None
 
 
 def _has_no_gaps(interface: dict[str, Any]) -> bool:

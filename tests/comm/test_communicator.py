@@ -45,6 +45,19 @@ def test_a_rank_without_a_color_is_in_no_new_communicator():
     assert run_loopback(3, work) == [(0, 2), None, (0, 2)]
 
 
+def test_what_was_begun_before_a_split_goes_on_on_ranks_that_wait_in_it():
+    def work(comm):
+        total = np.ones(3000)
+        handle = comm.start_allreduce(total, algorithm="ring")
+        if comm.rank:
+            handle.wait()
+        comm.split(0)
+        handle.wait()
+        return total.tolist() == [comm.size] * 3000
+
+    assert run_loopback(3, work, check=False) == [True] * 3
+
+
 @pytest.mark.parametrize(("color", "key"), [(-1, 0), (0.5, 0), (2**40, 0), (0, 2**31), ("a", 0)])
 def test_what_mpi_cannot_split_by_is_named(color, key):
     with pytest.raises(OperationError, match="give a whole number from"):

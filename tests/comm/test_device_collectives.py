@@ -6,6 +6,7 @@ import ctypes
 import gc
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -161,6 +162,36 @@ def test_every_algorithm_can_be_pulled(kernels, size: int) -> None:
     run_loopback(size, shared("pull", body))
 
 
+def test_a_thread_that_has_used_no_device_yet_may_make_the_call(kernels) -> None:
+    def body(comm: Communicator) -> list[float]:
+        array = on_device(values(comm.rank, 9))
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(comm.allreduce, array).result(60)
+        return array.to_host().tolist()
+
+    expected = (values(0, 9) + values(1, 9)).tolist()
+    assert run_loopback(2, shared("staged", body)) == [expected] * 2
+
+
+def test_an_array_is_kept_no_longer_than_until_the_next_call(kernels) -> None:
+    """Whichever of the queues that has: memory that is not given back is missed on a GPU."""
+
+    def body(comm: Communicator) -> list[bool]:
+        kept = []
+        for _ in range(3):
+            array = on_device(values(comm.rank, 1000))
+            there = weakref.ref(array)
+            comm.allreduce(array)
+            array.to_host()  # waits until the call is done
+            del array
+            comm.allreduce(on_device(values(comm.rank, 1)))
+            kept.append(there() is not None)
+        return kept
+
+    gc.collect()
+    assert run_loopback(2, shared("staged", body)) == [[False] * 3] * 2
+
+
 def test_as_many_bytes_are_counted_as_on_the_host(kernels) -> None:
     def body(comm: Communicator) -> tuple[int, int]:
         comm.allreduce(on_device(values(comm.rank, 1000)), algorithm="ring")
@@ -234,6 +265,24 @@ def test_arrays_of_one_call_are_in_one_place(kernels) -> None:
             comm.unchecked("native").allreduce(on_device(values(0, 4)), algorithm="native")
 
     run_loopback(1, shared("pull", body))
+
+
+def test_arrays_of_one_call_are_on_one_gpu(kernels, monkeypatch) -> None:
+    monkeypatch.setenv("STAND_IN_DEVICES", "2")
+
+    def body(comm: Communicator) -> None:
+        assert comm._family.devices.ordinal == comm.rank
+        here, there, nowhere = (
+            device_cases.DeviceArray.from_host(np.zeros(count, "float32"), ordinal=ordinal)
+            for count, ordinal in ((4, 1), (4, 0), (0, 0))
+        )
+        with pytest.raises(BufferTypeError, match=r"out is on GPU 0, the other array of the call on GPU 1"):
+            comm.unchecked("two").allreduce(here, out=there)
+        counts = [4, 0]
+        comm.unchecked("none").reduce_scatter(here, counts=counts, out=nowhere if comm.rank else here[:])
+        assert comm._view(nowhere, writable=True).host.queue.ordinal == comm.rank
+
+    run_loopback(2, shared("staged", body), timeout_s=20)
 
 
 def test_a_host_array_that_meets_a_device_array_is_named(kernels) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.traffic import allreduce_nbytes
+from hpcpar.errors import CudaError
 from hpcpar.transport import device_kernels
-from hpcpar.transport.cuda_driver import driver
+from hpcpar.transport.cuda_driver import CudaDriver, driver
 from tests.comm.device_cases import on_device, values
 from tests.transport import kernel_stand_in
 
@@ -55,6 +57,26 @@ def test_each_rank_works_on_the_gpu_of_its_place_on_the_node(kernels, monkeypatc
     monkeypatch.setattr(device_kernels, "kernels", lambda ordinal: (used.append(ordinal), find(ordinal))[1])
     run_loopback(5, lambda comm: comm.share_devices("staged"), nodes=[0, 0, 0, 1, 1])
     assert sorted(used) == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("refused", ["stream", "event", "alloc_pinned", "alloc"])
+def test_where_a_rank_has_no_room_for_a_trial_none_pulls(kernels, monkeypatch, refused: str) -> None:
+    """On a GPU that another program has filled; the other ranks must not be left in the trial."""
+    allowed, second = getattr(CudaDriver, refused), []
+
+    def full(cuda: CudaDriver, *arguments, **options) -> int:
+        if threading.get_ident() in second:
+            raise CudaError("the device's memory is full")
+        return allowed(cuda, *arguments, **options)
+
+    monkeypatch.setattr(CudaDriver, refused, full)
+
+    def body(comm: Communicator) -> tuple[str, ...]:
+        second.extend([threading.get_ident()] * comm.rank)
+        assert comm.share_devices("auto")
+        return comm._family.devices.reaches
+
+    assert run_loopback(2, body, timeout_s=20) == [("staged", "staged")] * 2
 
 
 def test_a_device_is_known_by_its_identity_whatever_its_number(stand_in, monkeypatch) -> None:

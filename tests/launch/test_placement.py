@@ -174,7 +174,8 @@ def test_visible_devices_come_from_the_environment_else_from_the_devices_files(t
     assert visible_gpus({}, files) == ("0", "2", "10")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1, 3"}, files) == ("1", "3")
     assert visible_gpus({"ROCR_VISIBLE_DEVICES": "0"}, files) == ("0",)
-    for nothing in ("", "NoDevFiles", "-1"):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2,-1,3"}, files) == ("2",)
+    for nothing in ("", "NoDevFiles", "-1", "-1,0,1"):
         assert visible_gpus({"CUDA_VISIBLE_DEVICES": nothing}, files) == ()
 
 
