@@ -145,9 +145,9 @@ def _choose(path: Path) -> Path:
         return path
     found = latest(path)
     if found is None:
+        fault = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"{path} {'holds no checkpoint' if path.is_dir() else 'does not exist'}: expected a "
-            f"directory with a {MANIFEST}, or one with step-… directories in it"
+            f"{path} {fault}: expected a directory with a {MANIFEST}, or one with step-… directories in it"
         )
     return found
 

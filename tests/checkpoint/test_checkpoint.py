@@ -262,6 +262,46 @@ def test_nothing_to_load_is_an_error_that_says_what_was_expected(tmp_path: Path,
         load(tmp_path, model=Small(), comm=alone)
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         load(tmp_path / "nowhere", model=Small(), comm=alone)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="safetensors is a file: expected a directory"):
+        load(tmp_path / "model.safetensors", model=Small(), comm=alone)
+
+
+class Counting(nn.Module):
+    """Its state has what is no parameter or buffer of it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = int(state)
+
+
+class OfDoubleNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+
+
+def test_what_could_be_saved_and_not_loaded_is_refused_and_named(tmp_path: Path, alone: Communicator) -> None:
+    with pytest.raises(CheckpointError, match=r"0\._extra_state in the model's state .* pass it in extra="):
+        save(tmp_path, step=1, model=nn.Sequential(Counting(7)), comm=alone)
+    with pytest.raises(CheckpointError, match=r"safetensors has no type torch\.complex128"):
+        save(tmp_path, step=1, model=OfDoubleNumbers(), comm=alone)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_has_no_memory_is_refused(tmp_path: Path, alone: Communicator) -> None:
+    save(tmp_path, step=1, model=nn.Linear(2, 2), comm=alone)
+    absent = nn.Linear(2, 2, device="meta")
+    with pytest.raises(CheckpointError, match=r"weight is on the meta device.* by model\.to_empty"):
+        load(tmp_path, model=absent, comm=alone)
+    with pytest.raises(CheckpointError, match="weight is on the meta device"):
+        save(tmp_path, step=2, model=absent, comm=alone)
 
 
 def test_the_latest_is_that_of_the_highest_step(tmp_path: Path, alone: Communicator) -> None:
