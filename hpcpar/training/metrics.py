@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from hpcpar.durable import write_whole
 from hpcpar.units import format_duration
 
 LINE_INTERVAL_S = 5.0
@@ -29,12 +30,13 @@ class Metrics:
 
     directory     gets metrics.jsonl; lines of steps from `first_step` on that an earlier run left
                   there are dropped, so that a resumed run goes on where its checkpoint stood
+    steps         where none is left, the held-out loss is taken once more, so its line is dropped, too
     console       None = nobody is told
     """
 
     def __init__(self, directory: Path, *, first_step: int, steps: int, console: Console | None) -> None:
         self.path = directory / "metrics.jsonl"
-        keep_lines_before(self.path, first_step)
+        keep_lines_before(self.path, first_step, is_evaluated_again=first_step >= steps)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
         self._display = Display(console, first_step=first_step, steps=steps) if console else None
 
@@ -109,12 +111,20 @@ class Display:
             self._bar.stop()
 
 
-def keep_lines_before(path: Path, first_step: int) -> None:
-    """Drop lines of steps that are going to be trained again; a half-written last line goes too."""
+def keep_lines_before(path: Path, first_step: int, *, is_evaluated_again: bool = False) -> None:
+    """Drop lines of steps that are going to be trained again; a half-written last line goes too.
+
+    is_evaluated_again   after so many steps as were done before `first_step`
+    """
     if not path.exists():
         return
-    kept = [record for record in records_of(path) if _is_before(record, first_step)]
-    path.write_text("".join(map(_line, kept)), encoding="utf-8")
+    # A training record is of the step's index, a held-out one of the steps done.
+    kept = [
+        record
+        for record in records_of(path)
+        if record["step"] < first_step + ("held_out_loss" in record and not is_evaluated_again)
+    ]
+    write_whole(path, "".join(map(_line, kept)))
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -135,11 +145,6 @@ def records_of(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return records
-
-
-def _is_before(record: Mapping[str, Any], first_step: int) -> bool:
-    # A training record is of the step's index, a held-out one of the steps done.
-    return bool(record["step"] < first_step + ("held_out_loss" in record))
 
 
 def draw_losses(records: Sequence[Mapping[str, Any]], path: Path, *, vocabulary: int) -> None:

@@ -155,7 +155,9 @@ def test_a_run_is_resumed_in_another_stage_on_other_ranks(
 
 def test_resuming_a_finished_run_only_evaluates_it(config_of: MakeConfig) -> None:
     first = trained(config_of())[0]
+    metrics = (config_of().output.directory / "metrics.jsonl").read_text()
     again = trained(config_of(), resume=True)[0]
+    assert (config_of().output.directory / "metrics.jsonl").read_text() == metrics
     assert (again.first_step, again.steps, again.loss) == (8, 8, None)
     assert again.held_out_loss == first.held_out_loss
     assert again.memory.worst.peak_activations_nbytes is None
