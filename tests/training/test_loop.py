@@ -231,6 +231,10 @@ def test_resuming_with_files_that_have_changed_says_so(
             ("model.heads=4", "model.kv_heads=2"),
             r"model\.heads = 2 there, 4 here; .* set model\.heads=2 model",
         ),
+        (
+            ("model.hidden_size=32",),
+            r"model\.hidden_size = 16 there, 32 here; .* set model\.hidden_size=16 model\.head_size=8, or",
+        ),
         (("model.tie_embeddings=true",), r"model\.tie_embeddings = false there, true here"),
         (("model.preset=llama3-8b",), r"model\.rope_theta = 10000\.0 there, 500000\.0 here"),
     ],
