@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -51,7 +52,9 @@ class Metrics:
     ) -> None:
         if self._display is not None:
             self._display.stop()
-        self._file.close()
+        # What could not be written is tried once more now; that error has been told.
+        with suppress(OSError) if isinstance(error, OSError) else nullcontext():
+            self._file.close()
 
     def steps(self, records: Sequence[Mapping[str, Any]]) -> None:
         """The steps since the last call, oldest first: a line each, and the display moves."""
@@ -67,8 +70,11 @@ class Metrics:
             self._display.say(f"step {step}: held-out loss {loss:.3f} nats")
 
     def _write(self, records: Iterable[Mapping[str, Any]]) -> None:
-        self._file.writelines(map(_line, records))
-        self._file.flush()
+        try:
+            self._file.writelines(map(_line, records))
+            self._file.flush()
+        except OSError as error:  # which does not say of which file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 class Display:
