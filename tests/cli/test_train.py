@@ -164,6 +164,7 @@ def test_a_disk_that_is_full_of_other_things_is_said_in_one_line_with_the_file(
 
     def on_a_full_disk(self: Metrics, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
+        self._file.close()
         self._file = Full()
 
     monkeypatch.setattr(Metrics, "__init__", on_a_full_disk)
