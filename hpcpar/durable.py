@@ -61,6 +61,18 @@ def whole_directory(final: Path) -> Iterator[Path]:
         raise
 
 
+def write_whole(path: Path, text: str) -> None:
+    """A file of this text in the place of what is there, which stays as it is where that fails."""
+    staging = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        push_to_disk(staging)
+        staging.replace(path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+
+
 def _rename_over(staging: Path, final: Path) -> None:
     while True:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.durable import sha256, whole_directory
+from hpcpar.durable import sha256, whole_directory, write_whole
 
 
 def test_a_directory_appears_whole_when_the_block_ends(tmp_path: Path) -> None:
@@ -45,6 +45,25 @@ def test_a_second_writing_replaces_the_first_wholly(tmp_path: Path) -> None:
             (staging / name).touch()
     assert [path.name for path in (tmp_path / "result").iterdir()] == ["b"]
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
+
+
+def test_a_file_that_cannot_be_written_anew_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_whole(path, "old")
+
+    def fail_half_way(file: Path, text: str, encoding: str) -> None:
+        file.write_bytes(text[:1].encode(encoding))
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fail_half_way)
+        with pytest.raises(OSError, match="disk full"):
+            write_whole(path, "new")
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
+    write_whole(path, "new")
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("new", [path])
 
 
 def test_a_directory_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:

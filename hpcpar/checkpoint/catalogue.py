@@ -62,7 +62,8 @@ def _is_complete(path: Path) -> bool:
 def prune(directory: Path, *, newest: Path, keep: int) -> None:
     """Remove all but `newest`, which was just written, and the keep - 1 complete others of the highest steps.
 
-    An incomplete one stays only where there are not so many, and remains of writers that were killed go.
+    An incomplete one stays only where there are not so many, and remains of writers that were killed go. What
+    cannot be removed is told in a warning: the checkpoint that was written is whole all the same.
     """
     others = [path for path in by_step(directory).values() if path != newest]
     others.sort(key=_is_complete)
@@ -70,6 +71,16 @@ def prune(directory: Path, *, newest: Path, keep: int) -> None:
         # First the name goes, so that a removal that is cut short leaves no half of a checkpoint.
         doomed = directory / f"{TEMPORARY_PREFIX}removed-{path.name}"
         path.rename(doomed)
-        shutil.rmtree(doomed)
     for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            _remove(path)
+        except OSError as error:
+            logger.warning("cannot remove %s, which is needed no more: %s", path, error)
+
+
+def _remove(path: Path) -> None:
+    """A directory and all that is in it; of a link to one, as to an archive, the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

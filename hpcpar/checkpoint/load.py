@@ -20,7 +20,7 @@ from hpcpar.checkpoint.catalogue import latest
 from hpcpar.checkpoint.holding import holding_of
 from hpcpar.checkpoint.manifest import MANIFEST, Manifest
 from hpcpar.checkpoint.model_state import ModelState, check_forms, check_names
-from hpcpar.checkpoint.optimizer_state import SavedStates, group_names
+from hpcpar.checkpoint.optimizer_state import SavedStates, distributed_of, group_names
 from hpcpar.checkpoint.positions import Member, Positions
 from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM, STATE
 from hpcpar.checkpoint.stored import Files, Stored, from_record
@@ -76,18 +76,20 @@ def load(
     loaded into any others: a rank takes its layers, and of a split parameter its part of the whole, and zeros
     for padding. What is tied across ranks takes the value of its first name. Where it has master weights, or
     the optimizer (or the fully sharded model) has a precision, floating-point types may differ: parameters
-    and master weights become the most exact values that there are. Nothing of model, optimizer or random
-    numbers is touched unless every file was found whole, and by every rank to be of its model.
+    and master weights become the most exact values that there are, and those of a DistributedOptimizer that
+    is not given become the parameters'. Nothing of model, optimizer or random numbers is touched unless every
+    file was found whole, and by every rank to be of its model.
 
     errors  CheckpointError that names the file, what was expected and what was found; of several
             ranks, PeerFailedError on every one, with that text
     """
-    if isinstance(optimizer, DistributedOptimizer):
-        optimizer.wait_for_parameters()
     with comm.together(f"looking for a checkpoint in {path}"):
+        distributed = distributed_of(model, optimizer)
         own_choice = _choose(Path(path)) if comm.rank == 0 else None
     chosen = Path(comm.broadcast_object(None if own_choice is None else str(own_choice)))
     doing = f"loading the checkpoint {chosen}"
+    for each in distributed:
+        each.wait_for_parameters()
     with comm.together(doing):
         manifest = Manifest.read(chosen)
         manifest.check_content(chosen, rank=comm.rank, size=comm.size)
@@ -103,6 +105,11 @@ def load(
     with comm.together(doing):
         # What is collective in it, over some of the ranks, fails on all of those or none.
         filling.fill_pieces()
+    with comm.together(doing):
+        for each in distributed:
+            # Its own states brought master weights along, and shards tell it of theirs.
+            if each is not optimizer and each.sharding is None:
+                each.take_parameters()
     restored = False
     if restore_random:
         with comm.together(doing):
@@ -145,9 +152,9 @@ def _choose(path: Path) -> Path:
         return path
     found = latest(path)
     if found is None:
+        fault = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"{path} {'holds no checkpoint' if path.is_dir() else 'does not exist'}: expected a "
-            f"directory with a {MANIFEST}, or one with step-… directories in it"
+            f"{path} {fault}: expected a directory with a {MANIFEST}, or one with step-… directories in it"
         )
     return found
 

@@ -54,7 +54,8 @@ class Names:
 class ModelState:
     """A rank's model as a checkpoint sees it.
 
-    errors   CheckpointError for a state that is no tensor, and for `tied_names` that go round
+    errors   CheckpointError for a state that is no tensor, for a tensor that is not the model's own or has no
+             values, and for `tied_names` that go round
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -105,11 +106,22 @@ class ModelState:
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Any] = model.state_dict(keep_vars=True)
+    held = {id(tensor) for several in (model.parameters(), model.buffers()) for tensor in several}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{name} in the model's state is a {type(value).__name__}, but only tensors can be saved; "
                 f"pass it in extra= instead"
+            )
+        if id(value) not in held:
+            raise CheckpointError(
+                f"{name} in the model's state is a tensor that is made when the state is asked for; what was "
+                "loaded into it would be lost. Make it a buffer of its module, or pass it in extra= instead"
+            )
+        if value.is_meta:
+            raise CheckpointError(
+                f"{name} is on the meta device, where it has a shape and no values; give the model memory "
+                'first, as by model.to_empty(device="cpu"), or shard it by fully_shard'
             )
     return state
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpcpar.checkpoint.holding import Holding, holding_of, is_the_same_everywhere
@@ -24,6 +24,7 @@ from hpcpar.checkpoint.piece_files import PieceFiles, on_cpu
 from hpcpar.checkpoint.stored import Files, Stored
 from hpcpar.checkpoint.writers import Writer
 from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.data_parallel.optimizer import optimizers_of
 from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, layout_of
 from hpcpar.data_parallel.sharded_step import MASTER, State, is_elementwise
 from hpcpar.errors import CheckpointError
@@ -33,6 +34,20 @@ Scalars = dict[str, dict[str, Any]]
 
 ParameterNames = Mapping[int, str]
 """The name of each parameter, by its id."""
+
+
+def distributed_of(model: nn.Module, optimizer: Optimizer | None) -> list[DistributedOptimizer]:
+    """Those that step on a model's parameters, whether or not one of them is the `optimizer` at hand.
+
+    errors   CheckpointError where that is what one of them holds, and steps with on pieces
+    """
+    found = optimizers_of(model.parameters())
+    if any(each.inner is optimizer and each.steps_on_pieces for each in found):
+        raise CheckpointError(
+            f"the {type(optimizer).__name__} has been made a DistributedOptimizer, whose states are of "
+            "pieces of parameters; give that one as optimizer="
+        )
+    return found
 
 
 # --- out ------------------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> Entry:
         save_file(_apart(tensors), path)
     except SafetensorError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"cannot write {path}: safetensors has no type {error.args[0]}") from error
     path.chmod(mode)
     push_to_disk(path)
     return Entry.of(path)

@@ -24,7 +24,13 @@ from hpcpar.checkpoint.catalogue import checkpoint_path, prune
 from hpcpar.checkpoint.holding import holding_of, is_the_same_everywhere
 from hpcpar.checkpoint.manifest import MANIFEST, Entry, Manifest
 from hpcpar.checkpoint.model_state import ModelState
-from hpcpar.checkpoint.optimizer_state import Scalars, group_names, group_options, write_states
+from hpcpar.checkpoint.optimizer_state import (
+    Scalars,
+    distributed_of,
+    group_names,
+    group_options,
+    write_states,
+)
 from hpcpar.checkpoint.piece_files import PieceFiles, Written, joined, on_cpu, write_tensors
 from hpcpar.checkpoint.positions import Member, Positions
 from hpcpar.checkpoint.stored import as_record
@@ -76,15 +82,16 @@ def save(
             no rank of `comm` has, layers or groups of ranks that do not fit together); of several ranks,
             PeerFailedError on every one, with that text. CheckpointError for a step that is none
     """
-    if isinstance(optimizer, DistributedOptimizer):
-        optimizer.wait_for_parameters()
     step = _counted(step)
     final = checkpoint_path(Path(directory), step)
     doing = f"saving the checkpoint {final}"
     with comm.together(doing):
         state = ModelState(model)
+        distributed = distributed_of(model, optimizer)
         groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
         own_random = _random_states(model)
+    for each in distributed:
+        each.wait_for_parameters()
     positions = Positions.agree(Member(state.names, groups), comm, doing)
     position = positions.of_ranks[comm.rank]
     with comm.together(doing):

@@ -106,6 +106,11 @@ def _train(
     except (CheckpointError, DivergenceError) as error:
         _say_once(error, world)
         return FAILED
+    except (OffloadError, OSError) as error:  # such as a full disk's
+        if world.size > 1:
+            raise
+        _say_once(error, world)
+        return FAILED
 
 
 def _say_once(error: Exception, world: Communicator) -> None:

@@ -66,7 +66,7 @@ class Corpus:
 
     @classmethod
     def of(cls, paths: Paths, *, text_key: str = "text") -> Corpus:
-        """The corpus of a directory, of a file, or of a list of both.
+        """The corpus of a directory, of a file, or of a list of both, which has each file once.
 
         A directory gives its .txt, .text, .md, .rst, .py, .jsonl and .ndjson files at any depth,
         hidden ones left out; a file named by itself is taken whatever it is called. A directory in it that
@@ -75,10 +75,15 @@ class Corpus:
         """
         listed = _as_list(paths)
         found: dict[str, Path] = {}
+        taken: set[Path] = set()
         for path in listed:
             for name, file in _files_of(path):
+                # Twice in the corpus, it could be learnt from and held out as well.
+                if file.absolute() in taken:
+                    continue
+                taken.add(file.absolute())
                 # Two roots may hold the same relative name: the later one takes its full path.
-                found[name if found.get(name, file) == file else str(file)] = file
+                found[str(file) if name in found else name] = file
         if not found:
             raise DataError(
                 f"no text in {', '.join(map(str, listed)) or 'an empty list of paths'}: "

@@ -198,12 +198,14 @@ def building(
     are: so the choice is the same on every machine, follows the corpus evenly, and any corpus of
     two documents has both splits.
 
-    errors   DataError when the corpus gives no token to train on, or `directory` cannot be written
+    errors   DataError when the corpus gives no token to train on, when the tokenizer makes one that is not in
+             its vocabulary, or when `directory` cannot be written
     """
     if not 0 <= held_out_fraction < 1:
         raise DataError(f"held_out_fraction={held_out_fraction} must be at least 0 and less than 1")
     dtype = token_dtype(tokenizer.vocabulary)
-    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+    end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
+    _require_known(end, tokenizer, "the end of a document")
     with _to_be_written(directory) as staging:
         with (
             _SplitWriter(staging, "train", dtype, shard_tokens) as train,
@@ -213,9 +215,10 @@ def building(
                 tokens = tokenizer.encode(document.text)
                 if not len(tokens):
                     continue
+                _require_known(tokens, tokenizer, document.name)
                 total = train.tokens + held_out.tokens
                 split = held_out if held_out.tokens < held_out_fraction * total else train
-                split.write(np.append(tokens, np.asarray(end, dtype=tokens.dtype)))
+                split.write(np.append(tokens, end.astype(tokens.dtype)))
                 yield train.tokens + held_out.tokens
         if not train.tokens:
             raise DataError(_nothing_to_train_on(corpus))
@@ -258,6 +261,17 @@ def build(
     ):
         pass
     return Shards.open(directory)
+
+
+def _require_known(tokens: npt.NDArray[Any], tokenizer: Tokenizer, where: str) -> None:
+    """DataError for a token that, in the type that holds the vocabulary, would become another one."""
+    unknown = tokens[(tokens < 0) | (tokens >= tokenizer.vocabulary)]
+    if unknown.size:
+        raise DataError(
+            f"the tokenizer makes the token {unknown[0]} of {where}, but its vocabulary = "
+            f"{tokenizer.vocabulary} has 0 … {tokenizer.vocabulary - 1}; make that the highest token plus 1, "
+            "added ones included"
+        )
 
 
 def _nothing_to_train_on(corpus: Corpus) -> str:

@@ -942,6 +942,13 @@ def _in_shape(state: Mapping[str, Any], piece: OwnPiece) -> State:
     }
 
 
+def optimizers_of(parameters: Iterable[Tensor]) -> list[DistributedOptimizer]:
+    """Those that were made last for these parameters and go on stepping on them."""
+    references = (_LATEST.get(parameter) for parameter in parameters)  # type: ignore[no-untyped-call]
+    found = {id(each): each for reference in references if reference is not None and (each := reference())}
+    return [each for each in found.values() if not each._is_closed]
+
+
 def flat_view(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -64,8 +64,11 @@ logger = logging.getLogger(__name__)
 PROMPT_TOKENS = 32
 """Of held-out text, which the trained model's sample goes on from."""
 
-MODEL_KEYS = ("heads", "kv_heads", "head_size", "rope_theta", "norm_epsilon", "tie_embeddings")
-"""That decide what a model makes of its parameters, beside the shapes of these."""
+MODEL_KEYS = (
+    *("hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size"),
+    *("rope_theta", "norm_epsilon", "tie_embeddings"),
+)
+"""That decide which parameters a model has, but for its vocabulary, and what it makes of them."""
 
 
 @dataclass(frozen=True)

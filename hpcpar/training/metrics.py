@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from hpcpar.durable import write_whole
 from hpcpar.units import format_duration
 
 LINE_INTERVAL_S = 5.0
@@ -29,12 +31,13 @@ class Metrics:
 
     directory     gets metrics.jsonl; lines of steps from `first_step` on that an earlier run left
                   there are dropped, so that a resumed run goes on where its checkpoint stood
+    steps         where none is left, the held-out loss is taken once more, so its line is dropped, too
     console       None = nobody is told
     """
 
     def __init__(self, directory: Path, *, first_step: int, steps: int, console: Console | None) -> None:
         self.path = directory / "metrics.jsonl"
-        keep_lines_before(self.path, first_step)
+        keep_lines_before(self.path, first_step, is_evaluated_again=first_step >= steps)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
         self._display = Display(console, first_step=first_step, steps=steps) if console else None
 
@@ -49,7 +52,9 @@ class Metrics:
     ) -> None:
         if self._display is not None:
             self._display.stop()
-        self._file.close()
+        # What could not be written is tried once more now; that error has been told.
+        with suppress(OSError) if isinstance(error, OSError) else nullcontext():
+            self._file.close()
 
     def steps(self, records: Sequence[Mapping[str, Any]]) -> None:
         """The steps since the last call, oldest first: a line each, and the display moves."""
@@ -65,8 +70,11 @@ class Metrics:
             self._display.say(f"step {step}: held-out loss {loss:.3f} nats")
 
     def _write(self, records: Iterable[Mapping[str, Any]]) -> None:
-        self._file.writelines(map(_line, records))
-        self._file.flush()
+        try:
+            self._file.writelines(map(_line, records))
+            self._file.flush()
+        except OSError as error:  # which does not say of which file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 class Display:
@@ -109,12 +117,20 @@ class Display:
             self._bar.stop()
 
 
-def keep_lines_before(path: Path, first_step: int) -> None:
-    """Drop lines of steps that are going to be trained again; a half-written last line goes too."""
+def keep_lines_before(path: Path, first_step: int, *, is_evaluated_again: bool = False) -> None:
+    """Drop lines of steps that are going to be trained again; a half-written last line goes too.
+
+    is_evaluated_again   after so many steps as were done before `first_step`
+    """
     if not path.exists():
         return
-    kept = [record for record in records_of(path) if _is_before(record, first_step)]
-    path.write_text("".join(map(_line, kept)), encoding="utf-8")
+    # A training record is of the step's index, a held-out one of the steps done.
+    kept = [
+        record
+        for record in records_of(path)
+        if record["step"] < first_step + ("held_out_loss" in record and not is_evaluated_again)
+    ]
+    write_whole(path, "".join(map(_line, kept)))
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -135,11 +151,6 @@ def records_of(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return records
-
-
-def _is_before(record: Mapping[str, Any], first_step: int) -> bool:
-    # A training record is of the step's index, a held-out one of the steps done.
-    return bool(record["step"] < first_step + ("held_out_loss" in record))
 
 
 def draw_losses(records: Sequence[Mapping[str, Any]], path: Path, *, vocabulary: int) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +265,46 @@ def test_nothing_to_load_is_an_error_that_says_what_was_expected(tmp_path: Path,
         load(tmp_path, model=Small(), comm=alone)
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         load(tmp_path / "nowhere", model=Small(), comm=alone)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="safetensors is a file: expected a directory"):
+        load(tmp_path / "model.safetensors", model=Small(), comm=alone)
+
+
+class Counting(nn.Module):
+    """Its state has what is no parameter or buffer of it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = int(state)
+
+
+class OfDoubleNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+
+
+def test_what_could_be_saved_and_not_loaded_is_refused_and_named(tmp_path: Path, alone: Communicator) -> None:
+    with pytest.raises(CheckpointError, match=r"0\._extra_state in the model's state .* pass it in extra="):
+        save(tmp_path, step=1, model=nn.Sequential(Counting(7)), comm=alone)
+    with pytest.raises(CheckpointError, match=r"safetensors has no type torch\.complex128"):
+        save(tmp_path, step=1, model=OfDoubleNumbers(), comm=alone)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_has_no_memory_is_refused(tmp_path: Path, alone: Communicator) -> None:
+    save(tmp_path, step=1, model=nn.Linear(2, 2), comm=alone)
+    absent = nn.Linear(2, 2, device="meta")
+    with pytest.raises(CheckpointError, match=r"weight is on the meta device.* by model\.to_empty"):
+        load(tmp_path, model=absent, comm=alone)
+    with pytest.raises(CheckpointError, match="weight is on the meta device"):
+        save(tmp_path, step=2, model=absent, comm=alone)
 
 
 def test_the_latest_is_that_of_the_highest_step(tmp_path: Path, alone: Communicator) -> None:
@@ -321,6 +364,34 @@ def test_a_checkpoint_of_the_same_step_is_replaced_and_remains_of_killed_writers
         save(tmp_path, step=1, model=Small(), extra={"note": note}, comm=alone)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert load(tmp_path, model=Small(), comm=alone).extra == {"note": "second"}
+
+
+def test_a_checkpoint_that_was_put_elsewhere_and_linked_stays_there(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    archived = save(tmp_path / "archive", step=1, model=Small(), comm=alone)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-00000001").symlink_to(archived)
+    for step in (2, 3):
+        save(tmp_path / "run", step=step, model=Small(), comm=alone, keep=1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000003"]
+    assert load(archived, model=Small(), comm=alone).step == 1
+
+
+def test_what_cannot_be_removed_is_told_and_the_new_checkpoint_is_there(
+    tmp_path: Path, alone: Communicator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, step=1, model=Small(), comm=alone)
+
+    def in_use(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path / ".nfs0001"))
+
+    monkeypatch.setattr(shutil, "rmtree", in_use)
+    assert save(tmp_path, step=2, model=Small(), comm=alone, keep=1) == latest(tmp_path)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"cannot remove {tmp_path}/.writing-removed-step-00000001, which is needed no more: "
+        f"[Errno 39] Directory not empty: '{tmp_path}/.writing-removed-step-00000001/.nfs0001'"
+    ]
 
 
 def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(

@@ -316,6 +316,61 @@ def test_a_model_alone_is_loaded_into_shards_and_master_weights_follow(tmp_path:
     assert run_loopback(3, body, check=False) == [(True, True)] * 3
 
 
+def stepping(comm: Communicator, mode: Mode, directory: Path) -> tuple[nn.Module, DistributedOptimizer]:
+    """A model of which the values are the numbers of its elements, and what moves none of them."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        model.named_parameters(),
+        comm,
+        zero_stage=mode.stage,
+        precision=mode.precision,
+        offload=directory / f"offload-{comm.rank}" if mode.on_disk else None,
+        model=model,
+    )
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "mode", [MODES["0 on pieces"], MODES["1 on disk"], MIXED["1 bfloat16"], MIXED["2 bfloat16"]]
+)
+def test_a_model_is_loaded_without_its_optimizer_and_the_next_step_does_not_undo_it(
+    tmp_path: Path, mode: Mode
+) -> None:
+    def body(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        model, optimizer = stepping(comm, mode, tmp_path)
+        save(tmp_path / "saved", step=1, model=model, optimizer=optimizer, comm=comm)
+        saved = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer.take_parameters()
+        load(tmp_path / "saved", model=model, comm=comm, restore_random=False)
+        inputs = torch.ones(1, 3, dtype=next(model.parameters()).dtype)
+        optimizer.scale_loss(model(inputs).sum()).backward()
+        optimizer.step()
+        optimizer.wait_for_parameters()
+        return saved, list(model.parameters())
+
+    for saved, found in run_loopback(2, body, check=False):
+        assert all(same(one, other) for one, other in zip(saved, found, strict=True))
+
+
+@pytest.mark.parametrize("mode", [MODES["0 on pieces"], MODES["1"], MODES["2"]])
+def test_an_optimizer_that_was_made_distributed_is_refused_by_itself(tmp_path: Path, mode: Mode) -> None:
+    def body(comm: Communicator) -> None:
+        model, optimizer = stepping(comm, mode, tmp_path)
+        for act in (save, load):
+            step = {"step": 1} if act is save else {}
+            with pytest.raises(PeerFailedError, match=r"has been made a DistributedOptimizer.* give that"):
+                act(tmp_path, model=model, optimizer=optimizer.inner, comm=comm, **step)
+
+    run_loopback(2, body, check=False)
+
+
 def test_each_rank_writes_its_pieces_once_and_reads_only_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

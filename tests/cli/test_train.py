@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -16,7 +18,7 @@ from hpcpar.cli.train import CANNOT_WORK, FAILED, train
 from hpcpar.comm import Communicator
 from hpcpar.errors import MismatchError, OperationError, ScheduleError
 from hpcpar.training import loop
-from hpcpar.training.metrics import records_of
+from hpcpar.training.metrics import Metrics, records_of
 
 RUN = """
 [model]
@@ -144,6 +146,32 @@ def test_a_checkpoint_that_cannot_be_saved_is_said_in_one_line(
         "[Errno 28] No space left on device; "
     )
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_disk_that_is_full_of_other_things_is_said_in_one_line_with_the_file(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self) -> None:
+            if not self.closed:
+                super().close()
+                self.flush()
+
+    init = Metrics.__init__
+
+    def on_a_full_disk(self: Metrics, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._file.close()
+        self._file = Full()
+
+    monkeypatch.setattr(Metrics, "__init__", on_a_full_disk)
+    result = call(monkeypatch, str(config))
+    assert result.return_value == FAILED
+    path = tmp_path / "run" / "metrics.jsonl"
+    assert result.stderr == f"hpcpar train: [Errno 28] No space left on device: '{path}'\n"
 
 
 def test_a_misspelt_key_ends_a_real_process_with_status_2_and_without_a_traceback(config: Path) -> None:

@@ -56,6 +56,17 @@ def test_a_list_mixes_files_and_directories(tmp_path: Path) -> None:
     assert sorted(texts(corpus)) == ["by itself", "in d", "named"]
 
 
+def test_a_file_of_overlapping_directories_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d" / "inner").mkdir(parents=True)
+    (tmp_path / "d" / "x.txt").write_text("outer")
+    (tmp_path / "d" / "inner" / "y.txt").write_text("inner")
+    monkeypatch.chdir(tmp_path)
+    for paths in (["d", "d/inner"], ["d/inner", "d"], ["d", tmp_path / "d" / "x.txt"]):
+        assert sorted(texts(Corpus.of(paths))) == ["inner", "outer"]
+
+
 def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
     lines = [{"text": "one"}, {"text": "two\nlines"}, {"other": 3}, {"text": 4}, ["text"]]
     content = "\n".join(map(json.dumps, lines)) + "\n\nnot json\n"

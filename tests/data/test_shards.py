@@ -26,6 +26,31 @@ class WideTokenizer(ByteTokenizer):
     identity = "wide"
 
 
+class NarrowTokenizer(ByteTokenizer):
+    vocabulary = 50
+    identity = "narrow"
+
+
+class EndlessTokenizer(ByteTokenizer):
+    end_of_document = 256
+    identity = "endless"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "found"),
+    [
+        (NarrowTokenizer(), "token 50 of 02.txt#0, but its vocabulary = 50 has 0 … 49"),
+        (EndlessTokenizer(), "token 256 of the end of a document, but its vocabulary = 256 has 0 … 255"),
+    ],
+)
+def test_a_token_that_is_not_in_the_vocabulary_is_named_and_not_taken_for_another(
+    corpus: Corpus, tmp_path: Path, tokenizer: ByteTokenizer, found: str
+) -> None:
+    with pytest.raises(DataError, match=found):
+        build(corpus, tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "nbytes"), [(2, 1), (256, 1), (257, 2), (65_536, 2), (65_537, 4), (2**32, 4)]
 )

@@ -155,7 +155,9 @@ def test_a_run_is_resumed_in_another_stage_on_other_ranks(
 
 def test_resuming_a_finished_run_only_evaluates_it(config_of: MakeConfig) -> None:
     first = trained(config_of())[0]
+    metrics = (config_of().output.directory / "metrics.jsonl").read_text()
     again = trained(config_of(), resume=True)[0]
+    assert (config_of().output.directory / "metrics.jsonl").read_text() == metrics
     assert (again.first_step, again.steps, again.loss) == (8, 8, None)
     assert again.held_out_loss == first.held_out_loss
     assert again.memory.worst.peak_activations_nbytes is None
@@ -228,6 +230,10 @@ def test_resuming_with_files_that_have_changed_says_so(
         (
             ("model.heads=4", "model.kv_heads=2"),
             r"model\.heads = 2 there, 4 here; .* set model\.heads=2 model",
+        ),
+        (
+            ("model.hidden_size=32",),
+            r"model\.hidden_size = 16 there, 32 here; .* set model\.hidden_size=16 model\.head_size=8, or",
         ),
         (("model.tie_embeddings=true",), r"model\.tie_embeddings = false there, true here"),
         (("model.preset=llama3-8b",), r"model\.rope_theta = 10000\.0 there, 500000\.0 here"),

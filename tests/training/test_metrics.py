@@ -42,6 +42,16 @@ def test_a_resumed_run_drops_what_it_will_train_again_and_a_torn_line(tmp_path: 
     assert records_of(path) == lines[:3]
 
 
+def test_a_run_that_is_only_evaluated_drops_that_loss_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "held_out_loss": 4.5}, record(1), {"step": 2, "held_out_loss": 4.0}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for _ in range(2):
+        with Metrics(tmp_path, first_step=2, steps=2, console=None) as metrics:
+            metrics.held_out(2, 4.0)
+    assert records_of(path) == lines
+
+
 def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
