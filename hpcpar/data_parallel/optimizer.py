@@ -388,6 +388,8 @@ class DistributedOptimizer(Optimizer):
             self.dp_comm.agree(failure, "keeping the optimizer's state")
         if self._model is None:
             self._publication.wait()
+        # They may look at parameters, and write to them.
+        update.call_post_hooks(self._publication.wait)
 
     @property
     def _is_scaled(self) -> bool:
