@@ -380,6 +380,7 @@ class DistributedOptimizer(Optimizer):
         self._publication.before()
         failure: OffloadError | None = None
         try:
+            self._follow_parameters()
             update.run(self._gradients(), self._synchronizer.used, self._factor, self._publication.start)
         except OffloadError as error:
             failure = error
@@ -415,6 +416,7 @@ class DistributedOptimizer(Optimizer):
         """
         if self._update is None:
             return self.inner.state_dict()
+        self._follow_parameters()
         whole = self._whole_states(self._update, root)
         if root is not None and self.dp_comm.rank != root:
             return {}
@@ -452,6 +454,7 @@ class DistributedOptimizer(Optimizer):
         A state may be used until the next is asked for.
         """
         if self._update is not None:
+            self._follow_parameters()
             for mine in self._update.states_by_block():
                 for piece, state in mine:
                     yield self._own_piece(piece), state
@@ -530,10 +533,22 @@ class DistributedOptimizer(Optimizer):
     def take_parameters(self, everything: bool = True) -> None:
         """Parameters were written to, on all ranks alike: master weights follow. Collective.
 
-        everything   no: only where a parameter is not its master weight, rounded, any more
+        everything   no: only where a parameter is not its master weight, rounded, any more. `step` does so by
+                     itself where torch counts a write: p.copy_(), load_state_dict; not p.data.copy_()
         """
+        self._versions = self._versions_now()
         if self._update is not None:
             self._update.refresh_masters(everything=everything)
+
+    def _follow_parameters(self) -> None:
+        if self._versions_now() != self._versions:
+            self.take_parameters(everything=False)
+
+    def _versions_now(self) -> list[int]:
+        """How often each parameter was written to; a step is not counted, which writes to blocks."""
+        if self._sharding is not None:  # absent; `summon_full_parameters` tells
+            return []
+        return [parameter._version for parameter in self._synchronizer.parameters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, given as (name, parameter) pairs unless named at construction; collective.
@@ -713,6 +728,7 @@ class DistributedOptimizer(Optimizer):
                     storage=storage_of(self._offload, device),
                     layouts=None if sharding is None else sharding.layouts,
                 )
+        self._versions = self._versions_now()
         averaged = set(self._synchronizer.names)
         self._norm = GradientNorm(
             self._synchronizer.names,
