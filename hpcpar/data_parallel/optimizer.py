@@ -174,6 +174,12 @@ class DistributedOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __reduce__(self) -> Any:
+        raise OperationError(
+            "a DistributedOptimizer was to be copied or saved as a whole, as by copy.deepcopy(optimizer) or "
+            "torch.save(optimizer); save its state_dict(), and load that into one that is made anew"
+        )
+
     def __repr__(self) -> str:
         stage = f", ZeRO-{self.zero_stage}" if self.zero_stage else ""
         return f"DistributedOptimizer over {self.dp_comm.size} ranks{stage} of {self.inner!r}"
@@ -575,12 +581,19 @@ class DistributedOptimizer(Optimizer):
         self.close()
         if before is not None:
             self._forget_pieces()
-        self.inner.add_param_group({**param_group, "params": tensors})
+        self.inner.add_param_group({**param_group, "params": self._as_inner_takes(tensors)})
         self._build()
         if before is not None:
             with self._showing({}):
                 groups = self.inner.state_dict()["param_groups"]
             self.load_state_dict({**before, "param_groups": groups})
+
+    def _as_inner_takes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | Named]:
+        """With their names where the optimizer was made of named parameters, and so must stay."""
+        if "param_names" not in self.inner.param_groups[0]:
+            return tensors
+        name_of = {id(parameter): name for name, parameter in self._named}
+        return [(name_of[id(tensor)], tensor) for tensor in tensors]
 
     def close(self) -> None:
         """Take all hooks off parameters and model. Collective. A fully sharded model stays what it is."""
