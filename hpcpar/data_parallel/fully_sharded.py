@@ -54,6 +54,7 @@ from hpcpar.data_parallel.shards import pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.units import Place, Policy, UnitPlan, hides, plan_units, tensors_in
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -234,6 +235,7 @@ class _Hook:
     tell: Callable[..., None]
     unit: Unit
 
+    @uncompiled
     def __call__(self, module: nn.Module, *told: Any) -> None:
         self.tell(self.unit, *told)
 

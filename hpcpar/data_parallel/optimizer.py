@@ -40,6 +40,7 @@ from hpcpar.data_parallel.shards import Piece
 from hpcpar.data_parallel.storage import storage_of
 from hpcpar.data_parallel.traffic import ByCollective, expected_traffic
 from hpcpar.errors import OffloadError, OperationError
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -254,6 +255,7 @@ class DistributedOptimizer(Optimizer):
         """The loss times the scale that keeps float16 gradients from underflow: call backward() on that."""
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
 
+    @uncompiled
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
         self._refuse_rivals()
@@ -265,6 +267,7 @@ class DistributedOptimizer(Optimizer):
         if self._update is not None and isinstance(self._synchronizer, GradientSynchronizer):
             self._synchronizer.hide()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; averages still under way are awaited first.
 
@@ -311,6 +314,7 @@ class DistributedOptimizer(Optimizer):
             gradient.mul_(self._factor / scale)
         self._factor = scale
 
+    @uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -337,6 +341,7 @@ class DistributedOptimizer(Optimizer):
                     flat.mul_(coefficient.to(device=flat.device, dtype=wide(flat)))
         return total
 
+    @uncompiled
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the average gradient to between -clip_value and clip_value."""
         self._ensure_synchronized()
@@ -345,6 +350,7 @@ class DistributedOptimizer(Optimizer):
         for flat in self._gradients():
             flat.clamp_(-limit, limit)
 
+    @uncompiled
     def gradients_are_finite(self) -> bool:
         """Whether the average gradients hold neither NaN nor infinity on any rank; all ranks agree."""
         self._ensure_synchronized()
@@ -352,6 +358,7 @@ class DistributedOptimizer(Optimizer):
 
     # --- steps ------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the inner optimizer on averaged gradients; collective.
 
@@ -408,6 +415,7 @@ class DistributedOptimizer(Optimizer):
             self._overflow = self._is_scaled and not self._norm.is_finite(self._gradients())
         return self._overflow
 
+    @uncompiled
     def wait_for_parameters(self) -> None:
         """Return when the parameters of the last step are here; only with `model`, else `step` has waited."""
         self._publication.wait()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -122,6 +123,7 @@ class _Wait:
         self()
         return _Wait, ()
 
+    @uncompiled
     def __call__(self, *_: object) -> None:
         publication = self._publication()
         if publication is not None and publication._under_way:

@@ -236,3 +236,34 @@ def test_a_gradient_that_is_withheld_on_one_rank_counts_as_zero(stage: int, by: 
         return found
 
     assert run_loopback(2, body) == [[1 - 0.25 - 0.125] * 2] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_compiled_step_is_the_step(stage: int) -> None:
+    """The compiler is not to trace into what talks to other ranks, nor into what counts steps."""
+
+    def course(compiled: bool) -> list[Tensor]:
+        model, alone = nn.Linear(5, 2, bias=False), Communicator.alone()
+        nn.init.ones_(model.weight)
+        if stage == 3:
+            fully_shard(model, alone)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            alone,
+            zero_stage=stage,
+            model=model,
+        )
+
+        def step(inputs: Tensor) -> None:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        taken = torch.compile(step, backend="eager") if compiled else step
+        for number in range(2):
+            taken(torch.full((2, 5), number + 1.0))
+        with summon_full_parameters(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    torch.testing.assert_close(course(compiled=True), course(compiled=False))
