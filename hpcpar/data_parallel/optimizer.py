@@ -271,6 +271,9 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; averages still under way are awaited first.
 
+        In stages 2 and 3 nothing else does: model.zero_grad() finds no `.grad` there, and a backward that was
+        to be forgotten (a loss that is not finite, the other half of a GAN) still counts in the next step.
+
         set_to_none=True    the next backward's gradients are copied into the buckets as they come
         set_to_none=False   the buckets are filled with zeros and the next backward adds to them; parameters
                             that had a gradient are stepped on though it brings them none, as in torch
