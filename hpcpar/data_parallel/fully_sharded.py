@@ -650,6 +650,9 @@ def fully_shard(
     the units in the same order, in the same number of forwards and backwards. Which parameters of a unit get
     a gradient may differ, as experts do, and so may whose outputs a loss is made of.
 
+    What a forward writes to its parameters, as torch.nn.Embedding's max_norm makes it, goes with the gathered
+    values: the shards do not hear of it.
+
     A backward with create_graph=True, as for a gradient penalty, gathers the whole model and keeps it until
     the end of the next one without, or the step: differentiate the sum of all penalties, once.
     errors   OperationError for a model that is sharded already or a policy that makes no sense;
