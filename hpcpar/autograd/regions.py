@@ -33,6 +33,7 @@ from hpcpar.autograd.exchange import (
     start_sum_scatter,
 )
 from hpcpar.errors import OperationError
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -41,16 +42,19 @@ Gradients = Literal["same", "partial"]
 """What a gathered tensor's gradients are on the ranks: the same on all, or parts of a sum."""
 
 
+@uncompiled
 def copy_to(tensor: Tensor, comm: Communicator) -> Tensor:
     """The tensor, the same on all ranks, for work that differs among them: gradients are summed."""
     return tensor if comm.size == 1 else _CopyTo.apply(tensor, comm)  # type: ignore[no-untyped-call]
 
 
+@uncompiled
 def reduce_from(tensor: Tensor, comm: Communicator) -> Tensor:
     """The sum of all ranks' tensors of one shape, on all of them."""
     return tensor if comm.size == 1 else _ReduceFrom.apply(tensor, comm)  # type: ignore[no-untyped-call]
 
 
+@uncompiled
 def scatter_to(tensor: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
     """This rank's part, along a dim, of a tensor that is the same on all ranks.
 
@@ -60,6 +64,7 @@ def scatter_to(tensor: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
     return tensor if comm.size == 1 else _ScatterTo.apply(tensor, comm, dim)  # type: ignore[no-untyped-call]
 
 
+@uncompiled
 def gather_from(
     shard: Tensor,
     comm: Communicator,
@@ -84,12 +89,14 @@ def gather_from(
     return _GatherFrom.apply(shard, comm, dim, gradients, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def reduce_scatter_to(tensor: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
     """This rank's part, along a dim, of the sum of all ranks' tensors."""
     dim = checked_dim(tensor, dim)
     return tensor if comm.size == 1 else _ReduceScatterTo.apply(tensor, comm, dim)  # type: ignore[no-untyped-call]
 
 
+@uncompiled
 def all_to_all(tensor: Tensor, comm: Communicator, split_dim: int, join_dim: int) -> Tensor:
     """Rank r's part of each rank's tensor along `split_dim`, joined along `join_dim` in rank order.
 

@@ -1,8 +1,8 @@
 """Which optimizers may work on pieces of parameters: those that treat every element by itself.
 
 The ones of torch that do not are known by name, with the reason. Any other is tried, with the options of each
-of its groups: once on a small matrix as a whole, once on the same numbers in two flat pieces. What it makes
-of them must be the same, and must not be what it was given.
+of its groups: once on a small matrix as a whole, once on the same numbers in two flat pieces, each with a
+`step` of its own, as blocks have. What it makes of them must be the same, and must not be what it was given.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def require_elementwise(optimizer: Optimizer) -> None:
         except Exception as error:
             raise _refusal(optimizer, f"tried on flat pieces of a matrix it says: {error}") from error
         if not torch.allclose(whole, pieces, rtol=1e-9, atol=1e-12):
-            raise _refusal(optimizer, "tried on a matrix and on its pieces it gives different values")
+            raise _refusal(
+                optimizer,
+                "tried on a matrix and on its pieces it gives different values, as if it looked at more than "
+                "an element, or counted calls of step() for all parameters together",
+            )
         if torch.equal(whole, start):
             raise _refusal(optimizer, "tried on a matrix it changes nothing, so nobody can tell")
 
@@ -77,5 +81,6 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], *, whole: bool, steps: i
         gradients = [gradient] if whole else torch.split(gradient.reshape(-1), 17)
         for parameter, part in zip(parameters, gradients, strict=True):
             parameter.grad = part
-        trial.step()
+            trial.param_groups[0]["params"] = [parameter]
+            trial.step()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

@@ -54,6 +54,7 @@ from hpcpar.data_parallel.shards import pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.units import Place, Policy, UnitPlan, hides, plan_units, tensors_in
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -234,6 +235,7 @@ class _Hook:
     tell: Callable[..., None]
     unit: Unit
 
+    @uncompiled
     def __call__(self, module: nn.Module, *told: Any) -> None:
         self.tell(self.unit, *told)
 
@@ -647,6 +649,9 @@ def fully_shard(
     Calls of the model, backwards, and what follows from them are collective from now on; every rank must call
     the units in the same order, in the same number of forwards and backwards. Which parameters of a unit get
     a gradient may differ, as experts do, and so may whose outputs a loss is made of.
+
+    What a forward writes to its parameters, as torch.nn.Embedding's max_norm makes it, goes with the gathered
+    values: the shards do not hear of it.
 
     A backward with create_graph=True, as for a gradient penalty, gathers the whole model and keeps it until
     the end of the next one without, or the step: differentiate the sum of all penalties, once.

@@ -165,11 +165,12 @@ class GradientSynchronizer:
         """Wait until every gradient is the average over all ranks; collective, once after each backward.
 
         Raises OperationError inside `no_sync`, when called twice without a backward between, and on a rank
-        where gradients on their way were written to; they are averages of nobody knows what then.
+        where gradients on their way were written to, or set to None; they are averages of nobody knows what
+        then.
         """
         require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
         self._refuse_thawed()
-        written = self._written_under_way()
+        written, dropped = self._written_under_way(), self._dropped_under_way()
         self._complete_round()
         if written:
             raise OperationError(
@@ -177,6 +178,11 @@ class GradientSynchronizer:
                 f"({', '.join(written[:4])}{', …' if len(written) > 4 else ''}), as by torch's "
                 "clip_grad_norm_ or TiedWeights.sum_gradients; name tied weights by tied=, use "
                 "optimizer.clip_grad_norm_, or call synchronize() first"
+            )
+        if dropped:
+            raise OperationError(
+                f"rank {self.dp_comm.rank}: the gradient of {dropped[0]} was set to None while its average "
+                "was under way; call synchronize() first, or the optimizer's zero_grad() to forget all"
             )
 
     def zero(self, *, set_to_none: bool = True) -> None:
@@ -270,6 +276,7 @@ class GradientSynchronizer:
 
     def _begin_round(self) -> None:
         self._arrived = [False] * len(self.parameters)
+        self._gave = [False] * len(self.parameters)
         self._passed = [0] * len(self.parameters)
         self._round_open = False
         self._departed = 0
@@ -302,10 +309,16 @@ class GradientSynchronizer:
         return None if self._arrived[index] else self._view(index)
 
     def _adopt(self, index: int) -> None:
-        """Bring a gradient that autograd or the user put elsewhere into the bucket."""
+        """Bring a gradient that autograd or the user put elsewhere into the bucket, and zeros for none.
+
+        There is none where a hook before ours took it away, or a Function's backward gave None.
+        """
         parameter = self.parameters[index]
         gradient, view = parameter.grad, self._view(index)
-        if gradient is view or gradient is None:
+        if gradient is view:
+            return
+        if gradient is None:
+            view.zero_()
             return
         if gradient.layout is not torch.strided and self._sparse_as_dense:
             gradient = gradient.to_dense()
@@ -320,14 +333,12 @@ class GradientSynchronizer:
 
     def _settle(self, index: int) -> None:
         """The averaging backward brought nothing: send what earlier microbatches left, or zeros."""
-        if self.parameters[index].grad is None:
-            self._view(index).zero_()
-        else:
-            self._adopt(index)
+        self._adopt(index)
         self._mark_arrived(index)
 
     def _mark_arrived(self, index: int) -> None:
         self._arrived[index] = True
+        self._gave[index] = self.parameters[index].grad is not None
         self._shipment_of[index].missing -= 1
 
     def _start_full_buckets(self) -> None:
@@ -357,11 +368,13 @@ class GradientSynchronizer:
             for member in shipment.bucket.members
         ]
 
+    def _dropped_under_way(self) -> list[str]:
+        """The parameters whose gradient somebody has set to None since it came."""
+        given = zip(self._gave, self.names, self.parameters, strict=True)
+        return [name for gave, name, parameter in given if gave and parameter.grad is None]
+
     def _start_usage_map(self) -> None:
-        used = np.fromiter(
-            (p.grad is not None for p in self.parameters), dtype=bool, count=len(self.parameters)
-        )
-        self._usage_bits = np.packbits(used)
+        self._usage_bits = np.packbits(np.array(self._gave, dtype=bool))
         self._usage_handle = self._reduction.start_map(self._usage_bits)
 
     def _complete_round(self) -> None:

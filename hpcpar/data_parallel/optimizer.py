@@ -40,6 +40,7 @@ from hpcpar.data_parallel.shards import Piece
 from hpcpar.data_parallel.storage import storage_of
 from hpcpar.data_parallel.traffic import ByCollective, expected_traffic
 from hpcpar.errors import OffloadError, OperationError
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -174,6 +175,12 @@ class DistributedOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __reduce__(self) -> Any:
+        raise OperationError(
+            "a DistributedOptimizer was to be copied or saved as a whole, as by copy.deepcopy(optimizer) or "
+            "torch.save(optimizer); save its state_dict(), and load that into one that is made anew"
+        )
+
     def __repr__(self) -> str:
         stage = f", ZeRO-{self.zero_stage}" if self.zero_stage else ""
         return f"DistributedOptimizer over {self.dp_comm.size} ranks{stage} of {self.inner!r}"
@@ -248,6 +255,7 @@ class DistributedOptimizer(Optimizer):
         """The loss times the scale that keeps float16 gradients from underflow: call backward() on that."""
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
 
+    @uncompiled
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
         self._refuse_rivals()
@@ -259,8 +267,12 @@ class DistributedOptimizer(Optimizer):
         if self._update is not None and isinstance(self._synchronizer, GradientSynchronizer):
             self._synchronizer.hide()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; averages still under way are awaited first.
+
+        In stages 2 and 3 nothing else does: model.zero_grad() finds no `.grad` there, and a backward that was
+        to be forgotten (a loss that is not finite, the other half of a GAN) still counts in the next step.
 
         set_to_none=True    the next backward's gradients are copied into the buckets as they come
         set_to_none=False   the buckets are filled with zeros and the next backward adds to them; parameters
@@ -305,6 +317,7 @@ class DistributedOptimizer(Optimizer):
             gradient.mul_(self._factor / scale)
         self._factor = scale
 
+    @uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -331,6 +344,7 @@ class DistributedOptimizer(Optimizer):
                     flat.mul_(coefficient.to(device=flat.device, dtype=wide(flat)))
         return total
 
+    @uncompiled
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the average gradient to between -clip_value and clip_value."""
         self._ensure_synchronized()
@@ -339,6 +353,7 @@ class DistributedOptimizer(Optimizer):
         for flat in self._gradients():
             flat.clamp_(-limit, limit)
 
+    @uncompiled
     def gradients_are_finite(self) -> bool:
         """Whether the average gradients hold neither NaN nor infinity on any rank; all ranks agree."""
         self._ensure_synchronized()
@@ -346,6 +361,7 @@ class DistributedOptimizer(Optimizer):
 
     # --- steps ------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the inner optimizer on averaged gradients; collective.
 
@@ -380,6 +396,7 @@ class DistributedOptimizer(Optimizer):
         self._publication.before()
         failure: OffloadError | None = None
         try:
+            self._follow_parameters()
             update.run(self._gradients(), self._synchronizer.used, self._factor, self._publication.start)
         except OffloadError as error:
             failure = error
@@ -388,6 +405,8 @@ class DistributedOptimizer(Optimizer):
             self.dp_comm.agree(failure, "keeping the optimizer's state")
         if self._model is None:
             self._publication.wait()
+        # They may look at parameters, and write to them.
+        update.call_post_hooks(self._publication.wait)
 
     @property
     def _is_scaled(self) -> bool:
@@ -399,6 +418,7 @@ class DistributedOptimizer(Optimizer):
             self._overflow = self._is_scaled and not self._norm.is_finite(self._gradients())
         return self._overflow
 
+    @uncompiled
     def wait_for_parameters(self) -> None:
         """Return when the parameters of the last step are here; only with `model`, else `step` has waited."""
         self._publication.wait()
@@ -413,6 +433,7 @@ class DistributedOptimizer(Optimizer):
         """
         if self._update is None:
             return self.inner.state_dict()
+        self._follow_parameters()
         whole = self._whole_states(self._update, root)
         if root is not None and self.dp_comm.rank != root:
             return {}
@@ -450,6 +471,7 @@ class DistributedOptimizer(Optimizer):
         A state may be used until the next is asked for.
         """
         if self._update is not None:
+            self._follow_parameters()
             for mine in self._update.states_by_block():
                 for piece, state in mine:
                     yield self._own_piece(piece), state
@@ -528,10 +550,22 @@ class DistributedOptimizer(Optimizer):
     def take_parameters(self, everything: bool = True) -> None:
         """Parameters were written to, on all ranks alike: master weights follow. Collective.
 
-        everything   no: only where a parameter is not its master weight, rounded, any more
+        everything   no: only where a parameter is not its master weight, rounded, any more. `step` does so by
+                     itself where torch counts a write: p.copy_(), load_state_dict; not p.data.copy_()
         """
+        self._versions = self._versions_now()
         if self._update is not None:
             self._update.refresh_masters(everything=everything)
+
+    def _follow_parameters(self) -> None:
+        if self._versions_now() != self._versions:
+            self.take_parameters(everything=False)
+
+    def _versions_now(self) -> list[int]:
+        """How often each parameter was written to; a step is not counted, which writes to blocks."""
+        if self._sharding is not None:  # absent; `summon_full_parameters` tells
+            return []
+        return [parameter._version for parameter in self._synchronizer.parameters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, given as (name, parameter) pairs unless named at construction; collective.
@@ -558,12 +592,19 @@ class DistributedOptimizer(Optimizer):
         self.close()
         if before is not None:
             self._forget_pieces()
-        self.inner.add_param_group({**param_group, "params": tensors})
+        self.inner.add_param_group({**param_group, "params": self._as_inner_takes(tensors)})
         self._build()
         if before is not None:
             with self._showing({}):
                 groups = self.inner.state_dict()["param_groups"]
             self.load_state_dict({**before, "param_groups": groups})
+
+    def _as_inner_takes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | Named]:
+        """With their names where the optimizer was made of named parameters, and so must stay."""
+        if "param_names" not in self.inner.param_groups[0]:
+            return tensors
+        name_of = {id(parameter): name for name, parameter in self._named}
+        return [(name_of[id(tensor)], tensor) for tensor in tensors]
 
     def close(self) -> None:
         """Take all hooks off parameters and model. Collective. A fully sharded model stays what it is."""
@@ -711,6 +752,7 @@ class DistributedOptimizer(Optimizer):
                     storage=storage_of(self._offload, device),
                     layouts=None if sharding is None else sharding.layouts,
                 )
+        self._versions = self._versions_now()
         averaged = set(self._synchronizer.names)
         self._norm = GradientNorm(
             self._synchronizer.names,

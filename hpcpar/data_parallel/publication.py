@@ -10,13 +10,14 @@ forward                         embed ─┴ layers ───┴ head       each
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -96,10 +97,11 @@ class Publication:
             for member in block.bucket.members
         }
         for module in model.modules():
-            needed_by_it = module.parameters(recurse=_reads_its_childrens(module))
-            held = {number_of[id(p)] for p in needed_by_it if id(p) in number_of}
+            held = {number_of[id(p)] for p in _read_by(module) if id(p) in number_of}
             if held:
-                self._hooks.append(module.register_forward_pre_hook(_Wait(self, tuple(sorted(held)))))
+                wait = _Wait(self, tuple(sorted(held)))
+                # Before hooks that make a weight of others: torch.nn.utils.prune, weight_norm.
+                self._hooks.append(module.register_forward_pre_hook(wait, prepend=True))
             hook = module.register_state_dict_pre_hook(_Wait(self, None))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
@@ -121,6 +123,7 @@ class _Wait:
         self()
         return _Wait, ()
 
+    @uncompiled
     def __call__(self, *_: object) -> None:
         publication = self._publication()
         if publication is not None and publication._under_way:
@@ -131,6 +134,20 @@ def _nobody() -> None:
     return None
 
 
+def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that a module reads when it is called, by itself or in children that nobody calls."""
+    yield from module.parameters(recurse=_reads_its_childrens(module))
+    for child in module.children():
+        if _is_never_called(child):
+            yield from _read_by(child)
+
+
 def _reads_its_childrens(module: nn.Module) -> bool:
     """Whether a module uses its children's parameters without calling them, as torch's attention does."""
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    return is_torchs and not isinstance(module, nn.Sequential) and not _is_never_called(module)
+
+
+def _is_never_called(module: nn.Module) -> bool:
+    """Whether a module only holds others, or parameters: a ModuleList, ParameterDict, plain Module."""
+    return type(module).forward is nn.Module.forward

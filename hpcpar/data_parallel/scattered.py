@@ -256,7 +256,7 @@ class ScatteredGradients:
         self._accept()
 
     def _on_gradient(self, index: int) -> None:
-        """Autograd has made `.grad` of parameter `index`."""
+        """Autograd has made `.grad` of parameter `index`, or was given None, or another hook has taken it."""
         self.expect_backward()
         passage = self._of[index]
         if index in passage.taken or index in passage.arrived:
@@ -271,6 +271,9 @@ class ScatteredGradients:
                 "backward, as with torch.utils.checkpoint's use_reentrant=True, when its unit's was over; "
                 "pass use_reentrant=False"
             )
+        if self.parameters[index].grad is None:
+            self.expect_no_more([index])
+            return
         self._had[index] = True
         passage.arrived.append(index)
         passage.missing -= 1

@@ -104,9 +104,12 @@ class ShardedStep:
         factor      that they are multiplied by first
         publish     is told the number of each block whose own part of the parameters is new; blocks come
                     in the order in which a forward needs them
+        The optimizer's hooks for before a step are called here, those for after it by `call_post_hooks`.
         """
         order = list(reversed(range(len(self.blocks))))
-        with self._hooks_once():
+        for hook in list(self.inner._optimizer_step_pre_hooks.values()):
+            hook(self.inner, (), {})
+        with self._without_hooks():
             for turn, number in enumerate(order):
                 self._storage.fetch(number, following=order[turn + 1 :])
                 self._widen_moments(number)
@@ -161,18 +164,25 @@ class ShardedStep:
                 group["params"] = held
 
     @contextmanager
-    def _hooks_once(self) -> Iterator[None]:
+    def _without_hooks(self) -> Iterator[None]:
         """The optimizer's hooks are of the whole step, not of each block's."""
         before, after = self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks
-        for hook in list(before.values()):
-            hook(self.inner, (), {})
         self.inner._optimizer_step_pre_hooks = type(before)()
         self.inner._optimizer_step_post_hooks = type(after)()
         try:
             yield
         finally:
             self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks = before, after
-        for hook in list(after.values()):
+
+    def call_post_hooks(self, arrival: Callable[[], None]) -> None:
+        """Call the optimizer's hooks for after a step, if any, once the parameters are there as a whole.
+
+        arrival   returns then
+        """
+        hooks = list(self.inner._optimizer_step_post_hooks.values())
+        if hooks:
+            arrival()
+        for hook in hooks:
             hook(self.inner, (), {})
 
     # --- masters and moments ----------------------------------------------------------------------

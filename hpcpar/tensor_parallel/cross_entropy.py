@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from hpcpar.autograd import gather_from
 from hpcpar.errors import ConfigError, MismatchError
 from hpcpar.tensor_parallel.split import Split, padded_length, split_evenly
+from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -28,6 +29,7 @@ IGNORED = -100
 """A target that counts for nothing: padding, or a prompt that is not to be learnt."""
 
 
+@uncompiled
 def vocabulary_parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -34,11 +34,13 @@ from hpcpar.autograd.pieces import OfProduct, bias_gradient, contribute
 from hpcpar.autograd.weight_gradients import under_way
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel.axis import TensorParallel
+from hpcpar.uncompiled import uncompiled
 
 SEQUENCE = -2
 """The dim that sequence parallelism divides."""
 
 
+@uncompiled
 def column_products(
     tp: TensorParallel, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
@@ -57,6 +59,7 @@ def column_products(
     return _ColumnProducts.apply(tp, tensors, x, *given)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
     """The sum over ranks of x · Wᵀ, of this rank's columns W [O, H] of the whole weight.
 

@@ -186,3 +186,20 @@ def test_bad_dims_and_shards_are_named() -> None:
             gather_from(x, comm, 1, "both")  # type: ignore[arg-type]
 
     run(2, check)
+
+
+def test_in_compiled_code_a_region_is_as_it_is_written() -> None:
+    # The compiler would trace into what ranks say to each other, and give up.
+    def body(comm: Communicator) -> tuple[list[float], list[float]]:
+        def layer(x: Tensor) -> Tensor:
+            return reduce_from(copy_to(x * 2, comm) * (comm.rank + 1), comm) + 1
+
+        x = torch.ones(2, requires_grad=True)
+        output = torch.compile(layer, backend="eager")(x)
+        output.sum().backward()
+        assert x.grad is not None
+        return output.tolist(), x.grad.tolist()
+
+    # The compiler takes seconds to import: before anybody waits.
+    torch.compile(torch.neg, backend="eager")(torch.ones(()))
+    assert run_loopback(2, body, timeout_s=100) == [([7.0, 7.0], [6.0, 6.0])] * 2

@@ -71,6 +71,18 @@ class Around(Optimizer):
         self.wrapped.step()
 
 
+class Counting(Signs):
+    """The rate falls with every call of step, which are counted in the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] / group["calls"] * parameter.grad)
+
+
 class Shaped(Signs):
     """Refuses what is no matrix."""
 
@@ -116,6 +128,12 @@ def test_an_optimizer_that_treats_elements_by_themselves_is_accepted() -> None:
 def test_an_optimizer_of_norms_is_refused_by_trial() -> None:
     with pytest.raises(OperationError, match="Trusting cannot work on shards: tried on a matrix and on its"):
         require_elementwise(Trusting(weights(), lr=0.1))
+
+
+def test_an_optimizer_that_counts_calls_for_all_parameters_together_is_refused() -> None:
+    # It is called once for every block.
+    with pytest.raises(OperationError, match=r"Counting cannot work on shards: .* counted calls of step\(\)"):
+        require_elementwise(Counting(weights()))
 
 
 def test_a_learning_rate_that_is_still_zero_hides_nothing() -> None:

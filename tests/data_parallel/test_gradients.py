@@ -86,6 +86,22 @@ def test_a_gradient_that_is_replaced_while_its_average_is_under_way_is_named() -
     on_ranks(2, body)
 
 
+def test_a_gradient_that_is_set_to_none_while_its_average_is_under_way_is_named() -> None:
+    def body(comm: Communicator) -> list[list[float] | None]:
+        named = parameters([1.0, 2.0], [3.0])
+        synchronizer = GradientSynchronizer(named, comm)
+        for forgets in (True, False):
+            (named[0][1].sum() + named[1][1].sum()).backward()
+            named[1][1].grad = None
+            if forgets:
+                synchronizer.zero()
+        with pytest.raises(OperationError, match="of p1 was set to None while its average was under way"):
+            synchronizer.synchronize()
+        return gradients(named)
+
+    assert on_ranks(2, body) == [[[1.0, 1.0], [1.0]]] * 2
+
+
 def test_a_gradient_is_added_to_in_place_in_later_microbatches() -> None:
     def body(comm: Communicator) -> None:
         named = parameters([1.0])

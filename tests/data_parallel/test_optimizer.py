@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,29 @@ def test_parameters_added_later_are_averaged_too() -> None:
         return [first.bias.grad.tolist(), second.bias.grad.tolist()]
 
     assert run_loopback(2, body) == [[[2.0, 2.0], [1.5, 1.5]]] * 2
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="torch's optimizers take no names yet"
+)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_parameters_may_be_added_to_an_optimizer_that_knows_names(stage: int) -> None:
+    first, second = linear(), linear(1)
+    inner = torch.optim.SGD(first.named_parameters(), lr=0.5)
+    optimizer = DistributedOptimizer(inner, first.named_parameters(), Communicator.alone(), zero_stage=stage)
+    optimizer.add_param_group({"params": second.named_parameters("second")})
+    assert inner.param_groups[1]["param_names"] == ["second.weight", "second.bias"]
+    start = second.bias.detach().clone()
+    second.bias.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(second.bias.detach(), start - 0.5)
+
+
+def test_an_optimizer_is_not_copied_or_saved_whole() -> None:
+    optimizer = distributed(linear(), Communicator.alone())
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(OperationError, match=r"save its state_dict\(\), and load that into one"):
+            copied(optimizer)
 
 
 def test_parameters_added_without_a_name_are_refused() -> None:

@@ -388,3 +388,32 @@ def test_clipping_knows_of_the_scale(stage: int) -> None:
         assert norms[1] == pytest.approx(0.5, rel=1e-5)
         assert all(torch.equal(a, b) for a, b in zip(masters, others, strict=True))
         assert 0 < distance(masters, [p.detach() for p in Network().parameters()]) <= 0.0101
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_master_weights_follow_parameters_that_were_written_to(stage: int) -> None:
+    """As by load_state_dict; the others' keep what bfloat16 cannot hold."""
+
+    def body(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        model = Network()
+        starts = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            model.named_parameters(),
+            comm,
+            zero_stage=stage,
+            precision="bfloat16",
+        )
+        name, written = next(iter(model.named_parameters()))
+        model.load_state_dict({name: torch.full_like(written, 3.0)}, strict=False)
+        starts[0] = torch.full_like(starts[0], 3.0)
+        before = optimizer.state_dict()["state"]
+        inputs, targets = part(0, comm.rank, comm.size, torch.bfloat16)
+        functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        assert torch.equal(written, torch.full_like(written, 3.0))
+        after = optimizer.state_dict()["state"]
+        return starts, [state[n]["master_weight"] for state in (before, after) for n in range(len(starts))]
+
+    for starts, masters in run_loopback(2, body):
+        assert all(torch.equal(a, b) for a, b in zip(masters, starts * 2, strict=True))

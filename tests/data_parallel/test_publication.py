@@ -6,12 +6,14 @@ import copy
 import io
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from hpcpar.autograd import Recompute
 from hpcpar.comm import Communicator, run_loopback
@@ -150,6 +152,53 @@ def test_layers_that_are_computed_together_have_their_new_parameters(stage: int,
     for begun, early, later in run_loopback(2, body):
         assert begun > 10, "every layer has buckets of its own"
         assert early == later
+
+
+class Holding(nn.Module):
+    """Reads parameters that others hold for it, in containers within containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(3)])
+        self.more = nn.ModuleList([nn.ParameterDict({"shift": torch.ones(3)})])
+        self.rest = nn.Module()
+        self.rest.register_parameter("factor", nn.Parameter(torch.ones(3)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * self.scales[0] + self.more[0]["shift"]) * self.rest.factor
+
+
+READING: dict[str, Callable[[], nn.Module]] = {
+    "containers": Holding,
+    "pruned": lambda: prune.random_unstructured(nn.Linear(3, 3), "weight", 1),  # type: ignore[no-untyped-call]
+    "weight norm by a hook": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", READING)
+def test_parameters_that_a_module_reads_in_other_ways_are_waited_for(name: str) -> None:
+    def body(comm: Communicator) -> tuple[bool, int]:
+        model = READING[name]()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            comm,
+            zero_stage=1,
+            model=model,
+            bucket_bytes=1,
+        )
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        publication = optimizer._publication
+        for number, handle in dict(publication._under_way).items():
+            handle.wait()
+            publication._under_way[number] = Late(publication._blocks[number].flat)  # type: ignore[assignment,arg-type]
+        early = model(torch.ones(2, 3))
+        return bool(early.isfinite().all()), len(publication._under_way)
+
+    assert run_loopback(2, body, check=False) == [(True, 0)] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2])

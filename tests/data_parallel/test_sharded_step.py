@@ -280,6 +280,42 @@ def test_hooks_of_the_optimizer_are_called_once_a_step(stage: int) -> None:
     assert run_loopback(2, body) == [["before", "after"] * 2] * 2
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_hook_for_after_a_step_finds_and_may_change_whole_parameters(stage: int, overlap: bool) -> None:
+    def course(model: nn.Module, optimizer: optim.Optimizer, comm: Communicator) -> list[Tensor]:
+        def clamp(*_: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.2, 0.2)
+
+        optimizer.register_step_post_hook(clamp)
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs, targets = own_part(comm, step)
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        return whole(model)
+
+    def body(comm: Communicator) -> list[Tensor]:
+        model = Network()
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS["adamw fused"](model.parameters()),
+            model.named_parameters(),
+            comm,
+            zero_stage=stage,
+            model=model if overlap else None,
+            bucket_bytes=200,
+        )
+        return course(model, optimizer, comm)
+
+    reference = Network()
+    inner = OPTIMIZERS["adamw fused"](reference.parameters())
+    expected = course(reference, inner, Communicator.alone())
+    for found in run_loopback(2, body):
+        assert_near(found, expected)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_rank_without_a_piece_knows_that_it_has_stepped() -> None:
     # Five elements on four ranks: two each, and the last one has padding alone.

@@ -180,3 +180,90 @@ def test_every_stage_on_mpi_follows_one_process(
     )
     for found in world.allgather_object(course):
         assert_same_course(found, expected)
+
+
+class Withheld(torch.autograd.Function):
+    """inputs @ weight, whose backward has a gradient of the weight only where it is to `tell` it."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, tell: bool) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.tell = tell
+        return inputs @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        inputs, weight = ctx.saved_tensors
+        return gradient @ weight.t(), inputs.t() @ gradient if ctx.tell else None, None
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 1, dtype=torch.float64))
+
+    def forward(self, tell: bool) -> Tensor:
+        inputs = torch.eye(2, dtype=torch.float64)
+        return Withheld.apply(inputs, self.weight, tell)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("by", ["hook", "function"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_withheld_on_one_rank_counts_as_zero(stage: int, by: str) -> None:
+    """The second step must not find in its bucket what the first one has left there."""
+
+    def body(comm: Communicator) -> list[float]:
+        model, tells = Weighted(), True
+
+        def drop(parameter: Tensor) -> None:
+            if not tells:
+                parameter.grad = None
+
+        if by == "hook":
+            model.weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        if stage == 3:
+            fully_shard(model, comm)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.25), model.named_parameters(), comm, zero_stage=stage
+        )
+        for step in range(2):
+            tells = step == 0 or comm.rank == 0
+            model(tells or by == "hook").sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with summon_full_parameters(model):
+            found: list[float] = model.weight.flatten().tolist()
+        return found
+
+    assert run_loopback(2, body) == [[1 - 0.25 - 0.125] * 2] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_compiled_step_is_the_step(stage: int) -> None:
+    """The compiler is not to trace into what talks to other ranks, nor into what counts steps."""
+
+    def course(compiled: bool) -> list[Tensor]:
+        model, alone = nn.Linear(5, 2, bias=False), Communicator.alone()
+        nn.init.ones_(model.weight)
+        if stage == 3:
+            fully_shard(model, alone)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            alone,
+            zero_stage=stage,
+            model=model,
+        )
+
+        def step(inputs: Tensor) -> None:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        taken = torch.compile(step, backend="eager") if compiled else step
+        for number in range(2):
+            taken(torch.full((2, 5), number + 1.0))
+        with summon_full_parameters(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    torch.testing.assert_close(course(compiled=True), course(compiled=False))
