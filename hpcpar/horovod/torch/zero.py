@@ -255,7 +255,6 @@ class ShardedOptimizer(Wrapped):
         )
         self._synchronized = False
         self._should_synchronize = True
-        self._versions = self._versions_now()
         engine = self._process_set._engine
         if engine is not None and not self._is_alone:
             engine.users.add(self)
@@ -294,7 +293,6 @@ class ShardedOptimizer(Wrapped):
         before.forget_states()
         self._make(comm)
         self.sharded.load_state_dict(saved)
-        self._versions = self._versions_now()
 
     def __reduce__(self) -> Any:
         raise ValueError(
@@ -387,7 +385,6 @@ class ShardedOptimizer(Wrapped):
                 stacklevel=2,
             )
         self._hide_absent()
-        self._follow_parameters()
         # Schedulers that were made with it ask whether it has stepped.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         outcome = self.sharded.step(closure)
@@ -414,7 +411,6 @@ class ShardedOptimizer(Wrapped):
         self._later = None
         self._connect()
         self._meetings.hold("load_state_dict()")
-        self._follow_parameters()
         self.sharded.load_state_dict(state_dict)
         gradients = self.sharded.synchronizer
         if isinstance(gradients, GradientSynchronizer):
@@ -430,7 +426,6 @@ class ShardedOptimizer(Wrapped):
         named = [(f"group.{number}.{index}", parameter) for index, parameter in enumerate(members)]
         self.sharded.add_param_group({**param_group, "params": named})
         self._parameter_names.update((parameter, name) for name, parameter in named)
-        self._versions = self._versions_now()
 
     def _load_later(self, state_dict: dict[str, Any]) -> None:
         """Load at the next collective call: on ranks whose engine has failed there is none before."""
@@ -445,17 +440,6 @@ class ShardedOptimizer(Wrapped):
             for option in group.keys() - options.keys() - {"params"}:
                 del group[option]
             group.update(options)
-
-    def _follow_parameters(self) -> None:
-        """Master weights follow parameters that somebody has written to, as hvd.broadcast_parameters does."""
-        now = self._versions_now()
-        if now != self._versions:
-            self.sharded.take_parameters()
-            self._versions = now
-
-    def _versions_now(self) -> list[int]:
-        """How often each parameter was written to, but by the step itself, which writes where they lie."""
-        return [parameter._version for parameter in self._parameter_names]
 
     def _show_absent(self) -> None:
         gradients = self.sharded.synchronizer
