@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+
+from hpcpar.comm import failure
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -92,6 +97,17 @@ def test_the_failing_ranks_traceback_comes_first(fail):
     told = [line for line in printed.splitlines() if line.startswith("hpcpar: rank")]
     assert told[0].startswith("hpcpar: rank 1 of 3")
     assert printed.index("ValueError: only here") < printed.find("MPI_Abort") or "MPI_Abort" not in printed
+
+
+def test_a_rank_that_cannot_write_what_is_wrong_ends_the_job_all_the_same(monkeypatch):
+    closed, told, ended = io.StringIO(), [], []
+    closed.close()
+    monkeypatch.setattr(sys, "__stderr__", closed)
+    monkeypatch.setattr(failure, "RELAY_S", 0)
+    transport = SimpleNamespace(rank=1, size=2, abort=ended.append)
+    hooks = failure.FailureHooks(transport, None, SimpleNamespace(aborting=told.append))
+    hooks._on_exception(ValueError, ValueError("only here"), None)
+    assert (told, ended) == (["ValueError: only here"], [1])
 
 
 @pytest.mark.parametrize("mistake", ["time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])
