@@ -311,7 +311,7 @@ def run(
             {**environ, **variables},
             run_directory,
             is_root=os.geteuid() == 0,
-            terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
+            terminal_columns=shutil.get_terminal_size().columns if os.isatty(1) else None,
         )
         process = subprocess.Popen(command, env=job_environ, stdin=stdin)
         with forwarding(process, Path(run_directory)) as ended_by:
@@ -442,7 +442,7 @@ def verdict(status: int, run_directory: Path, launcher: str, say: Say, ended_by:
     files = sorted(files, key=lambda path: path.stat().st_mtime_ns)
     for path in files:
         if ended_by is None or path.name.startswith("aborted-") or path.stat().st_mtime < ended_by.at:
-            say(f"hpcpar run: {path.read_text().strip()}")
+            say(f"hpcpar run: {path.read_text('utf-8').strip()}")
     if ended_by is not None and status != START_AGAIN and (status or files):
         status = status or 128 + ended_by.number
         say(f"hpcpar run: {ended_by.number.name} ended the job, with status {status}")
