@@ -439,14 +439,21 @@ def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:
     assert "srun's alone" in said[0]
 
 
-def test_the_wheels_launcher_is_known_and_another_is_asked_for_its_version(tmp_path: Path) -> None:
-    other = tmp_path / "mpiexec"
-    other.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
-    other.chmod(0o755)
-    assert launcher_kind("/venv/bin/mpiexec", "mpich", PYTHON) == "mpich"
-    assert launcher_kind(str(other), "mpich", PYTHON) == "openmpi"
-    assert launcher_kind("/usr/bin/srun", "mpich", PYTHON) == "srun"
-    assert launcher_kind(str(tmp_path / "none"), "mpich", PYTHON) == ""
+def test_a_launcher_is_asked_whose_it_is_whatever_wheels_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "mpiexec"
+    fake.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(supervise, "installed_wheel", lambda: "mpich")
+    assert launcher_kind(str(fake)) == "openmpi"
+    assert launcher_kind("/usr/bin/srun") == "srun"
+    assert launcher_kind(str(tmp_path / "none")) == ""
+    wishes = Wishes(hosts=(Host("a", 2),))
+    command, _ = supervise.prepare(
+        2, ["a.py"], str(tmp_path), print, "auto", (), wishes, {}, lambda name: str(fake)
+    )
+    assert command[3:5] == ["--host", "a:2"]
 
 
 def test_wishes_reach_the_job(tmp_path: Path) -> None:
@@ -548,7 +555,7 @@ def test_a_job_in_a_container_without_srun_is_started_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = "mpich"
-    monkeypatch.setattr(supervise, "launcher_kind", lambda path, wheel: kind)
+    monkeypatch.setattr(supervise, "launcher_kind", lambda path: kind)
 
     def variables(environ: Mapping[str, str], wishes: Wishes = NO_WISHES) -> dict[str, str]:
         found = which("mpiexec")
