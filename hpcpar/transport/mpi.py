@@ -31,11 +31,11 @@ from hpcpar.transport.interface import (
     Transport,
 )
 
-# Where the launcher does not connect the ranks, somebody must before MPI_Init: mpi4py shall not call it. Nor
-# MPI_Finalize, which it would do in forked children, too.
-_we_finalize = "mpi4py.MPI" in sys.modules or mpi4py.rc.finalize is not False
-if "mpi4py.MPI" not in sys.modules:
-    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+# Where the launcher does not connect the ranks, somebody must before MPI_Init: mpi4py shall not call it.
+_mpi4py_settled = "mpi4py.MPI" in sys.modules
+if not _mpi4py_settled:
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = mpi4py.rc.finalize is not False
 
 # The libraries that are there before MPI is loaded decide, and the variables that are there before it starts.
 cuda_wheels.load()
@@ -98,7 +98,7 @@ def start() -> None:
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     else:
         MPI.Init()
-    if _we_finalize:
+    if _mpi4py_settled:  # somebody else told mpi4py not to start MPI, so it does not end it either
         atexit.register(_finalize)
 
 
@@ -116,7 +116,7 @@ def is_the_parents() -> bool:
 
 
 def _leave_it_to_the_parent() -> None:
-    """In a forked child. Its MPI_Finalize would have all ranks wait, or end the job."""
+    """In a forked child."""
     global _is_the_parents  # it is the process's
     _is_the_parents = MPI.Is_initialized()
     atexit.unregister(_finalize)
