@@ -7,6 +7,7 @@ start at once, without torch or MPI. A command returns its exit status, or None 
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     click is not left to catch what is raised: in a rank, an error or an interrupt that ended as a
     quiet `sys.exit` would leave the other ranks waiting, where the exception hook ends the job.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the locale cannot write, as on stderr
     words = None if arguments is None else list(arguments)
     try:
         status = group.main(args=words, prog_name="hpcpar", standalone_mode=False)

@@ -324,7 +324,10 @@ def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: A
     from hpcpar.launch.settings import tuning_file
     from hpcpar.transport.mpi import library_facts
 
-    path = file or tuning_file()
+    try:
+        path = file or tuning_file()
+    except HpcparError as error:
+        raise click.ClickException(str(error)) from error
     os.environ["HPCPAR_TUNING"] = (
         "none"  # a table that is still to be written, or to be replaced, is not read
     )

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -72,10 +73,10 @@ class FailureHooks:
         # torch.distributed's own hook calls the one before it with sys.stderr replaced, to print it later.
         stream = sys.__stderr__ or sys.stderr
         # One write, so that the lines of several ranks do not mix.
-        stream.write(
-            f"hpcpar: rank {rank} of {size} (pid {os.getpid()}) failed and ends the job:\n{''.join(lines)}"
-        )
-        stream.flush()
+        text = f"hpcpar: rank {rank} of {size} (pid {os.getpid()}) failed and ends the job:\n{''.join(lines)}"
+        with suppress(OSError, ValueError):  # closed, or nobody reads it: the job ends all the same
+            stream.write(text)
+            stream.flush()
         self._guard.aborting(summary)
         time.sleep(RELAY_S)
         self._transport.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
@@ -83,7 +84,8 @@ class FailureHooks:
     def end_job(self, why: str, status: int) -> None:
         """End the whole job at once, without an exception, from any thread."""
         rank, size = self._transport.rank, self._transport.size
-        os.write(2, f"hpcpar: rank {rank} of {size} (pid {os.getpid()}) ends the job: {why}\n".encode())
+        with suppress(OSError):
+            os.write(2, f"hpcpar: rank {rank} of {size} (pid {os.getpid()}) ends the job: {why}\n".encode())
         self._guard.aborting(why)
         last_resort = threading.Timer(ABORT_LIMIT_S, os._exit, (status,))
         last_resort.daemon = True

@@ -100,7 +100,7 @@ class Tuning:
         return otherwise
 
 
-def read_together(comm: Communicator, asked: str | None, own_file: Path, mpi: str) -> Tuning:
+def read_together(comm: Communicator, asked: str | None, own_file: Path | None, mpi: str) -> Tuning:
     """What rank 0 finds, for all ranks: they must choose alike, whatever their nodes' disks hold. Collective.
 
     asked      HPCPAR_TUNING

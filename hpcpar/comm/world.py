@@ -60,7 +60,7 @@ def init(
     returns     a communicator over all ranks; a new one at each call. Collective.
                 Rank 0 logs where the ranks run (INFO), and warns of cores that ranks share needlessly
     errors      LaunchError when launcher and MPI disagree, when there is no MPI, and in a process that a rank
-                has started, for it has inherited who that is
+                has started or forked, for it has inherited who that is
                 ConfigError for an HPCPAR_* variable that is not understood, and a timeout_s of 0 or less
     """
     settings = Settings.from_environ()
@@ -133,6 +133,8 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
             f"no MPI library could be loaded ({error}). Load your site's MPI module, or "
             f"`pip install hpcpar[mpich]`; `hpcpar doctor` shows what is found{name_hint(str(error))}"
         ) from error
+    if info.size > 1 and mpi.is_the_parents():
+        _refuse_forked(info)
     if not mpi.is_started():
         if info.size > 1 and variables.parent_is_the_rank():
             _refuse_child(info)
@@ -158,6 +160,15 @@ def _refuse_child(info: RankInfo) -> NoReturn:
         f"which has inherited the launcher's variables ({info.launcher}) and is taken for that rank, but no "
         f"second process can be it. Make the call in the rank itself, or leave variables that begin with "
         f"{', '.join(sorted(names))} out of this process's environment: it is then a job of its own"
+    )
+
+
+def _refuse_forked(info: RankInfo) -> NoReturn:
+    """Raise in a process that has a rank's MPI by fork: what the two send would mix, or crash (Open MPI)."""
+    raise LaunchError(
+        f"rank {info.rank} of {info.size} forked this process (pid {os.getpid()}), which has that rank's MPI "
+        f"in its memory but cannot use it: make the call in the rank itself, and return to it what is to be "
+        f"communicated"
     )
 
 

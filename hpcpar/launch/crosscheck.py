@@ -136,8 +136,9 @@ def remedy(info: RankInfo, mpi_library: str, offered: Collection[str] | None = N
         )
     if info.launcher in ("hydra", "openmpi") and library != "unknown":
         return (
-            f"That mpiexec belongs to another MPI: use {own}, or load one MPI module only "
-            f"(`which mpiexec` shows the one that was used), or `hpcpar run`, which picks the fitting one."
+            f"That mpiexec belongs to another MPI: use {own} (Debian calls them mpiexec.mpich and "
+            f"mpiexec.openmpi), or load one MPI module only. `hpcpar run` starts the mpiexec beside this "
+            f"Python, else the first on PATH, whichever MPI's it is."
         )
     return f"Use {own}, or the module of the MPI that {info.launcher} belongs to."
 

@@ -153,7 +153,7 @@ def settled_launcher(launcher: str, environ: Mapping[str, str], which: Which) ->
         command, _ = supervise.prepare(
             1, ["true"], directory, _be_silent, launcher, (), NO_WISHES, environ, which
         )
-    kind = supervise.launcher_kind(command[0], supervise.installed_wheel())
+    kind = supervise.launcher_kind(command[0])
     return "srun" if kind == "srun" else "mpiexec", kind
 
 

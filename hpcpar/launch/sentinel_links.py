@@ -207,7 +207,7 @@ def tell_batch_output(line: str, *, if_on: str = "") -> None:
         path = facts.get("StdErr", "")
         was_there = facts.get("BatchHost", "").split(".")[0] == if_on.split(".")[0]
         if (was_there or not if_on) and os.path.isfile(path):
-            with open(path, "a") as file:
+            with open(path, "a", encoding="utf-8") as file:
                 file.write(f"hpcpar: {line}\n")
 
 

@@ -371,7 +371,8 @@ class Sentinel:
         if not os.path.isdir(self.run_directory):
             return
         try:
-            with open(os.path.join(self.run_directory, f"{what}-{host}-{number}"), "w") as file:
+            path = os.path.join(self.run_directory, f"{what}-{host}-{number}")
+            with open(path, "w", encoding="utf-8") as file:  # whatever the locale: it may quote anything
                 file.write(line + "\n")
         except OSError as error:
             self.say(f"cannot leave word in {self.run_directory}: {error}")

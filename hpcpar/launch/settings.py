@@ -64,27 +64,46 @@ class Settings:
         )
 
 
-def own_tuning_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """The user's file with measured algorithms, which may not be there."""
-    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "hpcpar" / "tuning.toml"
+def own_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the user's table and secret are kept; None for a user without a home, as containers have them."""
+    if environ.get("XDG_CONFIG_HOME"):
+        return Path(environ["XDG_CONFIG_HOME"], "hpcpar")
+    home = environ.get("HOME") or os.path.expanduser("~")
+    return None if home == "~" else Path(home, ".config", "hpcpar")
+
+
+def own_tuning_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The user's file with measured algorithms, which may not be there; None for a user without a home."""
+    directory = own_directory(environ)
+    return directory and directory / "tuning.toml"
 
 
 def tuning_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a table belongs: in the file that HPCPAR_TUNING names, else in the user's own."""
+    """Where a table belongs: in the file that HPCPAR_TUNING names, else in the user's own.
+
+    errors   ConfigError where neither is known
+    """
     asked = environ.get("HPCPAR_TUNING")
-    return Path(asked) if asked and asked != "none" else own_tuning_file(environ)
+    found = Path(asked) if asked and asked != "none" else own_tuning_file(environ)
+    if found is None:
+        raise ConfigError(
+            f"user {os.getuid()} has no home directory to keep a table in: name a file with --file or in "
+            f"HPCPAR_TUNING, or set HOME"
+        )
+    return found
 
 
-def read_tuning(tuning: str | None, own_file: Path) -> tuple[str, str]:
+def read_tuning(tuning: str | None, own_file: Path | None) -> tuple[str, str]:
     """Text of the tuning file and its name; empty where there is none.
 
     tuning     what HPCPAR_TUNING asks for
     own_file   what to read, if it is there, when nothing is asked for
     errors     ConfigError when the file asked for cannot be read
     """
-    if tuning == "none" or (tuning is None and not own_file.exists()):
-        return "", ""
     path = Path(tuning) if tuning else own_file
+    # os.path's answer is no, and not an error, also in the home of somebody else, which HOME may name.
+    if tuning == "none" or path is None or (tuning is None and not os.path.exists(path)):
+        return "", ""
     try:
         return path.read_text(encoding="utf-8"), str(path)
     except (OSError, UnicodeDecodeError) as error:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcpar.errors import LaunchError
+from hpcpar.launch.settings import own_directory
 
 VARIABLE = "HPCPAR_STEP_SECRET"
 SHORTEST = 16
@@ -68,9 +69,11 @@ def user_secret(environ: Mapping[str, str], *, may_create: bool, limit_s: float 
 
 
 def secret_file(environ: Mapping[str, str]) -> Path:
-    """Where the secret is kept, which may not be there yet."""
-    home = environ.get("HOME") or os.path.expanduser("~")
-    return Path(environ.get("XDG_CONFIG_HOME") or Path(home, ".config"), "hpcpar", "step-secret")
+    """Where the secret is kept, which may not be there yet; LaunchError for a user without a home."""
+    directory = own_directory(environ)
+    if directory is None:
+        raise LaunchError(f"user {os.getuid()} has no home directory to keep a secret in. {_way_out()}")
+    return directory / "step-secret"
 
 
 def _create(path: Path) -> None:

@@ -156,12 +156,13 @@ def find_launcher(
     return mpiexec
 
 
-def launcher_kind(path: str, wheel: str | None, executable: str = sys.executable) -> str:
-    """Whose words a launcher understands: "srun", "mpich", "intel", "openmpi", or "" if not known."""
+def launcher_kind(path: str) -> str:
+    """Whose words a launcher understands: "srun", "mpich", "intel", "openmpi", or "" if not known.
+
+    It is asked itself: of two MPI wheels in one environment the later one's mpiexec is there.
+    """
     if os.path.basename(path) == "srun":
         return "srun"
-    if wheel is not None and os.path.dirname(path) == os.path.dirname(executable):
-        return wheel
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -311,7 +312,7 @@ def run(
             {**environ, **variables},
             run_directory,
             is_root=os.geteuid() == 0,
-            terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
+            terminal_columns=shutil.get_terminal_size().columns if os.isatty(1) else None,
         )
         process = subprocess.Popen(command, env=job_environ, stdin=stdin)
         with forwarding(process, Path(run_directory)) as ended_by:
@@ -347,12 +348,12 @@ def prepare(
     copy: LocalCopy | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """The command that starts the job, and the variables that it needs."""
-    wheel = library = installed_wheel()
+    library = installed_wheel()
     offered = None
     variables: dict[str, str] = {}
     if os.path.basename(find_launcher(environ, which, launcher)) == "srun":
         require_one_component(n, options, environ)
-        library = own_library(environ) or wheel
+        library = own_library(environ) or library
         offered = srun_plugins(environ)
         # srun hands it to the ranks, and nobody else sees it: no file in the home directory is needed.
         variables[SECRET] = environ.get(SECRET) or secrets.token_hex(32)
@@ -363,12 +364,10 @@ def prepare(
             say("hpcpar run: this Slurm has no pmix, which Open MPI needs under srun: its mpiexec starts it")
             launcher = "mpiexec"
     if "SLURM_JOB_ID" in environ and which("srun") is None:
-        variables |= without_srun(
-            launcher_kind(find_launcher(environ, which, launcher), wheel), wishes, environ
-        )
+        variables |= without_srun(launcher_kind(find_launcher(environ, which, launcher)), wishes, environ)
     placing = Placing()
     if replace(wishes, output_directory=None) != NO_WISHES:
-        kind = launcher_kind(find_launcher(environ, which, launcher), wheel)
+        kind = launcher_kind(find_launcher(environ, which, launcher))
         placing = words_for(kind, n, wishes, environ, run_directory, say)
         Path(run_directory, "hosts").write_text(placing.file_text)
     command = command_for(
@@ -442,7 +441,7 @@ def verdict(status: int, run_directory: Path, launcher: str, say: Say, ended_by:
     files = sorted(files, key=lambda path: path.stat().st_mtime_ns)
     for path in files:
         if ended_by is None or path.name.startswith("aborted-") or path.stat().st_mtime < ended_by.at:
-            say(f"hpcpar run: {path.read_text().strip()}")
+            say(f"hpcpar run: {path.read_text('utf-8').strip()}")
     if ended_by is not None and status != START_AGAIN and (status or files):
         status = status or 128 + ended_by.number
         say(f"hpcpar run: {ended_by.number.name} ended the job, with status {status}")

@@ -107,6 +107,24 @@ def _finalize() -> None:
         MPI.Finalize()
 
 
+_is_the_parents = False
+
+
+def is_the_parents() -> bool:
+    """Whether this process was forked from one in which MPI ran: it is not this one's to use."""
+    return _is_the_parents
+
+
+def _leave_it_to_the_parent() -> None:
+    """In a forked child."""
+    global _is_the_parents  # it is the process's
+    _is_the_parents = MPI.Is_initialized()
+    atexit.unregister(_finalize)
+
+
+os.register_at_fork(after_in_child=_leave_it_to_the_parent)
+
+
 def library_version() -> str:
     """What the library says of itself, also before MPI is started."""
     return MPI.Get_library_version().strip("\0 \n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,6 +88,20 @@ def use(function: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None
     """Let `hpcpar run` call this function instead."""
     command = click.Command("run", callback=function)
     monkeypatch.setattr(type(group), "get_command", lambda self, context, name: command)
+
+
+def test_what_the_locale_cannot_write_is_spelled_out_and_ends_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcpar", "draw", "ring", "--size", "2"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert r"0\u21921" in done.stdout
 
 
 def test_python_dash_m_is_the_same_command() -> None:

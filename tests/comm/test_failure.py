@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+
+from hpcpar.comm import failure
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -94,6 +99,17 @@ def test_the_failing_ranks_traceback_comes_first(fail):
     assert printed.index("ValueError: only here") < printed.find("MPI_Abort") or "MPI_Abort" not in printed
 
 
+def test_a_rank_that_cannot_write_what_is_wrong_ends_the_job_all_the_same(monkeypatch):
+    closed, told, ended = io.StringIO(), [], []
+    closed.close()
+    monkeypatch.setattr(sys, "__stderr__", closed)
+    monkeypatch.setattr(failure, "RELAY_S", 0)
+    transport = SimpleNamespace(rank=1, size=2, abort=ended.append)
+    hooks = failure.FailureHooks(transport, None, SimpleNamespace(aborting=told.append))
+    hooks._on_exception(ValueError, ValueError("only here"), None)
+    assert (told, ended) == (["ValueError: only here"], [1])
+
+
 @pytest.mark.parametrize("mistake", ["time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_rank_that_stalls_is_named_after_the_timeout(fail, mistake):
     status, printed, seconds = fail(mistake, timeout_s=2)
@@ -113,13 +129,13 @@ def test_ranks_that_end_at_different_times_without_waiting_for_each_other_end_we
     assert "lost" not in done.stderr
 
 
-def test_forked_children_that_fail_or_end_do_not_end_the_job(tmp_path, run_ranks):
+def test_forked_children_that_fail_or_end_do_not_end_the_job_and_are_no_ranks(tmp_path, run_ranks):
     """As a data loader's workers do."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, hpcpar, multiprocessing; import numpy as np\n"
         "world = hpcpar.init()\n"
-        "for work in (lambda: 1 / 0, lambda: sys.exit(5)):\n"
+        "for work in (lambda: 1 / 0, lambda: sys.exit(5), hpcpar.init):\n"
         "    child = multiprocessing.get_context('fork').Process(target=work)\n"
         "    child.start()\n"
         "    child.join(20)\n"
@@ -129,7 +145,20 @@ def test_forked_children_that_fail_or_end_do_not_end_the_job(tmp_path, run_ranks
     )
     done = run_ranks(2, str(script))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["children", "2", "children", "10"]
+    assert done.stdout.split() == ["children", "2", "children", "10", "children", "2"]
+    assert "LaunchError: rank 1 of 2 forked this process" in done.stderr
+    assert "return to it what is to be communicated" in done.stderr
+
+
+def test_what_a_program_leaves_for_its_exit_before_init_may_still_communicate(tmp_path, run_ranks):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, hpcpar, numpy as np\n"
+        "atexit.register(lambda: print(f'total={int(world.allreduce(np.array([1]))[0])} '))\n"
+        "world = hpcpar.init()\n"
+    )
+    done = run_ranks(2, str(script))
+    assert (done.returncode, done.stdout.count("total=2")) == (0, 2), done.stdout + done.stderr
 
 
 def test_the_exit_status_that_all_ranks_choose_is_the_jobs(tmp_path, run_ranks):

@@ -97,6 +97,12 @@ def test_torchrun_is_refused_because_it_starts_no_mpi() -> None:
     assert "torchrun does not start MPI ranks" in message
 
 
+def test_who_has_started_by_another_mpis_mpiexec_is_told_which_one_hpcpar_run_starts() -> None:
+    message = singleton(RankInfo(0, 2, 0, 2, None, None, "openmpi", "own"), MPICH)
+    assert "use the `mpiexec` of MPICH 5.0.2 (Debian calls them mpiexec.mpich" in message
+    assert "`hpcpar run` starts the mpiexec beside this Python, else the first on PATH" in message
+
+
 def test_another_rank_or_size_is_refused_with_both_answers() -> None:
     with pytest.raises(LaunchError, match=r"rank 2 of 4, MPICH 5\.0\.2 says rank 1 of 4"):
         check(SLURM, mpi_rank=1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from hpcpar.errors import ConfigError
-from hpcpar.launch.settings import CAPABILITIES, Settings, own_tuning_file, read_tuning
+from hpcpar.launch.settings import CAPABILITIES, Settings, own_tuning_file, read_tuning, tuning_file
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -83,6 +84,27 @@ def test_a_value_that_is_not_understood_is_an_error_that_names_the_variable(name
 def test_the_users_own_tuning_file_is_where_settings_are_kept() -> None:
     assert own_tuning_file({"XDG_CONFIG_HOME": "/etc/me"}) == Path("/etc/me/hpcpar/tuning.toml")
     assert own_tuning_file({}) == Path.home() / ".config/hpcpar/tuning.toml"
+
+
+def test_a_user_without_a_home_has_no_tuning_file_and_is_told_so_where_one_is_to_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert own_tuning_file({}) is None
+    assert read_tuning(None, own_tuning_file({})) == ("", "")
+    assert tuning_file({"HPCPAR_TUNING": "mine.toml"}) == Path("mine.toml")
+    with pytest.raises(
+        ConfigError, match=r"has no home directory to keep a table in: name a file with --file"
+    ):
+        tuning_file({})
+
+
+def test_the_home_of_somebody_else_has_no_tuning_file_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", forbidden)
+    assert read_tuning(None, Path("/root/.config/hpcpar/tuning.toml")) == ("", "")
 
 
 def test_the_tuning_file_asked_for_goes_before_the_users_own(tmp_path: Path) -> None:

@@ -40,6 +40,16 @@ def test_the_environment_comes_before_the_file(tmp_path: Path) -> None:
     assert not secret_file(environ).exists()
 
 
+def test_a_user_without_a_home_is_told_what_to_set_and_gets_no_directory_called_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=r"has no home directory to keep a secret in.*HPCPAR_STEP_SECRET"):
+        user_secret({}, may_create=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_short_word_is_no_secret() -> None:
     with pytest.raises(LaunchError, match="has 4 characters: a secret has at least 16"):
         user_secret({"HPCPAR_STEP_SECRET": "1234"}, may_create=True)

@@ -193,6 +193,27 @@ def test_status_0_with_a_lost_rank_becomes_1_and_is_said(tmp_path: Path) -> None
     assert "mpiexec returned 0, but the job did not finish" in said[1]
 
 
+def test_what_ended_the_job_is_told_in_any_locale(tmp_path: Path) -> None:
+    """Also in one that cannot write it, as ISO-8859-1, for which C stands here."""
+    program = (
+        "import sys; from pathlib import Path; from types import SimpleNamespace as Order\n"
+        "from hpcpar.launch import sentinel_process, supervise\n"
+        "sentinel = Order(run_directory=sys.argv[1])\n"
+        "sentinel_process.Sentinel.leave_word(sentinel, 'aborted', 'vm', 1, 'ValueError: \\u03a6')\n"
+        "supervise.verdict(1, Path(sys.argv[1]), 'mpiexec', lambda line: print(ascii(line)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == r"'hpcpar run: ValueError: \u03a6'"
+
+
 def test_a_failure_keeps_its_status(tmp_path: Path) -> None:
     said: list[str] = []
     assert verdict(9, tmp_path, "mpiexec", said.append) == 9
@@ -278,6 +299,13 @@ def test_the_job_reads_what_it_is_given(launcher: supervise.Which, tmp_path: Pat
         for stdin, status in ((subprocess.DEVNULL, 0), (file.fileno(), 5)):
             told = {"environ": plain_environ(), "which": launcher, "stdin": stdin}
             assert run(1, program, say=lambda line: None, **told) == status  # type: ignore[arg-type]
+
+
+def test_a_run_whose_standard_output_is_closed_is_run(
+    launcher: supervise.Which, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(1, ["-c", "pass"], say=lambda line: None, environ=plain_environ(), which=launcher) == 0
 
 
 def test_a_run_that_leaves_word_of_a_lost_rank_fails_although_the_launcher_says_0(
@@ -411,14 +439,21 @@ def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:
     assert "srun's alone" in said[0]
 
 
-def test_the_wheels_launcher_is_known_and_another_is_asked_for_its_version(tmp_path: Path) -> None:
-    other = tmp_path / "mpiexec"
-    other.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
-    other.chmod(0o755)
-    assert launcher_kind("/venv/bin/mpiexec", "mpich", PYTHON) == "mpich"
-    assert launcher_kind(str(other), "mpich", PYTHON) == "openmpi"
-    assert launcher_kind("/usr/bin/srun", "mpich", PYTHON) == "srun"
-    assert launcher_kind(str(tmp_path / "none"), "mpich", PYTHON) == ""
+def test_a_launcher_is_asked_whose_it_is_whatever_wheels_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "mpiexec"
+    fake.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(supervise, "installed_wheel", lambda: "mpich")
+    assert launcher_kind(str(fake)) == "openmpi"
+    assert launcher_kind("/usr/bin/srun") == "srun"
+    assert launcher_kind(str(tmp_path / "none")) == ""
+    wishes = Wishes(hosts=(Host("a", 2),))
+    command, _ = supervise.prepare(
+        2, ["a.py"], str(tmp_path), print, "auto", (), wishes, {}, lambda name: str(fake)
+    )
+    assert command[3:5] == ["--host", "a:2"]
 
 
 def test_wishes_reach_the_job(tmp_path: Path) -> None:
@@ -520,7 +555,7 @@ def test_a_job_in_a_container_without_srun_is_started_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = "mpich"
-    monkeypatch.setattr(supervise, "launcher_kind", lambda path, wheel: kind)
+    monkeypatch.setattr(supervise, "launcher_kind", lambda path: kind)
 
     def variables(environ: Mapping[str, str], wishes: Wishes = NO_WISHES) -> dict[str, str]:
         found = which("mpiexec")
