@@ -35,6 +35,7 @@ from hpcpar.horovod.negotiation import (
     News,
     Ready,
     Request,
+    shortcoming,
 )
 from hpcpar.horovod.responses import Course, Item, Room, Ticket
 from hpcpar.horovod.stall import StallInspector
@@ -252,7 +253,8 @@ class Engine:
     def wait(self, ticket: Ticket) -> Any:
         """Its result, when it is done.
 
-        errors   HorovodInternalError: ranks that disagree (on every rank), a lost peer, a stall
+        errors   HorovodInternalError: ranks that disagree (on every rank), a lost peer, a stall;
+                 ValueError: what cannot be done although all ranks ask for the same
         """
         if not ticket.done:
             try:
@@ -442,7 +444,8 @@ class Engine:
                 self.timeline.negotiate_end(name)
         for request, error in refused:
             if request.name in opened:
-                self._end(opened[request.name], HorovodInternalError(error))
+                alike = error == shortcoming(request)
+                self._end(opened[request.name], ValueError(error) if alike else HorovodInternalError(error))
         for make, requests in together:
             items = [Item(request, opened.get(request.name)) for request in requests]
             self._show(items, "QUEUE")

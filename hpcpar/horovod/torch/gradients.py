@@ -279,8 +279,9 @@ class Gradients:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether gradients are being reduced that nobody has waited for."""
-        return any(synchronizer.round_open for synchronizer, _ in self._synchronizers)
+        """Whether gradients are being reduced that nobody has waited for, or will be with the first ones."""
+        is_full = any(passed >= self.passes for passed in self._passed.values())
+        return is_full or any(synchronizer.round_open for synchronizer, _ in self._synchronizers)
 
     def set_passes(self, passes: int) -> None:
         """Reduce the sum of so many backwards from now on."""

@@ -156,10 +156,13 @@ def _all(results: list[Any]) -> Any:
 
 @uncompiled
 def poll(handle: int) -> bool:
-    """Whether an operation is done, so that `synchronize` will not wait. Makes progress, and never blocks."""
+    """Whether an operation is done, so that `synchronize` will not wait. Makes progress, and never blocks.
+
+    errors   ValueError for a handle that is unknown or was synchronized before
+    """
     found = _outstanding.get(handle)
     if found is None:
-        return True
+        raise ValueError(f"handle {handle!r} was not created, or has been synchronized")
     engine, tickets, *_ = found
     done = [engine.poll(ticket) for ticket in tickets]
     return all(done)
@@ -169,7 +172,8 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Wait for an operation; its result. None for a handle that is unknown or was synchronized before.
 
-    errors   HorovodInternalError: ranks that disagree, on all of them; a lost peer; a stall; a shutdown
+    errors   HorovodInternalError: ranks that disagree, on all of them; a lost peer; a stall; a shutdown.
+             ValueError: what cannot be done although all ranks ask for the same
     """
     found = _outstanding.pop(handle, None)
     if found is None:
@@ -179,7 +183,7 @@ def synchronize(handle: int) -> Any:
     for ticket in tickets:
         try:
             results.append(engine.wait(ticket))
-        except HorovodInternalError as error:  # the others of its group are waited for as well
+        except (HorovodInternalError, ValueError) as error:  # the others of its group are waited for as well
             errors.append(error)
     if errors:
         raise errors[0]

@@ -1012,17 +1012,18 @@ def test_more_backwards_than_declared_are_an_error_everywhere_and_training_goes_
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("taken", [0, 2], ids=["in the first step", "in a later step"])
 def test_zero_grad_while_gradients_are_under_way_is_an_error_and_training_goes_on(
-    set_to_none: bool, needs_two: None
+    taken: int, set_to_none: bool, needs_two: None
 ) -> None:
     model, optimizer = wrapped()
-    train(model, optimizer, part, steps=range(2))
+    train(model, optimizer, part, steps=range(taken))
     optimizer.zero_grad()
-    backward(model, part, 20)
+    backward(model, part, 10 * taken)
     told = errors_everywhere(lambda: optimizer.zero_grad(set_to_none=set_to_none))
     optimizer.step()
-    train(model, optimizer, part, steps=range(3, 4))
-    assert_as_alone(model, alone(steps=range(4))[0])
+    train(model, optimizer, part, steps=range(taken + 1, taken + 2))
+    assert_as_alone(model, alone(steps=range(taken + 2))[0])
     assert all("AssertionError" in kinds for kinds, _ in told)
     assert all("step()" in text and "synchronize()" in text for _, text in told)
 
