@@ -700,6 +700,9 @@ class DistributedOptimizer(Optimizer):
             sharding.require_all(named)
             sharding.on_written = weakref.WeakMethod(self.take_parameters)
             self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
+            # As split_over has them, not as they were called in the module that was sharded.
+            name_of = {id(parameter): name for name, parameter in named}
+            sharding.gradients.names = [name_of[id(p)] for p in sharding.gradients.parameters]
             blocks: Sequence[Block] = sharding.blocks
         elif self.zero_stage == 2:
             blocks = self._make_blocks(named)
