@@ -73,7 +73,7 @@ class GradientSynchronizer:
     `.grad` None, as in one process. Ranks learn which by a map of one bit per parameter, or-ed
     over all ranks beside the last bucket.
 
-    passes            backwards whose sum is averaged: the last of them sends
+    passes            backwards outside `no_sync` whose sum is averaged: the last of them sends
     groups            positions of parameters that are to share a bucket
     sparse_as_dense   sparse gradients are made dense; else they are an error
     reduction         how a bucket is reduced; None: averaged by `algorithm`
@@ -295,8 +295,10 @@ class GradientSynchronizer:
             )
         self.synchronized = False
         self._adopt(index)
+        if self._accumulating:
+            return
         self._passed[index] += 1
-        if self._accumulating or self._passed[index] < self.passes:
+        if self._passed[index] < self.passes:
             return
         self._round_open = True
         if self.names[index] not in self._late:

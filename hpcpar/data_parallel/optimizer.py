@@ -90,8 +90,8 @@ class DistributedOptimizer(Optimizer):
                        when they are called: the all-gather of stages 1 and 2 goes on under the next forward.
                        Whoever reads parameters in another way calls `wait_for_parameters` first. None: `step`
                        waits, and gradients are copied
-    backward_passes_per_step   backwards whose sum is averaged, the last of which sends, instead of `no_sync`;
-                       in stages 2 and 3 each of them sends
+    backward_passes_per_step   backwards outside `no_sync` whose sum is averaged, the last of which sends; in
+                       stages 2 and 3 each of them sends
     bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
                        for two buckets
     split_over         by name, further communicators over whose ranks a parameter is split, for the norm;
