@@ -176,8 +176,7 @@ class GradientSynchronizer:
             raise OperationError(
                 f"rank {self.dp_comm.rank}: gradients were written to while their averages were under way "
                 f"({', '.join(written[:4])}{', …' if len(written) > 4 else ''}), as by torch's "
-                "clip_grad_norm_ or TiedWeights.sum_gradients; name tied weights by tied=, use "
-                "optimizer.clip_grad_norm_, or call synchronize() first"
+                "clip_grad_norm_; use optimizer.clip_grad_norm_, or call synchronize() first"
             )
         if dropped:
             raise OperationError(

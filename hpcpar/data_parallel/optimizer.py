@@ -259,6 +259,7 @@ class DistributedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
         self._refuse_rivals()
+        self._refuse_copies()
         if self._update is not None:
             self._refuse_leftovers()
         self._synchronizer.synchronize()
@@ -798,6 +799,16 @@ class DistributedOptimizer(Optimizer):
                     f"the gradients of {name} are averaged by two DistributedOptimizers that are both alive, "
                     "each of which spoils the other's; call close() of the one that is done with, or drop "
                     "it, before the next backward"
+                )
+
+    def _refuse_copies(self) -> None:
+        """OperationError for tied weights whose gradients may be averaged before they are summed."""
+        for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):
+            if name not in self._tied and getattr(parameter, "hpcpar_is_copy", False):
+                raise OperationError(
+                    f"{name} is among the TiedWeights of a pipeline, but tied= does not name it, so that its "
+                    "gradient may be averaged before it is summed over the copies; pass "
+                    f"tied={{{name!r}: tied.counts_here(parameter)}}"
                 )
 
     def _make_blocks(self, named: Sequence[Named], tied: Sequence[Tensor] = ()) -> list[Block]:
