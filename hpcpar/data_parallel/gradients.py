@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 
 ADVICE = (
-    "Run the backwards of all microbatches but the last inside no_sync(), and step() or zero_grad() before "
-    "the next; a weight that two stages of a pipeline share is to be named by tied="
+    "Run the backwards of all microbatches but the last inside no_sync(), or say by "
+    "backward_passes_per_step= how many there are, as for a pipeline's, and step() or zero_grad() before the "
+    "next; a weight that two stages of a pipeline share is to be named by tied="
 )
 
 

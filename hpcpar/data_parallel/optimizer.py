@@ -94,8 +94,9 @@ class DistributedOptimizer(Optimizer):
                        stages 2 and 3 each of them sends
     bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
                        for two buckets
-    split_over         by name, further communicators over whose ranks a parameter is split, for the norm;
-                       all others are the same on all ranks, and count once
+    split_over         by name, further communicators over whose ranks a parameter is split, for the norm, and
+                       for all of them to skip a step of which one has an overflow; all others are the same
+                       on all ranks, and count once
     tied               names of parameters that ranks outside `dp_comm` have copies of, and whether this
                        rank's is the one that counts in the norm: their gradients are averaged last, once
                        `synchronize` is called, so that before it they can be summed over the copies
