@@ -262,7 +262,7 @@ def test_a_fully_sharded_stage_goes_by_the_names_that_its_optimizer_was_given() 
             torch.optim.SGD(named.values(), lr=1.0),
             named.items(),
             Communicator.alone(),
-            split_over=dict.fromkeys(named, [pp_comm]),
+            split_over={name: [pp_comm] for name in named},
         )
         stage(gradients(pp_comm.rank)).backward()
         norm = optimizer.clip_grad_norm_(math.inf).item()
