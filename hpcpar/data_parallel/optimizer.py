@@ -81,7 +81,7 @@ class DistributedOptimizer(Optimizer):
 
     zero_stage         0 to 3; None: 3 for a model that is fully sharded, else 0
     precision          "bfloat16", "float16" or a `Precision`: parameters and gradients of that type, and
-                       float32 master weights and optimizer state
+                       float32 master weights and optimizer state; buffers stay as they are
     offload            "cpu": master weights and state in host memory, and the step there; a directory: in
                        files there. None: where the parameters are
     shared_parameters  stages 1 and 2, on CPUs: the parameters exist once on each node, for all of its ranks
