@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.nn import functional
 
-from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, contribute
+from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, contribute, no_view
 from hpcpar.autograd.weight_gradients import under_way
 from hpcpar.units import MiB
 
@@ -94,7 +94,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parameter = weight
-        return functional.linear(x, weight, bias)
+        return no_view(functional.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, matrix
+from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, matrix, no_view
 
 if TYPE_CHECKING:
     from hpcpar.autograd.weight_gradients import DeferredGradients
@@ -246,7 +246,7 @@ class _Product(Function):
         ctx.deferred, ctx.transposed, ctx.weights = mode.deferred, transposed, weights
         if not mode.again:
             ctx.save_for_backward(x, weight)
-        return function(x, weight, bias)
+        return no_view(function(x, weight, bias))
 
     @staticmethod
     @once_differentiable

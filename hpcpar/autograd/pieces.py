@@ -174,6 +174,11 @@ def matrix(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.dim() < 2 else tensor.flatten(0, -2)
 
 
+def no_view(output: Tensor) -> Tensor:
+    """What a Function returns, but not as the view that it may be: torch refuses to change one in place."""
+    return output.detach()
+
+
 # --- room -----------------------------------------------------------------------------------------
 
 Offer = Callable[[], Tensor | None]

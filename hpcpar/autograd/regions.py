@@ -32,6 +32,7 @@ from hpcpar.autograd.exchange import (
     start_sum,
     start_sum_scatter,
 )
+from hpcpar.autograd.pieces import no_view
 from hpcpar.errors import OperationError
 from hpcpar.uncompiled import uncompiled
 
@@ -146,7 +147,7 @@ class _GatherFrom(Function):
         ctx: Any, shard: Tensor, comm: Communicator, dim: int, gradients: Gradients, length: int | None
     ) -> Tensor:
         ctx.comm, ctx.dim, ctx.gradients = comm, dim, gradients
-        return start_gather(shard, comm, dim, length=length).wait()
+        return no_view(start_gather(shard, comm, dim, length=length).wait())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -158,7 +159,7 @@ class _ReduceScatterTo(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Communicator, dim: int) -> Tensor:
         ctx.comm, ctx.dim, ctx.length = comm, dim, tensor.shape[dim]
-        return start_sum_scatter(tensor, comm, dim).wait()
+        return no_view(start_sum_scatter(tensor, comm, dim).wait())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 
 ADVICE = (
-    "Run the backwards of all microbatches but the last inside no_sync(), and step() or zero_grad() before "
-    "the next; a weight that two stages of a pipeline share is to be named by tied="
+    "Run the backwards of all microbatches but the last inside no_sync(), or say by "
+    "backward_passes_per_step= how many there are, as for a pipeline's, and step() or zero_grad() before the "
+    "next; a weight that two stages of a pipeline share is to be named by tied="
 )
 
 
@@ -73,7 +74,7 @@ class GradientSynchronizer:
     `.grad` None, as in one process. Ranks learn which by a map of one bit per parameter, or-ed
     over all ranks beside the last bucket.
 
-    passes            backwards whose sum is averaged: the last of them sends
+    passes            backwards outside `no_sync` whose sum is averaged: the last of them sends
     groups            positions of parameters that are to share a bucket
     sparse_as_dense   sparse gradients are made dense; else they are an error
     reduction         how a bucket is reduced; None: averaged by `algorithm`
@@ -176,8 +177,7 @@ class GradientSynchronizer:
             raise OperationError(
                 f"rank {self.dp_comm.rank}: gradients were written to while their averages were under way "
                 f"({', '.join(written[:4])}{', …' if len(written) > 4 else ''}), as by torch's "
-                "clip_grad_norm_ or TiedWeights.sum_gradients; name tied weights by tied=, use "
-                "optimizer.clip_grad_norm_, or call synchronize() first"
+                "clip_grad_norm_; use optimizer.clip_grad_norm_, or call synchronize() first"
             )
         if dropped:
             raise OperationError(
@@ -295,8 +295,10 @@ class GradientSynchronizer:
             )
         self.synchronized = False
         self._adopt(index)
+        if self._accumulating:
+            return
         self._passed[index] += 1
-        if self._accumulating or self._passed[index] < self.passes:
+        if self._passed[index] < self.passes:
             return
         self._round_open = True
         if self.names[index] not in self._late:

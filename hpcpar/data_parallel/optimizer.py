@@ -81,7 +81,7 @@ class DistributedOptimizer(Optimizer):
 
     zero_stage         0 to 3; None: 3 for a model that is fully sharded, else 0
     precision          "bfloat16", "float16" or a `Precision`: parameters and gradients of that type, and
-                       float32 master weights and optimizer state
+                       float32 master weights and optimizer state; buffers stay as they are
     offload            "cpu": master weights and state in host memory, and the step there; a directory: in
                        files there. None: where the parameters are
     shared_parameters  stages 1 and 2, on CPUs: the parameters exist once on each node, for all of its ranks
@@ -90,12 +90,13 @@ class DistributedOptimizer(Optimizer):
                        when they are called: the all-gather of stages 1 and 2 goes on under the next forward.
                        Whoever reads parameters in another way calls `wait_for_parameters` first. None: `step`
                        waits, and gradients are copied
-    backward_passes_per_step   backwards whose sum is averaged, the last of which sends, instead of `no_sync`;
-                       in stages 2 and 3 each of them sends
+    backward_passes_per_step   backwards outside `no_sync` whose sum is averaged, the last of which sends; in
+                       stages 2 and 3 each of them sends
     bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
                        for two buckets
-    split_over         by name, further communicators over whose ranks a parameter is split, for the norm;
-                       all others are the same on all ranks, and count once
+    split_over         by name, further communicators over whose ranks a parameter is split, for the norm, and
+                       for all of them to skip a step of which one has an overflow; all others are the same
+                       on all ranks, and count once
     tied               names of parameters that ranks outside `dp_comm` have copies of, and whether this
                        rank's is the one that counts in the norm: their gradients are averaged last, once
                        `synchronize` is called, so that before it they can be summed over the copies
@@ -259,6 +260,7 @@ class DistributedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
         self._refuse_rivals()
+        self._refuse_copies()
         if self._update is not None:
             self._refuse_leftovers()
         self._synchronizer.synchronize()
@@ -700,6 +702,9 @@ class DistributedOptimizer(Optimizer):
             sharding.require_all(named)
             sharding.on_written = weakref.WeakMethod(self.take_parameters)
             self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
+            # As split_over has them, not as they were called in the module that was sharded.
+            name_of = {id(parameter): name for name, parameter in named}
+            sharding.gradients.names = [name_of[id(p)] for p in sharding.gradients.parameters]
             blocks: Sequence[Block] = sharding.blocks
         elif self.zero_stage == 2:
             blocks = self._make_blocks(named)
@@ -795,6 +800,16 @@ class DistributedOptimizer(Optimizer):
                     f"the gradients of {name} are averaged by two DistributedOptimizers that are both alive, "
                     "each of which spoils the other's; call close() of the one that is done with, or drop "
                     "it, before the next backward"
+                )
+
+    def _refuse_copies(self) -> None:
+        """OperationError for tied weights whose gradients may be averaged before they are summed."""
+        for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):
+            if name not in self._tied and getattr(parameter, "hpcpar_is_copy", False):
+                raise OperationError(
+                    f"{name} is among the TiedWeights of a pipeline, but tied= does not name it, so that its "
+                    "gradient may be averaged before it is summed over the copies; pass "
+                    f"tied={{{name!r}: tied.counts_here(parameter)}}"
                 )
 
     def _make_blocks(self, named: Sequence[Named], tied: Sequence[Tensor] = ()) -> list[Block]:

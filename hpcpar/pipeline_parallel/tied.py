@@ -60,14 +60,16 @@ class TiedWeights:
             shared = made[holders]
             if shared is not None:
                 self.comms[name] = shared
+                # A DistributedOptimizer that is not told of it would average it too early.
+                self._own[name].hpcpar_is_copy = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Leave in every copy's .grad the sum of all of them, in place. Collective over the holders.
 
         After the last action of a step, and before the optimizer averages over replicas or uses them: a
-        DistributedOptimizer waits with those that are named by its `tied`, else it finds them written to. A
-        copy without a gradient counts as zeros; where no copy has one, none gets one.
+        DistributedOptimizer waits with those that are named by its `tied`, and refuses others. A copy without
+        a gradient counts as zeros; where no copy has one, none gets one.
 
         cost   2(n - 1)/n·S sent by each of n holders for S bytes: S for two; and a byte, counted as
                agreement, for whether there are gradients

@@ -30,7 +30,7 @@ from torch.nn import functional
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
 from hpcpar.autograd.exchange import Pending, Summand, start_gather, start_sum_scatter
 from hpcpar.autograd.interception import cut_off
-from hpcpar.autograd.pieces import OfProduct, bias_gradient, contribute
+from hpcpar.autograd.pieces import OfProduct, bias_gradient, contribute, no_view
 from hpcpar.autograd.weight_gradients import under_way
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel.axis import TensorParallel
@@ -100,7 +100,7 @@ class _ColumnProducts(Function):
         else:
             whole, outputs = _gathered_products(tp, x, weights, biases)
         ctx.save_for_backward(x if tp.gather_again else whole, *weights)
-        return tuple(outputs)
+        return tuple(map(no_view, outputs))
 
     @staticmethod
     @once_differentiable
@@ -139,10 +139,9 @@ class _RowProduct(Function):
         if not tp.sequence_parallel:
             summand = Summand((*x.shape[:-1], weight.shape[0]), x, tp.comm)
             torch.mm(_rows(x), weight.t(), out=_rows(summand.tensor))
-            return summand.start().wait()
-        return _in_sequence(
-            [part.wait() for part in _scattered(tp, lambda cut: functional.linear(cut(x), weight), x)]
-        )
+            return no_view(summand.start().wait())
+        parts = _scattered(tp, lambda cut: functional.linear(cut(x), weight), x)
+        return no_view(_in_sequence([part.wait() for part in parts]))
 
     @staticmethod
     @once_differentiable

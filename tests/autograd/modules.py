@@ -140,6 +140,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "Linear, of four dims": (lambda: nn.Linear(8, 6), (X.view(2, 5, 1, 8),)),
     "Linear, of no sequences": (lambda: nn.Linear(8, 6), (X[:0],)),
     "Linear, across memory": (lambda: nn.Linear(5, 6), (X.transpose(1, 2),)),
+    "Linear, changed in place": (lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(inplace=True)), (X,)),
     "Linear, weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)), (X,)),
     "MLP, LayerNorm": (mlp, (X,)),
     "MLP, RMSNorm": (lambda: mlp(norm=nn.RMSNorm), (X,)),

@@ -75,6 +75,19 @@ def test_each_does_what_its_name_says(size: int) -> None:
     run(size, made)
 
 
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"copy"}))
+def test_what_a_region_gives_may_be_changed_in_place(name: str) -> None:
+    """But for a copy, which lies in the memory of what it is a copy of."""
+    region, shape = EVERY[name]
+
+    def back(comm: Communicator, double: Callable[[Tensor], Tensor]) -> Tensor:
+        x = values(comm, *shape).requires_grad_()
+        double(region(x, comm)).sum().backward()
+        return x.grad
+
+    assert all(run(2, lambda comm: torch.equal(back(comm, lambda y: y.mul_(2)), back(comm, lambda y: y * 2))))
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ON_ALL_RANKS)
 def test_the_backward_is_the_transpose(name: str, size: int) -> None:

@@ -366,6 +366,7 @@ def test_a_backward_after_the_averaging_one_is_refused(accumulating: bool) -> No
             f"rank {rank}: gradient number 2 of p0 came when its bucket was due to leave or gone" in message
         )
         assert "all microbatches but the last inside no_sync()" in message
+        assert "or say by backward_passes_per_step= how many there are, as for a pipeline's" in message
 
 
 def test_an_error_inside_no_sync_ends_it() -> None:

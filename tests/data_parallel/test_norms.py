@@ -253,6 +253,26 @@ def test_who_has_all_parameters_frozen_takes_part_in_the_norm_of_the_others(stag
     assert run_loopback(2, body, timeout_s=10) == [(pytest.approx(5.0), True)] * 2
 
 
+def test_a_fully_sharded_stage_goes_by_the_names_that_its_optimizer_was_given() -> None:
+    # Two stages of a pipeline, each sharded by itself: both have a layers.0.value of their own.
+    def body(pp_comm: Communicator) -> float:
+        stage = fully_shard(Pieces(), Communicator.alone())
+        named = {f"{pp_comm.rank}.{name}": parameter for name, parameter in stage.named_parameters()}
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(named.values(), lr=1.0),
+            named.items(),
+            Communicator.alone(),
+            split_over={name: [pp_comm] for name in named},
+        )
+        stage(gradients(pp_comm.rank)).backward()
+        norm = optimizer.clip_grad_norm_(math.inf).item()
+        assert {name for name, _, _ in optimizer.named_gradients()} == named.keys()
+        return norm
+
+    expected = float(torch.cat([*gradients(0), *gradients(1)]).norm())
+    assert run_loopback(2, body, timeout_s=10) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
 @pytest.mark.parametrize("kind", [0, -1.0, -math.inf])
 def test_a_norm_of_no_positive_power_is_refused(kind: float) -> None:
     with pytest.raises(OperationError, match="norm_type="):

@@ -69,6 +69,28 @@ def test_the_sum_of_the_passes_is_averaged(stage: int, passes: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("stage", [0, 1])
+def test_backwards_inside_no_sync_are_passes_before_those_that_count(stage: int) -> None:
+    # As of two steps of a pipeline that are to be one of the optimizer.
+    def body(comm: Communicator) -> list[list[float]]:
+        model, optimizer = distributed(stage, comm, 2)
+        with optimizer.no_sync():
+            for number in range(2):
+                model(rows(comm.rank, number)).sum().backward()
+        for number in range(2, 4):
+            model(rows(comm.rank, number)).sum().backward()
+        optimizer.step()
+        return values(model)
+
+    def at_once(comm: Communicator) -> list[list[float]]:
+        model, optimizer = distributed(stage, comm)
+        sum(model(rows(comm.rank, number)).sum() for number in range(4)).backward()
+        optimizer.step()
+        return values(model)
+
+    assert run_loopback(2, body) == run_loopback(2, at_once)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
 def test_one_backward_more_is_refused(stage: int) -> None:
     def body(comm: Communicator) -> None:
         model, optimizer = distributed(stage, comm, 2)

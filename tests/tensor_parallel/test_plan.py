@@ -253,6 +253,14 @@ def test_a_plain_mlp_trains_as_the_serial_one(size: int, optimizer: str, way: di
     compare(size, mlp(), plan, numbers(), optimizer, **way)
 
 
+def test_layers_that_change_the_outputs_of_parallel_ones_in_place_train_as_the_serial_ones(
+    way: dict[str, Any],
+) -> None:
+    layers = nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 8, bias=False), nn.ReLU(inplace=True)
+    plan = {"0": (Column(), Scatter()), "2": Row(), "3": Gather()}
+    compare(2, drawn(nn.Sequential(*layers)), plan, numbers(), **way)
+
+
 def test_an_mlp_of_complex_numbers_trains_as_the_serial_one(way: dict[str, Any]) -> None:
     layers = nn.Linear(8, 12, dtype=torch.complex128), nn.Tanh(), nn.Linear(12, 8, dtype=torch.complex128)
     x = torch.complex(numbers(), numbers().flip(0))
