@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from at_least import at_least
 
 import hpcpar
 from hpcpar.bench.collectives import CHOSEN, about, ours, write_json
@@ -122,11 +123,15 @@ def arguments() -> argparse.Namespace:
         default="chosen,ring,direct",
         help="of hpcpar, where a collective has them; chosen: names none (default: chosen,ring,direct)",
     )
-    parser.add_argument("--min-bytes", type=parse_nbytes, default=parse_nbytes("64K"), help="default: 64K")
-    parser.add_argument("--max-bytes", type=parse_nbytes, default=parse_nbytes("256M"), help="default: 256M")
-    parser.add_argument("--factor", type=int, default=16, help="from size to size (default: 16)")
+    parser.add_argument(
+        "--min-bytes", type=at_least(1, parse_nbytes), default=parse_nbytes("64K"), help="default: 64K"
+    )
+    parser.add_argument(
+        "--max-bytes", type=at_least(1, parse_nbytes), default=parse_nbytes("256M"), help="default: 256M"
+    )
+    parser.add_argument("--factor", type=at_least(2), default=16, help="from size to size (default: 16)")
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
-    parser.add_argument("--rounds", type=int, default=15, help="default: 15")
+    parser.add_argument("--rounds", type=at_least(1), default=15, help="default: 15")
     parser.add_argument("--round-seconds", type=float, default=0.1, help="of each line (default: 0.1)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds, of a wait (default: 120)")
     parser.add_argument("--json", type=Path, help="write JSON lines, the first of which is the header")

@@ -38,6 +38,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from at_least import at_least
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
@@ -57,10 +58,12 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Horovod's API over hpcpar, in turn with its peers.")
-    parser.add_argument("-n", "--ranks", type=int, default=2)
+    parser.add_argument("-n", "--ranks", type=at_least(1), default=2)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--turns", type=int, default=2, help="jobs of each library (default: 2)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each peer in a job (default: 15)")
+    parser.add_argument("--turns", type=at_least(1), default=2, help="jobs of each library (default: 2)")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=15, help="turns of each peer in a job (default: 15)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads per rank (default: 1)")
     parser.add_argument(
         "--horovod-python", default=sys.executable, help="a Python that may have real Horovod (default: this)"

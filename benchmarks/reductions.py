@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from at_least import at_least
 
 import hpcpar
 from hpcpar.comm.reductions import combine, combine_many, combine_scaled, prepare_combine, prepare_fold, scale
@@ -226,11 +227,15 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", choices=(*DTYPES, "all"), default="all")
-    parser.add_argument("--min-bytes", type=nbytes_argument, default=KiB, help="as 8, 64K or 1M")
-    parser.add_argument("--max-bytes", type=nbytes_argument, default=64 * MiB, help="as 8, 64K or 1M")
-    parser.add_argument("--factor", type=int, default=16, help="from one size to the next")
-    parser.add_argument("--pieces", type=int, default=7, help="incoming ones of combine_many: ranks - 1")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--min-bytes", type=at_least(1, nbytes_argument), default=KiB, help="as 8, 64K or 1M")
+    parser.add_argument(
+        "--max-bytes", type=at_least(1, nbytes_argument), default=64 * MiB, help="as 8, 64K or 1M"
+    )
+    parser.add_argument("--factor", type=at_least(2), default=16, help="from one size to the next")
+    parser.add_argument(
+        "--pieces", type=at_least(1), default=7, help="incoming ones of combine_many: ranks - 1"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--threads", type=int, default=1, help="of torch; NumPy has one")
     parser.add_argument("--json", type=Path, help="also write JSON lines, the first the header")
     return parser.parse_args()

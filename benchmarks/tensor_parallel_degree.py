@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from at_least import at_least
+
 from hpcpar.units import MiB, format_nbytes
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp_tp.py"
@@ -34,9 +36,9 @@ Record = dict[str, Any]
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Throughput against the degree of tensor parallelism.")
-    parser.add_argument("--ranks", type=int, default=4, help="of each job (default: 4)")
+    parser.add_argument("--ranks", type=at_least(1), default=4, help="of each job (default: 4)")
     parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
-    parser.add_argument("--rounds", type=int, default=3, help="jobs of each degree (default: 3)")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="jobs of each degree (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each job to this file")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into this file (PNG, SVG or PDF)")
     parser.add_argument("example", nargs="*", help="options of the example, after --")

@@ -54,6 +54,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from at_least import at_least
 from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
 from training_peers import DATA_PARALLEL, PHASES, Peer, Recipe, Task, absent, build, join_gloo
@@ -104,14 +105,19 @@ def arguments() -> argparse.Namespace:
         help="another hidden size, with heads of 32, twice as many as of keys, and ffn of 3 times it",
     )
     parser.add_argument("--layers", type=int, help="another number of layers")
-    parser.add_argument("--sequence", type=int, default=128, help="tokens of a sequence (default: 128)")
     parser.add_argument(
-        "--batch", type=int, default=4, help="sequences per rank; with --tp of all (default: 4)"
+        "--sequence", type=at_least(1), default=128, help="tokens of a sequence (default: 128)"
+    )
+    parser.add_argument(
+        "--batch", type=at_least(1), default=4, help="sequences per rank; with --tp of all (default: 4)"
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"))
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each peer (default: 15)")
+    parser.add_argument("--rounds", type=at_least(1), default=15, help="turns of each peer (default: 15)")
     parser.add_argument(
-        "--steps", type=int, default=4, help="timed steps in a turn, after an untimed one (default: 4)"
+        "--steps",
+        type=at_least(1),
+        default=4,
+        help="timed steps in a turn, after an untimed one (default: 4)",
     )
     parser.add_argument(
         "--threads", type=int, default=0, help="torch threads per rank (default: cores / ranks here)"

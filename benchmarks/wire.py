@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hosts as network
+from at_least import at_least
 
 import hpcpar
 from hpcpar.algorithms.catalogue import ALGORITHMS
@@ -142,7 +143,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", type=parse_nbytes, nargs="+", default=[16 * MiB, 64 * MiB])
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--rate", default="1gbit", help="of each link, as tc has it")
     parser.add_argument(
         "--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="of the ranks' environment"

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from at_least import at_least
 from rich.console import Console
 from rich.table import Table
 
@@ -114,9 +115,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of parameters"
     )
-    parser.add_argument("--sequence", type=int, default=64, help="tokens of a sequence (default: 64)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank (default: 1)")
-    parser.add_argument("--steps", type=int, default=3, help="in each stage (default: 3)")
+    parser.add_argument("--sequence", type=at_least(1), default=64, help="tokens of a sequence (default: 64)")
+    parser.add_argument("--batch", type=at_least(1), default=1, help="sequences per rank (default: 1)")
+    parser.add_argument("--steps", type=at_least(1), default=3, help="in each stage (default: 3)")
     parser.add_argument("--bucket-mib", type=float, default=1.0, help="of stages 0 to 2 (default: 1)")
     parser.add_argument(
         "--offload",

@@ -123,7 +123,8 @@ def solve(found: Sequence[Equation]) -> Fit:
     """
     if len(found) < 2:
         raise OperationError(
-            f"{len(found)} lines to fit to; measure more, by hpcpar bench collectives --collective all --json"
+            f"{len(found)} lines to fit to, of named algorithms in place; measure more, by hpcpar bench "
+            "collectives --collective all --json FILE, without --candidates"
         )
     measured = np.array([equation.measured_s for equation in found])
     relative = np.array([equation.coefficients for equation in found]) / measured[:, None]

@@ -93,17 +93,22 @@ def on_cpu(tensor: Tensor) -> Tensor:
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> Entry:
     """Write one file, push it to the disk, and tell what it must be."""
+    save_tensors(tensors, path)
+    push_to_disk(path)
+    return Entry.of(path)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write one file, which may be read by whoever may read others of this process."""
     path.touch()
     mode = path.stat().st_mode  # safetensors makes files that nobody else may read
     try:
-        save_file(_apart(tensors), path)
+        save_file(_apart(tensors), path, metadata=metadata)
     except SafetensorError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"cannot write {path}: safetensors has no type {error.args[0]}") from error
     path.chmod(mode)
-    push_to_disk(path)
-    return Entry.of(path)
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

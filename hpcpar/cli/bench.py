@@ -381,10 +381,11 @@ def require_writable(*paths: Path | None, picture: Path | None = None) -> None:
     picture   is to be of a format that can be drawn, too
     """
     for path in filter(None, (*paths, picture)):
-        place = path if path.exists() else path.parent
-        if path.is_dir() or not os.access(place, os.W_OK):
-            why = "it is a directory" if path.is_dir() else f"{place} is not writable"
-            why = why if place.exists() else f"there is no directory {place}"
+        # os.path's answer is no, and not an error, also in a directory that is closed to us.
+        place = path if os.path.exists(path) else path.parent
+        if os.path.isdir(path) or not os.access(place, os.W_OK):
+            why = "it is a directory" if os.path.isdir(path) else f"{place} is not writable"
+            why = why if os.path.exists(place) else f"there is no directory {place}"
             raise ConfigError(f"{path} cannot be written: {why}; name another file")
     if picture is not None:
         from matplotlib.backend_bases import FigureCanvasBase

@@ -109,13 +109,16 @@ def pipeline(
         drawn = all_that_can(asked) if every else [priced(made(name, asked), asked) for name in schedules]
         if measured is not None:
             drawn += as_measured(measured, memory_limit, alone=not drawn)
-        for each in drawn:
-            click.echo(chart(each))
-        if output is not None:
-            write(drawn, output, until_s=until)
-            click.echo(f"written: {output}")
     except (HpcparError, OSError) as error:
         raise click.ClickException(str(error)) from error
+    for each in drawn:
+        click.echo(chart(each))
+    if output is not None:
+        try:
+            write(drawn, output, until_s=until)
+        except (HpcparError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+        click.echo(f"written: {output}")
 
 
 def listing() -> str:

@@ -28,15 +28,13 @@ def export(run: Path, directory: Path, dtype: str | None, tokenizer: Path | None
     RUN is the output directory of `hpcpar train` (its newest checkpoint is taken), or a checkpoint. One
     process does it: no mpiexec or srun.
     """
-    from safetensors import SafetensorError
-
     from hpcpar.training.export import export as write
 
     try:
         written = write(run, directory, dtype=dtype, tokenizer=tokenizer)
     except HpcparError as error:
         raise click.ClickException(f"hpcpar export: {error}") from error
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise click.ClickException(f"hpcpar export: cannot write {directory}: {error}") from error
     click.echo(
         f"{written.sizes.parameters():,} parameters in {written.dtype}, of step {written.step} "

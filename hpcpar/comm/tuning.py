@@ -18,9 +18,7 @@ An entry with `device = "cuda"` is of arrays on GPUs; one without, of host memor
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.comm.select import ANY, Rules, Table, built_in, built_in_on_device, named_algorithm
+from hpcpar.durable import write_whole
 from hpcpar.errors import ConfigError, OperationError
 from hpcpar.launch.settings import read_tuning
 from hpcpar.transport.buffers import DTYPES
@@ -137,6 +136,12 @@ def parse(text: str, source: str) -> list[Entry]:
         raise ConfigError(
             f"{source} is no TOML: {error}; mend it, or remove it and measure anew, by `hpcpar bench tune`"
         ) from error
+    others = [key for key in content if key != "tuned"]
+    if others:
+        raise ConfigError(
+            f"{source} is no table of algorithms: it has {', '.join(others)} beside [[tuned]]; name another "
+            "file, or take that out"
+        )
     items = content.get("tuned", [])
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ConfigError(f"{source}: `tuned` must be a list of tables; write [[tuned]], not [tuned]")
@@ -239,16 +244,7 @@ def add_to_file(path: Path, new: Entry) -> None:
     """
     old = entries_in(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(format_entries(merge(old, new)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, format_entries(merge(old, new)))
 
 
 def rules_from(winners: Sequence[tuple[int, str]]) -> Rules:

@@ -265,7 +265,7 @@ def remove(directory: str) -> None:
         raise LaunchError(f"{directory} is no copy of an environment: its name does not begin with {NAME}")
     try:
         status = os.lstat(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # where none could be made, none is left
         return
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise LaunchError(f"{directory} is not a directory of this user's: it is left alone")

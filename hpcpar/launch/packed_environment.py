@@ -54,7 +54,7 @@ def pack(trees: tuple[Tree, ...], fallback: Path) -> Packed:
     kept = Path(trees[0].source, PACKED_DIRECTORY)
     path = kept / f"{key_of(found)}.tar"
     _remove_unfinished(kept)
-    if path.exists():
+    if os.path.exists(path):  # no, and not an error, where the directory is another user's
         return Packed(path, len(found), nbytes, reused=True)
     try:
         kept.mkdir(mode=0o700, exist_ok=True)

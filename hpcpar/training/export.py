@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 from hpcpar.checkpoint import load, read_extra
+from hpcpar.checkpoint.piece_files import save_tensors
 from hpcpar.comm import Communicator
 from hpcpar.data.tokenizer_files import write_tokenizer
 from hpcpar.durable import whole_directory
@@ -85,7 +85,7 @@ def export(
         loaded = load(chosen, model=model, comm=Communicator.alone(), restore_random=False)
         model.to(DTYPES[dtype])
         parameters = {name: model.get_parameter(name).detach().contiguous() for name in sizes.shapes()}
-        save_file(parameters, staging / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(parameters, staging / "model.safetensors", metadata={"format": "pt"})
         end = spoken.end_of_document
         _write(staging / "config.json", hugging_face_config(sizes, dtype=dtype, end_of_document=end))
         _write(staging / "generation_config.json", {} if end is None else {"eos_token_id": end})

@@ -122,7 +122,7 @@ def test_no_parameter_is_below_zero() -> None:
 
 
 def test_too_few_lines_are_an_error() -> None:
-    with pytest.raises(OperationError, match="0 lines to fit to; measure more"):
+    with pytest.raises(OperationError, match="0 lines to fit to, of named algorithms in place; measure more"):
         solve([])
 
 

@@ -458,11 +458,11 @@ def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_the_last_checkpoint(
     before = {file.name: file.read_bytes() for file in whole.iterdir()}
     write = piece_files.save_file
 
-    def full(tensors: dict[str, Tensor], path: Path) -> None:
+    def full(tensors: dict[str, Tensor], path: Path, **others: Any) -> None:
         if "rank00002" in path.name:
             path.write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(tensors, path)
+        write(tensors, path, **others)
 
     monkeypatch.setattr(piece_files, "save_file", full)
 

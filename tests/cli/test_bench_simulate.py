@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.algorithms.compare import estimates
 from hpcpar.algorithms.price import Link, Topology
 from hpcpar.cli import main
+from hpcpar.cli.bench import require_writable
+from hpcpar.errors import ConfigError
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -108,6 +112,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_priced(
 ) -> None:
     told = output(capsys, "--ranks", "4", option, "/nonexist/file.png", status=2)
     assert "/nonexist/file.png cannot be written: there is no directory /nonexist" in told
+
+
+def test_a_directory_that_is_closed_to_us_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stat(path: object, **others: object) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    # Root may enter any.
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"closed/a\.json cannot be written"):
+        require_writable(Path("closed/a.json"))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from hpcpar.cli import main
@@ -74,6 +77,20 @@ def test_durations_and_stages_per_rank_are_as_asked(capsys: pytest.CaptureFixtur
     each = Durations(2 / 3, 1.5 / 3, 0.5 / 3, 0.25)  # a rank's three stages share its layers
     expected = draw(price(schedule, each), peaks=prove(schedule).peaks)
     assert drawn == f"interleaved: 2 ranks, 6 stages, 4 microbatches\n\n{expected}\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(click, "echo", gone)
+    for stream in ("stdout", "stderr"):  # click replaces them then
+        monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    with pytest.raises(SystemExit):
+        main(["draw", "pipeline", "1f1b", *SMALL])
+    assert capsys.readouterr().err == ""
 
 
 def test_without_a_name_all_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,8 @@ def test_a_run_is_exported_and_told_of(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == (
         f"{parameters:,} parameters in bfloat16, of step 1 ({checkpoint}), are in {tmp_path / 'model'}\n"
     )
+    modes = {file.stat().st_mode for file in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1, "whoever may read one file may read all"
     assert (tmp_path / "model" / "model.safetensors").exists()
     assert status_of(str(tmp_path / "run"), str(tmp_path / "model")) == 1
     assert "is there already" in capsys.readouterr().err

@@ -143,6 +143,20 @@ def test_a_file_that_is_not_understood_is_left_as_it_is(tmp_path: Path) -> None:
     assert path.read_text() == "not TOML"
 
 
+def test_a_file_of_something_else_is_refused_and_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.toml"
+    path.write_text("[train]\nsteps = 5\n")
+    with pytest.raises(ConfigError, match=r"tiny\.toml is no table of algorithms: it has train beside"):
+        add_to_file(path, TWO)
+    assert path.read_text() == "[train]\nsteps = 5\n"
+
+
+def test_a_table_may_be_read_by_whoever_may_read_other_files(tmp_path: Path) -> None:
+    add_to_file(tmp_path / "tuning.toml", TWO)
+    (tmp_path / "other").touch()
+    assert (tmp_path / "tuning.toml").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_limits_lie_between_the_sizes_at_which_winners_change() -> None:
     winners = [(4, "bruck"), (64, "bruck"), (1024, "ring"), (16384, "ring")]
     assert rules_from(winners) == ((256.0, "bruck"), (INFINITE, "ring"))

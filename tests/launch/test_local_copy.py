@@ -159,6 +159,8 @@ def test_only_copies_of_this_users_are_removed(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="left alone"):
         local_copy.remove(str(tmp_path / f"{NAME}link"))
     local_copy.remove(str(tmp_path / f"{NAME}gone"))
+    (tmp_path / "file").touch()
+    local_copy.remove(str(tmp_path / "file" / f"{NAME}gone"))  # nor could it be made there
     assert tmp_path.exists()
 
 

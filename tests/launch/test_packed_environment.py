@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,6 +81,24 @@ def test_an_environment_of_others_is_packed_for_this_job_alone(
     (tmp_path / "env" / PACKED_DIRECTORY).touch()
     (tmp_path / "node").mkdir()
     assert pack(trees, tmp_path / "node").path.parent == tmp_path / "node"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_what_another_user_has_packed_is_packed_for_this_job_alone() -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own is closed to others
+        environment, node = Path(directory, "env"), Path(directory, "node")
+        for path in (environment, node):
+            path.mkdir()
+        Path(directory).chmod(0o755)
+        node.chmod(0o777)
+        trees = (Tree(str(environment), "env"),)
+        theirs = pack(trees, node)
+        os.seteuid(65534)
+        try:
+            mine = pack(trees, node)
+        finally:
+            os.seteuid(0)
+    assert mine.path == node / theirs.path.name
 
 
 def test_packing_that_fails_leaves_no_file(
