@@ -111,11 +111,6 @@ def silently(function: Callable[..., Any], a: Any, b: Any, out: Any) -> None:
     _THREAD.run(function, a, b, out=out)
 
 
-def silence() -> Callable[..., Any]:
-    """`silently` for this thread: what is found out once need not be at every call."""
-    return _THREAD.run
-
-
 def float_blocks(count: int) -> FloatBlocks:
     """Two blocks of float32 scratch, of `count` elements of any content; good until the next call."""
     return _THREAD.floats(count)

@@ -183,6 +183,11 @@ class Engine:
         return f"DistributedOptimizer.{self._optimizers}"
 
     @property
+    def lock(self) -> threading.RLock:
+        """Held by the thread that moves on the engines."""
+        return self._crew.lock
+
+    @property
     def setup(self) -> Communicator:
         """For what all ranks do together, and wait for, in a schedule that is being carried out."""
         return self._comm
@@ -272,8 +277,9 @@ class Engine:
         request = ticket.request
         if request.kind != "allreduce" or self.timeline is not None or request.op == "adasum":
             return False
-        # The calls block with the lock held: another rank may be waiting for another thread's operation.
-        if len(self._crew.engines) > 1 and threading.active_count() > 1:
+        # The calls block with the lock held: another rank may be waiting for another thread's operation, or
+        # for its gradients.
+        if (len(self._crew.engines) > 1 or self._loans) and threading.active_count() > 1:
             return False
         with self._crew.lock:
             # Another thread may have come in between, and the operation that is open now be its own.
