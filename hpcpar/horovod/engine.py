@@ -101,7 +101,7 @@ class Engine:
         self._room = Room(
             comm,
             FusionBuffer(comm.allocate_shared(BUFFER_NBYTES, torch.uint8)),
-            cache(lambda: FusionBuffer(torch.empty(BUFFER_NBYTES, dtype=torch.uint8, device="cuda"))),
+            cache(_buffer_on_gpu),
             self._show,
             "hierarchical" if knobs.hierarchical_allreduce else None,
             "hierarchical" if knobs.hierarchical_allgather else None,
@@ -588,6 +588,11 @@ class Engine:
                 self.timeline.activity_end(request.name)
                 self.timeline.end(request.name, request.dtype, request.shape)
         self.timeline.flush()
+
+
+@torch.inference_mode(False)  # it is kept, and written to outside of that mode
+def _buffer_on_gpu() -> FusionBuffer:
+    return FusionBuffer(torch.empty(BUFFER_NBYTES, dtype=torch.uint8, device="cuda"))
 
 
 class _SortedOut(NamedTuple):
