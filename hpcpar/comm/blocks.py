@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.buffers import HostBuffer, tensor_on
 from hpcpar.units import MiB
 
 if TYPE_CHECKING:
@@ -51,10 +51,8 @@ class FloatBlock:
 
     @classmethod
     def fresh(cls) -> FloatBlock:
-        import torch
-
         array = np.empty(FLOAT_BLOCK_COUNT, dtype=np.float32)
-        return cls(array, torch.from_numpy(array))
+        return cls(array, tensor_on(array))
 
     def first(self, count: int) -> FloatBlock:
         return FloatBlock(self.array[:count], self.tensor[:count])
@@ -111,11 +109,6 @@ def silently(function: Callable[..., Any], a: Any, b: Any, out: Any) -> None:
     _THREAD.run(function, a, b, out=out)
 
 
-def silence() -> Callable[..., Any]:
-    """`silently` for this thread: what is found out once need not be at every call."""
-    return _THREAD.run
-
-
 def float_blocks(count: int) -> FloatBlocks:
     """Two blocks of float32 scratch, of `count` elements of any content; good until the next call."""
     return _THREAD.floats(count)
@@ -130,4 +123,5 @@ def tensor(buffer: HostBuffer) -> torch.Tensor:
         return elements
     if not elements.flags.writeable:  # torch warns about such memory, whatever is done with it
         elements = elements.copy() if not elements.size else buffer.unowned().elements
-    return torch.from_numpy(elements)
+    tensor: torch.Tensor = tensor_on(elements)
+    return tensor

@@ -135,9 +135,9 @@ class Call:
     factor: float = 1.0
 
     def __str__(self) -> str:
-        root = "" if self.root is None else f", root={self.root}"
-        algorithm = "" if self.algorithm is None else f", algorithm={self.algorithm}"
-        return f"{self.collective}({self.described}{root}{algorithm})"
+        root = "" if self.root is None else f"root={self.root}"
+        algorithm = "" if self.algorithm is None else f"algorithm={self.algorithm}"
+        return f"{self.collective}({', '.join(filter(None, (self.described, root, algorithm)))})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,26 +22,30 @@ class Progress:
     """All operations of one rank, on every communicator of a family.
 
     under_way   those that have not ended; always the same list
-    Nothing happens in the background: data moves while the main thread is in `poke`, `test` or
-    `wait`. That costs no thread and never fights for the interpreter lock.
+    Nothing happens in the background: data moves while the program is in `poke`, `test` or `wait`. That
+    costs no thread and never fights for the interpreter lock. Several threads of the program may be there,
+    each with communicators of its own: one at a time moves what all of them have under way.
     """
 
     def __init__(self, transport: Transport, watch: Watch) -> None:
         self._transport = transport
         self._watch = watch
         self.under_way: list[Operation] = []
+        self._lock = threading.RLock()
 
     def add(self, operation: Operation) -> None:
         """Take an operation under way, and bring it as far as it goes without waiting."""
-        if not self._advance(operation):
-            self.under_way.append(operation)
+        with self._lock:
+            if not self._advance(operation):
+                self.under_way.append(operation)
 
     def run(self, operation: Operation) -> None:
         """Bring an operation to its end at once; `add` and `wait`, short of all that need not be done."""
         if not self.under_way:
             for attempt in range(ATTEMPTS_ALONE):
-                if operation.advance():
-                    return
+                with self._lock:
+                    if operation.advance():
+                        return
                 self._transport.pause(attempt)
         self.add(operation)
         self.wait(operation)
@@ -48,7 +53,8 @@ class Progress:
     def poke(self) -> None:
         """Advance everything that is under way; never blocks."""
         if self.under_way:
-            self.under_way[:] = [operation for operation in self.under_way if not self._advance(operation)]
+            with self._lock:
+                self.under_way[:] = [each for each in self.under_way if not self._advance(each)]
 
     def wait(self, operation: Operation) -> None:
         """Return when the operation is complete; its error, or a StallError, is raised here."""
@@ -68,8 +74,9 @@ class Progress:
 
     def give_up(self, comm: str) -> list[Operation]:
         """Advance the operations under way on this communicator no more, and return them."""
-        given_up = [operation for operation in self.under_way if operation.comm == comm]
-        self.under_way[:] = [operation for operation in self.under_way if operation.comm != comm]
+        with self._lock:
+            given_up = [operation for operation in self.under_way if operation.comm == comm]
+            self.under_way[:] = [operation for operation in self.under_way if operation.comm != comm]
         return given_up
 
     def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:

@@ -33,7 +33,6 @@ from hpcpar.comm.blocks import (
     FLOAT_BLOCK_COUNT,
     cut,
     float_blocks,
-    silence,
     silently,
     spans,
     tensor,
@@ -113,7 +112,7 @@ def prepare_combine(op: str, target: HostBuffer, incoming: HostBuffer) -> Callab
     if isinstance(target, DeviceBuffer):
         return partial(_fold_on_device, op, target, (target, incoming))
     if target.dtype not in _HALVES or (_is_numpy(target) and target.count <= _FEW):
-        run, function = silence(), NUMPY[op]
+        function = NUMPY[op]
         if (
             target.count == 1
             and function is np.add
@@ -125,8 +124,8 @@ def prepare_combine(op: str, target: HostBuffer, incoming: HostBuffer) -> Callab
         if target.count == 1:
             # NumPy takes one element that is source and result for an overlap, and copies: 0.5 µs.
             aside = np.empty_like(target.elements)
-            return partial(_combine_one, run, function, target.elements, incoming.elements, aside)
-        return partial(run, function, target.elements, incoming.elements, out=target.elements)
+            return partial(_combine_one, function, target.elements, incoming.elements, aside)
+        return partial(silently, function, target.elements, incoming.elements, target.elements)
     total = tensor(target)
     return partial(_torch_function(op), total, tensor(incoming), total)
 
@@ -139,8 +138,8 @@ def _add_number(total: memoryview, incoming: memoryview) -> None:
     total[0] += incoming[0]
 
 
-def _combine_one(run: Callable[..., Any], function: Function, total: Any, incoming: Any, aside: Any) -> None:
-    run(function, total, incoming, out=aside)
+def _combine_one(function: Function, total: Any, incoming: Any, aside: Any) -> None:
+    silently(function, total, incoming, aside)
     total[...] = aside
 
 

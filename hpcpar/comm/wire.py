@@ -15,7 +15,7 @@ import numpy as np
 from hpcpar.comm.blocks import FLOAT_BLOCK_COUNT, cut, float_blocks, silently, spans, tensor
 from hpcpar.comm.reductions import NUMPY
 from hpcpar.errors import OperationError
-from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.buffers import HostBuffer, tensor_on
 from hpcpar.transport.device_memory import DeviceBuffer
 from hpcpar.transport.interface import Octets
 
@@ -41,9 +41,7 @@ def wire_buffer(wire: str, octets: Octets) -> HostBuffer:
         return HostBuffer(octets.view(np.float16), octets, wire, 2)
     import torch
 
-    if not octets.size:  # torch sees no elements of one type as elements of another
-        return HostBuffer(torch.empty(0, dtype=torch.bfloat16), octets, wire, 2)
-    return HostBuffer(torch.from_numpy(octets).view(torch.bfloat16), octets, wire, 2)
+    return HostBuffer(tensor_on(octets, torch.bfloat16), octets, wire, 2)
 
 
 def encode(source: HostBuffer, wire: str, octets: Octets | None = None) -> HostBuffer:

@@ -102,7 +102,7 @@ class Engine:
         self._room = Room(
             comm,
             FusionBuffer(comm.allocate_shared(BUFFER_NBYTES, torch.uint8)),
-            cache(lambda: FusionBuffer(torch.empty(BUFFER_NBYTES, dtype=torch.uint8, device="cuda"))),
+            cache(_buffer_on_gpu),
             self._show,
             "hierarchical" if knobs.hierarchical_allreduce else None,
             "hierarchical" if knobs.hierarchical_allgather else None,
@@ -182,6 +182,11 @@ class Engine:
         """A name for an optimizer: ranks that make theirs in the same order get the same."""
         self._optimizers += 1
         return f"DistributedOptimizer.{self._optimizers}"
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by the thread that moves on the engines."""
+        return self._crew.lock
 
     @property
     def setup(self) -> Communicator:
@@ -274,8 +279,9 @@ class Engine:
         request = ticket.request
         if request.kind != "allreduce" or self.timeline is not None or request.op == "adasum":
             return False
-        # The calls block with the lock held: another rank may be waiting for another thread's operation.
-        if len(self._crew.engines) > 1 and threading.active_count() > 1:
+        # The calls block with the lock held: another rank may be waiting for another thread's operation, or
+        # for its gradients.
+        if (len(self._crew.engines) > 1 or self._loans) and threading.active_count() > 1:
             return False
         with self._crew.lock:
             # Another thread may have come in between, and the operation that is open now be its own.
@@ -585,6 +591,11 @@ class Engine:
                 self.timeline.activity_end(request.name)
                 self.timeline.end(request.name, request.dtype, request.shape)
         self.timeline.flush()
+
+
+@torch.inference_mode(False)  # it is kept, and written to outside of that mode
+def _buffer_on_gpu() -> FusionBuffer:
+    return FusionBuffer(torch.empty(BUFFER_NBYTES, dtype=torch.uint8, device="cuda"))
 
 
 class _SortedOut(NamedTuple):

@@ -32,9 +32,10 @@ class Layout:
     def __init__(self, memory: Tensor, start: int, dtype: torch.dtype, shapes: Shapes) -> None:
         counts = [math.prod(shape) for shape in shapes]
         self.start = start
-        self.flat = memory[start : start + sum(counts) * dtype.itemsize].view(dtype)
-        parts = torch.split(self.flat, counts)
-        self.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        with torch.inference_mode(False):  # it is kept, and written to outside of that mode
+            self.flat = memory[start : start + sum(counts) * dtype.itemsize].view(dtype)
+            parts = torch.split(self.flat, counts)
+            self.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class FusionBuffer:

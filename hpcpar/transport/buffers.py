@@ -56,11 +56,7 @@ class HostBuffer:
         """Other bytes seen as elements of this buffer's type."""
         if isinstance(self.elements, np.ndarray):
             return HostBuffer(octets.view(self.elements.dtype), octets, self.dtype, self.itemsize)
-        import torch
-
-        dtype = self.elements.dtype
-        elements = torch.from_numpy(octets).view(dtype) if octets.size else torch.empty(0, dtype=dtype)
-        return HostBuffer(elements, octets, self.dtype, self.itemsize)
+        return HostBuffer(tensor_on(octets, self.elements.dtype), octets, self.dtype, self.itemsize)
 
     @property
     def address(self) -> int:
@@ -151,11 +147,21 @@ def from_octets(octets: Octets | None, shape: Sequence[int], dtype: Any) -> Any:
         octets = np.zeros(math.prod(shape) * itemsize_of_dtype(dtype), dtype=np.uint8)
     if not is_torch_dtype(dtype):
         return octets.view(dtype).reshape(shape)
+    return tensor_on(octets, dtype).view(tuple(shape))
+
+
+def tensor_on(memory: NDArray[Any], dtype: Any = None) -> Any:
+    """A torch tensor on a NumPy array's memory, its bytes seen as `dtype`.
+
+    Also inside of `torch.inference_mode` one that may be written to outside of it: it may be kept.
+    """
     import torch
 
-    if not octets.size:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(octets).view(dtype).view(tuple(shape))
+    with torch.inference_mode(False):
+        if dtype is None:
+            return torch.from_numpy(memory)
+        # torch sees no elements of one type as elements of another.
+        return torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(0, dtype=dtype)
 
 
 def is_torch_dtype(dtype: Any) -> bool:

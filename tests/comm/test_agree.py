@@ -65,6 +65,11 @@ def test_the_message_names_the_ranks_and_what_they_asked_for():
     assert "rank 1 asked for allreduce(float32[2, 4], op=sum)" in text
 
 
+def test_the_message_repeats_calls_without_data_as_they_were_made():
+    told = what_each_rank_is_told(2, lambda c: c.broadcast_object(1) if c.rank else c.barrier())
+    assert "rank 0 asked for barrier(); rank 1 asked for broadcast_object(root=0)." in told[0]
+
+
 def test_a_matching_call_after_a_mismatch_works():
     def work(comm):
         with pytest.raises(MismatchError):

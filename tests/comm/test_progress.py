@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -59,6 +60,31 @@ def test_poke_alone_completes_an_operation(exchange):
         return handle.wait().tolist()
 
     assert run_loopback(2, work, **exchange) == [[2.0] * 10] * 2
+
+
+def test_threads_with_communicators_of_their_own_may_wait_at_once(exchange):
+    def work(comm):
+        parts = [comm.split(0, name=f"part {k}") for k in range(2)]
+        wrong = []
+
+        def ask(k):
+            for step in range(40):
+                handles = [parts[k].start_allreduce(np.full(40 + i, float(k + step))) for i in range(5)]
+                wrong.extend(step for handle in handles if not np.all(handle.wait() == 2 * (k + step)))
+
+        threads = [threading.Thread(target=ask, args=(k,), daemon=True) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        return wrong, [thread.is_alive() for thread in threads]
+
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # they meet in the middle of everything
+    try:
+        assert run_loopback(2, work, **exchange) == [([], [False, False])] * 2
+    finally:
+        sys.setswitchinterval(usual_s)
 
 
 def test_wait_may_be_called_again():

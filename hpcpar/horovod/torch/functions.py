@@ -189,7 +189,7 @@ def _broadcast_tensors(prefix: str, named: Sequence[Named], root_rank: int) -> N
     for name, tensor in named:
         if tensor.numel() > 0:
             target = _carriable(tensor.detach())
-            wire = target.contiguous()
+            wire = target.resolve_conj().resolve_neg().contiguous()
             under_way.append((broadcast_async_(wire, root_rank, f"{prefix}.{name}"), wire, target, tensor))
     for handle, wire, target, tensor in under_way:
         synchronize(handle)
@@ -212,7 +212,9 @@ def _carriable(tensor: torch.Tensor) -> torch.Tensor:
         if step == 0:  # an expanded tensor, whose elements share memory
             tensor = tensor.narrow(dim, 0, 1)
     is_float8 = tensor.dtype.itemsize == 1 and tensor.is_floating_point()
-    return tensor.view(torch.uint8 if is_float8 else _CARRIED_AS.get(tensor.dtype, tensor.dtype))
+    dtype = torch.uint8 if is_float8 else _CARRIED_AS.get(tensor.dtype, tensor.dtype)
+    # Not a view of its own type, which a conjugated or negated view refuses.
+    return tensor if dtype is tensor.dtype else tensor.view(dtype)
 
 
 # The state of an optimizer, as nested dicts and lists, with parameters by position:

@@ -166,10 +166,10 @@ class Schedule:
 
     def open(self) -> None:
         """All ranks have: what has gathered leaves."""
-        self._is_open = True
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:
             bucket.leave()
+        self._is_open = True
 
     # In the timeline each gradient is an all-reduce of its own, as in Horovod's, though buckets are shared.
 
@@ -198,15 +198,16 @@ class Schedule:
         return [(f"allreduce.{name}", parameter) for name, parameter in members]
 
     def _admit(self, bucket: _BucketUnderWay) -> _BucketUnderWay:
-        if self._is_open:
-            bucket.leave()
+        with self._engine.lock:  # another thread, which waits for something else, may open it
+            if self._is_open:
+                bucket.leave()
+                return bucket
+            self._waiting.append(bucket)
+            if self._ticket is None:
+                self._ticket = Ticket(self._request, on_ready=self.open)
+                self._engine.submit([self._ticket])
+                self._engine.poll(self._ticket)
             return bucket
-        self._waiting.append(bucket)
-        if self._ticket is None:
-            self._ticket = Ticket(self._request, on_ready=self.open)
-            self._engine.submit([self._ticket])
-            self._engine.poll(self._ticket)
-        return bucket
 
 
 class _MapToCome:

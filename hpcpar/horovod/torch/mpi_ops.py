@@ -1,6 +1,7 @@
 """Horovod's collectives of torch tensors, in their synchronous, asynchronous and in-place forms.
 
 *   Operations are matched by `name`; without one, by the order of calls.
+*   Several threads may ask and wait at once, under names, also beside a DistributedOptimizer's steps.
 *   `x_async` returns a handle for `poll` and `synchronize`; `x(...)` is both, and knows its gradient.
 *   `process_set` is a ProcessSet; roots of broadcasts are ranks of the whole job.
 *   Errors in this rank's own arguments are raised by the call. What ranks do not agree on is a

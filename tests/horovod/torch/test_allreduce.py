@@ -578,3 +578,18 @@ def test_many_names_and_unnamed_operations_leave_no_memory_behind(hvd):
     many()
     before, after = many(), many()
     assert after - before < 40
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_reduced_in_inference_mode_can_be_so_outside_of_it_afterwards(hvd, dtype):
+    """A validation comes before the training; what the calls keep for the next ones serves both."""
+
+    def reduce() -> list[list[float]]:
+        sizes = (271, 3331)
+        return [hvd.allreduce(torch.ones(n, dtype=dtype), op=hvd.Sum).unique().tolist() for n in sizes]
+
+    with torch.inference_mode():
+        within = [reduce() for _ in range(3)]
+    outside = [reduce() for _ in range(3)]
+    assert within == outside == [[[hvd.size()]] * 2] * 3

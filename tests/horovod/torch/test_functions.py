@@ -52,6 +52,10 @@ class Assorted(nn.Module):
         self.register_buffer("steps", torch.tensor(rank))
         self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
         self.register_buffer("phase", torch.complex(torch.tensor([1.0]), torch.tensor([float(rank)])))
+        self.register_buffer(
+            "mirrored", torch.complex(torch.tensor([1.0]), torch.tensor([float(rank)])).conj()
+        )
+        self.register_buffer("negated", self.mirrored.imag)
         self.register_buffer("quarter", torch.tensor([rank + 1.0]).to(torch.float8_e4m3fn))
         self.register_buffer("places", torch.arange(rank, rank + 3).expand(2, 3))
         self.register_buffer("tokens", torch.tensor([rank, 65535], dtype=torch.uint16))

@@ -183,6 +183,32 @@ def test_several_threads_may_ask_and_wait_at_once(hvd):
     assert wrong == []
 
 
+@pytest.mark.mpi
+def test_a_thread_may_communicate_beside_a_training(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001))
+    wrong: list[int] = []
+
+    def report() -> None:
+        for step in range(100):
+            found = hvd.allreduce(torch.tensor([rank + step]), op=hvd.Sum, name=f"beside.{step}")
+            if found.item() != size * step + sum(range(size)):
+                wrong.append(step)
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    for step in range(40):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 20)) + rank + step).square().mean().backward()
+        optimizer.step()
+    thread.join()
+    weights = hvd.allgather(model[1].weight.detach().reshape(1, -1))
+    assert wrong == []
+    assert torch.equal(weights, weights[:1].expand_as(weights))
+
+
 # ---------------------------------------------------------------- in jobs of their own
 
 SKIPPED = """
