@@ -4,9 +4,9 @@
 
 One call measures all peers in turn, so a noisy machine touches all of them. Within a process the peers
 change places every round. Real Horovod cannot be in one process with ours, because both are
-`import horovod` to a script; where the Python named has it, jobs of its own run between ours, turn by
-turn, as installed and with HOROVOD_CYCLE_TIME=0. The peers "gloo", "ddp" and "alone" are in every job, so
-that each library can be compared with what ran beside it.
+`import horovod` to a script; where the Python named has it (install_horovod.sh builds it), jobs of its own
+run between ours, turn by turn, as installed and with HOROVOD_CYCLE_TIME=0. The peers "gloo", "ddp" and
+"alone" are in every job, so that each library can be compared with what ran beside it.
 
     sync     all-reduce of 1 KiB, one after the other               against gloo
     async    64 all-reduces of 64 KiB, started, then awaited        against gloo
@@ -451,7 +451,7 @@ def main() -> None:
         "python": platform.python_version(),
     }
     if not any(each.library.startswith("horovod") for each in samples):
-        print(f"# {options.horovod_python} has no Horovod, so its rows are missing: see --horovod-python")
+        print(f"# {options.horovod_python} has no Horovod, so its rows are missing: see install_horovod.sh")
     records = report(about, differences, samples)
     if options.json is not None:
         with options.json.open("a", encoding="utf-8") as file:

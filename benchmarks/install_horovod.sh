@@ -6,7 +6,7 @@
 #
 # Its last release, 0.28.1, asks for C++14, in which torch's headers do not compile since 2.1. With 17 in its
 # place it compiles with the torch of constraints.txt; nothing else of it is changed. It is built for MPI
-# alone, against the MPICH wheel. Needs a C++ compiler, make and CMake, and five to ten minutes.
+# alone, against the MPICH wheel. Needs a C++ compiler, make, CMake and some minutes.
 set -euo pipefail
 environment=$(realpath -m "${1:?usage: bash benchmarks/install_horovod.sh DIRECTORY}")
 checkout=$(realpath "$(dirname "$0")/..")
