@@ -76,7 +76,7 @@ def test_threads_with_communicators_of_their_own_may_wait_at_once(exchange):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(30)
         return wrong, [thread.is_alive() for thread in threads]
 
     usual_s = sys.getswitchinterval()
