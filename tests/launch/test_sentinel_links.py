@@ -140,7 +140,8 @@ def test_of_two_nodes_killed_at_once_both_are_named(job: Job) -> None:
         job.nodes[1].power_off()
         job.nodes[2].power_off()
     (lines,) = job.lines()
-    assert [line.split(" (")[0] for line in lines] == [
+    # Sorted: a busy kernel may deliver the ends of two connections in either order.
+    assert sorted(line.split(" (")[0] for line in lines) == [
         "hpcpar: host1 was lost with ranks 2-3",
         "hpcpar: host2 was lost with ranks 4-5",
     ]
