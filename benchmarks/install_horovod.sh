@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Real Horovod, for benchmarks/horovod.py, in an environment of its own; from the checkout's root:
+# Real Horovod as a benchmark's peer, in an environment of its own; from the checkout's root:
 #
 #     bash benchmarks/install_horovod.sh build/horovod
 #     python benchmarks/horovod.py --horovod-python build/horovod/bin/python
+#     build/horovod/bin/hpcpar run -n 2 benchmarks/training.py
 #
 # Its last release, 0.28.1, asks for C++14, in which torch's headers do not compile since 2.1. With 17 in its
 # place it compiles with the torch of constraints.txt; nothing else of it is changed. It is built for MPI

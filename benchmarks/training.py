@@ -15,6 +15,7 @@ each takes some steps while nothing else runs, so a noisy machine touches all of
     deepspeed 1 … 3  where it is installed; as hpcpar's stages
     one process      rank 0 alone on the whole global batch, with as many threads as a rank; the others wait
     one rank alone   rank 0 alone on its own share: what a step would take if communication were free
+    no communication the same on every rank at once, which share the machine's memory: the least there is
 
 With --tp the ranks share every layer of one model instead, and the sequences:
 

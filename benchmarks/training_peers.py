@@ -176,11 +176,13 @@ class Peer:
 
 
 class Solo(Peer):
-    """Rank 0 alone, with as many threads as a rank, on the whole global batch or on its own share."""
+    """Each for itself: rank 0 alone, on the whole global batch or on its own share, or all ranks at once."""
 
     def __init__(self, name: str, task: Task, recipe: Recipe) -> None:
         super().__init__(name, task, recipe)
         self.module, self.optimizer = self.model, recipe.make(self.model.parameters())
+        if name == "no communication":
+            return
         if task.world.rank != 0:
             self.share = None
         elif name == "one process":
@@ -377,6 +379,7 @@ DATA_PARALLEL: dict[str, type[Peer]] = {
     **{f"deepspeed {stage}": DeepSpeed for stage in range(1, 4)},
     "one process": Solo,
     "one rank alone": Solo,
+    "no communication": Solo,
 }
 """All of them, in the order in which they are reported."""
 

@@ -12,7 +12,9 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +38,7 @@ from hpcpar.bench.measure import (
     usable,
     wrong_elements,
 )
+from hpcpar.comm.collectives import PREPARED
 from hpcpar.comm.select import NATIVE, NATIVES
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
 
 CHOSEN = "chosen"
 """The candidate that names no algorithm: what a user gets."""
+
+AHEAD = "prepared"
+"""The same by `Communicator.prepare`."""
 
 Say = Callable[[str], None]
 
@@ -95,7 +101,7 @@ class Options:
                 "measure"
             )
         algorithms = (name for each in self.collectives for name in ALGORITHMS.get(each, ()))
-        require_known(self.candidates, (CHOSEN, *algorithms, NATIVE, *PEERS))
+        require_known(self.candidates, (CHOSEN, AHEAD, *algorithms, NATIVE, *PEERS))
 
     def sizes(self) -> Iterator[int]:
         nbytes = self.min_nbytes
@@ -116,10 +122,12 @@ def require_known(candidates: Sequence[str], known: Iterable[str]) -> None:
 
 
 def ours(case: Case, comm: Communicator, b: Buffers, place: Place) -> list[Candidate]:
-    """What is chosen when nothing is named, then every algorithm, and MPI's own asked for through us."""
+    """What is chosen when nothing is named, every algorithm, and MPI's own asked for through us."""
     if case.collective in ("send", "send_window"):
         return [_sending(case, comm, b)]
     found = [_ours(case, comm, b, place, None)]
+    if case.collective in PREPARED:
+        found.append(_ours(case, comm, b, place, None, ahead=True))
     on_two_levels = 1 < len(set(comm.nodes)) < comm.size
     for name, algorithm in ALGORITHMS[case.collective].items():
         if on_two_levels or not algorithm.placed:  # on one level these are others under another name
@@ -137,34 +145,31 @@ def runs_native(case: Case, comm: Communicator) -> bool:
     )
 
 
-def _ours(case: Case, comm: Communicator, b: Buffers, place: Place, name: str | None) -> Candidate:
+def _ours(
+    case: Case, comm: Communicator, b: Buffers, place: Place, name: str | None, *, ahead: bool = False
+) -> Candidate:
     own = case.own(comm.rank)
     inside = place == "in"
     root = comm.rank == 0
     out = None if inside else b.other
     shard = b.whole[own] if inside else b.shard
-    calls: dict[str, tuple[Callable[[], Any], Any]] = {
-        "allreduce": (
-            lambda: comm.allreduce(b.whole, out=out, algorithm=name),
-            b.whole if inside else b.other,
-        ),
-        "reduce_scatter": (
-            lambda: comm.reduce_scatter(b.whole, out=None if inside else b.shard, algorithm=name),
-            shard,
-        ),
-        "allgather": (
-            lambda: comm.allgather(shard, out=b.whole, algorithm=name),
-            b.whole,
-        ),
-        "broadcast": (lambda: comm.broadcast(b.whole, algorithm=name), b.whole),
+    asked: dict[str, tuple[Any, dict[str, Any], Any]] = {
+        "allreduce": (b.whole, {"out": out}, b.whole if inside else b.other),
+        "reduce_scatter": (b.whole, {"out": None if inside else b.shard}, shard),
+        "allgather": (shard, {"out": b.whole}, b.whole),
+        "broadcast": (b.whole, {}, b.whole),
         "reduce": (
-            lambda: comm.reduce(b.whole, out=out if root else None, algorithm=name),
+            b.whole,
+            {"out": out if root else None},
             (b.whole if inside else b.other) if root else None,
         ),
-        "alltoall": (lambda: comm.alltoall(b.whole, out=b.other, algorithm=name), b.other),
+        "alltoall": (b.whole, {"out": b.other}, b.other),
     }
-    run, result = calls[case.collective]
-    return Candidate(name or CHOSEN, run, lambda: result)
+    array, options, result = asked[case.collective]
+    if ahead:
+        return Candidate(AHEAD, comm.prepare(case.collective, array, **options), lambda: result)
+    call = partial(getattr(comm, case.collective), array, algorithm=name, **options)
+    return Candidate(name or CHOSEN, call, lambda: result)
 
 
 def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
@@ -221,7 +226,7 @@ def measure_case(
         candidate.close()
     lines = []
     for name in dict.fromkeys(name for name, _ in found):
-        chose = chosen_name(case, comm) if name == CHOSEN else ""
+        chose = chosen_name(case, comm) if name in (CHOSEN, AHEAD) else ""
         places = [place for place in PLACES[case.collective] if (name, place) in found]
         lines.append(
             tuple(
@@ -342,22 +347,22 @@ def _cells(row: Row | None, longest: bool) -> str:
 
 
 def compare(rows: Sequence[Row]) -> list[str]:
-    """How much faster the chosen path is than each peer: geometric mean over sizes, and the worst size."""
+    """How much faster what is chosen is than each peer: geometric mean over sizes, and the worst size."""
     told = []
     peers = [name for name in dict.fromkeys(row.algorithm for row in rows) if _is_peer(name)]
-    for place in PLACED:
+    for place, ours in product(PLACED, (CHOSEN, AHEAD)):
         times = {(row.algorithm, row.nbytes): row.median_s for row in rows if row.place == place}
         for peer in peers:
             ratios = {
                 nbytes: times[peer, nbytes] / seconds
                 for (name, nbytes), seconds in times.items()
-                if name == CHOSEN and (peer, nbytes) in times
+                if name == ours and (peer, nbytes) in times
             }
             if ratios:
                 mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
                 worst = min(ratios, key=lambda nbytes: ratios[nbytes])
                 told.append(
-                    f"{PLACED[place]}, chosen against {peer}: {mean:.2f} times as fast (geometric mean of "
+                    f"{PLACED[place]}, {ours} against {peer}: {mean:.2f} times as fast (geometric mean of "
                     f"{len(ratios)} sizes), least {ratios[worst]:.2f} at {format_nbytes(worst)}"
                 )
     return told

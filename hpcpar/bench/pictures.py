@@ -12,7 +12,13 @@ from hpcpar.units import format_nbytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OUTSTANDING = {"chosen": "tab:red", "mpi": "black", "gloo": "tab:blue", "horovod": "tab:purple"}
+OUTSTANDING = {
+    "chosen": "tab:red",
+    "prepared": "tab:orange",
+    "mpi": "black",
+    "gloo": "tab:blue",
+    "horovod": "tab:purple",
+}
 """Whom the picture is about; all others are thin lines behind them."""
 
 PANEL_INCHES = (7.0, 4.4)

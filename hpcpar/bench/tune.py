@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.bench.collectives import CHOSEN, Options, Say, ours
+from hpcpar.bench.collectives import AHEAD, CHOSEN, Options, Say, ours
 from hpcpar.bench.gpus import finished
 from hpcpar.bench.measure import ON_HOST, PLACES, Buffers, Case, measure, usable, wrong_elements
 from hpcpar.comm.select import ANY, NATIVE, Rules, describe
@@ -99,7 +99,7 @@ def time_all(
 ) -> dict[str, float]:
     """Median seconds of every algorithm, in the place where this collective is usually done. Collective."""
     buffers = Buffers.of(case, comm, shared=options.shared, device=device)
-    left_out = (CHOSEN,) if device.type == "cpu" else (CHOSEN, NATIVE)
+    left_out = (CHOSEN, AHEAD) if device.type == "cpu" else (CHOSEN, AHEAD, NATIVE)
     candidates = [
         finished(candidate, device)
         for candidate in ours(case, comm, buffers, PLACES[case.collective][0])

@@ -249,6 +249,7 @@ class Caller(ABC):
         self._recipes: dict[Hashable, Recipe] = {}
         self._seen: dict[str, Seen] = defaultdict(dict)
         self._sighted: set[Hashable] = set()
+        self._latest: Recipe | None = None
         self._kept_nbytes = [0]
         self._swept = [0]
         self._evictions = 0
@@ -495,11 +496,12 @@ class Caller(ABC):
             group = self._lanes.group(signature, planned, nbytes, whole.itemsize, self._family.progress.wait)
             lane = self._lanes.next(group)
         is_lasting = lane is not None and not (regions and self._shares_in_part)
-        if delivered is not None:
+        is_copied = kept is not None and spaces["data"] is not whole
+        if is_copied:
             first = spaces["data"], whole
-        is_small = delivered is None or nbytes <= LARGEST_NBYTES  # its copy would be kept
+        is_small = not is_copied or nbytes <= LARGEST_NBYTES  # its copy would be kept
         if is_lasting and is_small and same_everywhere and call.key is not None:
-            self._remember(call, group, planned, spaces, first, delivered, averaged, regions)
+            self._remember(call, group, planned, spaces, first, delivered, averaged, regions, is_copied)
         return self._go(
             call.collective,
             planned,
@@ -547,6 +549,7 @@ class Caller(ABC):
         delivered: tuple[HostBuffer, HostBuffer] | None,
         averaged: HostBuffer | None,
         regions: int,
+        is_copied: bool,
     ) -> None:
         """Keep what was worked out for a call that comes a second time: its like need not do it again."""
         if call.key not in self._sighted:
@@ -565,7 +568,7 @@ class Caller(ABC):
         if len(self._recipes) >= MOST_RECIPES or self._kept_nbytes[0] >= KEPT_NBYTES:
             self._forget(list(self._recipes))
         self._forget([call.key] if call.key in self._recipes else [])
-        if delivered is not None:
+        if is_copied:
             self._kept_nbytes[0] += spaces["data"].octets.size
         recipe = self._recipes[call.key] = Recipe(
             call.collective,
@@ -574,7 +577,7 @@ class Caller(ABC):
             planned,
             # The caller's arrays are to be free to go; the work space and copies are nobody's but ours.
             {
-                space: buffer if space == "work" or delivered is not None else buffer.unowned()
+                space: buffer if space == "work" or is_copied else buffer.unowned()
                 for space, buffer in spaces.items()
             },
             _unowned(first),
@@ -630,6 +633,7 @@ class Caller(ABC):
 
     def _run(self, recipe: Recipe) -> None:
         """Do a remembered call, and return when it is done. The caller holds the arrays meanwhile."""
+        self._latest = recipe
         calls = self._calls
         number = recipe.last_used = calls[0]
         program = recipe.programs[number % arena.LANES]

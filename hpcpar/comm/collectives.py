@@ -26,12 +26,16 @@ from typing import Any
 from hpcpar import partition
 from hpcpar.comm.caller import Call, Caller, Kept, fill, is_same, overlap, typed
 from hpcpar.comm.compressed import Compressed, CompressedOnDevice
+from hpcpar.comm.prepared import Prepared
 from hpcpar.comm.progress import Handle
 from hpcpar.comm.reductions import require_op, scale
 from hpcpar.comm.scaling import Factors, Rescaling, is_plain
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, empty_like, flat
 from hpcpar.transport.device_memory import DeviceBuffer
+
+PREPARED = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall", "barrier")
+"""What `prepare` takes."""
 
 
 class Collectives(Caller):
@@ -306,7 +310,14 @@ class Collectives(Caller):
         result   on the root out, or buffer when out is None; None elsewhere
         """
         is_root = self.rank == root
-        with self._asking(Call("reduce", op, root, algorithm)) as call:
+        meaning, into = (op, root, algorithm), out if is_root else None
+        recipe = self._remembered("reduce", meaning, buffer, into)
+        if recipe is not None:
+            return self._start_known(
+                recipe, (buffer if into is None else into) if is_root else None, (buffer, into)
+            )
+        key = self._key("reduce", meaning, buffer, into)
+        with self._asking(Call("reduce", op, root, algorithm, key=key)) as call:
             in_place = is_root and out is None
             source = self._view(buffer, writable=in_place)
             target = (
@@ -335,6 +346,12 @@ class Collectives(Caller):
         algorithm: str | None = None,
     ) -> Any:
         """`start_reduce` and wait."""
+        is_root = self.rank == root
+        into = out if is_root else None
+        recipe = self._remembered("reduce", (op, root, algorithm), buffer, into)
+        if recipe is not None:
+            self._run(recipe)
+            return (buffer if into is None else into) if is_root else None
         return self.start_reduce(buffer, op, root, out=out, algorithm=algorithm).wait()
 
     def start_gather(
@@ -527,6 +544,22 @@ class Collectives(Caller):
             self._run(recipe)
             return
         self.start_barrier(algorithm=algorithm).wait()
+
+    def prepare(self, collective: str, *arguments: Any, **options: Any) -> Prepared:
+        """A collective on these arguments, to be called again and again: `prepare("allreduce", x)()`.
+
+        collective   allreduce, reduce_scatter, allgather, broadcast, reduce, alltoall or barrier
+        arguments, options   as that takes them. Arrays may get new contents, but no new length or element
+                     type; those that make a new result in every call (no `out`) gain nothing
+        returns      what is called without arguments, on all ranks, and returns what the collective does
+
+        Where ranks share memory each call spares about 1 µs of Python. Other ranks may as well make ordinary
+        calls. The idea is that of MPI's persistent collectives (MPI 4.1, section 6.13).
+        errors       OperationError for other collectives; in the arguments, when it is called
+        """
+        if collective not in PREPARED:
+            raise OperationError(f"{collective!r} cannot be prepared; give one of {', '.join(PREPARED)}")
+        return Prepared(self, collective, arguments, options)
 
     def _pieces(self, counts: Sequence[int] | None, total: int) -> tuple[int, ...]:
         """Sizes of the pieces that a whole of `total` elements is cut into."""

@@ -33,6 +33,7 @@ from hpcpar.comm.blocks import (
     FLOAT_BLOCK_COUNT,
     cut,
     float_blocks,
+    silent,
     silently,
     spans,
     tensor,
@@ -125,7 +126,7 @@ def prepare_combine(op: str, target: HostBuffer, incoming: HostBuffer) -> Callab
             # NumPy takes one element that is source and result for an overlap, and copies: 0.5 µs.
             aside = np.empty_like(target.elements)
             return partial(_combine_one, function, target.elements, incoming.elements, aside)
-        return partial(silently, function, target.elements, incoming.elements, target.elements)
+        return silent(function, target.elements, incoming.elements, target.elements)
     total = tensor(target)
     return partial(_torch_function(op), total, tensor(incoming), total)
 

@@ -56,14 +56,16 @@ def test_tensor_parallel_peers_agree_with_one_process_and_are_timed_in_both_ways
 
 def test_data_parallel_peers_agree_with_one_process(run_ranks: RunRanks, tmp_path: Path) -> None:
     path = tmp_path / "figures.jsonl"
-    peers = ["--peers", "hpcpar", "ddp", "one rank alone"]
+    peers = ["--peers", "hpcpar", "ddp", "one rank alone", "no communication"]
     done = run_ranks(2, SCRIPT, *SMALL, *peers, "--forward-only", "--json", str(path), timeout_s=110)
     assert done.returncode == 0, done.stderr
     found = lines(path)
     assert [(line["peer"], line["forward_only"]) for line in found] == [
-        (peer, kind) for peer in ("hpcpar 0", "ddp", "one rank alone") for kind in (False, True)
+        (peer, kind)
+        for peer in ("hpcpar 0", "ddp", "one rank alone", "no communication")
+        for kind in (False, True)
     ]
-    assert [line["tokens_per_step"] for line in found] == [64, 64, 64, 64, 32, 32]
+    assert [line["tokens_per_step"] for line in found] == [64, 64, 64, 64, 32, 32, 64, 64]
     differences = [line["difference"] for line in found if line["difference"] is not None]
     assert len(differences) == 2
     assert max(differences) <= 1e-4

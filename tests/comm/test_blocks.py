@@ -47,13 +47,17 @@ def test_each_thread_has_scratch_of_its_own():
 
 
 def test_an_overflow_is_silent_inside_and_loud_outside():
-    big = np.full(3, 3e38, dtype=np.float32)
+    big, finite = np.full(3, 3e38, dtype=np.float32), np.full(3, 3e38, dtype=np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         blocks.silently(np.add, big, big, big)
+        blocks.silent(np.multiply, finite, finite, product := np.empty_like(finite))()
+        blocks.silent(np.minimum, finite, product, smaller := np.empty_like(finite))()
         with pytest.raises(RuntimeWarning):
             np.multiply(np.float32(3e38), np.float32(10))
     assert np.isinf(big).all()
+    assert np.isinf(product).all()
+    assert (smaller == finite).all()
 
 
 def test_the_thread_wide_setting_of_older_numpy_is_silent_too():

@@ -154,6 +154,7 @@ def test_remembered_calls_are_counted_as_the_first_was():
             "allgather": lambda: comm.allgather(buffers[0][:50], out=buffers[1]),
             "reduce_scatter": lambda: comm.reduce_scatter(buffers[0]),
             "alltoall": lambda: comm.alltoall(buffers[0], out=buffers[1]),
+            "reduce": lambda: comm.reduce(buffers[0]),
             "barrier": lambda: comm.barrier(),
         }
         bills = {}
@@ -180,6 +181,8 @@ def test_averages_and_results_of_remembered_calls_are_right():
             comm.allreduce(mine, "average", out=out)
             comm.allgather(mine, out=gathered)
             comm.alltoall(mine, out=swapped)
+            reduced = comm.reduce(mine, "average", 1, out=out if comm.rank == 1 else None)
+            assert reduced is (out if comm.rank == 1 else None)
             shard = comm.reduce_scatter(mine).copy()
             seen.append((out[0], gathered[::6].tolist(), swapped[::3].tolist(), shard.tolist()))
         return seen

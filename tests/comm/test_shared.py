@@ -77,6 +77,16 @@ def remembered(comm, data, out, gathered):
         put(data, mine)
         yield f"broadcast {call}", numpy_of(comm.broadcast(data, last)), inputs[last]
         put(data, mine)
+        for root, algorithm in product((0, last), ("binomial", "ring", "direct")):
+            found = comm.reduce(data, "average", root, out=out, algorithm=algorithm)
+            expected = total / comm.size if comm.rank == root else None
+            yield f"reduce {call} to {root}", None if found is None else numpy_of(found), expected
+            yield f"input {call} of a reduce", numpy_of(data), mine
+        found = comm.reduce(data, "max", last)
+        expected = np.max(inputs, axis=0) if comm.rank == last else mine
+        yield f"reduce {call}, in place", numpy_of(data), expected
+        yield f"reduce {call}, in place, result", found is data, comm.rank == last
+        put(data, mine)
         yield f"average {call}, in place", numpy_of(comm.allreduce(data, "average")), total / comm.size
         put(data, mine)
         yield f"reduce_scatter {call}", numpy_of(comm.reduce_scatter(data)), total[start:stop]
@@ -666,6 +676,7 @@ def test_remembered_calls_are_counted_as_the_theory_says(size, make, sharing):
             "allgather": lambda: comm.allgather(data, out=gathered, algorithm="direct"),
             "reduce_scatter": lambda: comm.reduce_scatter(data, "max", algorithm="direct"),
             "alltoall": lambda: comm.alltoall(data, out=out, algorithm="direct"),
+            "reduce": lambda: comm.reduce(data, out=out if comm.rank == 0 else None, algorithm="direct"),
             "barrier": lambda: comm.barrier(),
         }
         bills = []
@@ -698,6 +709,12 @@ def test_remembered_calls_are_counted_as_the_theory_says(size, make, sharing):
                 "allgather": (times, times * some, vector, vector),
                 "reduce_scatter": (times, times * some, chunk, chunk),
                 "alltoall": (times, times * some, chunk, chunk),
+                "reduce": (
+                    times,
+                    times * (rank > 0),
+                    times * nbytes * (rank > 0),
+                    vector * (rank == 0),
+                ),
                 "barrier": (times, times * rounds, 0, 0),
             }
 
