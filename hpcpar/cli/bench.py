@@ -133,7 +133,10 @@ def _measuring(command: Any) -> Any:
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
 @click.option(
-    "--candidates", callback=_names, default="", help="Only these, as chosen,ring,native,mpi,gloo; else all."
+    "--candidates",
+    callback=_names,
+    default="",
+    help="Only these, as chosen,prepared,ring,native,mpi; else all.",
 )
 @click.option("--each-call", is_flag=True, help="Look at the clock after every call; show the longest.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
