@@ -272,8 +272,11 @@ def folds(spaces: Spaces, landed: Sequence[tuple[Message, Octets]], op: str) -> 
 
 
 def copying(target: Octets, source: Octets) -> Callable[[], None]:
-    """target = source as a call without arguments; a sixth of what `numpy.copyto` costs for a small one."""
-    if target.size <= COPIED_BY_PYTHON_NBYTES:
+    """target = source as a call without arguments; a sixth of what `numpy.copyto` costs for a small one.
+
+    Bytes of a device are copied in their queue, however few.
+    """
+    if isinstance(target, np.ndarray) and target.size <= COPIED_BY_PYTHON_NBYTES:
         return partial(target.data.__setitem__, _ALL, source.data)
     return partial(target.__setitem__, ..., source)
 
