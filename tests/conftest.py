@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 os.environ["HPCPAR_CHECK"] = "1"
 os.environ["HPCPAR_TUNING"] = "none"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a line and its end are two writes: those of ranks mix
 
 pytest_plugins = ["tests.transport.cuda_stand_in.fixtures"]
 
