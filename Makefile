@@ -44,6 +44,8 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 # Also for what pip installs while it builds.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start thousands of processes: none is to compile anew what another has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-long lint bench install-module clean
 .DEFAULT_GOAL := train
