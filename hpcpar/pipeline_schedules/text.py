@@ -32,7 +32,7 @@ IDLE = "-"
 
 _HOUSE = re.compile(r"(\d+)([FBW])(\d+)")
 _TORCH = re.compile(r"(\d+)([FBIW])(\d+)")
-_LOWERED = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_LOWERED = re.compile(r"\d+((SEND|RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 _EXPECTED: dict[Form, str] = {

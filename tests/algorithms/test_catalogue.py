@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import random
 from collections import defaultdict, deque
@@ -221,9 +222,9 @@ def test_every_collective_has_an_algorithm_and_knows_itself() -> None:
 
 def test_every_generator_states_what_it_starts_from_ends_with_costs_and_comes_from() -> None:
     for algorithm in EVERY:
-        text = algorithm.steps.__doc__ or ""
+        text = inspect.getdoc(algorithm.steps) or ""
         for word in ("before", "after", "cost", "source"):
-            assert f"\n    {word} " in text, f"{name_of(algorithm)} does not state its {word}"
+            assert f"\n{word} " in text, f"{name_of(algorithm)} does not state its {word}"
 
 
 def test_a_schedule_is_made_once() -> None:

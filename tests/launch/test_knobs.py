@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 
 import pytest
@@ -105,5 +106,5 @@ def test_what_launchers_set_what_builds_read_and_what_is_done_anyway_is_not_repo
 
 
 def test_every_field_is_documented() -> None:
-    documented = Knobs.__doc__ or ""
-    assert all(f"\n    {field.name} " in documented for field in fields(Knobs))
+    documented = inspect.getdoc(Knobs) or ""
+    assert all(f"\n{field.name} " in documented for field in fields(Knobs))
