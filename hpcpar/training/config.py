@@ -13,7 +13,7 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import (
     BaseModel,
@@ -415,7 +415,8 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> tuple[str
     keys: list[str] = []
     for name, field in section.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        # Python 3.10 takes list[str] for a type, of which nobody can ask what it is derived from.
+        if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
             keys += known_keys(kind, f"{prefix}{name}.")
         else:
             keys.append(prefix + name)
