@@ -156,6 +156,7 @@ class Recipe:
     group     its lanes; None where it goes through shared memory
     regions   there: into how many the stage is divided
     own       elements of the data that are this rank's share, in a reduce-scatter
+    is_taken  whether an operation is under way in memory of its own: in a copy of what is only read
     last_used number of the call that used it last
     """
 
@@ -181,6 +182,7 @@ class Recipe:
         self.spaces = spaces
         self.regions = regions
         self.own = own
+        self.is_taken = False
         self.address = tuple(buffer.address for buffer in spaces.values())
         self.account = account
         self.first = None if first is None else copying(first[0].octets, first[1].octets)
@@ -204,15 +206,16 @@ class Recipe:
         """What is to be done when the operation is over."""
         if self.finish is not None:
             self.finish()
+        self.is_taken = False
         self.tally.calls += 1
         if self.is_closed:  # while this was under way
-            self.account.close(self.tally)
-            self.tally.calls = 0
+            self.close()
 
     def close(self) -> None:
         """It will not be used again, but perhaps be referred to: what is large goes."""
         self.is_closed = True
-        self.spaces, self.first = {}, None
+        if not self.is_taken:  # else what is under way still works there
+            self.spaces, self.first = {}, None
         self.operations.clear()
         self.programs.clear()
         self.account.close(self.tally)
@@ -458,8 +461,11 @@ class Caller(ABC):
         if prepare is not None:
             prepare()
         delivered: tuple[HostBuffer, HostBuffer] | None = None
+        recipe: Recipe | None = None
 
         def on_done() -> None:
+            if recipe is not None:
+                recipe.is_taken = False
             if delivered is not None:
                 fill(*delivered)
             if averaged is not None:
@@ -501,7 +507,9 @@ class Caller(ABC):
             first = spaces["data"], whole
         is_small = not is_copied or nbytes <= LARGEST_NBYTES  # its copy would be kept
         if is_lasting and is_small and same_everywhere and call.key is not None:
-            self._remember(call, group, planned, spaces, first, delivered, averaged, regions, is_copied)
+            recipe = self._remember(
+                call, group, planned, spaces, first, delivered, averaged, regions, is_copied
+            )
         return self._go(
             call.collective,
             planned,
@@ -550,13 +558,13 @@ class Caller(ABC):
         averaged: HostBuffer | None,
         regions: int,
         is_copied: bool,
-    ) -> None:
+    ) -> Recipe | None:
         """Keep what was worked out for a call that comes a second time: its like need not do it again."""
         if call.key not in self._sighted:
             if len(self._sighted) >= MOST_SIGHTED:
                 self._sighted.clear()
             self._sighted.add(call.key)
-            return
+            return None
         if self._lanes.evictions != self._evictions:
             # Recipes of lanes that made room are of no more use, and keep memory to land in.
             self._evictions = self._lanes.evictions
@@ -589,6 +597,8 @@ class Caller(ABC):
             call.own,
         )
         recipe.last_used = self._calls[0]
+        recipe.is_taken = True
+        return recipe
 
     def _forget(self, keys: Sequence[Hashable]) -> None:
         """Drop what is remembered of these calls."""
@@ -648,6 +658,7 @@ class Caller(ABC):
             recipe.first()
         for index, at_once in enumerate(program.at_once):
             if not at_once(ATTEMPTS_AT_ONCE, self._pause):
+                recipe.is_taken = True
                 operation = program.operation
                 operation.resume(number, index, program.steps[index])
                 self._family.progress.run(operation)
@@ -672,6 +683,7 @@ class Caller(ABC):
         """An operation for a remembered call that is to be made now: that of its lane, if it is free."""
         number = recipe.last_used = self._calls[0]
         self._calls[0] = number + 1
+        recipe.is_taken = True
         if recipe.first is not None:
             recipe.first()
         lane: Lane | arena.Lane

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpcpar.comm import compiled, run_loopback
+from hpcpar.comm.tuning import Tuning
 
 
 def repeatedly(comm, make, times=12):
@@ -247,3 +248,33 @@ def test_memory_to_land_in_is_had_for_buffers_that_come_again_and_for_no_others(
     for before, after in run_loopback(2, work, check=False):
         assert before == 0
         assert 0 < after <= compiled.LANES * 1000 * 8
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("collective", ["reduce", "reduce_scatter"])
+def test_what_is_forgotten_while_a_call_is_under_way_keeps_its_memory_until_that_is_done(
+    collective, shared_memory
+):
+    def work(comm):
+        size, count = comm.size, 1200
+        data, out = np.zeros(count), np.zeros(count if collective == "reduce" else count // size)
+        start = getattr(comm, f"start_{collective}")
+        found = []
+        for call in range(12):
+            data[:] = comm.rank + call
+            out[:] = -1
+            comm.barrier()
+            if comm.rank == size - 1:
+                time.sleep(0.005)  # so that the others' calls are under way for a while
+            handle = start(data, out=out, algorithm="ring")
+            comm.choose_by(Tuning())
+            junk = [np.full(count, 7e7) for _ in range(50)]
+            handle.wait()
+            del junk
+            found.append(set(out.tolist()))
+            for _ in range(3):
+                start(data, out=out, algorithm="ring").wait()
+        expected = [{float(sum(rank + call for rank in range(size)))} for call in range(12)]
+        return found if comm.rank == 0 or collective == "reduce_scatter" else expected, expected
+
+    assert_all_right(run_loopback(3, work, check=False, shared_memory=shared_memory))
