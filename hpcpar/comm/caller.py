@@ -156,7 +156,8 @@ class Recipe:
     group     its lanes; None where it goes through shared memory
     regions   there: into how many the stage is divided
     own       elements of the data that are this rank's share, in a reduce-scatter
-    is_taken  whether an operation is under way in memory of its own: in a copy of what is only read
+    lent      data that the call only reads and works on in a copy, which is the recipe's own
+    is_taken  whether an operation is under way in that copy
     last_used number of the call that used it last
     """
 
@@ -174,6 +175,7 @@ class Recipe:
         account: TrafficRow,
         regions: int,
         own: tuple[int, int],
+        lent: HostBuffer | None = None,
     ) -> None:
         self.collective = collective
         self.op = op
@@ -182,6 +184,7 @@ class Recipe:
         self.spaces = spaces
         self.regions = regions
         self.own = own
+        self.lent = lent
         self.is_taken = False
         self.address = tuple(buffer.address for buffer in spaces.values())
         self.account = account
@@ -220,6 +223,25 @@ class Recipe:
         self.programs.clear()
         self.account.close(self.tally)
         self.tally.calls = 0
+
+    def beside(self, lent: HostBuffer) -> Recipe:
+        """The same in another copy of what is lent, for one call while the own copy is taken."""
+        other = Recipe(
+            self.collective,
+            self.op,
+            self.group,
+            self.planned,
+            {**self.spaces, "data": lent.copy()},
+            None,
+            None,
+            None,
+            1,
+            self.account,
+            self.regions,
+            self.own,
+        )
+        other.is_closed = True
+        return other
 
 
 Seen = dict[int, tuple[Recipe, Hashable, Mark, Mark | None]]
@@ -595,6 +617,7 @@ class Caller(ABC):
             self.traffic.row(self._label or call.collective),
             regions,
             call.own,
+            first[1].unowned() if is_copied and first is not None and delivered is None else None,
         )
         recipe.last_used = self._calls[0]
         recipe.is_taken = True
@@ -683,6 +706,8 @@ class Caller(ABC):
         """An operation for a remembered call that is to be made now: that of its lane, if it is free."""
         number = recipe.last_used = self._calls[0]
         self._calls[0] = number + 1
+        if recipe.is_taken and recipe.lent is not None:
+            recipe = recipe.beside(recipe.lent)
         recipe.is_taken = True
         if recipe.first is not None:
             recipe.first()
@@ -718,7 +743,7 @@ class Caller(ABC):
             memory=memory,
             lane=lane,
         )
-        if isinstance(lane, arena.Lane) and recipe.programs[lane.tag] is None:
+        if isinstance(lane, arena.Lane) and not recipe.is_closed and recipe.programs[lane.tag] is None:
             shared = [step for step in steps if isinstance(step, SharedStep)]
             self._kept_nbytes[0] += sum(step.nbytes for step in shared)
             recipe.programs[lane.tag] = Program(shared, [step.quickest() for step in shared], operation)

@@ -278,3 +278,30 @@ def test_what_is_forgotten_while_a_call_is_under_way_keeps_its_memory_until_that
         return found if comm.rank == 0 or collective == "reduce_scatter" else expected, expected
 
     assert_all_right(run_loopback(3, work, check=False, shared_memory=shared_memory))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("way", ["started", "prepared"])
+def test_a_rank_that_only_gives_may_be_in_several_reductions_of_an_array_at_once(way, shared_memory):
+    def work(comm):
+        data, outs = np.zeros(5), [np.zeros(5) for _ in range(9)]
+        given = outs[:8] if way == "started" else outs
+        last = comm.prepare("reduce", data, algorithm="ring", out=outs[-1])
+        found, expected = [], []
+        for call in range(5):
+            data[:] = comm.rank + call
+            comm.barrier()
+            if comm.rank == comm.size - 1:
+                time.sleep(0.005)
+            handles = [comm.start_reduce(data, algorithm="ring", out=out) for out in outs[:8]]
+            if way == "prepared":
+                last()
+            for handle in handles:
+                handle.wait()
+            found += [set(out.tolist()) for out in given]
+            expected += [{float(sum(rank + call for rank in range(comm.size)))}] * len(given)
+        row = comm.traffic.row("reduce")
+        assert row.calls == (40 if way == "started" else 45)
+        return (found, expected) if comm.rank == 0 else ([], [])
+
+    assert_all_right(run_loopback(3, work, check=False, shared_memory=shared_memory))
