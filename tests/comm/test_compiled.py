@@ -218,6 +218,25 @@ def test_a_call_that_queues_in_a_lane_is_done_before_the_lane_makes_room(world_o
     assert found == [(total, total)] * len(buffers) + [(comm.size, comm.size)] * len(others)
 
 
+@pytest.mark.mpi
+def test_what_is_compiled_for_a_call_is_kept_while_calls_on_many_other_buffers_come(world_of_messages):
+    comm = world_of_messages.unchecked("compiled")
+    buffers = [np.zeros(500) for _ in range((compiled.PROGRAMS_PER_LANE + 2) * compiled.LANES)]
+    total = sum(range(1, comm.size + 1))
+    found = []
+    for _ in range(5):
+        for _ in range(3 * compiled.LANES):
+            comm.allreduce(buffers[0])  # compiled on every lane
+        for buffer in buffers:
+            buffer[:] = comm.rank + 1
+        if comm.rank:
+            time.sleep(0.05)  # so that rank 0 has all of them under way
+        for handle in [comm.start_allreduce(buffer) for buffer in buffers]:
+            handle.wait()
+        found.append([float(buffer.min()) for buffer in buffers])
+    assert found == [[total] * len(buffers)] * 5
+
+
 def test_signatures_that_made_room_leave_no_memory_behind(monkeypatch):
     monkeypatch.setattr(compiled, "LANDING_NBYTES", 100_000)
 
