@@ -156,6 +156,8 @@ class Recipe:
     group     its lanes; None where it goes through shared memory
     regions   there: into how many the stage is divided
     own       elements of the data that are this rank's share, in a reduce-scatter
+    lent      data that the call only reads and works on in a copy, which is the recipe's own
+    is_taken  whether an operation is under way in that copy
     last_used number of the call that used it last
     """
 
@@ -173,6 +175,7 @@ class Recipe:
         account: TrafficRow,
         regions: int,
         own: tuple[int, int],
+        lent: HostBuffer | None = None,
     ) -> None:
         self.collective = collective
         self.op = op
@@ -181,6 +184,8 @@ class Recipe:
         self.spaces = spaces
         self.regions = regions
         self.own = own
+        self.lent = lent
+        self.is_taken = False
         self.address = tuple(buffer.address for buffer in spaces.values())
         self.account = account
         self.first = None if first is None else copying(first[0].octets, first[1].octets)
@@ -204,19 +209,39 @@ class Recipe:
         """What is to be done when the operation is over."""
         if self.finish is not None:
             self.finish()
+        self.is_taken = False
         self.tally.calls += 1
         if self.is_closed:  # while this was under way
-            self.account.close(self.tally)
-            self.tally.calls = 0
+            self.close()
 
     def close(self) -> None:
         """It will not be used again, but perhaps be referred to: what is large goes."""
         self.is_closed = True
-        self.spaces, self.first = {}, None
+        if not self.is_taken:  # else what is under way still works there
+            self.spaces, self.first = {}, None
         self.operations.clear()
         self.programs.clear()
         self.account.close(self.tally)
         self.tally.calls = 0
+
+    def beside(self, lent: HostBuffer) -> Recipe:
+        """The same in another copy of what is lent, for one call while the own copy is taken."""
+        other = Recipe(
+            self.collective,
+            self.op,
+            self.group,
+            self.planned,
+            {**self.spaces, "data": lent.copy()},
+            None,
+            None,
+            None,
+            1,
+            self.account,
+            self.regions,
+            self.own,
+        )
+        other.is_closed = True
+        return other
 
 
 Seen = dict[int, tuple[Recipe, Hashable, Mark, Mark | None]]
@@ -458,8 +483,11 @@ class Caller(ABC):
         if prepare is not None:
             prepare()
         delivered: tuple[HostBuffer, HostBuffer] | None = None
+        recipe: Recipe | None = None
 
         def on_done() -> None:
+            if recipe is not None:
+                recipe.is_taken = False
             if delivered is not None:
                 fill(*delivered)
             if averaged is not None:
@@ -501,7 +529,9 @@ class Caller(ABC):
             first = spaces["data"], whole
         is_small = not is_copied or nbytes <= LARGEST_NBYTES  # its copy would be kept
         if is_lasting and is_small and same_everywhere and call.key is not None:
-            self._remember(call, group, planned, spaces, first, delivered, averaged, regions, is_copied)
+            recipe = self._remember(
+                call, group, planned, spaces, first, delivered, averaged, regions, is_copied
+            )
         return self._go(
             call.collective,
             planned,
@@ -550,13 +580,13 @@ class Caller(ABC):
         averaged: HostBuffer | None,
         regions: int,
         is_copied: bool,
-    ) -> None:
+    ) -> Recipe | None:
         """Keep what was worked out for a call that comes a second time: its like need not do it again."""
         if call.key not in self._sighted:
             if len(self._sighted) >= MOST_SIGHTED:
                 self._sighted.clear()
             self._sighted.add(call.key)
-            return
+            return None
         if self._lanes.evictions != self._evictions:
             # Recipes of lanes that made room are of no more use, and keep memory to land in.
             self._evictions = self._lanes.evictions
@@ -587,8 +617,11 @@ class Caller(ABC):
             self.traffic.row(self._label or call.collective),
             regions,
             call.own,
+            first[1].unowned() if is_copied and first is not None and delivered is None else None,
         )
         recipe.last_used = self._calls[0]
+        recipe.is_taken = True
+        return recipe
 
     def _forget(self, keys: Sequence[Hashable]) -> None:
         """Drop what is remembered of these calls."""
@@ -648,6 +681,7 @@ class Caller(ABC):
             recipe.first()
         for index, at_once in enumerate(program.at_once):
             if not at_once(ATTEMPTS_AT_ONCE, self._pause):
+                recipe.is_taken = True
                 operation = program.operation
                 operation.resume(number, index, program.steps[index])
                 self._family.progress.run(operation)
@@ -672,6 +706,9 @@ class Caller(ABC):
         """An operation for a remembered call that is to be made now: that of its lane, if it is free."""
         number = recipe.last_used = self._calls[0]
         self._calls[0] = number + 1
+        if recipe.is_taken and recipe.lent is not None:
+            recipe = recipe.beside(recipe.lent)
+        recipe.is_taken = True
         if recipe.first is not None:
             recipe.first()
         lane: Lane | arena.Lane
@@ -706,7 +743,7 @@ class Caller(ABC):
             memory=memory,
             lane=lane,
         )
-        if isinstance(lane, arena.Lane) and recipe.programs[lane.tag] is None:
+        if isinstance(lane, arena.Lane) and not recipe.is_closed and recipe.programs[lane.tag] is None:
             shared = [step for step in steps if isinstance(step, SharedStep)]
             self._kept_nbytes[0] += sum(step.nbytes for step in shared)
             recipe.programs[lane.tag] = Program(shared, [step.quickest() for step in shared], operation)

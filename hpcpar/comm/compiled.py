@@ -117,9 +117,8 @@ class Lane:
         """The compiled steps for memory that was seen before; None at first sight."""
         address = tuple(buffer.address for buffer in spaces.values())
         if address not in self._programs:
+            self._make_room()
             self._programs[address] = None
-            if len(self._programs) > PROGRAMS_PER_LANE:
-                _free(self._programs.popitem(last=False)[1])
             return None
         self._programs.move_to_end(address)
         program = self._programs[address]
@@ -133,6 +132,15 @@ class Lane:
                 _compile(transport, step, held, op, self.tag, self.landing) for step in planned.steps
             )
         return program
+
+    def _make_room(self) -> None:
+        """For one more program: those that were used longest ago go, but for those of calls that are due."""
+        if len(self._programs) < PROGRAMS_PER_LANE:
+            return
+        due = {id(operation.steps) for operation in self.due}
+        for address, program in list(self._programs.items()):
+            if id(program) not in due and len(self._programs) >= PROGRAMS_PER_LANE:
+                _free(self._programs.pop(address))
 
     def compiled(self, address: Address) -> tuple[CompiledStep, ...] | None:
         """The program for memory at this address, if there is one."""

@@ -202,8 +202,8 @@ Mark = tuple[Callable[[], Any], int, int, Any]
 
 
 def mark(tensor: Any) -> Mark | None:
-    """What `is_still` compares with; None for what is no torch tensor."""
-    if not is_torch(tensor):
+    """What `is_still` compares with; None for what is no torch tensor, or complex and may be conjugated."""
+    if not is_torch(tensor) or tensor.is_complex():
         return None
     return weakref.ref(tensor), tensor.data_ptr(), tensor.numel(), tensor.dtype
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpcpar.comm import compiled, run_loopback
+from hpcpar.comm.tuning import Tuning
 
 
 def repeatedly(comm, make, times=12):
@@ -217,6 +218,25 @@ def test_a_call_that_queues_in_a_lane_is_done_before_the_lane_makes_room(world_o
     assert found == [(total, total)] * len(buffers) + [(comm.size, comm.size)] * len(others)
 
 
+@pytest.mark.mpi
+def test_what_is_compiled_for_a_call_is_kept_while_calls_on_many_other_buffers_come(world_of_messages):
+    comm = world_of_messages.unchecked("compiled")
+    buffers = [np.zeros(500) for _ in range((compiled.PROGRAMS_PER_LANE + 2) * compiled.LANES)]
+    total = sum(range(1, comm.size + 1))
+    found = []
+    for _ in range(5):
+        for _ in range(3 * compiled.LANES):
+            comm.allreduce(buffers[0])  # compiled on every lane
+        for buffer in buffers:
+            buffer[:] = comm.rank + 1
+        if comm.rank:
+            time.sleep(0.05)  # so that rank 0 has all of them under way
+        for handle in [comm.start_allreduce(buffer) for buffer in buffers]:
+            handle.wait()
+        found.append([float(buffer.min()) for buffer in buffers])
+    assert found == [[total] * len(buffers)] * 5
+
+
 def test_signatures_that_made_room_leave_no_memory_behind(monkeypatch):
     monkeypatch.setattr(compiled, "LANDING_NBYTES", 100_000)
 
@@ -247,3 +267,60 @@ def test_memory_to_land_in_is_had_for_buffers_that_come_again_and_for_no_others(
     for before, after in run_loopback(2, work, check=False):
         assert before == 0
         assert 0 < after <= compiled.LANES * 1000 * 8
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("collective", ["reduce", "reduce_scatter"])
+def test_what_is_forgotten_while_a_call_is_under_way_keeps_its_memory_until_that_is_done(
+    collective, shared_memory
+):
+    def work(comm):
+        size, count = comm.size, 1200
+        data, out = np.zeros(count), np.zeros(count if collective == "reduce" else count // size)
+        start = getattr(comm, f"start_{collective}")
+        found = []
+        for call in range(12):
+            data[:] = comm.rank + call
+            out[:] = -1
+            comm.barrier()
+            if comm.rank == size - 1:
+                time.sleep(0.005)  # so that the others' calls are under way for a while
+            handle = start(data, out=out, algorithm="ring")
+            comm.choose_by(Tuning())
+            junk = [np.full(count, 7e7) for _ in range(50)]
+            handle.wait()
+            del junk
+            found.append(set(out.tolist()))
+            for _ in range(3):
+                start(data, out=out, algorithm="ring").wait()
+        expected = [{float(sum(rank + call for rank in range(size)))} for call in range(12)]
+        return found if comm.rank == 0 or collective == "reduce_scatter" else expected, expected
+
+    assert_all_right(run_loopback(3, work, check=False, shared_memory=shared_memory))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("way", ["started", "prepared"])
+def test_a_rank_that_only_gives_may_be_in_several_reductions_of_an_array_at_once(way, shared_memory):
+    def work(comm):
+        data, outs = np.zeros(5), [np.zeros(5) for _ in range(9)]
+        given = outs[:8] if way == "started" else outs
+        last = comm.prepare("reduce", data, algorithm="ring", out=outs[-1])
+        found, expected = [], []
+        for call in range(5):
+            data[:] = comm.rank + call
+            comm.barrier()
+            if comm.rank == comm.size - 1:
+                time.sleep(0.005)
+            handles = [comm.start_reduce(data, algorithm="ring", out=out) for out in outs[:8]]
+            if way == "prepared":
+                last()
+            for handle in handles:
+                handle.wait()
+            found += [set(out.tolist()) for out in given]
+            expected += [{float(sum(rank + call for rank in range(comm.size)))}] * len(given)
+        row = comm.traffic.row("reduce")
+        assert row.calls == (40 if way == "started" else 45)
+        return (found, expected) if comm.rank == 0 else ([], [])
+
+    assert_all_right(run_loopback(3, work, check=False, shared_memory=shared_memory))

@@ -94,6 +94,21 @@ def test_a_tensor_that_gets_other_memory_is_found_there():
     assert on_two(work) == [[10.0] * 3] * 2
 
 
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("turn", ["conj", "t"])
+def test_a_tensor_that_gets_another_view_of_its_memory_is_read_through_that(turn, prepared):
+    def work(comm):
+        x = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6 + 7j]]) * (comm.rank + 1)
+        out = torch.zeros_like(x)
+        call = comm.prepare("allreduce", x, out=out) if prepared else lambda: comm.allreduce(x, out=out)
+        for _ in range(TIMES):
+            call()
+        x.data = getattr(x.data, turn)()
+        return torch.equal(call(), 3 * x / (comm.rank + 1))
+
+    assert on_two(work) == [True, True]
+
+
 def test_memory_that_is_shared_no_more_is_not_used_as_such():
     def work(comm):
         x = comm.allocate_shared(20_000, torch.float64)
