@@ -13,7 +13,7 @@ REQUIRED = [
     "numpy>=1.26",
     "mpi4py>=4",
     "click>=8.1",
-    "rich>=13",
+    "rich>=14",
     "pydantic>=2.5",
     "safetensors>=0.4",
     "tokenizers>=0.15",
@@ -36,6 +36,7 @@ EXTRAS = {
     # The images of examples/horovod_digits.py.
     "examples": ["scikit-learn>=1.3"],
     "dev": [
+        "click>=8.2",
         "pytest>=8",
         "pytest-mpi>=0.6",
         "pytest-timeout>=2.3",

@@ -316,6 +316,7 @@ def test_a_server_without_the_key_cannot_prove_that_it_is_the_steps_own(start: S
         b"x" * 200_000,
         b"\xff\xfe\n",
     ],
+    ids=["HTTP", "TLS", "nothing", "no end", "no text"],
 )
 def test_noise_is_hung_up_on(start: Start, noise: bytes) -> None:
     server = start(2)
