@@ -958,6 +958,30 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
     assert changed == 12 + 1
 
 
+def test_what_is_written_back_before_there_is_an_optimizer_is_what_it_steps_on() -> None:
+    def body(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        written, fresh = (fully_shard(Network(), comm, precision="bfloat16") for _ in range(2))
+        with summon_full_parameters(written, write_back=True), torch.no_grad():
+            written.head.weight.fill_(7.0)
+        masters = []
+        for model in (written, fresh):
+            optimizer = optimizer_of(model, comm)
+            masters.append(torch.cat(optimizer.update.masters))  # type: ignore[union-attr]
+            optimizer.param_groups[0]["lr"] = 1e-6
+            plain_loss(model, batch(0, comm.rank).bfloat16()).backward()
+            optimizer.step()
+        return masters, whole(written)
+
+    changed = 0
+    for (written, fresh), found in run_loopback(2, body):
+        moved = written != fresh
+        changed += int(moved.sum())
+        assert written[moved].eq(7.0).all()
+        assert found[-1].eq(7.0).all()
+    # What was not written to is as it was given, and not rounded.
+    assert changed == 12
+
+
 def test_a_model_may_be_called_while_it_is_summoned() -> None:
     def body(comm: Communicator) -> bool:
         model = fully_shard(Network(), comm)
