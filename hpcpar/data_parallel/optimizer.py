@@ -565,8 +565,8 @@ class DistributedOptimizer(Optimizer):
 
     def _versions_now(self) -> list[int]:
         """How often each parameter was written to; a step is not counted, which writes to blocks."""
-        if self._sharding is not None:  # absent; `summon_full_parameters` tells
-            return []
+        if self._sharding is not None:  # absent; only `summon_full_parameters` writes to them
+            return [self._sharding.writes]
         return [parameter._version for parameter in self._synchronizer.parameters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -700,7 +700,7 @@ class DistributedOptimizer(Optimizer):
         if sharding is not None:
             agree_on_parameters(named, self.dp_comm)
             sharding.require_all(named)
-            sharding.on_written = weakref.WeakMethod(self.take_parameters)
+            sharding.on_loaded = weakref.WeakMethod(self.take_parameters)
             self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
             # As split_over has them, not as they were called in the module that was sharded.
             name_of = {id(parameter): name for name, parameter in named}

@@ -942,8 +942,8 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
         with summon_full_parameters(model, write_back=True), torch.no_grad():
             model.head.weight.fill_(7.0)
             model.layers[2].inner.bias[1] = 5.0
+        optimizer.step()  # without a gradient: nothing but that masters follow
         after = [master.clone() for master in optimizer._update.masters]  # type: ignore[union-attr]
-        optimizer.step()  # without a gradient: nothing
         return masters, after, whole(model)
 
     changed = 0
@@ -980,6 +980,27 @@ def test_what_is_written_back_before_there_is_an_optimizer_is_what_it_steps_on()
         assert found[-1].eq(7.0).all()
     # What was not written to is as it was given, and not rounded.
     assert changed == 12
+
+
+def test_weights_that_others_stood_in_for_go_on_from_their_masters() -> None:
+    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
+        model = fully_shard(Network(), comm, precision="bfloat16")
+        optimizer = optimizer_of(model, comm)
+        plain_loss(model, batch(0, comm.rank).bfloat16()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = torch.cat(optimizer.update.masters)  # type: ignore[union-attr]
+        own = whole(model)
+        for weights in ([torch.full_like(each, 0.5) for each in own], own):  # averages, to evaluate them
+            with summon_full_parameters(model, write_back=True), torch.no_grad():
+                for parameter, value in zip(model.parameters(), weights, strict=True):
+                    parameter.copy_(value)
+            plain_loss(model, batch(1, comm.rank).bfloat16())
+        optimizer.step()  # without a gradient
+        return before, torch.cat(optimizer.update.masters)  # type: ignore[union-attr]
+
+    for before, after in run_loopback(2, body):
+        assert torch.equal(before, after)
 
 
 def test_a_model_may_be_called_while_it_is_summoned() -> None:
