@@ -41,9 +41,18 @@ class Block:
         return self.own[: self.shard.end]
 
     def take_wide(self) -> Tensor:
-        """The elements without padding in the longest type that they are known in; only once in that."""
+        """The elements without padding in the longest type that they are known in; only once in that.
+
+        As they are now: they may have been written to in their short type since.
+        """
         wide, self.wide = self.wide, None
-        return self.held if wide is None else wide
+        return self.held if wide is None else following(wide, self.held)
+
+
+def following(wide: Tensor, held: Tensor) -> Tensor:
+    """Elements in a long type, but where they are not those of a short type, rounded, these."""
+    own = held.to(wide.device)
+    return torch.where(own != wide.to(held.dtype), own.to(wide.dtype), wide)
 
 
 @torch.no_grad()

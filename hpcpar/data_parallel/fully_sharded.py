@@ -319,8 +319,10 @@ class Sharding:
             layouts=self.layouts,
         )
         self.gradients.gone = self._on_gone
-        self.on_written: Callable[[], Callable[[bool], None] | None] = lambda: None
-        """The optimizer's answer to parameters that were written to: to all, or to some. It may be gone."""
+        self.on_loaded: Callable[[], Callable[[], None] | None] = lambda: None
+        """The optimizer's answer to parameters that were loaded, all of them. It may be gone."""
+        self.writes = 0
+        """How often they were written back: the optimizer looks before it uses its master weights."""
         self._in_place = ExitStack()
         self._in_place.enter_context(adding_in_place([units[0].module]))
         for unit in units:
@@ -576,14 +578,10 @@ class Sharding:
                 if values is not None:
                     own.copy_(values)
                     trained |= piece.parameter.requires_grad
-            if trained:
-                self._tell_written(everything=True)
+            tell = self.on_loaded()
+            if trained and tell is not None:
+                tell()
         self.rest()
-
-    def _tell_written(self, *, everything: bool) -> None:
-        tell = self.on_written()
-        if tell is not None:
-            tell(everything)
 
     @contextmanager
     def summoned(self, *, write_back: bool) -> Iterator[None]:
@@ -601,8 +599,7 @@ class Sharding:
                         shard = held.block.shard
                         held.block.own.copy_(held.flat[shard.start : shard.stop])
             self.release()
-            if write_back:
-                self._tell_written(everything=False)
+            self.writes += write_back
 
     def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
@@ -695,7 +692,8 @@ def fully_shard(
 def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[None]:
     """Inside, a fully sharded model's parameters are all there, for evaluation or export. Collective.
 
-    write_back   what has been written to them, on all ranks alike, is kept, in master weights, too
+    write_back   what has been written to them, on all ranks alike, is kept; in master weights, too, from the
+                 next step on, so that averages may stand in for an evaluation and leave those as they were
 
     A copy.deepcopy of the model, made here, is an ordinary one that stays whole. A model that is not sharded
     is left as it is.

@@ -108,7 +108,8 @@ class DistributedOptimizer(Optimizer):
     torch.nn.utils.clip_grad_norm_ writes to gradients on their way: in stages 0 and 1 an error (float32 and
     64 on CPUs) unless `synchronize` comes first, after which stage 1 shows it none; in 2 and 3 it never sees
     any, and does nothing. So it is with torch.amp.GradScaler's `unscale_`, which torch does not let anyone
-    notice; its `step` waits for averages. `clip_grad_norm_` and `precision` are for that.
+    notice; its `step` waits for averages, and is refused where it would find none. `clip_grad_norm_` and
+    `precision` are for that.
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
     name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
@@ -190,8 +191,15 @@ class DistributedOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Fused optimizers unscale gradients themselves, but GradScaler would tell this one, not them.
 
-        GradScaler.step asks just before it writes to the gradients, which are to be averages by then.
+        GradScaler.step asks just before it writes to the gradients, which are to be averages by then. Where
+        steps are on pieces there are none for it: OperationError.
         """
+        if self._update is not None:
+            raise OperationError(
+                "a torch.amp.GradScaler was to step an optimizer that shows it no gradients to unscale, as "
+                "with zero_stage from 1 on, precision or offload; leave it out and use precision='float16', "
+                "optimizer.scale_loss(loss).backward() and optimizer.step(), which scale by themselves"
+            )
         self._ensure_synchronized()
         return False
 
@@ -565,8 +573,8 @@ class DistributedOptimizer(Optimizer):
 
     def _versions_now(self) -> list[int]:
         """How often each parameter was written to; a step is not counted, which writes to blocks."""
-        if self._sharding is not None:  # absent; `summon_full_parameters` tells
-            return []
+        if self._sharding is not None:  # absent; only `summon_full_parameters` writes to them
+            return [self._sharding.writes]
         return [parameter._version for parameter in self._synchronizer.parameters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -700,7 +708,7 @@ class DistributedOptimizer(Optimizer):
         if sharding is not None:
             agree_on_parameters(named, self.dp_comm)
             sharding.require_all(named)
-            sharding.on_written = weakref.WeakMethod(self.take_parameters)
+            sharding.on_loaded = weakref.WeakMethod(self.take_parameters)
             self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
             # As split_over has them, not as they were called in the module that was sharded.
             name_of = {id(parameter): name for name, parameter in named}

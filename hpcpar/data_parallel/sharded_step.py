@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpcpar.data_parallel.blocks import Block
+from hpcpar.data_parallel.blocks import Block, following
 from hpcpar.data_parallel.parameters import Layout, in_memory_order, layout_of
 from hpcpar.data_parallel.precision import Precision, master_dtype, narrowed
 from hpcpar.data_parallel.shards import Piece
@@ -206,8 +206,7 @@ class ShardedStep:
             if self._is_apart[number] and everything:
                 master.copy_(block.held)
             elif self._is_apart[number]:
-                written = block.held.to(master.device) != master.to(block.held.dtype)
-                master.copy_(torch.where(written, block.held.to(master), master))
+                master.copy_(following(master, block.held))
             self._storage.park(number)
         self._storage.settle()
 

@@ -942,8 +942,8 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
         with summon_full_parameters(model, write_back=True), torch.no_grad():
             model.head.weight.fill_(7.0)
             model.layers[2].inner.bias[1] = 5.0
+        optimizer.step()  # without a gradient: nothing but that masters follow
         after = [master.clone() for master in optimizer._update.masters]  # type: ignore[union-attr]
-        optimizer.step()  # without a gradient: nothing
         return masters, after, whole(model)
 
     changed = 0
@@ -956,6 +956,51 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
         assert found[2 + 2 * 3 + 1].tolist()[1] == 5.0
     # Masters are finer than parameters: those of what was not written to stay as they are.
     assert changed == 12 + 1
+
+
+def test_what_is_written_back_before_there_is_an_optimizer_is_what_it_steps_on() -> None:
+    def body(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        written, fresh = (fully_shard(Network(), comm, precision="bfloat16") for _ in range(2))
+        with summon_full_parameters(written, write_back=True), torch.no_grad():
+            written.head.weight.fill_(7.0)
+        masters = []
+        for model in (written, fresh):
+            optimizer = optimizer_of(model, comm)
+            masters.append(torch.cat(optimizer.update.masters))  # type: ignore[union-attr]
+            optimizer.param_groups[0]["lr"] = 1e-6
+            plain_loss(model, batch(0, comm.rank).bfloat16()).backward()
+            optimizer.step()
+        return masters, whole(written)
+
+    changed = 0
+    for (written, fresh), found in run_loopback(2, body):
+        moved = written != fresh
+        changed += int(moved.sum())
+        assert written[moved].eq(7.0).all()
+        assert found[-1].eq(7.0).all()
+    # What was not written to is as it was given, and not rounded.
+    assert changed == 12
+
+
+def test_weights_that_others_stood_in_for_go_on_from_their_masters() -> None:
+    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
+        model = fully_shard(Network(), comm, precision="bfloat16")
+        optimizer = optimizer_of(model, comm)
+        plain_loss(model, batch(0, comm.rank).bfloat16()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = torch.cat(optimizer.update.masters)  # type: ignore[union-attr]
+        own = whole(model)
+        for weights in ([torch.full_like(each, 0.5) for each in own], own):  # averages, to evaluate them
+            with summon_full_parameters(model, write_back=True), torch.no_grad():
+                for parameter, value in zip(model.parameters(), weights, strict=True):
+                    parameter.copy_(value)
+            plain_loss(model, batch(1, comm.rank).bfloat16())
+        optimizer.step()  # without a gradient
+        return before, torch.cat(optimizer.update.masters)  # type: ignore[union-attr]
+
+    for before, after in run_loopback(2, body):
+        assert torch.equal(before, after)
 
 
 def test_a_model_may_be_called_while_it_is_summoned() -> None:

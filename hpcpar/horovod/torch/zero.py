@@ -183,8 +183,8 @@ class ShardedOptimizer(Wrapped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """A fused optimizer would be told by GradScaler; but it is not this one that steps."""
-        return False
+        """Asked by GradScaler, which finds no gradients here: OperationError, which says what does it."""
+        return self.sharded._step_supports_amp_scaling
 
     # Loading puts others in their place in the wrapped optimizer.
     @property
