@@ -19,6 +19,7 @@ PMIX = Path("/usr/lib") / f"{os.uname().machine}-linux-gnu" / "pmix2" / "lib"
 # sched/backfill          sched/builtin refuses heterogeneous jobs
 # KillWait                seconds from TERM to KILL
 # OverTimeLimit           time limits are looked at every 30 s, whatever we set
+# no SrunPortRange        the threads of one srun begin at the same port of it, and fail if two bind it at once
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=head(127.0.0.1)
@@ -28,7 +29,6 @@ AuthType=auth/munge
 AuthInfo=socket={state}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={port}
-SrunPortRange={first_srun_port}-{last_srun_port}
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={state}/head/controller
 SlurmdSpoolDir={state}/%n/spool
@@ -92,8 +92,6 @@ def write(state: Path, ports: Mapping[str, int], cpus: int, gpus: int, settings:
         SLURM_CONF.format(
             state=state,
             port=ports["head"],
-            first_srun_port=ports["head"] + 50,
-            last_srun_port=ports["head"] + 398,
             settings="\n".join(f"{name}={value}" for name, value in settings.items()),
             nodes="\n".join(NODE.format(name=n, port=ports[n], cpus=cpus, gpus=gres) for n in nodes),
         )
