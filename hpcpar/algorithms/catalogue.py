@@ -42,6 +42,7 @@ class Algorithm:
     work_chunks  size -> chunks of the work space, each as large as an input chunk
     estimated    the bill is not exact for every size; all others are
     placed       the steps depend on which ranks share a node
+    ordered      what is combined in a step is so in the order of the ranks, and has to be there first
     """
 
     collective: str
@@ -56,6 +57,7 @@ class Algorithm:
     work_chunks: Callable[[int], int] = lambda size: 0
     estimated: bool = False
     placed: bool = False
+    ordered: bool = False
 
     def chunks(self, size: int, segments: int = 1, nodes: Nodes | None = None) -> int:
         """How many chunks the data space (of an all-to-all: the input) is cut into."""
@@ -234,6 +236,15 @@ _FLAT = (
         _per_rank,
         bills.every_chunk_twice,
         bills.one_port(bills.every_chunk_twice),
+    ),
+    Algorithm(
+        "allreduce",
+        "one_shot",
+        direct.one_shot,
+        _one,
+        bills.every_vector_combined,
+        bills.one_port(bills.every_vector_combined),
+        ordered=True,
     ),
     Algorithm("reduce_scatter", "ring", ring.reduce_scatter, _per_rank, bills.every_chunk_combined),
     Algorithm(

@@ -44,8 +44,7 @@ def allgather(rank: int, size: int) -> Steps:
 def allreduce(rank: int, size: int) -> Steps:
     """Combine over all ranks; give every rank the total, in two steps ("two-shot").
 
-    One step with whole vectors would let every rank sum in an order of its own; here each chunk
-    is summed once, so all ranks hold the same bits.
+    Each chunk is summed once, so all ranks hold the same bits.
 
     before   every rank: `size` chunks of any values
     after    every rank: all chunks are totals
@@ -54,6 +53,24 @@ def allreduce(rank: int, size: int) -> Steps:
     """
     yield from reduce_scatter(rank, size)
     yield from allgather(rank, size)
+
+
+def one_shot(rank: int, size: int) -> Steps:
+    """Combine over all ranks; give every rank the total, in one step: each sums all the vectors by itself.
+
+    before   every rank: one chunk of any values
+    after    every rank: the total
+    order    0, 1, 2 … on every rank, so all hold the same bits
+    cost     (n-1)(α + Sβ + Sγ)
+    source   TensorRT-LLM's one-shot all-reduce
+    """
+    if size > 1:
+        sources = (source for source in range(size) if source != rank)
+        yield Step(
+            tuple(Send(to, (0,)) for to in _to(rank, size)),
+            tuple(Receive(source, (0,), combine=True) for source in sources),
+            own_turn=rank,
+        )
 
 
 def broadcast(rank: int, size: int, *, root: int = 0) -> Steps:

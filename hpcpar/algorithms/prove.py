@@ -232,17 +232,32 @@ class _Interpreter:
 
     def _finish_step(self, me: _Rank) -> None:
         """Let what has arrived land, in the order in which the step lists its receives."""
-        for position in sorted(me.arrived):
-            step = me.steps[me.at]
+        step = me.steps[me.at] if me.arrived else Step()
+        earlier: dict[tuple[Space, int], tuple[Receive, Value]] = {}  # what comes before the rank's own
+        for turn, position in enumerate(sorted(me.arrived)):
             receive = step.receives[position - len(step.sends)]
             for chunk, value in zip(receive.chunks, me.arrived[position], strict=True):
+                place = receive.space, chunk
+                if receive.combine and turn < step.own_turn:
+                    if place in earlier:
+                        value = self._combined(me, receive, chunk, earlier[place][1], value)
+                    earlier[place] = receive, value
+                    continue
                 if receive.combine:
-                    value = self._combined(me, receive, chunk, value)
-                self._write(me, receive.space, chunk, value)
+                    if place in earlier:
+                        self._combine_into(me, *place, *earlier.pop(place))
+                    self._combine_into(me, *place, receive, value)
+                else:
+                    self._write(me, *place, value)
+        for place, (receive, value) in earlier.items():
+            self._combine_into(me, *place, receive, value)
         me.arrived.clear()
 
-    def _combined(self, me: _Rank, receive: Receive, chunk: int, value: Value) -> Value:
-        (held,) = self._read(me, "combines into", receive.space, (chunk,))
+    def _combine_into(self, me: _Rank, space: Space, chunk: int, receive: Receive, value: Value) -> None:
+        (held,) = self._read(me, "combines into", space, (chunk,))
+        self._write(me, space, chunk, self._combined(me, receive, chunk, held, value))
+
+    def _combined(self, me: _Rank, receive: Receive, chunk: int, held: Value, value: Value) -> Value:
         if held.chunk != value.chunk:
             self._fail(me, f"combines chunk {value.chunk} of rank {receive.source} into chunk {held.chunk}")
         twice = held.ranks & value.ranks

@@ -11,8 +11,9 @@ The rules that the executor follows and that `prove` holds every schedule to:
 1.  copies are local and happen first;
 2.  then all sends and receives of the step are posted at once, and the step ends when all of
     them are complete; a send may block until its receive is posted (nothing is buffered);
-3.  a receive with `combine` lands in scratch; it is folded into its chunks, in the order in which
-    the step lists its receives, after every send of the step is complete;
+3.  a receive with `combine` lands in scratch; after every send of the step is complete, its chunks
+    become the sum of what they hold and of what has come, in the order in which the step lists its
+    receives: what they hold first, or after `own_turn` of them;
 4.  a receive without `combine` lands in place, so its chunks must not be sent in the same step.
 
 The k-th message from a to b meets the k-th receive that b posts from a.
@@ -58,11 +59,15 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One exchange of one rank: local copies, then all sends and receives at once."""
+    """One exchange of one rank: local copies, then all sends and receives at once.
+
+    own_turn   how many of the receives come before what the rank itself holds, in sums
+    """
 
     sends: tuple[Send, ...] = ()
     receives: tuple[Receive, ...] = ()
     copies: tuple[Copy, ...] = ()
+    own_turn: int = 0
 
 
 Steps = Iterator[Step]

@@ -5,6 +5,7 @@
               the receiver tail (pieces taken so far)
     stages    for each lane and each rank: memory in which it lays out what it sends, for one peer or
               for several at once
+    boards    for each lane and each rank a few places for short messages that all may read (`board.py`)
 
 A *piece* is what is sent at a time, and lies in its sender's stage. Or the sender says where the whole
 message lies, and waits until it has been read there: in an array of `Communicator.allocate_shared`, or,
@@ -17,8 +18,9 @@ those that are expected, and need no tags.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,12 +51,23 @@ ARENA_NBYTES = 32 * MiB
 
 ALIGNED = 64
 
+BOARD_PLACES = 4
+LARGEST_POST_NBYTES = 64 * KiB
+"""What a rank posts on a board at a time, at most."""
+BOARDS_NBYTES = 8 * MiB
+"""All posts of a communicator on one node, at most; many ranks have shorter ones."""
+POST_HEAD_NBYTES = 16
+"""A word in front of what is posted, in its cache line; so much that the largest elements are aligned."""
+
 DIRECT = 1 << 63
 """In a place: not a piece, but the whole message where the sender has it."""
 PRIVATE = 1 << 62
 """In a direct place: what remains is an address in the sender's private memory."""
 SERIAL_SHIFT = 40
 """In other places: below, where in the memory; above, the number of the memory. 0 is the arena."""
+
+LOOKS = 8
+"""At a word between two pauses: a look costs 40 ns."""
 
 Hazard = tuple[int, int]
 """Word of a tail, and what it must have come to before a slot is written again."""
@@ -71,9 +84,20 @@ def least_stage_nbytes(local_size: int) -> int:
     return local_size * SLOTS * ALIGNED
 
 
+def post_nbytes(local_size: int) -> int:
+    """Bytes that a rank can post at a time, when `local_size` ranks share a node."""
+    return min(LARGEST_POST_NBYTES, BOARDS_NBYTES // (LANES * local_size * BOARD_PLACES))
+
+
+def _place_nbytes(local_size: int) -> int:
+    """Bytes of a place of a board, with its head."""
+    return -(-(POST_HEAD_NBYTES + post_nbytes(local_size)) // ALIGNED) * ALIGNED
+
+
 def arena_nbytes(local_size: int, stage: int) -> int:
     """Bytes of the whole arena."""
-    return LANES * local_size * (local_size * PAIR_WORDS * WORD_NBYTES + stage)
+    boards = BOARD_PLACES * _place_nbytes(local_size)
+    return LANES * local_size * (local_size * PAIR_WORDS * WORD_NBYTES + stage + boards)
 
 
 class Lane:
@@ -84,6 +108,8 @@ class Lane:
     hazards       for each slot of the own stage, who must have read it before it is written again
     regions       into how many parts the own stage is divided, each with slots of its own
     turn          goes up with every message that is a single piece: they take the slots in turn
+    posted        calls in which this rank has posted on the lane's board
+    all_posted    calls in which all others are known to have posted
     """
 
     def __init__(self, arena: Arena, number: int) -> None:
@@ -100,6 +126,14 @@ class Lane:
         self.turn = 0
         self.hazards: list[Sequence[Hazard]] = [()] * SLOTS
         self._stage = arena.control_nbytes + (number * size + arena.rank) * arena.stage
+        self.posted = 0
+        self.all_posted = 0
+        place = _place_nbytes(size)
+        board = arena.control_nbytes + LANES * size * arena.stage + number * size * BOARD_PLACES * place
+        self._boards = [
+            [board + (rank * BOARD_PLACES + number) * place for rank in range(size)]
+            for number in range(BOARD_PLACES)
+        ]
 
     def join(self, operation: Operation) -> None:
         """Nothing to note: who comes later stands later in the list of operations under way."""
@@ -111,6 +145,15 @@ class Lane:
 
     def leave(self) -> None:
         self.holder = None
+
+    def post_word(self, number: int, rank: int) -> int:
+        """The word in front of what that local rank posts in every call with this number, modulo places."""
+        return self._boards[number % BOARD_PLACES][rank] // WORD_NBYTES
+
+    def post(self, number: int, rank: int, start: int, stop: int) -> Octets:
+        """Bytes of what that local rank posts in every call with this number, modulo places."""
+        begin = self._boards[number % BOARD_PLACES][rank] + POST_HEAD_NBYTES
+        return self.arena.memory(begin + start, stop - start)
 
     def slot_place(self, slot: int, slot_nbytes: int) -> int:
         """Where a slot of the own stage begins in the arena."""
@@ -139,19 +182,28 @@ class Arena:
     ranks         which ranks of the communicator these are
     local         of each of them, its number here
     stage         bytes of a rank's stage in a lane
+    post_nbytes   bytes that a rank can post on a board at a time
     arrays        memory of arrays that were allocated for these ranks to read, by number; all have the same
     seconds_waited   in calls that were done at once, until their accounts have taken it over
     pids          of these ranks, where each may read the others' private memory; else empty
     """
 
     def __init__(
-        self, segment: Segment, rank: int, ranks: Sequence[int], stage: int, pids: Sequence[int] = ()
+        self,
+        segment: Segment,
+        rank: int,
+        ranks: Sequence[int],
+        stage: int,
+        pids: Sequence[int] = (),
+        *,
+        has_boards: bool = True,
     ) -> None:
         self.rank = rank
         self.size = len(ranks)
         self.ranks = tuple(ranks)
         self.local = {r: number for number, r in enumerate(ranks)}
         self.stage = stage
+        self.post_nbytes = post_nbytes(self.size) if has_boards else 0
         self.pids = tuple(pids)
         self.words = segment.words
         self.control_nbytes = LANES * self.size * self.size * PAIR_WORDS * WORD_NBYTES
@@ -219,3 +271,17 @@ class Arena:
         number, offset = (place & ~DIRECT) >> SERIAL_SHIFT, place & (1 << SERIAL_SHIFT) - 1
         octets = self.arrays[number].octets if number else self._octets
         return octets[offset : offset + nbytes]
+
+
+def comes_to(lane: Lane, word: int, count: int, attempts: int, pause: Callable[[int], None]) -> bool:
+    """Wait for a word of shared memory; False when it takes longer than some attempts."""
+    words = lane.arena.words
+    started_s = time.perf_counter()
+    for attempt in range(attempts):
+        for _ in range(LOOKS):
+            if words[word] >= count:
+                lane.arena.seconds_waited += time.perf_counter() - started_s
+                return True
+        pause(attempt)
+    lane.arena.seconds_waited += time.perf_counter() - started_s
+    return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -123,6 +123,16 @@ def silent(function: Callable[..., Any], a: Any, b: Any, out: Any) -> Callable[[
     if function in (np.minimum, np.maximum):  # these want to be given `out` by name, which costs as much
         return partial(silently, function, a, b, out)
     return partial(_silent_run(), function, a, b, out)
+
+
+def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """All of them as one."""
+    return calls[0] if len(calls) == 1 else partial(_each, calls)
+
+
+def _each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def float_blocks(count: int) -> FloatBlocks:

@@ -18,6 +18,7 @@ from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
 from hpcpar.comm import arena, native
 from hpcpar.comm.accounting import Trace, Traffic, TrafficRow
 from hpcpar.comm.arena import Arena
+from hpcpar.comm.board import BoardStep, Posts, board_steps, suits
 from hpcpar.comm.compiled import LANE_TAGS, LARGEST_NBYTES, Lane, LaneGroup, Lanes
 from hpcpar.comm.device_steps import device_steps
 from hpcpar.comm.devices import Devices, lead_caller
@@ -38,7 +39,7 @@ from hpcpar.comm.operation import (
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
 from hpcpar.comm.select import ANY, NATIVE, Table, choose, segments_for
-from hpcpar.comm.shared import AtOnce, Extent, SharedStep, extent, regions_for, shared_steps
+from hpcpar.comm.shared import Extent, SharedStep, extent, regions_for, shared_steps
 from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
@@ -134,6 +135,11 @@ class Call:
     key: Hashable = None
     factor: float = 1.0
 
+    @property
+    def combines(self) -> bool:
+        """Whether elements are combined, so that it matters of which type they are, and how."""
+        return self.collective in ("allreduce", "reduce_scatter", "reduce")
+
     def __str__(self) -> str:
         root = "" if self.root is None else f"root={self.root}"
         algorithm = "" if self.algorithm is None else f"algorithm={self.algorithm}"
@@ -156,6 +162,7 @@ class Recipe:
     group     its lanes; None where it goes through shared memory
     regions   there: into how many the stage is divided
     own       elements of the data that are this rank's share, in a reduce-scatter
+    posts     how it goes over the board; None: it does not
     lent      data that the call only reads and works on in a copy, which is the recipe's own
     is_taken  whether an operation is under way in that copy
     last_used number of the call that used it last
@@ -176,6 +183,7 @@ class Recipe:
         regions: int,
         own: tuple[int, int],
         lent: HostBuffer | None = None,
+        posts: Posts | None = None,
     ) -> None:
         self.collective = collective
         self.op = op
@@ -185,6 +193,7 @@ class Recipe:
         self.regions = regions
         self.own = own
         self.lent = lent
+        self.posts = posts
         self.is_taken = False
         self.address = tuple(buffer.address for buffer in spaces.values())
         self.account = account
@@ -239,6 +248,7 @@ class Recipe:
             self.account,
             self.regions,
             self.own,
+            posts=self.posts,
         )
         other.is_closed = True
         return other
@@ -248,11 +258,15 @@ Seen = dict[int, tuple[Recipe, Hashable, Mark, Mark | None]]
 """By the identity of a tensor: the last call on it, its meaning, and how to tell that it is the same."""
 
 
+AtOnce = Callable[[int, Callable[[int], None]], bool]
+"""A step from `post` to `settle`, given how often to look for what is to come, and what to do in between."""
+
+
 @dataclass(slots=True)
 class Program:
     """What a recipe comes to in one lane of shared memory."""
 
-    steps: Sequence[SharedStep]
+    steps: Sequence[SharedStep | BoardStep]
     at_once: Sequence[AtOnce]
     operation: Operation
 
@@ -508,6 +522,10 @@ class Caller(ABC):
         if work_chunks:
             cut, spaces = _with_work(cut, spaces, work_chunks)
         planned = plan(algorithm, self.rank, self.size, call.root or 0, segments, cut, self._transport.nodes)
+        posts = None
+        if self._is_posted(algorithm, whole, cut, combines=call.combines) and same_everywhere:
+            what = f"{whole.count} {whole.dtype}, op={call.op}" if call.combines else f"{nbytes} bytes"
+            posts = Posts(planned, f"{call.collective} of {what}")
         if kept is not None:
             planned, spaces, delivered = _keeping(kept, call.own, planned, spaces)
         lane: Lane | arena.Lane | None = None
@@ -516,7 +534,7 @@ class Caller(ABC):
         is_long = nbytes >= IN_PART_FROM_NBYTES or not same_everywhere
         if isinstance(whole, DeviceBuffer):
             pass  # each call for itself: what a kernel takes to start hides what could be prepared
-        elif self._is_all_shared or (self._shares_in_part and is_long):
+        elif self._is_all_shared or (self._shares_in_part and is_long and not algorithm.ordered):
             regions = regions_for(algorithm, self.size, call.root or 0, segments, self._transport.nodes)
             lane = self._shared_lane()
         elif self.size > 1 and same_everywhere and nbytes <= LARGEST_NBYTES:
@@ -530,7 +548,7 @@ class Caller(ABC):
         is_small = not is_copied or nbytes <= LARGEST_NBYTES  # its copy would be kept
         if is_lasting and is_small and same_everywhere and call.key is not None:
             recipe = self._remember(
-                call, group, planned, spaces, first, delivered, averaged, regions, is_copied
+                call, group, planned, spaces, first, delivered, averaged, regions, is_copied, posts
             )
         return self._go(
             call.collective,
@@ -542,8 +560,16 @@ class Caller(ABC):
             by=algorithm.name,
             lane=lane,
             regions=regions,
+            posts=posts,
             written=None if first is None or is_same(*first) or not regions else extent(first[0].octets),
         )
+
+    def _is_posted(self, algorithm: Algorithm, whole: HostBuffer, cut: Offsets, *, combines: bool) -> bool:
+        """Whether a call goes over the board. The same on every rank."""
+        if self._arena is None or not self._is_all_shared or isinstance(whole, DeviceBuffer):
+            return False
+        is_short = whole.octets.size <= self._arena.post_nbytes
+        return is_short and suits(algorithm, self.size, cut, whole.itemsize, combines=combines)
 
     def _shared_lane(self) -> arena.Lane | None:
         """The lane of shared memory whose turn it is; None on a rank that is alone on its node."""
@@ -580,6 +606,7 @@ class Caller(ABC):
         averaged: HostBuffer | None,
         regions: int,
         is_copied: bool,
+        posts: Posts | None,
     ) -> Recipe | None:
         """Keep what was worked out for a call that comes a second time: its like need not do it again."""
         if call.key not in self._sighted:
@@ -618,6 +645,7 @@ class Caller(ABC):
             regions,
             call.own,
             first[1].unowned() if is_copied and first is not None and delivered is None else None,
+            posts,
         )
         recipe.last_used = self._calls[0]
         recipe.is_taken = True
@@ -731,7 +759,14 @@ class Caller(ABC):
     def _bind(self, recipe: Recipe, lane: Lane | arena.Lane, number: int, memory: object) -> Operation:
         """A recipe bound to a lane; in shared memory what the lane's first call is bound to is a program."""
         steps = self._bound(
-            recipe.planned, recipe.spaces, recipe.op, lane.tag, lane, recipe.regions, recipe.written
+            recipe.planned,
+            recipe.spaces,
+            recipe.op,
+            lane.tag,
+            lane,
+            recipe.regions,
+            recipe.written,
+            recipe.posts,
         )
         operation = Operation(
             self._transport,
@@ -744,9 +779,9 @@ class Caller(ABC):
             lane=lane,
         )
         if isinstance(lane, arena.Lane) and not recipe.is_closed and recipe.programs[lane.tag] is None:
-            shared = [step for step in steps if isinstance(step, SharedStep)]
+            shared = [step for step in steps if isinstance(step, (SharedStep, BoardStep))]
             self._kept_nbytes[0] += sum(step.nbytes for step in shared)
-            recipe.programs[lane.tag] = Program(shared, [step.quickest() for step in shared], operation)
+            recipe.programs[lane.tag] = Program(shared, [step.at_once for step in shared], operation)
         return operation
 
     def _go(
@@ -764,6 +799,7 @@ class Caller(ABC):
         lane: Lane | arena.Lane | None = None,
         regions: int = 0,
         written: Extent | None = None,
+        posts: Posts | None = None,
         steps: Sequence[BoundStep] | None = None,
         expected_nbytes: int | None = None,
     ) -> Handle:
@@ -799,7 +835,7 @@ class Caller(ABC):
 
         operation = Operation(
             self._transport,
-            self._bound(planned, spaces, op, tag, lane, regions, written) if steps is None else steps,
+            self._bound(planned, spaces, op, tag, lane, regions, written, posts) if steps is None else steps,
             ended,
             what=what,
             number=number,
@@ -820,6 +856,7 @@ class Caller(ABC):
         lane: Lane | arena.Lane | None,
         regions: int = 0,
         written: Extent | None = None,
+        posts: Posts | None = None,
     ) -> Sequence[BoundStep]:
         """The plan's steps on this memory: shared, compiled where it was seen before, or for this call."""
 
@@ -831,6 +868,8 @@ class Caller(ABC):
         def loosely(step: PlannedStep) -> LooseStep:
             return LooseStep(self._transport, step, spaces, op, tag, self._family.scratch)
 
+        if isinstance(lane, arena.Lane) and posts is not None:
+            return board_steps(lane, planned, spaces, op, posts)
         if isinstance(lane, arena.Lane):
             return shared_steps(lane, planned, spaces, op, regions, written, loosely)
         steps = None if lane is None else lane.program(self._transport, planned, spaces, op)

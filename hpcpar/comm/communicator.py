@@ -84,7 +84,8 @@ class Communicator(Objects):
     def share_memory(self, stage_nbytes: int | None = None) -> bool:
         """From now on exchange through shared memory, here and on all that will be split. Collective.
 
-        stage_nbytes   what each rank has in a lane, for trying out; None: what fits the number of ranks
+        stage_nbytes   what each rank has in a lane, for trying out: all messages go through it then; None:
+                       what fits the number of ranks, and short messages go over boards
         returns        whether any ranks of this communicator do: some are on one node, which has room for
                        it; where it has not, a warning has said why, once
         """

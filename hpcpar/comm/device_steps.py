@@ -323,9 +323,10 @@ class DeviceStep:
             yield
         course.received_nbytes += sum(exchange.received_nbytes() for exchange in self._exchanges)
         yield from course.until_read([_extent(spaces, run) for m, _ in aside for run in m.runs])
-        for landings in (aside, [(m, octets) for m, octets in landed if not lands_in_place(m)]):
-            for fold in folds(spaces, landings, self._op):
-                fold()
+        landings = [*aside, *((m, octets) for m, octets in landed if not lands_in_place(m))]
+        landings.sort(key=lambda landing: planned.receives.index(landing[0]))
+        for fold in folds(spaces, landings, self._op):
+            fold()
 
     def _pull(
         self, tickets: Sequence[tuple[Message, Ticket]], leaving: Sequence[Extent]

@@ -41,12 +41,16 @@ Offsets = tuple[tuple[Space, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a step: the peer, what it carries, and whether it is combined on arrival."""
+    """One message of a step: the peer, what it carries, and whether it is combined on arrival.
+
+    own_turn   how many of those that are combined in the same place come before what is there, in the sum
+    """
 
     peer: int
     runs: tuple[Run, ...]
     count: int
     combine: bool = False
+    own_turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,9 @@ def _plan_step(step: Step, edges: dict[Space, tuple[int, ...]]) -> PlannedStep:
         for source, target in zip(copy.chunks, copy.into, strict=True)
     ]
     sends = [Message(send.to, *_runs(send, edges)) for send in step.sends]
-    receives = [Message(r.source, *_runs(r, edges), combine=r.combine) for r in step.receives]
+    receives = [
+        Message(r.source, *_runs(r, edges), combine=r.combine, own_turn=step.own_turn) for r in step.receives
+    ]
     return PlannedStep(
         tuple(copies),
         tuple(message for message in sends if message.count or not message.runs),
@@ -256,8 +262,9 @@ def folds(spaces: Spaces, landed: Sequence[tuple[Message, Octets]], op: str) -> 
 
     Messages of several peers for the same place are folded in together, in one pass over memory.
     """
-    for (runs, combines), alike in groupby(landed, key=lambda landing: (landing[0].runs, landing[0].combine)):
-        pieces = [octets for _, octets in alike]
+    for (runs, combines), group in groupby(landed, key=lambda landing: (landing[0].runs, landing[0].combine)):
+        alike = list(group)
+        pieces, own_turn = [octets for _, octets in alike], alike[0][0].own_turn
         at = 0
         for space, start, stop in runs:
             target = spaces[space].part(start, stop)
@@ -268,7 +275,7 @@ def folds(spaces: Spaces, landed: Sequence[tuple[Message, Octets]], op: str) -> 
             elif len(incoming) == 1:
                 yield prepare_combine(op, target, incoming[0])
             else:
-                yield prepare_fold(op, target, (target, *incoming))
+                yield prepare_fold(op, target, (*incoming[:own_turn], target, *incoming[own_turn:]))
 
 
 def copying(target: Octets, source: Octets) -> Callable[[], None]:

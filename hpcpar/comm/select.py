@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from hpcpar.algorithms.bills import Bill
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.step import Step
+from hpcpar.comm.arena import post_nbytes
 from hpcpar.errors import ConfigError, OperationError
 from hpcpar.units import KiB, MiB, format_nbytes
 
@@ -71,6 +73,10 @@ IN_SHARED_MEMORY: dict[str, Rules] = {
 A piece for several ranks is laid out once, and the pieces of several ranks are summed in one pass.
 """
 
+FEW_RANKS = 16
+"""Up to so many that share memory sum what can be posted (`comm/board.py`) in one step: a look at everybody
+takes them less time than ⌈log₂ n⌉ rounds of waiting."""
+
 IN_SHARED_MEMORY_BY_HALVES: dict[str, Rules] = {
     "allreduce": ((64 * KiB, "recursive_doubling"), (float("inf"), "rabenseifner")),
     "reduce_scatter": ((64 * KiB, "direct"), (float("inf"), "recursive_halving")),
@@ -92,9 +98,20 @@ BUILT_IN_ON_NODES = Table(
 )
 
 
-BUILT_IN_SHARED_MEMORY, BUILT_IN_SHARED_MEMORY_BY_HALVES = (
-    Table("built in, for shared memory", {collective: {ANY: rules} for collective, rules in found.items()})
-    for found in (UP_TO | IN_SHARED_MEMORY, UP_TO | IN_SHARED_MEMORY | IN_SHARED_MEMORY_BY_HALVES)
+@cache
+def built_in_shared_memory(size: int) -> Table:
+    """The rules for so many ranks that all exchange through memory of theirs."""
+    rules = UP_TO | IN_SHARED_MEMORY | (IN_SHARED_MEMORY_BY_HALVES if size & (size - 1) == 0 else {})
+    if size <= FEW_RANKS:
+        rules |= {"allreduce": ((post_nbytes(size), "one_shot"), *rules["allreduce"])}
+    return Table(
+        "built in, for shared memory", {collective: {ANY: found} for collective, found in rules.items()}
+    )
+
+
+BUILT_IN_IN_PLACE = Table(
+    "built in, for memory read in place",
+    {collective: {ANY: rules} for collective, rules in (UP_TO | IN_SHARED_MEMORY).items()},
 )
 
 
@@ -104,14 +121,13 @@ def built_in(nodes: Sequence[int], *, shared_memory: bool = False) -> Table:
     shared_memory   all of them are on one, and exchange through memory that they share
     """
     if shared_memory:
-        is_power_of_two = len(nodes) & (len(nodes) - 1) == 0
-        return BUILT_IN_SHARED_MEMORY_BY_HALVES if is_power_of_two else BUILT_IN_SHARED_MEMORY
+        return built_in_shared_memory(len(nodes))
     return BUILT_IN_ON_NODES if 1 < len(set(nodes)) < len(nodes) else BUILT_IN
 
 
 def built_in_on_device(nodes: Sequence[int], *, all_pull: bool) -> Table:
     """The same for arrays on GPUs: nobody is far away where all ranks read each other's memory in place."""
-    return BUILT_IN_SHARED_MEMORY if all_pull else built_in(nodes)
+    return BUILT_IN_IN_PLACE if all_pull else built_in(nodes)
 
 
 UNEVEN = {"reduce_scatter": "ring", "allgather": "ring", "gather": "binomial", "scatter": "binomial"}

@@ -13,14 +13,14 @@ A step is proved safe when messages that are combined land elsewhere first. Here
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 
 from hpcpar.algorithms.catalogue import Algorithm
 from hpcpar.algorithms.placement import Nodes
-from hpcpar.comm.arena import DIRECT, PLACES, PRIVATE, SLOTS, TAIL, Arena, Hazard, Lane
+from hpcpar.comm.arena import DIRECT, PLACES, PRIVATE, SLOTS, TAIL, Arena, Hazard, Lane, comes_to
+from hpcpar.comm.blocks import in_turn
 from hpcpar.comm.operation import (
     BoundStep,
     Message,
@@ -48,9 +48,6 @@ FRESH_SHARED_FROM_NBYTES, FRESH_PRIVATE_FROM_NBYTES = 256 * KiB, 1 * MiB
 PART_NBYTES = 3000
 PIECE_NBYTES = 600
 """What a step takes in memory for each range that it sends or receives, and for each piece of one."""
-
-LOOKS = 8
-"""At a word between two pauses: a look costs 40 ns."""
 
 PLACES_REMEMBERED = 8
 """Places of one piece for which the folding is remembered; a sender has few for the same message."""
@@ -181,7 +178,7 @@ class _Sending:
         message = Message(-1, runs, sum(stop - start for _, start, stop in runs))
         memory = self._lane.arena.memory(place, self._slot_nbytes)
         return (
-            _all([copying(into, part) for part, into in packing(self._spaces, message, memory)]),
+            in_turn([copying(into, part) for part, into in packing(self._spaces, message, memory)]),
             slot,
             place,
         )
@@ -303,25 +300,25 @@ class _Receiving:
 
     def _prepare(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
         if number >= 0:
-            return _all(self._taking_in(self._cut[number], number, places))
+            return in_turn(self._taking_in(self._cut[number], number, places))
         if any(place & PRIVATE for place in places) and self._message.combine:
             # In pieces, so that what was copied is still in the cache when it is summed.
             by_piece = (self._taking_in(runs, at, places) for at, runs in enumerate(self._cut))
-            return _all([call for calls in by_piece for call in calls])
-        return _all(self._taking_in(self._message.runs, 0, places))
+            return in_turn([call for calls in by_piece for call in calls])
+        return in_turn(self._taking_in(self._message.runs, 0, places))
 
     def _taking_in(
         self, runs: tuple[Run, ...], number: int, places: tuple[int, ...]
     ) -> list[Callable[[], None]]:
         """What brings in piece `number`, which are these runs, or a whole message; called in this order."""
-        arena, combine = self._arena, self._message.combine
+        arena, combine, own_turn = self._arena, self._message.combine, self._message.own_turn
         count = sum(stop - start for _, start, stop in runs)
         nbytes = count * itemsize_of(self._spaces)
         offset = number * self._slot_nbytes
         calls: list[Callable[[], None]] = []
         landed: list[tuple[Message, Octets]] = []
         for at, (source, place) in enumerate(zip(self.sources, places, strict=True)):
-            message = Message(source, runs, count, combine)
+            message = Message(source, runs, count, combine, own_turn)
             if not place & PRIVATE:
                 landed.append((message, arena.memory(place + offset if place & DIRECT else place, nbytes)))
                 continue
@@ -333,13 +330,6 @@ class _Receiving:
             else:
                 calls += reading(arena.pids[source], address, [octets_of(self._spaces, run) for run in runs])
         return [*calls, *folds(self._spaces, landed, self._op)]
-
-
-AtOnce = Callable[[int, Callable[[int], None]], bool]
-"""A step from `post` to `settle`, given how often to look for what is to come, and what to do in between."""
-
-Swap = tuple[Lane, int, _Sending | None, _Receiving | None, int, int]
-"""Lane, peer, what is sent and received, and the words of both heads."""
 
 
 class SharedStep:
@@ -378,8 +368,6 @@ class SharedStep:
         # What `at_once` looks at, without a detour.
         self._outgoing = [(part, part.heads, part.turns) for part in self._sendings]
         self._incoming = [(part, part.heads, part.wholes) for part in self._receivings]
-        self._swap: Swap
-        self._lends = any(sending.place is not None for sending in self._sendings)
         lent = sum(sending.pieces - 1 for sending in self._sendings if sending.place is not None)
         pieces = sum(part.pieces for part in self._parts()) - lent
         self.nbytes = PART_NBYTES * len(self._parts()) + PIECE_NBYTES * pieces
@@ -430,7 +418,7 @@ class SharedStep:
             places: tuple[int, ...] = ()
             for source, head in sources:
                 count = taken[source] + 1
-                if words[head] < count and not _comes_to(lane, head, count, attempts, pause):
+                if words[head] < count and not comes_to(lane, head, count, attempts, pause):
                     return self._goes_on(len(self._sendings), done)
                 places += (words[head + 1 + count % PLACES],)
             fold = wholes.get(places) or receiving.whole(places)
@@ -441,63 +429,11 @@ class SharedStep:
                 count = taken[source] = taken[source] + 1
                 words[head + TAIL] = count
         for tail, count in lent:
-            if words[tail] < count and not _comes_to(lane, tail, count, attempts, pause):
+            if words[tail] < count and not comes_to(lane, tail, count, attempts, pause):
                 return self._goes_on(len(self._sendings), len(self._receivings))
         for fold in self._folds:
             fold()
         return True
-
-    def swap_at_once(self, attempts: int, pause: Callable[[int], None]) -> bool:
-        """`at_once` of two ranks that have a node to themselves and exchange one piece, or send it one way.
-
-        The most common case, and the one whose latency shows; so it is written out, and looks up nothing.
-        """
-        lane, peer, sending, receiving, head_out, head_in = self._swap
-        words, sent, taken = self._words, lane.sent, lane.taken
-        if self._regions != lane.regions:
-            return self.at_once(attempts, pause)
-        if sending is not None:
-            lay_out, slot, place = sending.turns[lane.turn % SLOTS] or sending.turn(lane.turn)
-            count = sent[peer]
-            read = words[head_out + TAIL]
-            for _, needed in lane.hazards[slot]:
-                if read < needed:
-                    return self.at_once(attempts, pause)
-            if read <= count - PLACES:
-                return self.at_once(attempts, pause)
-            for copy in self._copies:
-                copy()
-            lay_out()
-            count += 1
-            words[head_out + 1 + count % PLACES] = place
-            words[head_out] = sent[peer] = count
-            lane.hazards[slot] = ((head_out + TAIL, count),)
-            lane.turn += 1
-        if receiving is not None:
-            count = taken[peer] + 1
-            if words[head_in] < count and not _comes_to(lane, head_in, count, attempts, pause):
-                return self._goes_on(len(self._sendings), 0)
-            places = (words[head_in + 1 + count % PLACES],)
-            fold = receiving.wholes.get(places) or receiving.whole(places)
-            if fold is None:
-                return self._goes_on(len(self._sendings), 0)
-            fold()
-            words[head_in + TAIL] = taken[peer] = count
-        return True
-
-    def quickest(self) -> AtOnce:
-        """What does this step at once."""
-        arena = self._lane.arena
-        is_swap = len(self._sendings) < 2 and len(self._receivings) < 2 and not self._folds
-        is_swap = is_swap and bool(self._sendings or not self._copies)
-        if arena.size != 2 or not is_swap or not self._is_quick or self._lends:
-            return self.at_once
-        peer = 1 - arena.rank
-        sending = self._sendings[0] if self._sendings else None
-        receiving = self._receivings[0] if self._receivings else None
-        heads = self._lane.heads_out[peer], self._lane.heads_in[peer]
-        self._swap = (self._lane, peer, sending, receiving, *heads)
-        return self.swap_at_once
 
     def test(self) -> bool:
         if self._open:
@@ -672,31 +608,8 @@ def _begins(start: int, stop: int, first: int, most: int) -> Iterator[int]:
     yield from range(start + first, stop, most)
 
 
-def _comes_to(lane: Lane, word: int, count: int, attempts: int, pause: Callable[[int], None]) -> bool:
-    """Wait for a word of shared memory; False when it takes longer than some attempts."""
-    words = lane.arena.words
-    started_s = time.perf_counter()
-    for attempt in range(attempts):
-        for _ in range(LOOKS):
-            if words[word] >= count:
-                lane.arena.seconds_waited += time.perf_counter() - started_s
-                return True
-        pause(attempt)
-    lane.arena.seconds_waited += time.perf_counter() - started_s
-    return False
-
-
 def _nothing() -> None:
     """What there is to lay out of a message that is read where it is."""
-
-
-def _all(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    return calls[0] if len(calls) == 1 else partial(_each, calls)
-
-
-def _each(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def shared_steps(

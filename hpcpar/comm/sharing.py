@@ -27,10 +27,12 @@ log = logging.getLogger("hpcpar")
 def open_arena(comm: Communicator, stage: int | None = None) -> tuple[Arena | None, bool]:
     """Memory through which the ranks of each node exchange. Collective.
 
-    stage     bytes of a rank's stage in a lane; None: as fits the number of ranks
+    stage     bytes of a rank's stage in a lane, through which all goes then; None: as fits the number of
+              ranks, and short messages go over boards
     returns   this node's, None where the rank is alone on it; and whether any node has one
     """
     here = ranks_here(comm)
+    has_boards = stage is None
     most = max(Counter(comm.nodes).values())
     stage = max(stage or stage_nbytes(most), least_stage_nbytes(most))
     if len(set(comm.nodes)) == comm.size:
@@ -39,8 +41,9 @@ def open_arena(comm: Communicator, stage: int | None = None) -> tuple[Arena | No
     if not mapped:
         return None, False
     pids = _pids_to_read(comm, here)
-    arena = None if segment is None else Arena(segment, here.index(comm.rank), here, stage, pids)
-    return arena, True
+    if segment is None:
+        return None, True
+    return Arena(segment, here.index(comm.rank), here, stage, pids, has_boards=has_boards), True
 
 
 def allocate(comm: Communicator, arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> Any:

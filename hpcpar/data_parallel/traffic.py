@@ -29,6 +29,7 @@ def allreduce_nbytes(
 
     2(p-1)S                for ring, direct, both kinds of tree, anything on two ranks: no byte twice
     m·log₂m·S + 2(p-m)S    recursive doubling, m the largest power of two up to p
+    p(p-1)S                one-shot: everybody's whole vector to everybody
     2(m-1)S + 2(p-m)S      Rabenseifner
     2(p-N)S + 2(N-1)S      hierarchical on N nodes: within them and between them, so 2(p-1)S again
     2(p-N)S + …            leaders: what recursive doubling sends among N ranks
@@ -50,6 +51,8 @@ def allreduce_nbytes(
             return 2 * (size - 1) * nbytes
         case "recursive_doubling":
             return _doubled(size) * nbytes
+        case "one_shot":
+            return size * (size - 1) * nbytes
         case "rabenseifner":
             return (2 * (members - 1) + folded) * nbytes
         case "leaders":

@@ -112,7 +112,7 @@ class Engine:
         # A tensor, which a communicator knows again a little sooner than an array, and its bytes.
         self._record = torch.zeros(RECORD_NBYTES, dtype=torch.uint8)
         self._record_bytes = self._record.numpy().data
-        self._round_algorithm = "direct" if self.size <= EXACT_SIZE else "recursive_doubling"
+        self._round_algorithm = "one_shot" if self.size <= EXACT_SIZE else "recursive_doubling"
         self._round: Generator[Handle, None, list[Ready]] | None = None
         self._round_handle: Handle | None = None
         self._next_round_s = 0.0

@@ -7,11 +7,12 @@ import operator
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import pytest
 
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
-from hpcpar.algorithms.step import Step
+from hpcpar.algorithms.step import Space, Step
 from hpcpar.errors import OperationError
 
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
@@ -56,15 +57,18 @@ def execute(
                 needed[receive.source] += 1
             if any(len(wire[source, rank]) < messages for source, messages in needed.items()):
                 continue
+            summands: dict[tuple[Space, int], list[Chunk]] = defaultdict(list)
             for receive in step.receives:
                 arrived = wire[receive.source, rank].popleft()
                 for chunk, values in zip(receive.chunks, arrived, strict=True):
-                    held = memory[receive.space][chunk]
-                    assert len(values) == len(held) or receive.space == "work"
-                    combined = (
-                        [op(a, b) for a, b in zip(held, values, strict=True)] if receive.combine else values
-                    )
-                    memory[receive.space][chunk] = combined
+                    assert len(values) == len(memory[receive.space][chunk]) or receive.space == "work"
+                    if receive.combine:
+                        summands[receive.space, chunk].append(values)
+                    else:
+                        memory[receive.space][chunk] = values
+            for (space, chunk), chunks in summands.items():
+                chunks.insert(step.own_turn, memory[space][chunk])
+                memory[space][chunk] = [reduce(op, numbers) for numbers in zip(*chunks, strict=True)]
             at[rank] += 1
             moved = True
         assert moved, "the ranks wait for each other"

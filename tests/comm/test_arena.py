@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
+
 import numpy as np
 import pytest
 
@@ -9,11 +11,15 @@ from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.comm.arena import (
     ALIGNED,
     ARENA_NBYTES,
+    BOARD_PLACES,
+    BOARDS_NBYTES,
     DIRECT,
     LANES,
+    LARGEST_POST_NBYTES,
     LARGEST_STAGE_NBYTES,
     PAIR_WORDS,
     PLACES,
+    POST_HEAD_NBYTES,
     PRIVATE,
     SERIAL_SHIFT,
     SLOTS,
@@ -22,6 +28,7 @@ from hpcpar.comm.arena import (
     Arena,
     arena_nbytes,
     least_stage_nbytes,
+    post_nbytes,
     stage_nbytes,
 )
 from hpcpar.comm.shared import regions_for
@@ -83,7 +90,41 @@ def test_every_word_and_every_stage_has_one_writer_and_all_are_inside(size, aren
     assert min(words) >= 0
     assert max(words) * WORD_NBYTES < min(stages)
     assert sorted(stages) == [min(stages) + number * STAGE for number in range(LANES * size)]
-    assert max(stages) + STAGE == arena_nbytes(size, STAGE)
+    assert max(stages) + STAGE < arena_nbytes(size, STAGE)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_rank_has_places_of_its_own_on_each_board_behind_the_stages(size, arenas):
+    posts = []
+    for arena in arenas(size):
+        for lane in arena.lanes:
+            for number in range(BOARD_PLACES):
+                word = lane.post_word(number, arena.rank) * WORD_NBYTES
+                octets = lane.post(number, arena.rank, 0, arena.post_nbytes)
+                assert word % ALIGNED == 0
+                assert octets.size == arena.post_nbytes
+                posts.append((word, word + POST_HEAD_NBYTES + arena.post_nbytes))
+    posts.sort()
+    last_stage = max(lane.slot_place(0, STAGE) for arena in arenas(size) for lane in arena.lanes)
+    assert posts[0][0] >= last_stage + STAGE
+    assert posts[-1][1] <= arena_nbytes(size, STAGE)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(posts))
+
+
+def test_what_one_rank_posts_is_what_the_others_read(arenas):
+    every = arenas(3)
+    for writer in every:
+        for number in range(BOARD_PLACES):
+            writer.lanes[1].post(number, writer.rank, 0, 8)[:] = 10 * number + writer.rank
+    for reader, rank, number in product(every, range(3), range(BOARD_PLACES)):
+        octets = reader.lanes[1].post(number + BOARD_PLACES, rank, 4, 8)
+        assert octets.tolist() == [10 * number + rank] * 4
+
+
+def test_many_ranks_have_shorter_posts():
+    assert post_nbytes(2) == post_nbytes(8) == LARGEST_POST_NBYTES
+    assert LANES * BOARD_PLACES * 128 * post_nbytes(128) <= BOARDS_NBYTES
+    assert post_nbytes(128) >= 1024
 
 
 def test_what_one_rank_sends_with_is_what_the_other_receives_with(arenas):

@@ -8,7 +8,6 @@ from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.comm.select import (
     ANY,
     BUILT_IN,
-    BUILT_IN_SHARED_MEMORY,
     IN_SHARED_MEMORY,
     NATIVES,
     UNEVEN,
@@ -144,12 +143,18 @@ def test_ranks_all_on_one_node_or_each_on_its_own_have_the_flat_rules(nodes):
 
 
 def test_ranks_that_share_memory_speak_to_each_other_directly():
-    table = built_in((0, 0, 0), shared_memory=True)
-    assert table is BUILT_IN_SHARED_MEMORY
+    table = built_in((0,) * 17, shared_memory=True)
     assert table.name("allreduce", 8) == "recursive_doubling"
     assert table.name("allreduce", 2**20) == table.name("alltoall", 8) == "direct"
     assert table.name("barrier", 0) == BUILT_IN.name("barrier", 0)
     assert chosen("allgather", 8, table=table, overrides={"allgather": "ring"}) == "ring"
+
+
+@pytest.mark.parametrize(("size", "then"), [(3, "direct"), (4, "rabenseifner"), (16, "rabenseifner")])
+def test_a_few_ranks_that_share_memory_sum_short_arrays_in_one_step(size, then):
+    table = built_in((0,) * size, shared_memory=True)
+    assert table.name("allreduce", 8) == table.name("allreduce", 32 * 1024) == "one_shot"
+    assert table.name("allreduce", 2**20) == then
 
 
 def test_overrides_are_read_from_text():

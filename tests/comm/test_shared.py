@@ -27,6 +27,7 @@ TIMES = 10
 """A call is remembered at the first time, and bound to the last of the four lanes at the fifth."""
 
 FEW_STAGES = {"shared_memory": True, "stage_nbytes": 8192, "check": False}
+WITH_BOARDS = {"shared_memory": True, "check": False}
 
 
 @pytest.fixture
@@ -124,10 +125,11 @@ def remembered_on(comm, kind, count, times=TIMES):
 
 @pytest.mark.parametrize("count", [5, 2000, 12_000])
 @pytest.mark.parametrize(("kind", "size"), [*product(KINDS, [3]), *product(["torch", "mixed"], [2, 4])])
+@pytest.mark.parametrize("options", [FEW_STAGES, WITH_BOARDS], ids=["stages", "boards"])
 def test_remembered_calls_are_right_in_one_piece_in_several_and_read_where_they_lie(
-    kind, count, size, quick_looks, assert_true
+    kind, count, size, options, quick_looks, assert_true
 ):
-    for checks in run_loopback(size, lambda comm: remembered_on(comm, kind, count), **FEW_STAGES):
+    for checks in run_loopback(size, lambda comm: remembered_on(comm, kind, count), **options):
         assert_true(checks)
 
 
@@ -645,9 +647,12 @@ def played(comm, seed, calls):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_programs_equal_the_serial_computation(seed, size, private_from, quick_looks, assert_true):
+@pytest.mark.parametrize("stage_nbytes", [1024, None])
+def test_random_programs_equal_the_serial_computation(
+    seed, size, stage_nbytes, private_from, quick_looks, assert_true
+):
     private_from(6000)
-    options = {"shared_memory": True, "stage_nbytes": 1024, "check": False}
+    options = {"shared_memory": True, "stage_nbytes": stage_nbytes, "check": False}
     for checks in run_loopback(size, lambda comm: played(comm, seed, 200), **options):
         assert_true(checks)
 
@@ -736,13 +741,13 @@ def test_what_was_counted_stays_when_a_call_is_no_longer_remembered(sharing):
 # Ranks that never come.
 
 
-def stalled(size, function, timeout_s=1.0):
+def stalled(size, function, timeout_s=1.0, stage_nbytes=None):
     """Call `function(comm)` on all ranks but the last, which never comes; the stall of each, by rank."""
     release, told = threading.Event(), {}
 
     def work(transport):
         comm = Communicator.over(transport, timeout_s=timeout_s)
-        comm.share_memory()
+        comm.share_memory(stage_nbytes)
         if comm.rank == size - 1:
             release.wait(30)
             return
@@ -792,6 +797,18 @@ def test_a_rank_that_has_not_read_what_lies_in_the_way_is_named():
             comm.start_scatter(np.ones(3), out=np.empty(1), algorithm="direct")
         for _ in range(LANES):
             comm.broadcast(np.ones(1), algorithm="ring")
+
+    told = stalled(3, work, stage_nbytes=1024)
+    assert "rank 0 waits in broadcast" in told[0]
+    assert f"for rank 2; {SILENT}" in told[0]
+
+
+def test_a_rank_that_has_not_read_what_was_posted_is_named():
+    """Ranks run ahead of each other by a few calls only: what was posted is not written over unread."""
+
+    def work(comm):
+        for _ in range(100 * LANES):
+            comm.broadcast(np.ones(1), algorithm="direct")
 
     told = stalled(3, work)
     assert "rank 0 waits in broadcast" in told[0]

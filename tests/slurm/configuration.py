@@ -19,7 +19,7 @@ PMIX = Path("/usr/lib") / f"{os.uname().machine}-linux-gnu" / "pmix2" / "lib"
 # sched/backfill          sched/builtin refuses heterogeneous jobs
 # KillWait                seconds from TERM to KILL
 # OverTimeLimit           time limits are looked at every 30 s, whatever we set
-# no SrunPortRange        the threads of one srun begin at the same port of it, and fail if two bind it at once
+# no SrunPortRange        threads of one srun begin at the same port of it; two that bind it at once fail
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=head(127.0.0.1)
