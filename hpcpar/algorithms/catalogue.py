@@ -42,7 +42,8 @@ class Algorithm:
     work_chunks  size -> chunks of the work space, each as large as an input chunk
     estimated    the bill is not exact for every size; all others are
     placed       the steps depend on which ranks share a node
-    ordered      what is combined in a step is so in the order of the ranks, and has to be there first
+    ordered      what is combined in a step is so in the order of the ranks, and has to be there first: of
+                 every other rank, in memory of its own but where it is read in place
     """
 
     collective: str

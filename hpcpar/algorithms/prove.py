@@ -238,7 +238,7 @@ class _Interpreter:
             receive = step.receives[position - len(step.sends)]
             for chunk, value in zip(receive.chunks, me.arrived[position], strict=True):
                 place = receive.space, chunk
-                if receive.combine and turn < step.own_turn:
+                if receive.combine and turn < (step.own_turn or 0):
                     if place in earlier:
                         value = self._combined(me, receive, chunk, earlier[place][1], value)
                     earlier[place] = receive, value

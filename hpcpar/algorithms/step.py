@@ -13,7 +13,7 @@ The rules that the executor follows and that `prove` holds every schedule to:
     them are complete; a send may block until its receive is posted (nothing is buffered);
 3.  a receive with `combine` lands in scratch; after every send of the step is complete, its chunks
     become the sum of what they hold and of what has come, in the order in which the step lists its
-    receives: what they hold first, or after `own_turn` of them;
+    receives; what they hold comes first, or after `own_turn` of them;
 4.  a receive without `combine` lands in place, so its chunks must not be sent in the same step.
 
 The k-th message from a to b meets the k-th receive that b posts from a.
@@ -61,13 +61,14 @@ class Copy:
 class Step:
     """One exchange of one rank: local copies, then all sends and receives at once.
 
-    own_turn   how many of the receives come before what the rank itself holds, in sums
+    own_turn   how many of the receives come before what the rank itself holds, in sums; None: what it holds
+               is first, and the sum of two may be formed either way
     """
 
     sends: tuple[Send, ...] = ()
     receives: tuple[Receive, ...] = ()
     copies: tuple[Copy, ...] = ()
-    own_turn: int = 0
+    own_turn: int | None = None
 
 
 Steps = Iterator[Step]

@@ -55,6 +55,9 @@ AHEAD = "prepared"
 
 Say = Callable[[str], None]
 
+ORDERED_NBYTES = 64 * MiB
+"""What an algorithm that sums in order may take in memory of every rank, to be tried."""
+
 PEERS = ("mpi", "mpi_nonblocking", "mpi_persistent", "gloo", "horovod")
 """What candidates of `hpcpar.bench.peers` are called, which starts MPI."""
 
@@ -130,6 +133,8 @@ def ours(case: Case, comm: Communicator, b: Buffers, place: Place) -> list[Candi
         found.append(_ours(case, comm, b, place, None, ahead=True))
     on_two_levels = 1 < len(set(comm.nodes)) < comm.size
     for name, algorithm in ALGORITHMS[case.collective].items():
+        if algorithm.ordered and (comm.size - 1) * case.nbytes > ORDERED_NBYTES:
+            continue
         if on_two_levels or not algorithm.placed:  # on one level these are others under another name
             found.append(_ours(case, comm, b, place, name))
     if runs_native(case, comm):

@@ -94,9 +94,9 @@ def _place_nbytes(local_size: int) -> int:
     return -(-(POST_HEAD_NBYTES + post_nbytes(local_size)) // ALIGNED) * ALIGNED
 
 
-def arena_nbytes(local_size: int, stage: int) -> int:
+def arena_nbytes(local_size: int, stage: int, *, has_boards: bool = True) -> int:
     """Bytes of the whole arena."""
-    boards = BOARD_PLACES * _place_nbytes(local_size)
+    boards = BOARD_PLACES * _place_nbytes(local_size) if has_boards else 0
     return LANES * local_size * (local_size * PAIR_WORDS * WORD_NBYTES + stage + boards)
 
 

@@ -48,8 +48,8 @@ AHEAD = BOARD_PLACES - 2
 
 CODE_BITS = 24
 
-STEP_NBYTES = 3000
-MESSAGE_NBYTES = 2000
+STEP_NBYTES = 5000
+MESSAGE_NBYTES = 4000
 """What a step takes in memory by itself, and for each message that it receives."""
 
 Calls = Sequence[Callable[[], None]]
@@ -111,21 +111,32 @@ class BoardStep:
         self._sources = tuple(lane.arena.local[message.peer] for message in planned.receives)
         self._others = tuple(number for number in range(lane.arena.size) if number != lane.arena.rank)
         self._hears_all = len(self._sources) == len(self._others)
-        self._turns = [self._turn(number, planned, images, spaces, op) for number in range(BOARD_PLACES)]
+        self._bound = planned, images, spaces, op
+        self._turns: list[Turn | None] = [None] * BOARD_PLACES
         self._is_posted = False
         self.nbytes = STEP_NBYTES + MESSAGE_NBYTES * len(self._sources)
 
-    def _turn(
-        self, number: int, planned: PlannedStep, images: Sequence[Run], spaces: Spaces, op: str
-    ) -> Turn:
+    def _turn(self, number: int) -> Turn:
         """All for calls with this number, modulo places."""
-        lane, rank, itemsize = self._lane, self._lane.arena.rank, itemsize_of(spaces)
+        turn = self._turns[number % BOARD_PLACES]
+        if turn is None:
+            turn = self._turns[number % BOARD_PLACES] = self._bind(number)
+        return turn
+
+    def _bind(self, number: int) -> Turn:
+        lane, rank = self._lane, self._lane.arena.rank
+        planned, images, spaces, op = self._bound
+        itemsize = itemsize_of(spaces)
         lay_out = [copying(octets_of(spaces, t), octets_of(spaces, s)) for s, t in planned.copies]
         sent = sorted({run for message in planned.sends for run in message.runs})
+        held = None
         if sent:  # in one piece: between these lies at most what this rank keeps
             space, start, stop = sent[0][0], sent[0][1], sent[-1][2]
             post = lane.post(number, rank, start * itemsize, stop * itemsize)
             lay_out.append(copying(post, octets_of(spaces, (space, start, stop))))
+            held = (
+                post if all(message.runs == ((space, start, stop),) for message in planned.receives) else None
+            )
         landed = [
             (message, lane.post(number, source, start * itemsize, stop * itemsize))
             for message, source, (_, start, stop) in zip(planned.receives, self._sources, images, strict=True)
@@ -134,7 +145,7 @@ class BoardStep:
             lane.post_word(number, rank),
             lay_out,
             [lane.post_word(number, source) for source in self._sources],
-            list(folds(spaces, landed, op)),
+            list(folds(spaces, landed, op, held)),
             [lane.post_word(number - 1 - AHEAD, other) for other in self._others],
         )
 
@@ -146,7 +157,7 @@ class BoardStep:
         lane, words = self._lane, self._words
         last = lane.posted
         number = last + 1
-        own, lay_out, heard, take_in, others = self._turns[number % BOARD_PLACES]
+        own, lay_out, heard, take_in, others = self._turns[number % BOARD_PLACES] or self._turn(number)
         if lane.all_posted < last - AHEAD:
             least = last - AHEAD << CODE_BITS
             for word in others:
@@ -177,7 +188,7 @@ class BoardStep:
     def test(self) -> bool:
         lane, words = self._lane, self._words
         if not self._is_posted:
-            own, lay_out, _, _, others = self._turns[(lane.posted + 1) % BOARD_PLACES]
+            own, lay_out, _, _, others = self._turn(lane.posted + 1)
             least = lane.posted - AHEAD
             if lane.all_posted < least and any(words[word] >> CODE_BITS < least for word in others):
                 return False
@@ -186,7 +197,7 @@ class BoardStep:
             lane.posted += 1
             words[own] = lane.posted << CODE_BITS | self._code
             self._is_posted = True
-        _, _, heard, _, _ = self._turns[lane.posted % BOARD_PLACES]
+        _, _, heard, _, _ = self._turn(lane.posted)
         for source, word in zip(self._sources, heard, strict=True):
             number, code = divmod(words[word], 1 << CODE_BITS)
             if number < lane.posted:
@@ -197,7 +208,7 @@ class BoardStep:
 
     def settle(self) -> None:
         lane = self._lane
-        _, _, _, take_in, _ = self._turns[lane.posted % BOARD_PLACES]
+        _, _, _, take_in, _ = self._turn(lane.posted)
         for call in take_in:
             call()
         if self._hears_all:
@@ -216,8 +227,9 @@ class BoardStep:
     def _misunderstanding(self, source: int) -> MismatchError:
         rank = self._lane.arena.ranks[source]
         return MismatchError(
-            f"rank {rank} does something else in the same call, or with another number or type of elements; "
-            f"this rank does {self._what}. HPCPAR_CHECK=1 tells what each rank asks for"
+            f"rank {rank} does something else in the same call, or with another number or type of elements, "
+            f"from another root or by another algorithm; this rank does {self._what}. HPCPAR_CHECK=1 tells "
+            f"what each rank asks for"
         )
 
 

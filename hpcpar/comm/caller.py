@@ -525,7 +525,8 @@ class Caller(ABC):
         posts = None
         if self._is_posted(algorithm, whole, cut, combines=call.combines) and same_everywhere:
             what = f"{whole.count} {whole.dtype}, op={call.op}" if call.combines else f"{nbytes} bytes"
-            posts = Posts(planned, f"{call.collective} of {what}")
+            root = "" if call.root is None else f", root={call.root}"
+            posts = Posts(planned, f"{call.collective} of {what}{root}, by {algorithm.name}")
         if kept is not None:
             planned, spaces, delivered = _keeping(kept, call.own, planned, spaces)
         lane: Lane | arena.Lane | None = None

@@ -43,14 +43,15 @@ Offsets = tuple[tuple[Space, tuple[int, ...]], ...]
 class Message:
     """One message of a step: the peer, what it carries, and whether it is combined on arrival.
 
-    own_turn   how many of those that are combined in the same place come before what is there, in the sum
+    own_turn   how many of those that are combined in the same place come before what is there, in the sum;
+               None: it is first, and the sum of two may be formed either way
     """
 
     peer: int
     runs: tuple[Run, ...]
     count: int
     combine: bool = False
-    own_turn: int = 0
+    own_turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +258,14 @@ def lands_in_place(message: Message) -> bool:
     return not message.combine and len(message.runs) == 1
 
 
-def folds(spaces: Spaces, landed: Sequence[tuple[Message, Octets]], op: str) -> Iterator[Callable[[], None]]:
+def folds(
+    spaces: Spaces, landed: Sequence[tuple[Message, Octets]], op: str, held: Octets | None = None
+) -> Iterator[Callable[[], None]]:
     """What is to be done with messages that landed elsewhere, in the order of their receives.
 
     Messages of several peers for the same place are folded in together, in one pass over memory.
+
+    held   a copy of what is there that will not change meanwhile, for sums in which it is not the first
     """
     for (runs, combines), group in groupby(landed, key=lambda landing: (landing[0].runs, landing[0].combine)):
         alike = list(group)
@@ -269,13 +274,16 @@ def folds(spaces: Spaces, landed: Sequence[tuple[Message, Octets]], op: str) -> 
         for space, start, stop in runs:
             target = spaces[space].part(start, stop)
             incoming = [target.like(octets[at : at + target.octets.size]) for octets in pieces]
+            own = target if held is None else target.like(held[at : at + target.octets.size])
             at += target.octets.size
             if not combines:
                 yield copying(target.octets, incoming[-1].octets)
+            elif own_turn is not None:
+                yield prepare_fold(op, target, (*incoming[:own_turn], own, *incoming[own_turn:]))
             elif len(incoming) == 1:
                 yield prepare_combine(op, target, incoming[0])
             else:
-                yield prepare_fold(op, target, (*incoming[:own_turn], target, *incoming[own_turn:]))
+                yield prepare_fold(op, target, (target, *incoming))
 
 
 def copying(target: Octets, source: Octets) -> Callable[[], None]:

@@ -102,6 +102,8 @@ BUILT_IN_ON_NODES = Table(
 def built_in_shared_memory(size: int) -> Table:
     """The rules for so many ranks that all exchange through memory of theirs."""
     rules = UP_TO | IN_SHARED_MEMORY | (IN_SHARED_MEMORY_BY_HALVES if size & (size - 1) == 0 else {})
+    # A root that sums alone what is longer keeps all others waiting.
+    rules |= {"reduce": ((post_nbytes(size), "direct"), (float("inf"), "binomial"))}
     if size <= FEW_RANKS:
         rules |= {"allreduce": ((post_nbytes(size), "one_shot"), *rules["allreduce"])}
     return Table(

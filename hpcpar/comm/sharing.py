@@ -32,12 +32,12 @@ def open_arena(comm: Communicator, stage: int | None = None) -> tuple[Arena | No
     returns   this node's, None where the rank is alone on it; and whether any node has one
     """
     here = ranks_here(comm)
-    has_boards = stage is None
+    has_boards = stage is None and len(here) == comm.size
     most = max(Counter(comm.nodes).values())
     stage = max(stage or stage_nbytes(most), least_stage_nbytes(most))
     if len(set(comm.nodes)) == comm.size:
         return None, False
-    segment, mapped = _map_together(comm, arena_nbytes(len(here), stage))
+    segment, mapped = _map_together(comm, arena_nbytes(len(here), stage, has_boards=has_boards))
     if not mapped:
         return None, False
     pids = _pids_to_read(comm, here)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from functools import reduce
+from itertools import product
 
 import numpy as np
 import pytest
@@ -199,6 +201,63 @@ def test_other_lengths_or_types_of_short_arrays_are_an_error_on_every_rank(
     assert told in results[1][0]
     assert "HPCPAR_CHECK=1" in results[0][0]
     assert all(result[1:] == (True, [size] * 2) for result in results)
+
+
+def test_other_roots_and_other_algorithms_are_an_error_on_every_rank_that_reads(quick_looks):
+    def work(comm):
+        told = []
+        for call in (
+            lambda: comm.reduce(np.ones(2), root=min(comm.rank, 1), algorithm="direct"),
+            lambda: comm.allreduce(np.ones(6), algorithm="direct" if comm.rank else "one_shot"),
+        ):
+            try:
+                call()
+            except MismatchError as error:
+                told.append(str(error))
+            comm.barrier()
+        return told, comm.allreduce(np.ones(3)).tolist()
+
+    results = run_loopback(3, work, **SHARED)
+    assert [len(told) for told, _ in results] == [2, 2, 1]
+    assert "reduce of 2 float64, op=sum, root=1, by direct" in results[1][0][0]
+    assert "by one_shot" in results[0][0][1]
+    assert all(total == [3] * 3 for _, total in results)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("sharing", [{}, SHARED, {**SHARED, "stage_nbytes": 1024}])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_one_shot_takes_the_first_of_equal_numbers_on_every_rank(dtype, sharing, size, quick_looks):
+    """Which of 0 and -0 is the smaller one is said by their order alone; so are the bits of a NaN."""
+
+    def work(comm):
+        found = []
+        for count, op in product((1, 33, 100), ("min", "max")):
+            data = np.full(count, -0.0 if comm.rank % 2 else 0.0, dtype=dtype)
+            found.append(comm.allreduce(data, op, algorithm="one_shot").tobytes())
+        return found
+
+    results = run_loopback(size, work, **sharing)
+    assert all(found == results[0] for found in results)
+
+
+def test_what_is_remembered_of_short_sums_takes_little_memory(quick_looks):
+    """Partial sums lie in the result, as what the rank itself holds is summed from its post."""
+
+    def work(comm):
+        data = np.ones(2000)
+        for _ in range(2 * LANES * BOARD_PLACES):
+            comm.allreduce(data, "max")
+        tracemalloc.start()
+        arrays = [np.ones(2000) for _ in range(20)]
+        before, _ = tracemalloc.get_traced_memory()
+        for array in arrays:
+            for _ in range(2 * LANES * BOARD_PLACES):
+                comm.allreduce(array, "max")
+        after, _ = tracemalloc.get_traced_memory()
+        return after - before
+
+    assert max(run_loopback(3, work, **SHARED)) < 3 * 20 * 100_000
 
 
 def test_bytes_that_are_only_moved_may_be_of_another_type(quick_looks):

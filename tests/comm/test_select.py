@@ -146,6 +146,7 @@ def test_ranks_that_share_memory_speak_to_each_other_directly():
     table = built_in((0,) * 17, shared_memory=True)
     assert table.name("allreduce", 8) == "recursive_doubling"
     assert table.name("allreduce", 2**20) == table.name("alltoall", 8) == "direct"
+    assert (table.name("reduce", 64), table.name("reduce", 2**20)) == ("direct", "binomial")
     assert table.name("barrier", 0) == BUILT_IN.name("barrier", 0)
     assert chosen("allgather", 8, table=table, overrides={"allgather": "ring"}) == "ring"
 
