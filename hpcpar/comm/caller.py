@@ -46,7 +46,7 @@ from hpcpar.comm.watch import Watch
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
 from hpcpar.transport.device_memory import DeviceBuffer, Queue, bind_device, is_on_device
-from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
+from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Octets, Transport
 from hpcpar.units import KiB, MiB
 
 MOST_SIGHTED = 512
@@ -54,6 +54,9 @@ MOST_SIGHTED = 512
 MOST_RECIPES = 512
 KEPT_NBYTES = 32 * MiB
 """What the remembered calls of a communicator take in shared memory, roughly; then all are forgotten."""
+BORROWED_NBYTES = 4 * MiB
+"""Up to so much a copy of what a call may not change is had from memory that is kept: new pages cost as much
+as copying."""
 CALLS_REMEMBERED = 2048
 """After so many others a call is forgotten: its arrays are most likely gone."""
 CALLS_BETWEEN_SWEEPS = 256
@@ -497,6 +500,7 @@ class Caller(ABC):
         if prepare is not None:
             prepare()
         delivered: tuple[HostBuffer, HostBuffer] | None = None
+        borrowed: Octets | None = None
         recipe: Recipe | None = None
 
         def on_done() -> None:
@@ -504,6 +508,8 @@ class Caller(ABC):
                 recipe.is_taken = False
             if delivered is not None:
                 fill(*delivered)
+            if borrowed is not None:
+                self._family.scratch.give_back(borrowed)
             if averaged is not None:
                 finish(call.op, averaged, self.size, call.factor)
             if write_back is not None:
@@ -511,7 +517,7 @@ class Caller(ABC):
 
         if algorithm.name == NATIVE:
             if kept is not None:
-                spaces, delivered = _apart(kept, call.own, spaces)
+                spaces, delivered, borrowed = _apart(kept, call.own, spaces, None)
             return self._start_native(call, spaces, offsets, result, on_done, even=not uneven)
         segments = segments_for(algorithm, nbytes)
         if offsets is not None and segments > 1:
@@ -528,7 +534,9 @@ class Caller(ABC):
             root = "" if call.root is None else f", root={call.root}"
             posts = Posts(planned, f"{call.collective} of {what}{root}, by {algorithm.name}")
         if kept is not None:
-            planned, spaces, delivered = _keeping(kept, call.own, planned, spaces)
+            # Shorter copies are kept with what is remembered of the call, longer ones are not worth keeping.
+            scratch = self._family.scratch if LARGEST_NBYTES < nbytes <= BORROWED_NBYTES else None
+            planned, spaces, delivered, borrowed = _keeping(kept, call.own, planned, spaces, scratch)
         lane: Lane | arena.Lane | None = None
         group, regions = None, 0
         # Where ranks have other sizes than their peers, they could not choose alike by them.
@@ -933,11 +941,11 @@ def _then(one: Callable[[], None] | None, other: Callable[[], None] | None) -> C
 
 
 def _keeping(
-    kept: Kept, own: tuple[int, int], planned: Plan, spaces: Spaces
-) -> tuple[Plan, Spaces, tuple[HostBuffer, HostBuffer] | None]:
-    """A plan and memory with which the data stay as they are, and a copy for the end, if it takes one."""
+    kept: Kept, own: tuple[int, int], planned: Plan, spaces: Spaces, scratch: ScratchPool | None
+) -> tuple[Plan, Spaces, tuple[HostBuffer, HostBuffer] | None, Octets | None]:
+    """A plan and memory with which the data stay as they are, and what `_apart` says, if it takes a copy."""
     if not planned.received:
-        return planned, spaces, None
+        return planned, spaces, None, None
     data, target = spaces["data"], kept.target
     elsewhere = None if target is None else redirected(planned, ("data", *own), "output")
     if (
@@ -945,16 +953,26 @@ def _keeping(
         and elsewhere is not None
         and (not overlap(target, data) or is_same(target, data.part(*own)))
     ):
-        return elsewhere, {**spaces, "output": target}, None
-    return planned, *_apart(kept, own, spaces)
+        return elsewhere, {**spaces, "output": target}, None, None
+    return planned, *_apart(kept, own, spaces, scratch)
 
 
 def _apart(
-    kept: Kept, own: tuple[int, int], spaces: Spaces
-) -> tuple[Spaces, tuple[HostBuffer, HostBuffer] | None]:
-    """A copy of the data to work in, and what is to be copied out of it at the end."""
-    copied = spaces["data"].copy()
-    return {**spaces, "data": copied}, None if kept.target is None else (kept.target, copied.part(*own))
+    kept: Kept, own: tuple[int, int], spaces: Spaces, scratch: ScratchPool | None
+) -> tuple[Spaces, tuple[HostBuffer, HostBuffer] | None, Octets | None]:
+    """A copy of the data to work in, what is to be copied out of it at the end, and what was borrowed for it.
+
+    scratch   from which to borrow it; None: it is to be memory of its own
+    """
+    data, borrowed = spaces["data"], None
+    if scratch is None or isinstance(data, DeviceBuffer):
+        copied = data.copy()
+    else:
+        borrowed = scratch.take(data.octets.size)
+        copied = data.like(borrowed[: data.octets.size])
+        fill(copied, data)
+    delivered = None if kept.target is None else (kept.target, copied.part(*own))
+    return {**spaces, "data": copied}, delivered, borrowed
 
 
 def overlap(a: HostBuffer, b: HostBuffer) -> bool:
