@@ -37,7 +37,8 @@ from hpcpar.errors import MismatchError
 from hpcpar.transport.interface import Exchange
 from hpcpar.units import KiB
 
-DIRECT = ("direct", "one_shot")
+EXCHANGES = ("direct", "one_shot")
+"""Algorithms in which everybody sends to everybody at once."""
 
 MOVED_NBYTES = 16 * KiB
 """Longer messages that are only moved are sooner copied once by the kernel than twice. What is summed is read
@@ -65,7 +66,7 @@ def suits(algorithm: Algorithm, size: int, cut: Offsets, itemsize: int, *, combi
     cut        where the chunks start, in elements
     combines   the call is a reduction
     """
-    if algorithm.name not in DIRECT and (algorithm.name, size) != ("recursive_doubling", 2):
+    if algorithm.name not in EXCHANGES and (algorithm.name, size) != ("recursive_doubling", 2):
         return False
     counts = [stop - start for _, edges in cut for start, stop in pairwise(edges)]
     return min(counts) > 0 and (combines or max(counts) * itemsize <= MOVED_NBYTES)

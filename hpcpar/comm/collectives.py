@@ -4,6 +4,8 @@
 *   Without `out` the work is done in place where the input is as large as the result; with `out` the
     input is left as it was.
 *   Arrays that are not contiguous, and device arrays, are copied to host memory and the result back.
+*   Ranks of one node whose short arrays differ in length or type get a MismatchError, if they read each
+    other's; for all others, and to be told what each asked for, there is checked mode (`HPCPAR_CHECK=1`).
 *   The order of summation depends on the algorithm and on the number of ranks alone, and all ranks
     end with identical bits.
 *   `start_x(...)` returns a `Handle` at once; `x(...)` is `start_x(...).wait()`. All ranks must start

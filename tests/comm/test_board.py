@@ -248,7 +248,6 @@ def test_what_is_remembered_of_short_sums_takes_little_memory(quick_looks):
         data = np.ones(2000)
         for _ in range(2 * LANES * BOARD_PLACES):
             comm.allreduce(data, "max")
-        tracemalloc.start()
         arrays = [np.ones(2000) for _ in range(20)]
         before, _ = tracemalloc.get_traced_memory()
         for array in arrays:
@@ -257,7 +256,11 @@ def test_what_is_remembered_of_short_sums_takes_little_memory(quick_looks):
         after, _ = tracemalloc.get_traced_memory()
         return after - before
 
-    assert max(run_loopback(3, work, **SHARED)) < 3 * 20 * 100_000
+    tracemalloc.start()
+    try:
+        assert max(run_loopback(3, work, **SHARED)) < 3 * 20 * 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_bytes_that_are_only_moved_may_be_of_another_type(quick_looks):
