@@ -64,8 +64,11 @@ CALLS_BETWEEN_SWEEPS = 256
 IN_PART_FROM_NBYTES = 64 * KiB
 """Of a whole array on several nodes: what is smaller is all persistent messages, which start quicker."""
 
-ATTEMPTS_AT_ONCE = 100
-"""How often a short operation looks for what is to come before the wait gets patient."""
+ATTEMPTS_AT_ONCE = 1000
+"""How often a remembered call looks for what is to come before the wait gets patient, and each look dear.
+
+With more ranks than cores, those that wait at length keep others from the core that they wait for.
+"""
 
 ROOTED = tuple(
     each + kind for each in ("broadcast", "reduce", "gather", "scatter") for kind in ("", "_object")

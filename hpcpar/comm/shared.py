@@ -19,7 +19,7 @@ from itertools import groupby
 
 from hpcpar.algorithms.catalogue import Algorithm
 from hpcpar.algorithms.placement import Nodes
-from hpcpar.comm.arena import DIRECT, PLACES, PRIVATE, SLOTS, TAIL, Arena, Hazard, Lane, comes_to
+from hpcpar.comm.arena import ALIGNED, DIRECT, PLACES, PRIVATE, SLOTS, TAIL, Arena, Hazard, Lane, comes_to
 from hpcpar.comm.blocks import in_turn
 from hpcpar.comm.operation import (
     BoundStep,
@@ -36,14 +36,19 @@ from hpcpar.comm.operation import (
 )
 from hpcpar.transport.interface import Exchange, Octets
 from hpcpar.transport.peer_memory import reading
-from hpcpar.units import KiB, MiB
+from hpcpar.units import KiB
 
 RANKS_LOOKED_AT = 32
 
 SHARED_FROM_NBYTES, PRIVATE_FROM_NBYTES = 8 * KiB, 16 * KiB
-"""Below, a message is sooner laid out than its sender has waited for its readers, or the kernel copied it."""
-FRESH_SHARED_FROM_NBYTES, FRESH_PRIVATE_FROM_NBYTES = 256 * KiB, 1 * MiB
-"""The same for what has just been written: that is in this core's cache, and has to leave it either way."""
+"""Below, a message is sooner laid out than its sender has waited for its readers, or the kernel copied it.
+
+What has just been written is laid out up to a whole piece: it is in this core's cache, and has to leave it
+either way. With more pieces its sender would wait for the readers all the same, and more often.
+"""
+
+SUMMED_AT_ONCE_NBYTES = 1536 * KiB
+"""So much private memory, of all summands together, is copied before it is summed: still in the cache."""
 
 PART_NBYTES = 3000
 PIECE_NBYTES = 600
@@ -300,21 +305,25 @@ class _Receiving:
 
     def _prepare(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
         if number >= 0:
-            return in_turn(self._taking_in(self._cut[number], number, places))
+            return in_turn(self._taking_in(self._cut[number], number * self._slot_nbytes, places))
         if any(place & PRIVATE for place in places) and self._message.combine:
-            # In pieces, so that what was copied is still in the cache when it is summed.
-            by_piece = (self._taking_in(runs, at, places) for at, runs in enumerate(self._cut))
+            itemsize = itemsize_of(self._spaces)
+            most = max(1, SUMMED_AT_ONCE_NBYTES // len(places) // ALIGNED * ALIGNED // itemsize)
+            by_piece = (
+                self._taking_in(runs, at * most * itemsize, places)
+                for at, runs in enumerate(_cut(self._message.runs, most))
+            )
             return in_turn([call for calls in by_piece for call in calls])
         return in_turn(self._taking_in(self._message.runs, 0, places))
 
     def _taking_in(
-        self, runs: tuple[Run, ...], number: int, places: tuple[int, ...]
+        self, runs: tuple[Run, ...], offset: int, places: tuple[int, ...]
     ) -> list[Callable[[], None]]:
-        """What brings in piece `number`, which are these runs, or a whole message; called in this order."""
+        """What brings in these runs, which lie that far into the message; called in this order."""
         arena, combine, own_turn = self._arena, self._message.combine, self._message.own_turn
         count = sum(stop - start for _, start, stop in runs)
         nbytes = count * itemsize_of(self._spaces)
-        offset = number * self._slot_nbytes
+        stride = -(-nbytes // ALIGNED) * ALIGNED
         calls: list[Callable[[], None]] = []
         landed: list[tuple[Message, Octets]] = []
         for at, (source, place) in enumerate(zip(self.sources, places, strict=True)):
@@ -324,7 +333,8 @@ class _Receiving:
                 continue
             address = (place & ~(DIRECT | PRIVATE)) + offset
             if combine:
-                memory = arena.landing(len(places) * self._slot_nbytes)[at * self._slot_nbytes :][:nbytes]
+                landing = arena.landing(max(SUMMED_AT_ONCE_NBYTES, len(places) * stride))
+                memory = landing[at * stride :][:nbytes]
                 calls += reading(arena.pids[source], address, [memory])
                 landed.append((message, memory))
             else:
@@ -539,7 +549,7 @@ def _sendings(
     for region, (runs, messages) in enumerate(by_runs.items()):
         cut = list(_cut(runs, most))
         to = [arena.local[message.peer] for message in messages]
-        place = _place(arena, planned, spaces, runs, fresh)
+        place = _place(arena, planned, spaces, runs, fresh, slot_nbytes)
         sendings.append(
             _Sending(lane, messages[0], to, cut, spaces, region % regions, slot_nbytes, place, sendings)
         )
@@ -547,17 +557,22 @@ def _sendings(
 
 
 def _place(
-    arena: Arena, planned: PlannedStep, spaces: Spaces, runs: tuple[Run, ...], fresh: Sequence[Extent]
+    arena: Arena,
+    planned: PlannedStep,
+    spaces: Spaces,
+    runs: tuple[Run, ...],
+    fresh: Sequence[Extent],
+    slot_nbytes: int,
 ) -> int | None:
     """Where the peers can read what is sent without its being laid out, if that is worth while."""
     if len(runs) != 1 or any(_overlap(r, runs[0]) for message in planned.receives for r in message.runs):
         return None
     octets = octets_of(spaces, runs[0])
     begin, end = extent(octets)
-    is_fresh = any(begin < other_end and other_begin < end for other_begin, other_end in fresh)
-    if is_fresh:
-        return arena.place_of(octets, FRESH_SHARED_FROM_NBYTES, FRESH_PRIVATE_FROM_NBYTES)
-    return arena.place_of(octets, SHARED_FROM_NBYTES, PRIVATE_FROM_NBYTES)
+    shared_from, private_from = SHARED_FROM_NBYTES, PRIVATE_FROM_NBYTES
+    if any(begin < other_end and other_begin < end for other_begin, other_end in fresh):
+        shared_from, private_from = max(shared_from, slot_nbytes + 1), max(private_from, slot_nbytes + 1)
+    return arena.place_of(octets, shared_from, private_from)
 
 
 def extent(octets: Octets) -> Extent:

@@ -156,6 +156,7 @@ def test_a_few_ranks_that_share_memory_sum_short_arrays_in_one_step(size, then):
     table = built_in((0,) * size, shared_memory=True)
     assert table.name("allreduce", 8) == table.name("allreduce", 32 * 1024) == "one_shot"
     assert table.name("allreduce", 2**20) == then
+    assert table.name("allreduce", 2**24) == table.name("reduce_scatter", 2**20) == "direct"
 
 
 def test_overrides_are_read_from_text():

@@ -20,6 +20,7 @@ from hpcpar.errors import StallError
 from hpcpar.transport import loopback
 from hpcpar.transport.buffers import bind
 from hpcpar.transport.shared_memory import create
+from hpcpar.units import MiB
 
 SIZES = [2, 3, 4]
 
@@ -30,15 +31,16 @@ FEW_STAGES = {"shared_memory": True, "stage_nbytes": 8192, "check": False}
 WITH_BOARDS = {"shared_memory": True, "check": False}
 
 
+@pytest.fixture(autouse=True)
+def sums_in_pieces(monkeypatch):
+    """Let short arrays, too, be summed in several pieces where they are read from private memory."""
+    monkeypatch.setattr(shared, "SUMMED_AT_ONCE_NBYTES", 10_000)
+
+
 @pytest.fixture
 def private_from(monkeypatch):
     """Let even short messages be read from private memory: from that many bytes on."""
-
-    def set_limits(nbytes):
-        for limit in ("PRIVATE_FROM_NBYTES", "FRESH_PRIVATE_FROM_NBYTES", "FRESH_SHARED_FROM_NBYTES"):
-            monkeypatch.setattr(shared, limit, nbytes)
-
-    return set_limits
+    return lambda nbytes: monkeypatch.setattr(shared, "PRIVATE_FROM_NBYTES", nbytes)
 
 
 def values(rank, count, call):
@@ -137,7 +139,7 @@ def test_remembered_calls_are_right_in_one_piece_in_several_and_read_where_they_
 def test_long_messages_are_right_even_where_what_is_fresh_is_read_by_the_peers(
     kind, quick_looks, assert_true
 ):
-    count = 2 * shared.FRESH_PRIVATE_FROM_NBYTES // 8 + 1000
+    count = 2 * MiB // 8 + 1000
     for checks in run_loopback(2, lambda comm: remembered_on(comm, kind, count, times=6), **FEW_STAGES):
         assert_true(checks)
 
@@ -161,7 +163,7 @@ def test_remembered_calls_over_mpi_are_right(kind, count, any_world, assert_true
 
 @pytest.mark.mpi
 def test_long_messages_over_mpi_are_right(any_world, assert_true):
-    count = any_world.size * shared.FRESH_PRIVATE_FROM_NBYTES // 8 + 1000
+    count = any_world.size * MiB // 8 + 1000
     data = np.zeros(count)
     checks = []
     comm = any_world.unchecked("long")
@@ -177,11 +179,7 @@ def pieces_of(step):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_sent_is_laid_out_in_pieces_or_read_where_it_lies_as_these_tests_take_it(
-    size, quick_looks, monkeypatch
-):
-    monkeypatch.setattr(shared, "FRESH_SHARED_FROM_NBYTES", shared.SHARED_FROM_NBYTES)
-
+def test_what_is_sent_is_laid_out_in_pieces_or_read_where_it_lies_as_these_tests_take_it(size, quick_looks):
     def work(comm):
         found = {}
         for kind, count in product(("numpy", "shared numpy"), (4 * comm.size, 2000, 12_000)):
@@ -206,7 +204,8 @@ def test_what_is_sent_is_laid_out_in_pieces_or_read_where_it_lies_as_these_tests
             assert found[collective, kind, 2000] == (
                 peers_read if kind.startswith("shared") and 2000 * 8 // size >= 8192 else in_pieces
             )
-        assert found["allreduce", "numpy", 12_000] == in_pieces  # a sum is fresh
+        # A sum is fresh, but longer than what can be laid out at a time.
+        assert found["allreduce", "numpy", 12_000] == peers_read_private
         assert found["alltoall", "numpy", 12_000] == peers_read_private
         assert found["allreduce", "shared numpy", 12_000] == peers_read
         assert found["alltoall", "shared numpy", 12_000] == peers_read
