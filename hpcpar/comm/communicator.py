@@ -293,6 +293,7 @@ class Communicator(Objects):
             self._arena.free()
             self._arena = None
         self._lanes.free()
+        self._messages.free()
         self._transport.free()
 
     @property

@@ -172,11 +172,15 @@ class _Exchange:
 
 
 class _Prepared:
-    """Persistent requests: set up once, then half as dear to start as fresh ones."""
+    """Persistent requests, receives first: set up once, then half as dear to start as fresh ones."""
 
-    def __init__(self, requests: list[MPI.Prequest], peers: list[int]) -> None:
+    def __init__(
+        self, requests: list[MPI.Prequest], peers: list[int], receives: int, *, keep_lengths: bool
+    ) -> None:
         self._requests = requests
         self._peers = peers
+        self._receives = receives
+        self._statuses = [MPI.Status() if keep_lengths else None for _ in requests]
         self._open: list[MPI.Prequest] = []
         _prepared.add(self)
 
@@ -189,7 +193,7 @@ class _Prepared:
         open_requests = self._open
         try:
             while open_requests:
-                if not open_requests[-1].Test():
+                if not open_requests[-1].Test(self._statuses[len(open_requests) - 1]):
                     return False
                 open_requests.pop()
         except MPI.Exception as error:
@@ -201,7 +205,8 @@ class _Prepared:
         return tuple(sorted({peer for request, peer in pairs if not request.Get_status()}))
 
     def received_nbytes(self) -> int:
-        raise AssertionError("only collectives are prepared, and their lengths are agreed")
+        statuses = self._statuses[: self._receives]
+        return sum(0 if status is None else status.Get_count(MPI.BYTE) for status in statuses)
 
     def free(self) -> None:
         for request in self._requests:
@@ -404,11 +409,12 @@ class MpiTransport:
             for piece in self._pieces(octets):
                 requests.append(self._comm.Recv_init([piece, MPI.BYTE], source, tag))
                 peers.append(source)
+        count = len(requests)
         for octets, to in sends:
             for piece in self._pieces(octets):
                 requests.append(self._comm.Send_init([piece, MPI.BYTE], to, tag))
                 peers.append(to)
-        return _Prepared(requests, peers)
+        return _Prepared(requests, peers, count, keep_lengths=tag >= COLLECTIVE_TAGS)
 
     def _pieces(self, octets: Octets) -> Sequence[Octets]:
         limit = self._max_message_nbytes

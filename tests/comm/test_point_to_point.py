@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator, point_to_point, run_loopback
 from hpcpar.errors import MismatchError, OperationError
 
 
@@ -43,6 +43,96 @@ def test_a_message_of_the_wrong_length_over_mpi_is_named_by_the_receiver(world):
     everywhere = world.allgather_object(told)
     assert "expected 64 bytes, but 32 came" in everywhere[1][1]
     assert "longer than the buffer" in everywhere[1][2]
+
+
+def messages_again_and_again(comm, *, times=6, buffers=1):
+    """The same arrays to the right and from the left, with other values each time, blocking and not."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    out = [torch.zeros(5) for _ in range(buffers)]
+    into = [np.zeros(5, dtype=np.float32) for _ in range(buffers)]
+    sent_before = comm.traffic.row("send").messages
+    for call in range(times):
+        for number in range(buffers):
+            out[number].fill_(100 * comm.rank + 10 * call + number)
+            if comm.rank % 2 or comm.size == 1:
+                receive = comm.start_recv(into[number], left, tag=3)
+                comm.start_send(out[number], right, tag=3).wait()
+                arrived = receive.wait()
+            else:
+                send = comm.start_send(out[number], right, tag=3)
+                arrived = comm.recv(into[number], left, tag=3)
+                send.wait()
+            assert arrived is into[number]
+            assert arrived.tolist() == [100 * left + 10 * call + number] * 5
+    assert comm.traffic.row("send").messages - sent_before == times * buffers
+
+
+def loose_messages(comm, monkeypatch, work):
+    """How many exchanges are made anew, rather than started again, while `work` is done."""
+    made = []
+    start = comm._transport.start
+
+    def counted(*arguments):
+        made.append(arguments)
+        return start(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comm._transport, "start", counted, raising=False)
+        work()
+    return len(made)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_messages_that_come_again_are_right(size):
+    run_loopback(size, messages_again_and_again)
+
+
+@pytest.mark.mpi
+def test_messages_that_come_again_over_mpi_are_right_and_not_made_anew(any_world, monkeypatch):
+    comm = any_world.split(0)
+    anew = loose_messages(comm, monkeypatch, lambda: messages_again_and_again(comm, times=10))
+    assert anew <= 2  # the first of each
+    comm.free()
+
+
+@pytest.mark.mpi
+def test_more_messages_than_are_remembered_are_right(any_world, monkeypatch):
+    monkeypatch.setattr(point_to_point, "MOST_REMEMBERED", 4)
+    messages_again_and_again(any_world, times=4, buffers=6)
+
+
+def test_a_message_that_is_under_way_can_be_sent_once_more():
+    def work(comm):
+        x, results = np.arange(4.0), []
+        for _ in range(4):
+            if comm.rank == 0:
+                for handle in [comm.start_send(x, 1) for _ in range(3)]:
+                    handle.wait()
+            else:
+                results += [comm.recv(np.zeros(4), 0).tolist() == x.tolist() for _ in range(3)]
+        return results
+
+    assert all(run_loopback(2, work)[1])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_that_is_known_and_comes_with_another_length_is_named(any_world):
+    told, into = [], np.zeros(8)
+    for sent in (8, 8, 8, 4, 12, 8, 8):
+        if any_world.rank == 0:
+            any_world.send(np.full(sent, 7.0), to=1)
+        elif any_world.rank == 1:
+            into[:] = 0
+            try:
+                any_world.recv(into, source=0)
+                told.append(into.tolist() == [7.0] * 8)
+            except MismatchError as error:
+                told.append(str(error))
+        any_world.barrier()
+    everywhere = any_world.allgather_object(told)[1]
+    assert everywhere[:3] + everywhere[5:] == [True] * 5
+    assert "expected 64 bytes, but 32 came" in everywhere[3]
+    assert "longer than the buffer" in everywhere[4]
 
 
 def test_messages_meet_by_tag_and_then_in_order():
