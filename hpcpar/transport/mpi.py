@@ -181,28 +181,34 @@ class _Prepared:
         self._peers = peers
         self._receives = receives
         self._statuses = [MPI.Status() if keep_lengths else None for _ in requests]
-        self._open: list[MPI.Prequest] = []
+        self._parts = list(zip(requests, self._statuses, peers, strict=True))
+        self._open: list[tuple[MPI.Prequest, MPI.Status | None, int]] = []
         _prepared.add(self)
 
     def start(self) -> None:
         for request in self._requests:
             request.Start()
-        self._open = self._requests.copy()
+        self._open = self._parts.copy()
 
     def test(self) -> bool:
-        open_requests = self._open
+        open_parts = self._open
         try:
-            while open_requests:
-                if not open_requests[-1].Test(self._statuses[len(open_requests) - 1]):
+            while open_parts:
+                request, status, _ = open_parts[-1]
+                if not request.Test(status):
                     return False
-                open_requests.pop()
+                open_parts.pop()
         except MPI.Exception as error:
             raise _explain(error, self._peers) from error
         return True
 
     def waiting_for(self) -> tuple[int, ...]:
-        pairs = zip(self._requests, self._peers, strict=True)
-        return tuple(sorted({peer for request, peer in pairs if not request.Get_status()}))
+        # Not by Get_status: MPICH 5.0.2 then ends a persistent request that is complete, without its status.
+        try:
+            self._open = [part for part in self._open if not part[0].Test(part[1])]
+        except MPI.Exception as error:
+            raise _explain(error, self._peers) from error
+        return tuple(sorted({peer for _, _, peer in self._open}))
 
     def received_nbytes(self) -> int:
         statuses = self._statuses[: self._receives]
@@ -212,7 +218,7 @@ class _Prepared:
         for request in self._requests:
             if request != MPI.REQUEST_NULL:
                 request.Free()
-        self._requests = []
+        self._requests, self._parts = [], []
         _prepared.discard(self)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,24 @@ def test_a_message_that_is_known_and_comes_with_another_length_is_named(any_worl
     assert everywhere[:3] + everywhere[5:] == [True] * 5
     assert "expected 64 bytes, but 32 came" in everywhere[3]
     assert "longer than the buffer" in everywhere[4]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_who_asks_whom_a_known_message_waits_for_still_gets_it(any_world):
+    """MPICH forgets how long a persistent message was, once it has been asked whether it is there."""
+    told, into = [], np.zeros(8)
+    for call in range(4):
+        if any_world.rank == 1:
+            handle = any_world.start_recv(into, source=0)
+            told.append(handle.waiting_for())
+        any_world.barrier()
+        if any_world.rank == 0:
+            any_world.send(np.full(8, float(call)), to=1)
+        elif any_world.rank == 1:
+            while handle.waiting_for():
+                time.sleep(0.001)
+            told.append(handle.wait().tolist() == [call] * 8)
+    assert any_world.allgather_object(told)[1] == [(any_world._transport.world_ranks[0],), True] * 4
 
 
 def test_messages_meet_by_tag_and_then_in_order():
