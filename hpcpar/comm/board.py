@@ -162,7 +162,7 @@ class BoardStep:
         if lane.all_posted < last - AHEAD:
             least = last - AHEAD << CODE_BITS
             for word in others:
-                if words[word] < least:
+                if words[word] < least and not comes_to(lane, word, least, attempts, pause):
                     self._is_posted = False
                     return False
         for call in lay_out:
