@@ -28,6 +28,7 @@ from hpcpar.comm.operation import (
     PlannedStep,
     Run,
     Spaces,
+    copies_of,
     copying,
     folds,
     itemsize_of,
@@ -55,9 +56,9 @@ MESSAGE_NBYTES = 4000
 
 Calls = Sequence[Callable[[], None]]
 
-Turn = tuple[int, Calls, Sequence[int], Calls, Sequence[int]]
-"""Of a place: the own word; what lays the post out; the words of those that are heard; what takes in what
-they have posted; and the words in which all others show how far they have come."""
+Turn = tuple[int, Calls, Calls, Sequence[int], Calls, Sequence[int]]
+"""Of a place: the own word; what lays the post out; what is copied beside; the words of those that are heard;
+what takes in what they have posted; and the words in which all others show how far they have come."""
 
 
 def suits(algorithm: Algorithm, size: int, cut: Offsets, itemsize: int, *, combines: bool) -> bool:
@@ -93,6 +94,7 @@ class BoardStep:
     """A step of a direct algorithm by posts; it is its own exchange.
 
     images   of each message received: which run of the sender's it is
+    displaced   how many elements further on than in the array what is sent lies, if it is sent from elsewhere
     nbytes   what it takes in memory itself, roughly
     """
 
@@ -101,6 +103,7 @@ class BoardStep:
         lane: Lane,
         planned: PlannedStep,
         images: Sequence[Run],
+        displaced: int,
         spaces: Spaces,
         op: str,
         posts: Posts,
@@ -112,7 +115,7 @@ class BoardStep:
         self._sources = tuple(lane.arena.local[message.peer] for message in planned.receives)
         self._others = tuple(number for number in range(lane.arena.size) if number != lane.arena.rank)
         self._hears_all = len(self._sources) == len(self._others)
-        self._bound = planned, images, spaces, op
+        self._bound = planned, images, displaced, spaces, op
         self._turns: list[Turn | None] = [None] * BOARD_PLACES
         self._is_posted = False
         self.nbytes = STEP_NBYTES + MESSAGE_NBYTES * len(self._sources)
@@ -126,14 +129,15 @@ class BoardStep:
 
     def _bind(self, number: int) -> Turn:
         lane, rank = self._lane, self._lane.arena.rank
-        planned, images, spaces, op = self._bound
+        planned, images, displaced, spaces, op = self._bound
         itemsize = itemsize_of(spaces)
-        lay_out = [copying(octets_of(spaces, t), octets_of(spaces, s)) for s, t in planned.copies]
+        lay_out, beside = copies_of(planned, spaces)
         sent = sorted({run for message in planned.sends for run in message.runs})
         held = None
         if sent:  # in one piece: between these lies at most what this rank keeps
             space, start, stop = sent[0][0], sent[0][1], sent[-1][2]
-            post = lane.post(number, rank, start * itemsize, stop * itemsize)
+            begin = (start - displaced) * itemsize
+            post = lane.post(number, rank, begin, begin + (stop - start) * itemsize)
             lay_out.append(copying(post, octets_of(spaces, (space, start, stop))))
             held = (
                 post if all(message.runs == ((space, start, stop),) for message in planned.receives) else None
@@ -145,6 +149,7 @@ class BoardStep:
         return (
             lane.post_word(number, rank),
             lay_out,
+            beside,
             [lane.post_word(number, source) for source in self._sources],
             list(folds(spaces, landed, op, held)),
             [lane.post_word(number - 1 - AHEAD, other) for other in self._others],
@@ -158,7 +163,9 @@ class BoardStep:
         lane, words = self._lane, self._words
         last = lane.posted
         number = last + 1
-        own, lay_out, heard, take_in, others = self._turns[number % BOARD_PLACES] or self._turn(number)
+        own, lay_out, beside, heard, take_in, others = self._turns[number % BOARD_PLACES] or self._turn(
+            number
+        )
         if lane.all_posted < last - AHEAD:
             least = last - AHEAD << CODE_BITS
             for word in others:
@@ -170,6 +177,8 @@ class BoardStep:
         expected = number << CODE_BITS | self._code
         words[own] = expected  # after the post: whoever sees the word sees the post
         lane.posted = number
+        for call in beside:
+            call()
         for word in heard:
             if words[word] != expected and (
                 not comes_to(lane, word, expected, attempts, pause) or words[word] != expected
@@ -189,7 +198,7 @@ class BoardStep:
     def test(self) -> bool:
         lane, words = self._lane, self._words
         if not self._is_posted:
-            own, lay_out, _, _, others = self._turn(lane.posted + 1)
+            own, lay_out, beside, _, _, others = self._turn(lane.posted + 1)
             least = lane.posted - AHEAD
             if lane.all_posted < least and any(words[word] >> CODE_BITS < least for word in others):
                 return False
@@ -198,7 +207,9 @@ class BoardStep:
             lane.posted += 1
             words[own] = lane.posted << CODE_BITS | self._code
             self._is_posted = True
-        _, _, heard, _, _ = self._turn(lane.posted)
+            for call in beside:
+                call()
+        _, _, _, heard, _, _ = self._turn(lane.posted)
         for source, word in zip(self._sources, heard, strict=True):
             number, code = divmod(words[word], 1 << CODE_BITS)
             if number < lane.posted:
@@ -209,7 +220,7 @@ class BoardStep:
 
     def settle(self) -> None:
         lane = self._lane
-        _, _, _, take_in, _ = self._turn(lane.posted)
+        _, _, _, _, take_in, _ = self._turn(lane.posted)
         for call in take_in:
             call()
         if self._hears_all:
@@ -237,9 +248,14 @@ class BoardStep:
 def board_steps(lane: Lane, planned: Plan, spaces: Spaces, op: str, posts: Posts) -> list[BoardStep]:
     """The plan's steps on this memory, in this lane."""
     return [
-        BoardStep(lane, step, _images(before), spaces, op, posts)
+        BoardStep(lane, step, _images(before), _displaced(step, before), spaces, op, posts)
         for step, before in zip(planned.steps, posts.planned.steps, strict=True)
     ]
+
+
+def _displaced(step: PlannedStep, before: PlannedStep) -> int:
+    """How much further on than in the plan for all ranks lies what is sent."""
+    return step.sends[0].runs[0][1] - before.sends[0].runs[0][1] if step.sends else 0
 
 
 def _images(step: PlannedStep) -> list[Run]:

@@ -29,13 +29,14 @@ from hpcpar.comm.operation import (
     Operation,
     Plan,
     PlannedStep,
+    Run,
     ScratchPool,
     Spaces,
     copying,
     itemsize_of,
     plan,
-    redirected,
 )
+from hpcpar.comm.out_of_place import Kept, apart, fill, is_same, overlap, reading, redirected
 from hpcpar.comm.progress import Handle, Progress
 from hpcpar.comm.reductions import finish
 from hpcpar.comm.select import ANY, NATIVE, Table, choose, segments_for
@@ -152,16 +153,6 @@ class Call:
         return f"{self.collective}({', '.join(filter(None, (self.described, root, algorithm)))})"
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The caller's data are to stay as they are; what is received goes elsewhere.
-
-    target   what gets the result, this rank's own share of the data; None: none is wanted
-    """
-
-    target: HostBuffer | None = None
-
-
 class Recipe:
     """All that was worked out for a call, without a reference to the arrays that it was worked out for.
 
@@ -169,8 +160,8 @@ class Recipe:
     regions   there: into how many the stage is divided
     own       elements of the data that are this rank's share, in a reduce-scatter
     posts     how it goes over the board; None: it does not
-    lent      data that the call only reads and works on in a copy, which is the recipe's own
-    is_taken  whether an operation is under way in that copy
+    lent      data that the call only reads, and works on in memory that is the recipe's own
+    is_taken  whether an operation is under way in that memory
     last_used number of the call that used it last
     """
 
@@ -240,13 +231,14 @@ class Recipe:
         self.tally.calls = 0
 
     def beside(self, lent: HostBuffer) -> Recipe:
-        """The same in another copy of what is lent, for one call while the own copy is taken."""
+        """The same in other memory, for one call while the own is taken."""
+        work = lent.scratch(lent.count) if "input" in self.spaces else lent.copy()
         other = Recipe(
             self.collective,
             self.op,
             self.group,
             self.planned,
-            {**self.spaces, "data": lent.copy()},
+            {**self.spaces, "data": work},
             None,
             None,
             None,
@@ -498,10 +490,6 @@ class Caller(ABC):
             same_everywhere=same_everywhere,
             on_device=isinstance(whole, DeviceBuffer),
         )
-        if first is not None:
-            fill(*first)
-        if prepare is not None:
-            prepare()
         delivered: tuple[HostBuffer, HostBuffer] | None = None
         borrowed: Octets | None = None
         recipe: Recipe | None = None
@@ -518,9 +506,17 @@ class Caller(ABC):
             if write_back is not None:
                 write_back()
 
+        def begin(first: tuple[HostBuffer, HostBuffer] | None) -> None:
+            if first is not None:
+                fill(*first)
+            if prepare is not None:
+                prepare()
+
         if algorithm.name == NATIVE:
+            begin(first)
             if kept is not None:
-                spaces, delivered, borrowed = _apart(kept, call.own, spaces, None)
+                spaces, delivered, borrowed = apart(kept, call.own, spaces, None)
+                fill(spaces["data"], whole)
             return self._start_native(call, spaces, offsets, result, on_done, even=not uneven)
         segments = segments_for(algorithm, nbytes)
         if offsets is not None and segments > 1:
@@ -536,10 +532,21 @@ class Caller(ABC):
             what = f"{whole.count} {whole.dtype}, op={call.op}" if call.combines else f"{nbytes} bytes"
             root = "" if call.root is None else f", root={call.root}"
             posts = Posts(planned, f"{call.collective} of {what}{root}, by {algorithm.name}")
-        if kept is not None:
-            # Shorter copies are kept with what is remembered of the call, longer ones are not worth keeping.
-            scratch = self._family.scratch if LARGEST_NBYTES < nbytes <= BORROWED_NBYTES else None
-            planned, spaces, delivered, borrowed = _keeping(kept, call.own, planned, spaces, scratch)
+        is_apart = False
+        if kept is not None and planned.received:
+            elsewhere = _delivering(kept, call.own, planned, spaces)
+            if elsewhere is not None:
+                planned, spaces = elsewhere
+            else:
+                # Shorter ones are kept with what is remembered of the call, longer ones not worth keeping.
+                scratch = self._family.scratch if LARGEST_NBYTES < nbytes <= BORROWED_NBYTES else None
+                spaces, delivered, borrowed = apart(kept, call.own, spaces, scratch)
+                is_apart, first = True, (spaces["data"], whole)
+        # Where some messages of a step go by shared memory and others by MPI, each sum would begin anew.
+        is_here = not isinstance(whole, DeviceBuffer) and not self._shares_in_part
+        if first is not None and prepare is None and is_here:
+            planned, spaces, first = _reading(planned, spaces, first, call.own, fills=not is_apart)
+        begin(first)
         lane: Lane | arena.Lane | None = None
         group, regions = None, 0
         # Where ranks have other sizes than their peers, they could not choose alike by them.
@@ -554,13 +561,10 @@ class Caller(ABC):
             group = self._lanes.group(signature, planned, nbytes, whole.itemsize, self._family.progress.wait)
             lane = self._lanes.next(group)
         is_lasting = lane is not None and not (regions and self._shares_in_part)
-        is_copied = kept is not None and spaces["data"] is not whole
-        if is_copied:
-            first = spaces["data"], whole
-        is_small = not is_copied or nbytes <= LARGEST_NBYTES  # its copy would be kept
+        is_small = not is_apart or nbytes <= LARGEST_NBYTES  # its memory would be kept
         if is_lasting and is_small and same_everywhere and call.key is not None:
             recipe = self._remember(
-                call, group, planned, spaces, first, delivered, averaged, regions, is_copied, posts
+                call, group, planned, spaces, whole, first, delivered, averaged, regions, is_apart, posts
             )
         return self._go(
             call.collective,
@@ -613,11 +617,12 @@ class Caller(ABC):
         group: LaneGroup | None,
         planned: Plan,
         spaces: Spaces,
+        whole: HostBuffer,
         first: tuple[HostBuffer, HostBuffer] | None,
         delivered: tuple[HostBuffer, HostBuffer] | None,
         averaged: HostBuffer | None,
         regions: int,
-        is_copied: bool,
+        is_apart: bool,
         posts: Posts | None,
     ) -> Recipe | None:
         """Keep what was worked out for a call that comes a second time: its like need not do it again."""
@@ -637,16 +642,16 @@ class Caller(ABC):
         if len(self._recipes) >= MOST_RECIPES or self._kept_nbytes[0] >= KEPT_NBYTES:
             self._forget(list(self._recipes))
         self._forget([call.key] if call.key in self._recipes else [])
-        if is_copied:
+        if is_apart:
             self._kept_nbytes[0] += spaces["data"].octets.size
         recipe = self._recipes[call.key] = Recipe(
             call.collective,
             call.op,
             group,
             planned,
-            # The caller's arrays are to be free to go; the work space and copies are nobody's but ours.
+            # The caller's arrays are to be free to go; work space and memory apart are nobody's but ours.
             {
-                space: buffer if space == "work" or is_copied else buffer.unowned()
+                space: buffer if space == "work" or (is_apart and space == "data") else buffer.unowned()
                 for space, buffer in spaces.items()
             },
             _unowned(first),
@@ -656,7 +661,7 @@ class Caller(ABC):
             self.traffic.row(self._label or call.collective),
             regions,
             call.own,
-            first[1].unowned() if is_copied and first is not None and delivered is None else None,
+            whole.unowned() if is_apart and delivered is None else None,
             posts,
         )
         recipe.last_used = self._calls[0]
@@ -915,17 +920,6 @@ def _after(buffer: DeviceBuffer, result: Callable[[], Any]) -> Any:
     return result()
 
 
-def fill(target: HostBuffer, source: HostBuffer) -> None:
-    """Copy, unless both are the same memory."""
-    if not is_same(target, source):
-        target.octets[...] = source.octets
-
-
-def is_same(target: HostBuffer, source: HostBuffer) -> bool:
-    """Whether both are the same memory; they are of one length."""
-    return target is source or not target.octets.size or target.address == source.address
-
-
 def _unowned(copy: tuple[HostBuffer, HostBuffer] | None) -> tuple[HostBuffer, HostBuffer] | None:
     """A copy to be made again, without a reference to memory; None where there is nothing to copy."""
     return None if copy is None or is_same(*copy) else (copy[0].unowned(), copy[1].unowned())
@@ -943,44 +937,46 @@ def _then(one: Callable[[], None] | None, other: Callable[[], None] | None) -> C
     return both
 
 
-def _keeping(
-    kept: Kept, own: tuple[int, int], planned: Plan, spaces: Spaces, scratch: ScratchPool | None
-) -> tuple[Plan, Spaces, tuple[HostBuffer, HostBuffer] | None, Octets | None]:
-    """A plan and memory with which the data stay as they are, and what `_apart` says, if it takes a copy."""
-    if not planned.received:
-        return planned, spaces, None, None
-    data, target = spaces["data"], kept.target
-    elsewhere = None if target is None else redirected(planned, ("data", *own), "output")
-    if (
-        target is not None
-        and elsewhere is not None
-        and (not overlap(target, data) or is_same(target, data.part(*own)))
-    ):
-        return elsewhere, {**spaces, "output": target}, None, None
-    return planned, *_apart(kept, own, spaces, scratch)
+def _delivering(
+    kept: Kept, own: tuple[int, int], planned: Plan, spaces: Spaces
+) -> tuple[Plan, Spaces] | None:
+    """A plan and memory by which the data stay as they are, and the result comes where it is wanted.
 
-
-def _apart(
-    kept: Kept, own: tuple[int, int], spaces: Spaces, scratch: ScratchPool | None
-) -> tuple[Spaces, tuple[HostBuffer, HostBuffer] | None, Octets | None]:
-    """A copy of the data to work in, what is to be copied out of it at the end, and what was borrowed for it.
-
-    scratch   from which to borrow it; None: it is to be memory of its own
+    None where that takes a copy of the data
     """
-    data, borrowed = spaces["data"], None
-    if scratch is None or isinstance(data, DeviceBuffer):
-        copied = data.copy()
-    else:
-        borrowed = scratch.take(data.octets.size)
-        copied = data.like(borrowed[: data.octets.size])
-        fill(copied, data)
-    delivered = None if kept.target is None else (kept.target, copied.part(*own))
-    return {**spaces, "data": copied}, delivered, borrowed
+    data, target = spaces["data"], kept.target
+    elsewhere = None if target is None else redirected(planned, ("data", *own))
+    if target is None or elsewhere is None:
+        return None
+    if overlap(target, data) and not is_same(target, data.part(*own)):
+        return None
+    return elsewhere, {**spaces, "output": target}
 
 
-def overlap(a: HostBuffer, b: HostBuffer) -> bool:
-    """Whether they have memory in common."""
-    return a.address < b.address + b.octets.size and b.address < a.address + a.octets.size
+def _reading(
+    planned: Plan,
+    spaces: Spaces,
+    first: tuple[HostBuffer, HostBuffer],
+    own: tuple[int, int],
+    *,
+    fills: bool,
+) -> tuple[Plan, Spaces, tuple[HostBuffer, HostBuffer] | None]:
+    """A plan and memory for which nothing has to be copied first; as they are, where there is no such plan.
+
+    first    (target, source) of what would be copied: from elsewhere into the data, or out of the data
+    returns  with what is to be copied first all the same
+    """
+    target, source = first
+    data, read = spaces["data"], None
+    if "output" in spaces:
+        read = reading(planned, ("output", 0, target.count), ("data", *own))
+        reads = spaces
+    elif overlap(target, data) and not overlap(source, data):
+        start = (target.address - data.address) // data.itemsize
+        filled: Run = ("data", start, start + target.count)
+        read = reading(planned, filled, ("input", 0, target.count), fills=fills)
+        reads = {**spaces, "input": source}
+    return (planned, spaces, first) if read is None else (read, reads, None)
 
 
 def _with_work(offsets: Offsets, spaces: Spaces, chunks: int) -> tuple[Offsets, Spaces]:

@@ -26,8 +26,9 @@ from functools import partial
 from typing import Any
 
 from hpcpar import partition
-from hpcpar.comm.caller import Call, Caller, Kept, fill, is_same, overlap, typed
+from hpcpar.comm.caller import Call, Caller, typed
 from hpcpar.comm.compressed import Compressed, CompressedOnDevice
+from hpcpar.comm.out_of_place import Kept, fill, is_same, overlap
 from hpcpar.comm.prepared import Prepared
 from hpcpar.comm.progress import Handle
 from hpcpar.comm.reductions import require_op, scale

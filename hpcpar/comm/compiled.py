@@ -25,6 +25,8 @@ from hpcpar.comm.operation import (
     Plan,
     PlannedStep,
     Spaces,
+    copies_of,
+    copying,
     folds,
     itemsize_of,
     lands_in_place,
@@ -63,18 +65,22 @@ class CompiledStep:
 
     def __init__(
         self,
-        copies: Sequence[tuple[Octets, Octets]],
+        copies: Sequence[Callable[[], None]],
         prepared: Prepared,
         folds: Sequence[Callable[[], None]],
+        copies_beside: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._copies = copies
+        self._copies_beside = copies_beside
         self._folds = folds
         self.prepared = prepared
 
     def post(self) -> Exchange:
-        for target, source in self._copies:
-            target[...] = source
+        for copy in self._copies:
+            copy()
         self.prepared.start()
+        for copy in self._copies_beside:
+            copy()
         return self.prepared
 
     def settle(self) -> None:
@@ -257,7 +263,7 @@ def _compile(
 ) -> CompiledStep:
     """Bind a step to memory: messages in place where they can be, else one after the other in `landing`."""
     itemsize = itemsize_of(spaces)
-    copies = [(octets_of(spaces, target), octets_of(spaces, source)) for source, target in step.copies]
+    copies, beside = copies_of(step, spaces)
     at = 0
 
     def place(message: Message) -> Octets:
@@ -280,9 +286,9 @@ def _compile(
             continue
         octets = place(message)
         sends.append((octets, message.peer))
-        copies += [(into, part) for part, into in packing(spaces, message, octets)]
+        copies += [copying(into, part) for part, into in packing(spaces, message, octets)]
     prepared = transport.prepare(sends, receives, tag)
-    return CompiledStep(copies, prepared, list(folds(spaces, landed, op)))
+    return CompiledStep(copies, prepared, list(folds(spaces, landed, op)), beside)
 
 
 def _free(program: tuple[CompiledStep, ...] | None) -> None:

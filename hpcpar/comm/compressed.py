@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcpar.comm.caller import fill
 from hpcpar.comm.operation import ScratchPool
+from hpcpar.comm.out_of_place import fill
 from hpcpar.comm.reductions import finish, scale
 from hpcpar.comm.scaling import Factors
 from hpcpar.comm.wire import convert_on_device, decode, encode, wire_buffer

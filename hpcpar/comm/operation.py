@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Protocol
@@ -45,6 +45,7 @@ class Message:
 
     own_turn   how many of those that are combined in the same place come before what is there, in the sum;
                None: it is first, and the sum of two may be formed either way
+    own        of what is combined: for each run, where this rank's own summand lies; None: in the run itself
     """
 
     peer: int
@@ -52,10 +53,16 @@ class Message:
     count: int
     combine: bool = False
     own_turn: int | None = None
+    own: tuple[Run, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
+    """A step with element positions.
+
+    copies   from which run to which
+    """
+
     copies: tuple[tuple[Run, Run], ...]
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
@@ -102,25 +109,6 @@ def bill(steps: tuple[PlannedStep, ...]) -> Plan:
     )
 
 
-def redirected(planned: Plan, run: Run, space: Space) -> Plan | None:
-    """The plan with all that it receives into `run` in a space of that size instead, already filled.
-
-    None where something else is received, or where the run is sent as well.
-    """
-    received = {message.runs for step in planned.steps for message in step.receives}
-    sent = {part for step in planned.steps for message in step.sends for part in message.runs}
-    if received != {(run,)} or any(s == run[0] and a < run[2] and run[1] < b for s, a, b in sent):
-        return None
-    into = ((space, 0, run[2] - run[1]),)
-    return replace(
-        planned,
-        steps=tuple(
-            replace(step, receives=tuple(replace(message, runs=into) for message in step.receives))
-            for step in planned.steps
-        ),
-    )
-
-
 def _plan_step(step: Step, edges: dict[Space, tuple[int, ...]]) -> PlannedStep:
     copies = [
         (_run(copy.space, source, edges), _run(copy.into_space, target, edges))
@@ -152,6 +140,25 @@ def _runs(message: Send | Receive, edges: dict[Space, tuple[int, ...]]) -> tuple
         else:
             runs.append((space, start, stop))
     return tuple(runs), sum(stop - start for _, start, stop in runs)
+
+
+def copies_of(
+    planned: PlannedStep, spaces: Spaces
+) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+    """The copies of a step: those to begin with, and those of which its messages touch nothing."""
+    touched = [run for message in (*planned.sends, *planned.receives) for run in message.runs]
+    before: list[Callable[[], None]] = []
+    beside: list[Callable[[], None]] = []
+    for source, target in planned.copies:
+        is_beside = not any(overlapping(run, other) for run in touched for other in (source, target))
+        copy = copying(octets_of(spaces, target), octets_of(spaces, source))
+        (beside if is_beside else before).append(copy)
+    return before, beside
+
+
+def overlapping(one: Run, other: Run) -> bool:
+    """Whether two runs have elements in common."""
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
 class ScratchPool:
@@ -208,11 +215,15 @@ class LooseStep:
         self._packed: list[Octets] = []
 
     def post(self) -> Exchange:
-        for source, target in self._planned.copies:
-            octets_of(self._spaces, target)[...] = octets_of(self._spaces, source)
+        before, beside = copies_of(self._planned, self._spaces)
+        for copy in before:
+            copy()
         receives = [(self._landing(message), message.peer) for message in self._planned.receives]
         sends = [(self._departing(message), message.peer) for message in self._planned.sends]
-        return self._transport.start(sends, receives, self._tag)
+        exchange = self._transport.start(sends, receives, self._tag)
+        for copy in beside:
+            copy()
+        return exchange
 
     def settle(self) -> None:
         for fold in folds(self._spaces, self._landings, self._op):
@@ -253,6 +264,12 @@ def octets_of(spaces: Spaces, run: Run) -> Octets:
     return buffer.octets[start * buffer.itemsize : stop * buffer.itemsize]
 
 
+def part_of(spaces: Spaces, run: Run) -> HostBuffer:
+    """The elements of a run."""
+    space, start, stop = run
+    return spaces[space].part(start, stop)
+
+
 def lands_in_place(message: Message) -> bool:
     """Whether what arrives can be received where it belongs."""
     return not message.combine and len(message.runs) == 1
@@ -269,21 +286,25 @@ def folds(
     """
     for (runs, combines), group in groupby(landed, key=lambda landing: (landing[0].runs, landing[0].combine)):
         alike = list(group)
-        pieces, own_turn = [octets for _, octets in alike], alike[0][0].own_turn
+        first = alike[0][0]
+        pieces, own_turn = [octets for _, octets in alike], first.own_turn
         at = 0
-        for space, start, stop in runs:
-            target = spaces[space].part(start, stop)
+        for run, own_run in zip(runs, first.own or runs, strict=True):
+            target = part_of(spaces, run)
             incoming = [target.like(octets[at : at + target.octets.size]) for octets in pieces]
-            own = target if held is None else target.like(held[at : at + target.octets.size])
+            if own_run != run:
+                own = part_of(spaces, own_run)
+            else:
+                own = target if held is None else target.like(held[at : at + target.octets.size])
             at += target.octets.size
             if not combines:
                 yield copying(target.octets, incoming[-1].octets)
             elif own_turn is not None:
                 yield prepare_fold(op, target, (*incoming[:own_turn], own, *incoming[own_turn:]))
             elif len(incoming) == 1:
-                yield prepare_combine(op, target, incoming[0])
+                yield prepare_combine(op, target, own, incoming[0])
             else:
-                yield prepare_fold(op, target, (target, *incoming))
+                yield prepare_fold(op, target, (own, *incoming))
 
 
 def copying(target: Octets, source: Octets) -> Callable[[], None]:

@@ -108,27 +108,27 @@ def require_scale(factor: float, dtype: str) -> None:
 
 def combine(op: str, target: HostBuffer, incoming: HostBuffer) -> None:
     """target = target (op) incoming, element by element; each rounded once to the type of the elements."""
-    prepare_combine(op, target, incoming)()
+    prepare_combine(op, target, target, incoming)()
 
 
-def prepare_combine(op: str, target: HostBuffer, incoming: HostBuffer) -> Callable[[], None]:
-    """`combine` as a call without arguments, for memory that is combined again and again."""
-    if not target.count:
+def prepare_combine(op: str, into: HostBuffer, one: HostBuffer, other: HostBuffer) -> Callable[[], None]:
+    """into = one (op) other as `combine` does it, as a call for memory that is combined again and again.
+
+    into   may be one of the two
+    """
+    if not into.count:
         return _do_nothing
-    if isinstance(target, DeviceBuffer):
-        return partial(_fold_on_device, op, target, (target, incoming))
-    if target.dtype not in _HALVES or (_is_numpy(target) and target.count <= _FEW):
-        function = NUMPY[op]
-        if _are_numbers(op, target.dtype, (target.elements, incoming.elements)):
-            number = memoryview(target.elements)
-            return partial(_add_numbers, number, number, memoryview(incoming.elements))
-        if target.count == 1:
+    if isinstance(into, DeviceBuffer):
+        return partial(_fold_on_device, op, into, (one, other))
+    if into.dtype not in _HALVES or (_is_numpy(into) and into.count <= _FEW):
+        function, arrays = NUMPY[op], (into.elements, one.elements, other.elements)
+        if _are_numbers(op, into.dtype, arrays):
+            return partial(_add_numbers, *(memoryview(array) for array in arrays))
+        if into.count == 1:
             # NumPy takes one element that is source and result for an overlap, and copies: 0.5 µs.
-            aside = np.empty_like(target.elements)
-            return partial(_combine_one, function, target.elements, incoming.elements, aside)
-        return silent(function, target.elements, incoming.elements, target.elements)
-    total = tensor(target)
-    return partial(_torch_function(op), total, tensor(incoming), total)
+            return partial(_combine_one, function, *arrays, np.empty_like(into.elements))
+        return silent(function, one.elements, other.elements, into.elements)
+    return partial(_torch_function(op), tensor(one), tensor(other), tensor(into))
 
 
 def _are_numbers(op: str, dtype: str, arrays: Sequence[Any]) -> bool:
@@ -145,8 +145,8 @@ def _add_numbers(total: memoryview, one: memoryview, other: memoryview) -> None:
     total[0] = one[0] + other[0]
 
 
-def _combine_one(function: Function, total: Any, incoming: Any, aside: Any) -> None:
-    silently(function, total, incoming, aside)
+def _combine_one(function: Function, total: Any, one: Any, other: Any, aside: Any) -> None:
+    silently(function, one, other, aside)
     total[...] = aside
 
 

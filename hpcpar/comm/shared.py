@@ -28,10 +28,12 @@ from hpcpar.comm.operation import (
     PlannedStep,
     Run,
     Spaces,
+    copies_of,
     copying,
     folds,
     itemsize_of,
     octets_of,
+    overlapping,
     packing,
 )
 from hpcpar.transport.interface import Exchange, Octets
@@ -227,6 +229,8 @@ class _Receiving:
         self._words = lane.arena.words
         self._spaces = spaces
         self._cut = cut
+        own, most = messages[0].own, max(1, slot_nbytes // itemsize_of(spaces))
+        self._own_cut = None if own is None else list(_cut(own, most))
         self._op = op
         self._slot_nbytes = slot_nbytes
         self._gates = gates
@@ -304,20 +308,24 @@ class _Receiving:
         return fold
 
     def _prepare(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
+        message = self._message
         if number >= 0:
-            return in_turn(self._taking_in(self._cut[number], number * self._slot_nbytes, places))
-        if any(place & PRIVATE for place in places) and self._message.combine:
+            own = None if self._own_cut is None else self._own_cut[number]
+            return in_turn(self._taking_in(self._cut[number], own, number * self._slot_nbytes, places))
+        if any(place & PRIVATE for place in places) and message.combine:
             itemsize = itemsize_of(self._spaces)
             most = max(1, SUMMED_AT_ONCE_NBYTES // len(places) // ALIGNED * ALIGNED // itemsize)
             by_piece = (
-                self._taking_in(runs, at * most * itemsize, places)
-                for at, runs in enumerate(_cut(self._message.runs, most))
+                self._taking_in(runs, own, at * most * itemsize, places)
+                for at, (runs, own) in enumerate(
+                    zip(_cut(message.runs, most), _cut(message.own or message.runs, most), strict=True)
+                )
             )
             return in_turn([call for calls in by_piece for call in calls])
-        return in_turn(self._taking_in(self._message.runs, 0, places))
+        return in_turn(self._taking_in(message.runs, message.own, 0, places))
 
     def _taking_in(
-        self, runs: tuple[Run, ...], offset: int, places: tuple[int, ...]
+        self, runs: tuple[Run, ...], own: tuple[Run, ...] | None, offset: int, places: tuple[int, ...]
     ) -> list[Callable[[], None]]:
         """What brings in these runs, which lie that far into the message; called in this order."""
         arena, combine, own_turn = self._arena, self._message.combine, self._message.own_turn
@@ -327,7 +335,7 @@ class _Receiving:
         calls: list[Callable[[], None]] = []
         landed: list[tuple[Message, Octets]] = []
         for at, (source, place) in enumerate(zip(self.sources, places, strict=True)):
-            message = Message(source, runs, count, combine, own_turn)
+            message = Message(source, runs, count, combine, own_turn, own)
             if not place & PRIVATE:
                 landed.append((message, arena.memory(place + offset if place & DIRECT else place, nbytes)))
                 continue
@@ -367,7 +375,7 @@ class SharedStep:
         self._regions = regions
         self._elsewhere = elsewhere
         self._exchange: Exchange | None = None
-        self._copies = [copying(octets_of(spaces, t), octets_of(spaces, s)) for s, t in planned.copies]
+        self._copies, self._copies_beside = copies_of(planned, spaces)
         landing = _Landing(planned, local, spaces)
         slot_nbytes = lane.arena.slot_nbytes(regions)
         self._sendings = _sendings(lane, planned, spaces, regions, slot_nbytes, fresh)
@@ -391,6 +399,9 @@ class SharedStep:
             part.begin()
         if self._elsewhere is not None:
             self._exchange = self._elsewhere.post()
+        if self._copies_beside:
+            self.test()  # so that the peers need not wait for them
+            self._copy_beside()
         return self
 
     def at_once(self, attempts: int, pause: Callable[[int], None]) -> bool:
@@ -410,10 +421,12 @@ class SharedStep:
             lay_out, slot, place = turns[lane.turn % SLOTS] or sending.turn(lane.turn)
             for tail, count in hazards[slot]:
                 if words[tail] < count:
+                    self._copy_beside()
                     return self._goes_on(done, 0)
             published = []
             for rank, _, tail in heads:
                 if words[tail] <= sent[rank] - PLACES:
+                    self._copy_beside()
                     return self._goes_on(done, 0)
             lay_out()
             for rank, head, tail in heads:
@@ -424,6 +437,8 @@ class SharedStep:
             hazards[slot] = published
             lane.turn += 1
             lent += published if place & DIRECT else ()
+        for copy in self._copies_beside:
+            copy()
         for done, (receiving, sources, wholes) in enumerate(self._incoming):
             places: tuple[int, ...] = ()
             for source, head in sources:
@@ -474,6 +489,10 @@ class SharedStep:
     def received_nbytes(self) -> int:
         raise AssertionError("only point-to-point counts what came, and it does not go this way")
 
+    def _copy_beside(self) -> None:
+        for copy in self._copies_beside:
+            copy()
+
     def _ends_now(self) -> bool:
         if not self.test():
             return False
@@ -523,11 +542,7 @@ def _disturbs(receive: Message, send: Message, local: dict[int, int]) -> bool:
     """Whether taking the receive in piece by piece would change what is still to be sent."""
     if receive.runs == send.runs and send.peer in local:
         return False
-    return any(_overlap(a, b) for a in receive.runs for b in send.runs)
-
-
-def _overlap(a: Run, b: Run) -> bool:
-    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+    return any(overlapping(a, b) for a in receive.runs for b in send.runs)
 
 
 def _sendings(
@@ -565,7 +580,7 @@ def _place(
     slot_nbytes: int,
 ) -> int | None:
     """Where the peers can read what is sent without its being laid out, if that is worth while."""
-    if len(runs) != 1 or any(_overlap(r, runs[0]) for message in planned.receives for r in message.runs):
+    if len(runs) != 1 or any(overlapping(r, runs[0]) for message in planned.receives for r in message.runs):
         return None
     octets = octets_of(spaces, runs[0])
     begin, end = extent(octets)
@@ -633,17 +648,18 @@ def shared_steps(
     spaces: Spaces,
     op: str,
     regions: int,
-    written: Extent | None = None,
+    filled: Extent | None = None,
     loosely: Callable[[PlannedStep], BoundStep] | None = None,
 ) -> list[SharedStep]:
     """The plan's steps on this memory, in this lane.
 
-    written   what has been filled for this call
+    filled    what has been written for this call
     loosely   binds what a step exchanges with other nodes; None: there are none
     """
-    received = {run for step in planned.steps for message in step.receives for run in message.runs}
-    fresh = [extent(octets_of(spaces, run)) for run in received]
-    fresh += [] if written is None else [written]
+    written = {run for step in planned.steps for message in step.receives for run in message.runs}
+    written |= {target for step in planned.steps for _, target in step.copies}
+    fresh = [extent(octets_of(spaces, run)) for run in written]
+    fresh += [] if filled is None else [filled]
     steps = []
     for step in planned.steps:
         beyond = None if loosely is None else _beyond(step, lane.arena)

@@ -107,7 +107,7 @@ def test_a_nan_on_either_side_is_a_nan_in_the_result(op, dtype):
 def test_a_prepared_combine_works_on_the_memory_as_it_is_when_called():
     for dtype in ("float32", "bfloat16", "float16"):
         target, incoming = host([1.0] * 100, dtype), host([2.0] * 100, dtype)
-        again = prepare_combine("sum", target, incoming)
+        again = prepare_combine("sum", target, target, incoming)
         again()
         again()
         incoming.elements[...] = 10
