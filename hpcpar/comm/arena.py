@@ -9,7 +9,8 @@
 
 A *piece* is what is sent at a time, and lies in its sender's stage. Or the sender says where the whole
 message lies, and waits until it has been read there: in an array of `Communicator.allocate_shared`, or,
-from some size on, in the sender's private memory, from which the kernel copies it (`peer_memory`).
+from some size on, in the sender's private memory, from which the kernel copies it (`peer_memory`). What does
+not lie there side by side is named by a list, which lies there, too.
 
 Operations take lanes in turn, by the number of their call, and within a lane run one after the other;
 all ranks make the same calls in the same order. So the pieces between two ranks in a lane are always
@@ -63,6 +64,8 @@ DIRECT = 1 << 63
 """In a place: not a piece, but the whole message where the sender has it."""
 PRIVATE = 1 << 62
 """In a direct place: what remains is an address in the sender's private memory."""
+LISTED = 1 << 61
+"""In a private place: what remains is the address of a list of where the message lies (`peer_memory`)."""
 SERIAL_SHIFT = 40
 """In other places: below, where in the memory; above, the number of the memory. 0 is the arena."""
 

@@ -16,10 +16,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpcpar.algorithms.catalogue import Algorithm
 from hpcpar.algorithms.placement import Nodes
-from hpcpar.comm.arena import ALIGNED, DIRECT, PLACES, PRIVATE, SLOTS, TAIL, Arena, Hazard, Lane, comes_to
+from hpcpar.comm.arena import (
+    ALIGNED,
+    DIRECT,
+    LISTED,
+    PLACES,
+    PRIVATE,
+    SLOTS,
+    TAIL,
+    Arena,
+    Hazard,
+    Lane,
+    comes_to,
+)
 from hpcpar.comm.blocks import in_turn
 from hpcpar.comm.operation import (
     BoundStep,
@@ -37,7 +53,7 @@ from hpcpar.comm.operation import (
     packing,
 )
 from hpcpar.transport.interface import Exchange, Octets
-from hpcpar.transport.peer_memory import reading
+from hpcpar.transport.peer_memory import Stretch, listed, listing, reading, stretch_of, within
 from hpcpar.units import KiB
 
 RANKS_LOOKED_AT = 32
@@ -92,30 +108,30 @@ class _Sending:
         lane: Lane,
         message: Message,
         to: Sequence[int],
-        cut: Cut,
         spaces: Spaces,
         region: int,
         slot_nbytes: int,
-        place: int | None,
+        lent: Lent,
         earlier: Sequence[_Sending],
     ) -> None:
         self.runs = message.runs
         self.to = tuple(to)
         self.next = 0
-        self.pieces = len(cut)
+        self.pieces = _pieces_of(message, spaces, slot_nbytes)
         self._lane = lane
         self._words = lane.arena.words
-        self.place = place
+        self.place = lent.place
+        self._listing = lent.listing
         self._earlier = [sending for sending in earlier if set(sending.to) & set(to)]
         self.awaited: list[Hazard] = []
-        self._cut = cut
+        self._cut: Cut | None = None
         self._spaces = spaces
         self._region = region
         self._slot_nbytes = slot_nbytes
         self.turns: list[Laying | None] = [None] * SLOTS
         self._prepared: list[Laying] = []
         self.heads = tuple((rank, lane.heads_out[rank], lane.heads_out[rank] + TAIL) for rank in to)
-        self.is_quick = (self.pieces == 1 or place is not None) and not self._earlier
+        self.is_quick = (self.pieces == 1 or self.place is not None) and not self._earlier
 
     def begin(self) -> None:
         self.next = 0
@@ -181,6 +197,8 @@ class _Sending:
         if self.place is not None:
             return _nothing, slot, self.place
         place = self._lane.slot_place(slot, self._slot_nbytes)
+        if self._cut is None:
+            self._cut = _in_pieces(self.runs, self._spaces, self._slot_nbytes)
         runs = self._cut[number]
         message = Message(-1, runs, sum(stop - start for _, start, stop in runs))
         memory = self._lane.arena.memory(place, self._slot_nbytes)
@@ -214,23 +232,20 @@ class _Receiving:
         lane: Lane,
         spaces: Spaces,
         messages: Sequence[Message],
-        cut: Cut,
         op: str,
         slot_nbytes: int,
         gates: Sequence[_Sending],
         earlier: Sequence[_Receiving],
     ) -> None:
         self.next = 0
-        self.pieces = len(cut)
+        self.pieces = _pieces_of(messages[0], spaces, slot_nbytes)
         self.sources = tuple(lane.arena.local[message.peer] for message in messages)
         self._message = messages[0]
         self._arena = lane.arena
         self._taken = lane.taken
         self._words = lane.arena.words
         self._spaces = spaces
-        self._cut = cut
-        own, most = messages[0].own, max(1, slot_nbytes // itemsize_of(spaces))
-        self._own_cut = None if own is None else list(_cut(own, most))
+        self._cuts: tuple[Cut, Cut] | None = None
         self._op = op
         self._slot_nbytes = slot_nbytes
         self._gates = gates
@@ -290,6 +305,8 @@ class _Receiving:
 
     def whole(self, places: tuple[int, ...]) -> Callable[[], None] | None:
         """What brings everything in, if it lies in these places; None where there are pieces to come."""
+        if any(place & LISTED for place in places):
+            return self.fold(-1, places) if all(place & DIRECT for place in places) else None
         fold = self.wholes.get(places)
         if fold is None and (self.pieces == 1 or all(place & DIRECT for place in places)):
             if len(self.wholes) >= PLACES_REMEMBERED:
@@ -299,6 +316,8 @@ class _Receiving:
 
     def fold(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
         """What brings the pieces of that number in from these places; -1: the whole messages."""
+        if any(place & LISTED for place in places):
+            return self._prepare(number, places)  # next time the list may be another
         by_places = self._folds.setdefault(number, {})
         fold = by_places.get(places)
         if fold is None:
@@ -309,23 +328,29 @@ class _Receiving:
 
     def _prepare(self, number: int, places: tuple[int, ...]) -> Callable[[], None]:
         message = self._message
+        own = message.own or message.runs
         if number >= 0:
-            own = None if self._own_cut is None else self._own_cut[number]
-            return in_turn(self._taking_in(self._cut[number], own, number * self._slot_nbytes, places))
+            if self._cuts is None:
+                self._cuts = self._cut_in(self._slot_nbytes)
+            runs, own = (pieces[number] for pieces in self._cuts)
+            return in_turn(self._taking_in(runs, own, number * self._slot_nbytes, places))
         if any(place & PRIVATE for place in places) and message.combine:
-            itemsize = itemsize_of(self._spaces)
-            most = max(1, SUMMED_AT_ONCE_NBYTES // len(places) // ALIGNED * ALIGNED // itemsize)
+            nbytes = max(ALIGNED, SUMMED_AT_ONCE_NBYTES // len(places) // ALIGNED * ALIGNED)
             by_piece = (
-                self._taking_in(runs, own, at * most * itemsize, places)
-                for at, (runs, own) in enumerate(
-                    zip(_cut(message.runs, most), _cut(message.own or message.runs, most), strict=True)
-                )
+                self._taking_in(runs, own, at * nbytes, places)
+                for at, (runs, own) in enumerate(zip(*self._cut_in(nbytes), strict=True))
             )
             return in_turn([call for calls in by_piece for call in calls])
-        return in_turn(self._taking_in(message.runs, message.own, 0, places))
+        return in_turn(self._taking_in(message.runs, own, 0, places))
+
+    def _cut_in(self, nbytes: int) -> tuple[Cut, Cut]:
+        """The message's runs in pieces of so many bytes, and where the own summands of these lie."""
+        message = self._message
+        own = message.own or message.runs
+        return _in_pieces(message.runs, self._spaces, nbytes), _in_pieces(own, self._spaces, nbytes)
 
     def _taking_in(
-        self, runs: tuple[Run, ...], own: tuple[Run, ...] | None, offset: int, places: tuple[int, ...]
+        self, runs: tuple[Run, ...], own: tuple[Run, ...], offset: int, places: tuple[int, ...]
     ) -> list[Callable[[], None]]:
         """What brings in these runs, which lie that far into the message; called in this order."""
         arena, combine, own_turn = self._arena, self._message.combine, self._message.own_turn
@@ -339,15 +364,22 @@ class _Receiving:
             if not place & PRIVATE:
                 landed.append((message, arena.memory(place + offset if place & DIRECT else place, nbytes)))
                 continue
-            address = (place & ~(DIRECT | PRIVATE)) + offset
+            pid, stretches = arena.pids[source], self._stretches(source, place, offset, nbytes)
             if combine:
                 landing = arena.landing(max(SUMMED_AT_ONCE_NBYTES, len(places) * stride))
                 memory = landing[at * stride :][:nbytes]
-                calls += reading(arena.pids[source], address, [memory])
+                calls += reading(pid, stretches, [memory])
                 landed.append((message, memory))
             else:
-                calls += reading(arena.pids[source], address, [octets_of(self._spaces, run) for run in runs])
+                calls += reading(pid, stretches, [octets_of(self._spaces, run) for run in runs])
         return [*calls, *folds(self._spaces, landed, self._op)]
+
+    def _stretches(self, source: int, place: int, offset: int, nbytes: int) -> list[Stretch]:
+        """Where in the source's private memory that part of a message lies."""
+        address = place & ~(DIRECT | PRIVATE | LISTED)
+        if place & LISTED:
+            return within(listed(self._arena.pids[source], address), offset, nbytes)
+        return [(address + offset, nbytes)]
 
 
 class SharedStep:
@@ -555,39 +587,52 @@ def _sendings(
 ) -> list[_Sending]:
     """The step's sends on this node; the same range for several peers is laid out once."""
     arena = lane.arena
-    most = max(1, slot_nbytes // itemsize_of(spaces))
     by_runs: dict[tuple[Run, ...], list[Message]] = {}
     for send in planned.sends:
         if send.peer in arena.local:
             by_runs.setdefault(send.runs, []).append(send)
     sendings: list[_Sending] = []
     for region, (runs, messages) in enumerate(by_runs.items()):
-        cut = list(_cut(runs, most))
         to = [arena.local[message.peer] for message in messages]
-        place = _place(arena, planned, spaces, runs, fresh, slot_nbytes)
+        lent = _lent(arena, planned, spaces, runs, fresh, slot_nbytes)
         sendings.append(
-            _Sending(lane, messages[0], to, cut, spaces, region % regions, slot_nbytes, place, sendings)
+            _Sending(lane, messages[0], to, spaces, region % regions, slot_nbytes, lent, sendings)
         )
     return sendings
 
 
-def _place(
+class Lent(NamedTuple):
+    """Where the peers can read a message without its being laid out, if that is worth while.
+
+    listing   what the place refers to, if the message is in several pieces of memory
+    """
+
+    place: int | None
+    listing: NDArray[np.uint64] | None = None
+
+
+def _lent(
     arena: Arena,
     planned: PlannedStep,
     spaces: Spaces,
     runs: tuple[Run, ...],
     fresh: Sequence[Extent],
     slot_nbytes: int,
-) -> int | None:
-    """Where the peers can read what is sent without its being laid out, if that is worth while."""
-    if len(runs) != 1 or any(overlapping(r, runs[0]) for message in planned.receives for r in message.runs):
-        return None
-    octets = octets_of(spaces, runs[0])
-    begin, end = extent(octets)
+) -> Lent:
+    received = [run for message in planned.receives for run in message.runs]
+    if not runs or any(overlapping(one, other) for one in received for other in runs):
+        return Lent(None)
+    parts = [octets_of(spaces, run) for run in runs]
     shared_from, private_from = SHARED_FROM_NBYTES, PRIVATE_FROM_NBYTES
-    if any(begin < other_end and other_begin < end for other_begin, other_end in fresh):
+    extents = [extent(part) for part in parts]
+    if any(a < other_b and other_a < b for a, b in extents for other_a, other_b in fresh):
         shared_from, private_from = max(shared_from, slot_nbytes + 1), max(private_from, slot_nbytes + 1)
-    return arena.place_of(octets, shared_from, private_from)
+    if len(parts) == 1:
+        return Lent(arena.place_of(parts[0], shared_from, private_from))
+    if not arena.pids or sum(part.size for part in parts) < private_from:
+        return Lent(None)
+    found = listing([stretch_of(part) for part in parts])
+    return Lent(DIRECT | PRIVATE | LISTED | found.ctypes.data, found)
 
 
 def extent(octets: Octets) -> Extent:
@@ -601,17 +646,30 @@ def _receivings(
 ) -> list[_Receiving]:
     """The step's receives; those of several peers that are combined into the same range are one."""
     spaces = landing.spaces
-    most = max(1, slot_nbytes // itemsize_of(spaces))
     receivings: list[_Receiving] = []
     for (runs, combine), alike in groupby(
         landing.messages, key=lambda message: (message.runs, message.combine)
     ):
         messages = list(alike)
-        cut = list(_cut(runs, most))
         gates = [sending for sending in sendings if sending.runs == runs and runs]
         for group in [messages] if combine else [[message] for message in messages]:
-            receivings.append(_Receiving(lane, spaces, group, cut, op, slot_nbytes, gates, receivings))
+            receivings.append(_Receiving(lane, spaces, group, op, slot_nbytes, gates, receivings))
     return receivings
+
+
+def _pieces_of(message: Message, spaces: Spaces, nbytes: int) -> int:
+    """How many pieces of so many bytes a message is."""
+    return max(1, -(-message.count // _most(spaces, nbytes)))
+
+
+def _in_pieces(runs: Sequence[Run], spaces: Spaces, nbytes: int) -> Cut:
+    """Runs as pieces of so many bytes."""
+    return list(_cut(runs, _most(spaces, nbytes)))
+
+
+def _most(spaces: Spaces, nbytes: int) -> int:
+    """Elements of a piece of so many bytes."""
+    return max(1, nbytes // itemsize_of(spaces))
 
 
 def _cut(runs: Sequence[Run], most: int) -> Iterator[tuple[Run, ...]]:

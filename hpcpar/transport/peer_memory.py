@@ -12,11 +12,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hpcpar.errors import PeerFailedError
 from hpcpar.transport.interface import Octets
 
 MOST_AT_ONCE_NBYTES = 2**30
 """Of one call; the kernel moves at most 2 GiB."""
+
+Stretch = tuple[int, int]
+"""Of memory: where it begins, and its bytes."""
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -53,20 +59,68 @@ def can_read(pid: int, address: int, expected: bytes) -> bool:
     return _read(pid, here, 1, there, 1, 0) == len(expected) and found.raw == expected
 
 
-def reading(pid: int, address: int, targets: Sequence[Octets]) -> list[Callable[[], None]]:
-    """What fills the targets, one after the other, from memory that begins at `address` there.
+def reading(pid: int, stretches: Sequence[Stretch], targets: Sequence[Octets]) -> list[Callable[[], None]]:
+    """What fills the targets, one after the other, from stretches of memory there, one after the other.
 
+    Both are of the same number of bytes together.
     errors   PeerFailedError, when called, if the memory or the process is not there
     """
     calls: list[Callable[[], None]] = []
+    left = list(reversed(stretches))
     for target in targets:
-        begin = target.__array_interface__["data"][0]
-        for at in range(0, target.size, MOST_AT_ONCE_NBYTES):
-            nbytes = min(MOST_AT_ONCE_NBYTES, target.size - at)
-            here, there = _Range(begin + at, nbytes), _Range(address + at, nbytes)
-            calls.append(partial(_fill, pid, here, there, nbytes))
-        address += target.size
+        at, size = stretch_of(target)
+        end = at + size
+        while at < end:
+            address, nbytes = left.pop()
+            taken = min(nbytes, end - at, MOST_AT_ONCE_NBYTES)
+            calls.append(partial(_fill, pid, _Range(at, taken), _Range(address, taken), taken))
+            at += taken
+            if taken < nbytes:
+                left.append((address + taken, nbytes - taken))
     return calls
+
+
+def stretch_of(octets: Octets) -> Stretch:
+    """Where memory begins, and its bytes."""
+    return octets.__array_interface__["data"][0], octets.size
+
+
+def within(stretches: Sequence[Stretch], offset: int, nbytes: int) -> list[Stretch]:
+    """So many bytes of the stretches, that far from their beginning."""
+    found: list[Stretch] = []
+    for address, length in stretches:
+        start, stop = min(offset, length), min(offset + nbytes, length)
+        if start < stop:
+            found.append((address + start, stop - start))
+        offset -= start
+        nbytes -= stop - start
+    return found
+
+
+def listing(stretches: Sequence[Stretch]) -> NDArray[np.uint64]:
+    """Memory for `listed` on another process to read."""
+    return np.array(
+        [len(stretches), *(number for stretch in stretches for number in stretch)], dtype=np.uint64
+    )
+
+
+def listed(pid: int, address: int) -> list[Stretch]:
+    """The stretches that a `listing` there names.
+
+    errors   PeerFailedError if it is not there
+    """
+    length = np.empty(1, dtype=np.uint64)
+    _read_now(pid, address, length)
+    numbers = np.empty(2 * int(length[0]), dtype=np.uint64)
+    _read_now(pid, address + length.nbytes, numbers)
+    found: list[int] = numbers.tolist()
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def _read_now(pid: int, address: int, target: NDArray[np.uint64]) -> None:
+    octets = target.view(np.uint8)
+    for call in reading(pid, [(address, octets.size)], [octets]):
+        call()
 
 
 def _fill(pid: int, here: _Range, there: _Range, nbytes: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hpcpar import partition
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm import caller, run_loopback, select
+from hpcpar.comm import caller, run_loopback, select, shared
 
 PLACED = {
     collective: [name for name, algorithm in by_name.items() if algorithm.placed]
@@ -98,6 +98,33 @@ def test_pipelines_of_several_segments_equal_the_serial_computation(nodes, monke
     for pairs in run_loopback(len(nodes), work, nodes=nodes, shared_memory=shared_memory):
         for found, expected in pairs:
             np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
+def test_what_lies_in_several_stretches_of_memory_is_read_there_at_once(collective, monkeypatch):
+    """The chunks of other nodes do not lie side by side: laid out, they would be many pieces."""
+    lists, laid_out = [], []
+    listing, lay_out = shared.listing, shared._Sending._lay_out
+    monkeypatch.setattr(
+        shared, "listing", lambda stretches: lists.append(len(stretches)) or listing(stretches)
+    )
+    monkeypatch.setattr(shared._Sending, "_lay_out", lambda self: laid_out.append(self) or lay_out(self))
+    count = 50_000
+
+    def work(comm):
+        whole = total(comm.size, 4 * count)
+        own = slice(comm.rank * count, (comm.rank + 1) * count)
+        for _ in range(3):
+            if collective == "allgather":
+                found = comm.allgather(whole[own].copy(), algorithm="hierarchical")
+                np.testing.assert_array_equal(found, whole)
+            else:
+                found = comm.reduce_scatter(piece(comm.rank, 4 * count), algorithm="hierarchical")
+                np.testing.assert_array_equal(found, whole[own])
+
+    run_loopback(4, work, nodes=(0, 0, 1, 1), shared_memory=True)
+    assert lists == [2] * (4 * 3)
+    assert not laid_out
 
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 1), (0, 1, 0, 1, 1)])

@@ -13,7 +13,7 @@ import pytest
 
 from hpcpar.errors import PeerFailedError
 from hpcpar.transport import peer_memory
-from hpcpar.transport.peer_memory import can_read, reading
+from hpcpar.transport.peer_memory import can_read, listed, listing, reading, stretch_of, within
 
 SAMPLE = bytes(range(200, 216))
 
@@ -70,7 +70,7 @@ def test_a_process_reads_a_childs_memory_as_it_is_now(child):
     process.stdin.flush()
     assert process.stdout.readline() == "changed\n"
     found = octets(bytes(4))
-    for call in reading(process.pid, address, [found]):
+    for call in reading(process.pid, [(address, 4)], [found]):
         call()
     assert found.tolist() == [1, *SAMPLE[1:4]]
 
@@ -102,7 +102,7 @@ def test_targets_are_filled_one_after_the_other_in_pieces_of_what_the_kernel_tak
     monkeypatch.setattr(peer_memory, "MOST_AT_ONCE_NBYTES", at_once_nbytes)
     source = octets(SAMPLE)
     targets = [octets(bytes(n)) for n in (3, 0, 11, 2)]
-    made = reading(os.getpid(), address_of(source), targets)
+    made = reading(os.getpid(), [(address_of(source), 16)], targets)
     assert all(not target.any() for target in targets)
     for call in made:
         call()
@@ -110,22 +110,56 @@ def test_targets_are_filled_one_after_the_other_in_pieces_of_what_the_kernel_tak
     assert len(made) == calls
 
 
+@pytest.mark.parametrize("at_once_nbytes", [2**30, 3])
+@pytest.mark.parametrize("lengths", [(16,), (5, 11), (1, 14, 1), (3, 0, 11, 2)])
+def test_stretches_and_targets_may_be_cut_differently(lengths, at_once_nbytes, monkeypatch):
+    monkeypatch.setattr(peer_memory, "MOST_AT_ONCE_NBYTES", at_once_nbytes)
+    sources = np.split(octets(SAMPLE), np.cumsum(lengths)[:-1])
+    sources = [octets(source.tobytes()) for source in sources]
+    targets = [octets(bytes(n)) for n in (4, 9, 3)]
+    for call in reading(os.getpid(), [stretch_of(source) for source in sources], targets):
+        call()
+    assert b"".join(target.tobytes() for target in targets) == SAMPLE
+
+
+def test_a_part_of_stretches_is_found_wherever_it_begins_and_ends():
+    stretches = [(100, 5), (200, 1), (300, 4)]
+    addresses = [address + at for address, nbytes in stretches for at in range(nbytes)]
+    for offset in range(11):
+        for nbytes in range(11 - offset):
+            found = within(stretches, offset, nbytes)
+            bytes_found = [address + at for address, length in found for at in range(length)]
+            assert bytes_found == addresses[offset : offset + nbytes]
+            assert all(length for _, length in found)
+
+
+@pytest.mark.parametrize("stretches", [[], [(2**47, 3)], [(5, 2**40), (7, 0), (2**62, 1)]])
+def test_a_list_of_stretches_is_read_as_it_was_made(stretches):
+    made = listing(stretches)
+    assert listed(os.getpid(), made.ctypes.data) == stretches
+
+
+def test_a_list_that_is_not_there_is_an_error():
+    with pytest.raises(PeerFailedError, match="Bad address"):
+        listed(os.getpid(), 16)
+
+
 def test_nothing_beside_the_target_is_written():
     source, around = octets(SAMPLE), octets(bytes(8))
-    for call in reading(os.getpid(), address_of(source), [around[2:5]]):
+    for call in reading(os.getpid(), [(address_of(source), 3)], [around[2:5]]):
         call()
     assert around.tolist() == [0, 0, *SAMPLE[:3], 0, 0, 0]
 
 
 def test_a_peer_that_has_ended_is_an_error_that_names_its_process():
     pid = ended_process()
-    (call,) = reading(pid, address_of(octets(SAMPLE)), [octets(bytes(7))])
+    (call,) = reading(pid, [(address_of(octets(SAMPLE)), 7)], [octets(bytes(7))])
     with pytest.raises(PeerFailedError, match=rf"^7 bytes could not be read from process {pid} of this node"):
         call()
 
 
 def test_memory_that_has_gone_is_an_error_that_says_what_was_wrong():
-    (call,) = reading(os.getpid(), 16, [octets(bytes(7))])
+    (call,) = reading(os.getpid(), [(16, 7)], [octets(bytes(7))])
     with pytest.raises(PeerFailedError, match="Bad address"):
         call()
 
@@ -138,7 +172,7 @@ def test_memory_that_is_only_partly_there_is_an_error_that_says_how_much_was():
         del whole
         page = ctypes.c_void_p(second), ctypes.c_size_t(mmap.PAGESIZE)
         assert protect(*page, 0) == 0
-        (call,) = reading(os.getpid(), second - 10, [octets(bytes(30))])
+        (call,) = reading(os.getpid(), [(second - 10, 30)], [octets(bytes(30))])
         with pytest.raises(PeerFailedError, match="only 10 were there"):
             call()
         assert protect(*page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
