@@ -55,7 +55,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
-RANKS_ARE_THREADS = {"autograd", "models", "pipeline_parallel", "tensor_parallel", "training"}
+RANKS_ARE_THREADS = {
+    "autograd",
+    "checkpoint",
+    "comm",
+    "data_parallel",
+    "models",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "training",
+}
 """Directories of tests that are mostly so."""
 
 
@@ -64,7 +73,7 @@ def _ranks_that_are_threads_share_a_core(request: pytest.FixtureRequest) -> Iter
     """They take turns at the interpreter; on several cores, beside another worker, it takes them longer."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     of_threads = request.path.parent.name in RANKS_ARE_THREADS
-    of_processes = "run_ranks" in request.fixturenames
+    of_processes = "run_ranks" in request.fixturenames or request.node.get_closest_marker("every_core")
     if of_processes or not (worker and of_threads and hasattr(os, "sched_setaffinity")):
         yield
         return

@@ -188,7 +188,7 @@ def calls_with_out(comm, dtype, count):
             yield f"input of {collective} by {name}, call {call}", same, True
 
 
-@pytest.mark.parametrize("count", [5, 1200, 30_000])
+@pytest.mark.parametrize("count", [5, 30_000])
 @pytest.mark.parametrize(("size", "dtype"), [*product([2, 3, 4], [torch.float32]), (3, torch.bfloat16)])
 def test_the_input_is_left_as_it_was_and_is_the_callers_again_when_the_call_ends(
     size, dtype, count, exchange, in_pieces, assert_true
@@ -206,37 +206,33 @@ def test_the_input_over_mpi_is_left_as_it_was(count, any_world, assert_true):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("shift", [-7, -1, 0, 1, 7])
-def test_out_may_overlap_the_input(shift, size, exchange):
+def test_out_may_overlap_the_input(size, exchange):
     """As before: what lies there is summed, or gathered, as it was when the call began."""
+    count = 3000
 
     def work(comm):
         found = []
-        for call in range(TIMES):
-            count = 3000
+        memory = np.empty(comm.size * count + 20)
+        own = 10 + comm.rank * count
+        for shift, call in product((-7, -1, 0, 1, 7), range(2)):
+            inputs = [numbers(rank, call, count) for rank in range(comm.size)]
             for name in ALGORITHMS["allreduce"]:
-                memory = np.zeros(count + 20)
                 data, out = memory[10 : 10 + count], memory[10 + shift : 10 + shift + count]
-                data[...] = numbers(comm.rank, call, count)
+                data[...] = inputs[comm.rank]
                 comm.allreduce(data, out=out, algorithm=name)
-                found.append(
-                    np.array_equal(out, sum(numbers(rank, call, count) for rank in range(comm.size)))
-                )
+                found.append(np.array_equal(out, sum(inputs)))
             for name in ALGORITHMS["allgather"]:
-                whole = np.zeros(comm.size * count + 20)
-                begin = 10 + comm.rank * count + shift
-                shard, out = whole[begin : begin + count], whole[10 : 10 + comm.size * count]
-                shard[...] = numbers(comm.rank, call, count)
+                shard, out = memory[own + shift : own + shift + count], memory[10 : 10 + comm.size * count]
+                shard[...] = inputs[comm.rank]
                 comm.allgather(shard, out=out, algorithm=name)
-                expected = np.concatenate([numbers(rank, call, count) for rank in range(comm.size)])
-                found.append(np.array_equal(out, expected))
+                found.append(np.array_equal(out, np.concatenate(inputs)))
         return found
 
     assert all(all(found) for found in run_loopback(size, work, **exchange))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("count", [7, 3000, 30_000])
+@pytest.mark.parametrize("count", [3000, 30_000])
 def test_some_ranks_may_give_out_and_others_not(count, size, exchange, in_pieces):
     """Bits are the same on all ranks, in whichever memory they are formed."""
 

@@ -12,6 +12,8 @@ import pytest
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.places import gather_placement
 
+pytestmark = pytest.mark.every_core
+
 LOGS = """
 import logging, sys, hpcpar
 logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s", stream=sys.stdout)

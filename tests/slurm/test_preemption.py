@@ -163,8 +163,8 @@ def thrice(scene: Scene) -> Job:
 
 
 def before_its_limit(scene: Scene) -> Job:
-    """So long before the limit that the warning comes at one of Slurm's next looks."""
-    job = scene.wrapped("python stops.py", "--time=1", "--signal=USR1@40")
+    """Slurm looks every 30 s, and warns at the last look that is early enough: after 60 to 90 s."""
+    job = scene.wrapped("python stops.py", "--time=2", "--signal=USR1@30")
     return job.wait(LIMIT_S)
 
 
