@@ -337,6 +337,7 @@ def test_a_signal_is_handed_on_to_the_job(
     # A launcher of our own in a child, so that the signal does not hit the test run.
     code = f"""
 import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 from hpcpar.launch import supervise
 job = "import signal, sys, time\\nsignal.signal({int(arrives)}, lambda *_: sys.exit(33))\\n" \\
       "print('ready', flush=True)\\ntime.sleep(30)"
