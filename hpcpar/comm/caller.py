@@ -441,6 +441,7 @@ class Caller(ABC):
 
         An error in one rank's arguments is then everybody's, so that nobody waits for that rank.
         """
+        self._require_not_freed(call.collective)
         try:
             if call.root is not None or call.collective in ROOTED:
                 self._require_peer(call.root, f"the root of {call.collective}")
@@ -709,14 +710,17 @@ class Caller(ABC):
             self._seen[collective][id(array)] = (found, meaning, marks[0], marks[1])
         return found
 
-    def _run(self, recipe: Recipe) -> None:
-        """Do a remembered call, and return when it is done. The caller holds the arrays meanwhile."""
+    def _run(self, recipe: Recipe, memory: object = None) -> None:
+        """Do a remembered call, and return when it is done.
+
+        memory   the arrays, kept alive until it is over, also where an error ends the wait before
+        """
         self._latest = recipe
         calls = self._calls
         number = recipe.last_used = calls[0]
         program = recipe.programs[number % arena.LANES]
         if program is None or self._under_way:
-            operation = self._restarted(recipe)
+            operation = self._restarted(recipe, memory)
             self._family.progress.run(operation)
             recipe.account.seconds_waited += time.perf_counter() - operation.started_s
             return
@@ -728,7 +732,7 @@ class Caller(ABC):
             if not at_once(ATTEMPTS_AT_ONCE, self._pause):
                 recipe.is_taken = True
                 operation = program.operation
-                operation.resume(number, index, program.steps[index])
+                operation.resume(number, index, program.steps[index], memory)
                 self._family.progress.run(operation)
                 recipe.account.seconds_waited += time.perf_counter() - operation.started_s
                 return
@@ -891,6 +895,13 @@ class Caller(ABC):
             return shared_steps(lane, planned, spaces, op, regions, written, loosely)
         steps = None if lane is None else lane.program(self._transport, planned, spaces, op)
         return steps or [loosely(step) for step in planned.steps]
+
+    def _require_not_freed(self, what: str) -> None:
+        if self._lanes.are_freed:
+            raise OperationError(
+                f"{what} was asked for on communicator {self.name!r}, which has been freed: make all calls "
+                "before `free()`"
+            )
 
     def _require_peer(self, peer: Any, what: str) -> None:
         if not hasattr(peer, "__index__") or not 0 <= peer < self.size:

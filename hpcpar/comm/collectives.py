@@ -124,7 +124,7 @@ class Collectives(Caller):
         meaning = (op, algorithm, prescale_factor, postscale_factor, compression)
         recipe = self._remembered("allreduce", meaning, buffer, out)
         if recipe is not None:
-            self._run(recipe)
+            self._run(recipe, (buffer, out))
             return buffer if out is None else out
         return self.start_allreduce(
             buffer,
@@ -207,7 +207,7 @@ class Collectives(Caller):
         meaning = (op, _tuple(counts), algorithm, prescale_factor, postscale_factor)
         recipe = self._remembered("reduce_scatter", meaning, buffer, out)
         if recipe is not None:
-            self._run(recipe)
+            self._run(recipe, (buffer, out))
             if out is not None:
                 return out
             return flat(buffer)[slice(*recipe.own)]
@@ -271,7 +271,7 @@ class Collectives(Caller):
         if out is not None:
             recipe = self._remembered("allgather", (_tuple(counts), algorithm), shard, out)
             if recipe is not None:
-                self._run(recipe)
+                self._run(recipe, (shard, out))
                 return out
         return self.start_allgather(shard, counts=counts, out=out, algorithm=algorithm).wait()
 
@@ -295,7 +295,7 @@ class Collectives(Caller):
         """`start_broadcast` and wait."""
         recipe = self._remembered("broadcast", (root, algorithm), buffer)
         if recipe is not None:
-            self._run(recipe)
+            self._run(recipe, buffer)
             return buffer
         return self.start_broadcast(buffer, root, algorithm=algorithm).wait()
 
@@ -353,7 +353,7 @@ class Collectives(Caller):
         into = out if is_root else None
         recipe = self._remembered("reduce", (op, root, algorithm), buffer, into)
         if recipe is not None:
-            self._run(recipe)
+            self._run(recipe, (buffer, into))
             return (buffer if into is None else into) if is_root else None
         return self.start_reduce(buffer, op, root, out=out, algorithm=algorithm).wait()
 
@@ -524,7 +524,7 @@ class Collectives(Caller):
         if out is not None and send_counts is None and receive_counts is None:
             recipe = self._remembered("alltoall", algorithm, buffer, out)
             if recipe is not None:
-                self._run(recipe)
+                self._run(recipe, (buffer, out))
                 return out
         return self.start_alltoall(
             buffer, out=out, send_counts=send_counts, receive_counts=receive_counts, algorithm=algorithm

@@ -283,7 +283,7 @@ class Communicator(Objects):
     def free(self) -> None:
         """Give the communicator back to MPI, which has room for about two thousand. Collective.
 
-        Those that it has lent go with it.
+        Those that it has lent go with it. Every call on it is an OperationError from then on.
         """
         for lent in self._lent:
             lent.comm.free()

@@ -192,6 +192,7 @@ class Lanes:
         self._budgeted_nbytes = 0
         self._clock = 0
         self.evictions = 0
+        self.are_freed = False
 
     def group(self, signature: Hashable, planned: Plan, nbytes: int, itemsize: int, wait: Wait) -> LaneGroup:
         """The lanes of a signature, made when first asked for.
@@ -221,6 +222,7 @@ class Lanes:
             for lane in group.lanes:
                 lane.free()
         self._groups.clear()
+        self.are_freed = True
 
     def _make_room(self, nbytes: int, wait: Wait) -> None:
         while self._groups and (

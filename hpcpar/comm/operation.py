@@ -400,9 +400,9 @@ class Operation:
         if self._lane is not None:
             self._lane.join(self)
 
-    def resume(self, number: int, index: int, exchange: Exchange) -> None:
+    def resume(self, number: int, index: int, exchange: Exchange, memory: object) -> None:
         """A completed operation is being done once more, as call `number`, and has come to this step."""
-        self.restart(number)
+        self.restart(number, memory)
         self._index = index
         self._exchange = exchange
 

@@ -137,6 +137,7 @@ class PointToPoint(Caller):
         self, row: str, what: str, buffer: Any, binding: Binding, step: PlannedStep, peer: int, tag: int
     ) -> Handle:
         """Set a message going that is not known; at second sight it is known from then on."""
+        self._require_not_freed(what)
         full_tag, host = self._tag(tag), binding.host
         receives = bool(step.receives)
         expected_nbytes = host.octets.size if receives else None

@@ -38,7 +38,7 @@ class Prepared:
         for look, seen in self._places:
             if look() != seen:
                 return self._found_out()
-        self._run(recipe)
+        self._run(recipe, self)
         return self._result
 
     def _found_out(self) -> Any:

@@ -98,6 +98,47 @@ def test_alone_does_nothing_correctly():
     assert values.tolist() == [0, 1, 2, 3]
 
 
+def calls_after_free(comm: Communicator) -> list[str]:
+    """What each kind of call says on a communicator that has been freed."""
+    x, out = np.ones(4), np.ones(4 * comm.size)
+    part = comm.split(0, name="part")
+    assert part is not None
+    prepared, copy = part.prepare("allgather", x, out=out), part.unchecked("copy")
+    for _ in range(4):
+        prepared()
+        part.allreduce(x)
+    part.free()
+    said = []
+    for call in (
+        prepared,
+        lambda: part.allreduce(x),
+        lambda: copy.allreduce(x),
+        lambda: part.broadcast_object(1),
+        lambda: part.split(0),
+        part.barrier,
+        lambda: part.start_send(x, 0),
+        lambda: part.start_recv(x, 0),
+    ):
+        with pytest.raises(OperationError) as told:
+            call()
+        said.append(str(told.value))
+    comm.barrier()
+    return said
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_call_on_what_has_been_freed_is_named(size: int) -> None:
+    for said in run_loopback(size, calls_after_free):
+        assert all("on communicator 'part', which has been freed" in text for text in said)
+        assert said[1].startswith("allreduce was asked for")
+        assert said[-2].startswith("send to rank 0 was asked for")
+
+
+@pytest.mark.mpi
+def test_a_call_on_what_has_been_freed_is_named_over_mpi(any_world: Communicator) -> None:
+    assert all("has been freed" in text for text in calls_after_free(any_world))
+
+
 def test_what_a_rank_has_under_way_when_it_ends_lives_until_all_have_ended() -> None:
     gone: list[bool] = []
 

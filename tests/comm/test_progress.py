@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator, caller, run_loopback
 from hpcpar.errors import StallError
 
 
@@ -126,6 +129,38 @@ def test_ranks_that_wait_for_each_other_are_told_so():
 
     told = run_loopback_with_timeout(2, work, timeout_s=1.0)
     assert any("so they wait for each other (ranks 0, 1)" in text for text in told)
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_array_outlives_a_known_call_that_stalled(shares_memory, is_prepared, monkeypatch):
+    """What comes late would otherwise be written to memory that is somebody else's by then."""
+    monkeypatch.setattr(caller, "ATTEMPTS_AT_ONCE", 10)  # of 10 ms between threads
+    release = threading.Event()
+
+    def work(comm):
+        if shares_memory:
+            comm.share_memory()
+        array = np.ones(1000)
+        call = comm.prepare("allreduce", array) if is_prepared else partial(comm.allreduce, array)
+        for _ in range(6):
+            call()
+        if comm.rank == 1:
+            release.wait(30)
+            call()
+            comm.barrier()
+            return None
+        lives = weakref.ref(array)
+        with pytest.raises(StallError):
+            call()
+        del array, call
+        gc.collect()
+        held = lives() is not None
+        release.set()
+        comm.barrier()
+        return held, lives() is None
+
+    assert run_loopback_with_timeout(2, work, timeout_s=1.0)[0] == (True, True)
 
 
 def run_loopback_with_timeout(size, function, timeout_s):

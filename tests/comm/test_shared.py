@@ -14,7 +14,7 @@ import torch
 
 from hpcpar import partition
 from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.comm import Communicator, arena, operation, run_loopback, select, shared
+from hpcpar.comm import Communicator, arena, caller, operation, run_loopback, select, shared
 from hpcpar.comm.arena import LANES
 from hpcpar.errors import StallError
 from hpcpar.transport import loopback
@@ -802,8 +802,9 @@ def test_a_rank_that_has_not_read_what_lies_in_the_way_is_named():
     assert f"for rank 2; {SILENT}" in told[0]
 
 
-def test_a_rank_that_has_not_read_what_was_posted_is_named():
+def test_a_rank_that_has_not_read_what_was_posted_is_named(monkeypatch):
     """Ranks run ahead of each other by a few calls only: what was posted is not written over unread."""
+    monkeypatch.setattr(caller, "ATTEMPTS_AT_ONCE", 10)  # of 10 ms between threads
 
     def work(comm):
         for _ in range(100 * LANES):
