@@ -192,7 +192,7 @@ class Lanes:
         self._budgeted_nbytes = 0
         self._clock = 0
         self.evictions = 0
-        self.are_freed = False
+        self.are_freed = False  # and so is the communicator, as all its unchecked copies see here
 
     def group(self, signature: Hashable, planned: Plan, nbytes: int, itemsize: int, wait: Wait) -> LaneGroup:
         """The lanes of a signature, made when first asked for.

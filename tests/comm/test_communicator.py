@@ -103,7 +103,7 @@ def calls_after_free(comm: Communicator) -> list[str]:
     x, out = np.ones(4), np.ones(4 * comm.size)
     part = comm.split(0, name="part")
     assert part is not None
-    prepared, copy = part.prepare("allgather", x, out=out), part.unchecked("copy")
+    prepared, view = part.prepare("allgather", x, out=out), part.unchecked("view")
     for _ in range(4):
         prepared()
         part.allreduce(x)
@@ -112,7 +112,7 @@ def calls_after_free(comm: Communicator) -> list[str]:
     for call in (
         prepared,
         lambda: part.allreduce(x),
-        lambda: copy.allreduce(x),
+        lambda: view.allreduce(x),
         lambda: part.broadcast_object(1),
         lambda: part.split(0),
         part.barrier,
