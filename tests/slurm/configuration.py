@@ -12,6 +12,8 @@ from pathlib import Path
 # the link is in libpmix-dev. Our machines see a copy of the directory that has it.
 PMIX = Path("/usr/lib") / f"{os.uname().machine}-linux-gnu" / "pmix2" / "lib"
 
+# ClusterName             of its own: tests bring up several clusters, and a job of the same number in another
+#                         one is not to be taken for the same job
 # cred_expire             also how long a requeued job waits before it may start again (120 s otherwise)
 # TmpFS                   the node's own disk: the pmix plugins of two nodes would collide in /tmp
 # linuxproc, task/none    no cgroups
@@ -21,7 +23,7 @@ PMIX = Path("/usr/lib") / f"{os.uname().machine}-linux-gnu" / "pmix2" / "lib"
 # OverTimeLimit           time limits are looked at every 30 s, whatever we set
 # no SrunPortRange        threads of one srun begin at the same port of it; two that bind it at once fail
 SLURM_CONF = """
-ClusterName=test
+ClusterName={state.name}
 SlurmctldHost=head(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
