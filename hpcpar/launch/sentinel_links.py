@@ -10,7 +10,8 @@ over TCP: that of node 0, the hub, listens, each other one, a spoke, connects.
     joined 5 PID host / done 5 / aborting 5 why →  keep book of every rank
     lost 5                                      →  the first of the job?
                                                 ←  speak LINE, else hush; 0.3 s later, to all: end
-    suspect 5   (ended from outside, it seems)  →  if others work on 1 s later, it was a loss
+    suspect 5   (ended from outside, it seems)  →  if others work on 1 s later, or more of them are lost
+                                                   after it than are suspects, too, it was a loss
     leaving                                     →  this node needs no watching any more
     (end of the link without it)                →  0.3 s later: the node is lost; say so, end the job
 
@@ -240,6 +241,7 @@ class Hub:
         self.working = set(self.nodes[0].ranks)
         self.pids: dict[int, int] = {}
         self.suspects: dict[int, float] = {}
+        self.followers = 0
         self.gone: list[Node] = []
         self.deputy: Node | None = None
         self.named = self.over = False
@@ -277,12 +279,13 @@ class Hub:
         self.working.discard(rank)
         if self.gone:  # a node went just before: this is what came of it
             self.end_at = time.monotonic()
-        if self.gone or self.named or self.over or self.aborted_at is not None:
-            link = self.node_of[rank].link
-            if link is not None:
-                link.send("hush")
-        else:
-            self.name(min(self.suspects, key=self.suspects.__getitem__, default=rank))
+        if not self.suspects and not self.is_decided:
+            self.name(rank)
+            return
+        self.followers += 1
+        link = self.node_of[rank].link
+        if link is not None:
+            link.send("hush")
 
     def suspect(self, rank: int) -> None:
         self.working.discard(rank)
@@ -445,18 +448,25 @@ class Hub:
         if self.link_deadline is not None and now >= self.link_deadline:
             self.warn()
             self.close_door()
-        if self.suspects and now >= min(self.suspects.values()) + OUTSIDE_S:
-            self.judge_suspects()
+        if self.suspects:
+            self.judge_suspects(now)
         if self.end_at is not None and now >= self.end_at:
             self.end()
 
-    def judge_suspects(self) -> None:
-        """Ranks were ended from outside a while ago: with all others that was the job's end, else a loss."""
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known what has ended this job, and said or about to be."""
+        return self.named or self.over or bool(self.gone) or self.aborted_at is not None
+
+    def judge_suspects(self, now: float) -> None:
+        """Ranks were ended from outside: with nearly all others that was the job's end, else a loss."""
         first = min(self.suspects, key=self.suspects.__getitem__)
-        decided = self.named or self.over or self.gone or self.aborted_at is not None
-        if self.working and not decided:
+        if self.working and now < self.suspects[first] + OUTSIDE_S:
+            return
+        if (self.working or self.followers > len(self.suspects)) and not self.is_decided:
             self.name(first)
         self.suspects.clear()
+        self.followers = 0
 
     def name(self, rank: int) -> None:
         """Have it said that this rank was lost: by its own node's sentinel, if that is still there."""

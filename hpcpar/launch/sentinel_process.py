@@ -21,7 +21,9 @@ all the others are dead by the time the sentinel runs. Where Linux gives a pidfd
 well, because a child that a rank forked can keep the rank's socket open.
 
 A rank that was ended from outside (SIGTERM, as scancel and time limits send it; or anything after the
-sentinel has had one itself) is a loss only if others still work a second later.
+sentinel has had one itself) is a loss only if others still work a second later, or if more of them went
+by themselves after it: where a whole job is ended, SIGTERM may find that a rank has crashed for want
+of its peers.
 
 The sentinels of several nodes are linked: see `sentinel_links`.
 """
@@ -126,6 +128,7 @@ class Alone:
         self.sentinel = sentinel
         self.pids: dict[int, int] = {}
         self.suspects: dict[int, float] = {}
+        self.followers = 0
         self.end_at: float | None = None
 
     def joined(self, rank: int, pid: int) -> None:
@@ -142,10 +145,15 @@ class Alone:
             self.end_at = time.monotonic() + self.sentinel.abort_grace_s
 
     def lost(self, rank: int) -> None:
-        """Name it, and end the others; if one was ended from outside just before, that one is the first."""
+        """Name it, unless it may be what came of another's end; see `judge_suspects`."""
         if self.end_at is not None or self.sentinel.ending:
             return
-        rank = min(self.suspects, key=self.suspects.__getitem__, default=rank)
+        if self.suspects:
+            self.followers += 1
+        else:
+            self.name(rank)
+
+    def name(self, rank: int) -> None:
         others = self.sentinel.members()
         ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
         self.sentinel.say_lost(rank, self.pids.get(rank, 0), ending)
@@ -172,13 +180,23 @@ class Alone:
         return times if self.end_at is None else [*times, self.end_at]
 
     def act_on_time(self, now: float) -> None:
-        if self.suspects and now >= min(self.suspects.values()) + OUTSIDE_S:
-            if self.sentinel.working():
-                self.lost(-1)
-            self.suspects.clear()
+        if self.suspects:
+            self.judge_suspects(now)
         if self.end_at is not None and now >= self.end_at:
             self.end_at = None
             self.sentinel.end(elsewhere=True)
+
+    def judge_suspects(self, now: float) -> None:
+        """Ranks were ended from outside: with nearly all others that was the job's end, else a loss."""
+        working = bool(self.sentinel.working())
+        first = min(self.suspects, key=self.suspects.__getitem__)
+        if working and now < self.suspects[first] + OUTSIDE_S:
+            return
+        decided = self.end_at is not None or self.sentinel.ending
+        if (working or self.followers > len(self.suspects)) and not decided:
+            self.name(first)
+        self.suspects.clear()
+        self.followers = 0
 
 
 class Sentinel:

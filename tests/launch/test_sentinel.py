@@ -190,6 +190,16 @@ def test_a_rank_that_is_told_to_end_is_the_first_loss_if_the_launcher_then_kills
     assert line.startswith(f"hpcpar: rank 1 (pid {node.ranks[1].pid} on node7) was lost")
 
 
+def test_a_rank_that_crashes_over_the_others_end_before_it_is_told_to_is_not_lost(node: Node) -> None:
+    node.join()
+    for rank in (0, 2):
+        node.ranks[rank].terminate()
+        await_that(lambda rank=rank: has_ended(node.ranks[rank].pid), f"rank {rank} has ended")
+    node.ranks[1].send_signal(signal.SIGSEGV)
+    assert node.lines() == []
+    assert node.words() == []
+
+
 def test_a_rank_lost_while_the_others_finish_after_the_jobs_end_was_called_is_named(node: Node) -> None:
     node.join()
     os.kill(node.sentinel_pid, signal.SIGTERM)

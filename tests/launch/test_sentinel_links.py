@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -101,6 +101,16 @@ class Job:
             node.close()
 
 
+@contextmanager
+def heard(node: Node) -> Iterator[None]:
+    """A rank of this node ends inside; when this is left its sentinel has seen that, and told the hub."""
+    files = Path(f"/proc/{node.sentinel_pid}/fd")
+    before = len(os.listdir(files))
+    yield
+    await_that(lambda: len(os.listdir(files)) < before, f"the sentinel of {node.host} has let go of a rank")
+    time.sleep(0.05)  # what it tells the hub comes some microseconds after that
+
+
 @pytest.fixture
 def jobs() -> Iterator[list[Job]]:
     opened: list[Job] = []
@@ -150,10 +160,8 @@ def test_of_two_nodes_killed_at_once_both_are_named(job: Job) -> None:
 def test_a_node_whose_sentinel_still_saw_its_first_rank_go_is_named_as_a_whole(job: Job) -> None:
     # Within 0.3 s for the hub, however long it takes here: what it is told of both it reads at once.
     with paused(job.nodes[0].sentinel_pid):
-        files = Path(f"/proc/{job.nodes[2].sentinel_pid}/fd")
-        before = len(os.listdir(files))
-        job.nodes[2].kill(1)
-        await_that(lambda: len(os.listdir(files)) < before, "its sentinel has let go of rank 5")
+        with heard(job.nodes[2]):
+            job.nodes[2].kill(1)
         job.nodes[2].power_off()
     hub, _ = job.lines()
     assert [line.split(" (")[0] for line in hub] == ["hpcpar: host2 was lost with ranks 4-5"]
@@ -228,6 +236,31 @@ def test_a_job_whose_ranks_are_all_told_to_end_has_lost_nobody(job: Job) -> None
         for process in node.ranks:
             process.terminate()
     assert job.lines() == [[], [], []]
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_ranks_that_crash_over_the_others_end_before_they_are_told_to_are_not_lost(
+    job: Job, slow: int
+) -> None:
+    first, *others = (node for number, node in enumerate(job.nodes) if number != slow)
+    with heard(first):
+        first.ranks[0].terminate()
+    for process in (first.ranks[1], *others[0].ranks):
+        process.terminate()
+    job.nodes[slow].ranks[0].send_signal(signal.SIGSEGV)
+    job.nodes[slow].tell(1, "exit 1")
+    assert job.lines() == [[], [], []]
+    assert [node.words() for node in job.nodes] == [[], [], []]
+
+
+def test_a_rank_that_is_told_to_end_is_the_first_loss_if_most_others_crash_over_it(job: Job) -> None:
+    with heard(job.nodes[1]):
+        job.nodes[1].ranks[0].terminate()
+    for node in job.nodes:
+        for process in node.ranks:
+            process.send_signal(signal.SIGSEGV)
+    (line,) = (line for lines in job.lines() for line in lines)
+    assert line.startswith(f"hpcpar: rank 2 (pid {job.nodes[1].ranks[0].pid} on host1) was lost")
 
 
 def test_a_job_that_is_ended_from_outside_with_its_sentinels_has_lost_nobody(job: Job) -> None:
