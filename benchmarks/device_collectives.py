@@ -32,11 +32,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from at_least import at_least
+from option_types import at_least, output_file
 
 import hpcpar
 from hpcpar.bench.collectives import CHOSEN, about, ours, write_json
@@ -134,7 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(1), default=15, help="default: 15")
     parser.add_argument("--round-seconds", type=float, default=0.1, help="of each line (default: 0.1)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds, of a wait (default: 120)")
-    parser.add_argument("--json", type=Path, help="write JSON lines, the first of which is the header")
+    parser.add_argument("--json", type=output_file, help="write JSON lines, the first of which is the header")
     parser.add_argument(
         "--device",
         default="cuda",

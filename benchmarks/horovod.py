@@ -38,7 +38,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from at_least import at_least
+from option_types import at_least, output_file
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--horovod-launcher", help='what starts its ranks, as "mpirun -n 2" (default: as for ours)'
     )
-    parser.add_argument("--json", type=Path, help="append one JSON line for each case and peer")
+    parser.add_argument("--json", type=output_file, help="append one JSON line for each case and peer")
     parser.add_argument("--worker", choices=("hpcpar", "horovod"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

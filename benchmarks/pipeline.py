@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from at_least import at_least
+from option_types import at_least, output_file
 from pipeline_memory import live_nbytes
 from pipeline_peers import (
     PHASES,
@@ -95,7 +95,7 @@ def arguments() -> argparse.Namespace:
     job = argparse.ArgumentParser(add_help=False)
     job.add_argument("--microbatches", type=at_least(1), default=8, help="of a step (default: 8)")
     job.add_argument("--threads", type=int, default=1, help="torch threads per rank (default: 1)")
-    job.add_argument("--json", type=Path, help="append JSON lines to this file")
+    job.add_argument("--json", type=output_file, help="append JSON lines to this file")
     model = argparse.ArgumentParser(add_help=False)
     # The rest is as of this preset: twice as many heads as of keys, ffn of 3 times the hidden size.
     model.set_defaults(model="5m", forward_only=False)

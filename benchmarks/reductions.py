@@ -24,11 +24,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-from at_least import at_least
+from option_types import at_least, output_file
 
 import hpcpar
 from hpcpar.comm.reductions import combine, combine_many, combine_scaled, prepare_combine, prepare_fold, scale
@@ -237,7 +236,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--threads", type=int, default=1, help="of torch; NumPy has one")
-    parser.add_argument("--json", type=Path, help="also write JSON lines, the first the header")
+    parser.add_argument("--json", type=output_file, help="also write JSON lines, the first the header")
     return parser.parse_args()
 
 

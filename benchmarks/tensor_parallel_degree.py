@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from at_least import at_least
+from option_types import at_least, output_file, picture_file
 
 from hpcpar.units import MiB, format_nbytes
 
@@ -39,8 +39,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=at_least(1), default=4, help="of each job (default: 4)")
     parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     parser.add_argument("--rounds", type=at_least(1), default=3, help="jobs of each degree (default: 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each job to this file")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into this file (PNG, SVG or PDF)")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write a line for each job to this file"
+    )
+    parser.add_argument(
+        "--picture", type=picture_file, metavar="FILE", help="draw into this file (PNG, SVG or PDF)"
+    )
     parser.add_argument("example", nargs="*", help="options of the example, after --")
     return parser.parse_args()
 

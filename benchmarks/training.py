@@ -55,7 +55,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from at_least import at_least
+from option_types import at_least, output_file
 from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
 from training_peers import DATA_PARALLEL, PHASES, Peer, Recipe, Task, absent, build, join_gloo
@@ -137,7 +137,7 @@ def arguments() -> argparse.Namespace:
         metavar="PEER",
         help="by name, see above (default: all that are installed)",
     )
-    parser.add_argument("--json", type=Path, help="append one JSON line for each peer to this file")
+    parser.add_argument("--json", type=output_file, help="append one JSON line for each peer to this file")
     return parser.parse_args()
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hosts as network
-from at_least import at_least
+from option_types import at_least, output_file
 
 import hpcpar
 from hpcpar.algorithms.catalogue import ALGORITHMS
@@ -148,7 +148,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="of the ranks' environment"
     )
-    parser.add_argument("--json", type=Path, help="write JSON lines: for each job a header, then its lines")
+    parser.add_argument(
+        "--json", type=output_file, help="write JSON lines: for each job a header, then its lines"
+    )
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     return parser.parse_args(words)
 

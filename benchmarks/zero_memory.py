@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from at_least import at_least
+from option_types import at_least, output_file, picture_file
 from rich.console import Console
 from rich.table import Table
 
@@ -129,8 +129,8 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="stages 1 to 3 also with parameters that all ranks have in common",
     )
-    parser.add_argument("--json", type=Path, help="write one JSON line for each of them to this file")
-    parser.add_argument("--picture", type=Path, help="draw the bars into this file (PNG, SVG or PDF)")
+    parser.add_argument("--json", type=output_file, help="write one JSON line for each of them to this file")
+    parser.add_argument("--picture", type=picture_file, help="draw the bars into this file (PNG, SVG or PDF)")
     return parser.parse_args()
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,16 +17,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "device_collective
 RunRanks = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture(scope="module")
-def module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("device_collectives", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-
-    sys.modules[spec.name] = loaded  # dataclasses look for their module
-    spec.loader.exec_module(loaded)
-    return loaded
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module(SCRIPT.stem)
 
 
 def test_ceilings_are_the_bytes_that_go_through_one_memory(module: ModuleType) -> None:

@@ -1,7 +1,8 @@
-"""Numbers that would leave nothing to measure, or never end, are refused before anything is."""
+"""What would measure nothing, never end, or lose its results is refused before anything is measured."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -18,9 +19,10 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
         ("--min-bytes", "0", "argument --min-bytes: 0: it takes at least 1"),
         ("--rounds", "0", "argument --rounds: 0: it takes at least 1"),
         ("--rounds", "many", "argument --rounds: invalid number value: 'many'"),
+        ("--json", "/nonexist/a", "argument --json: /nonexist/a cannot be written: there is no directory"),
     ],
 )
-def test_what_would_measure_nothing_or_never_end_is_refused(
+def test_what_would_measure_nothing_never_end_or_be_lost_is_refused(
     option: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -28,3 +30,13 @@ def test_what_would_measure_nothing_or_never_end_is_refused(
     with pytest.raises(SystemExit):
         importlib.import_module("reductions").parse()
     assert words in capsys.readouterr().err
+
+
+def test_a_picture_of_a_format_that_cannot_be_drawn_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    picture_file = importlib.import_module("option_types").picture_file
+    assert picture_file(str(tmp_path / "bars.svg")) == tmp_path / "bars.svg"
+    with pytest.raises(argparse.ArgumentTypeError, match=r"bars\.foo cannot be drawn: \.foo is no format"):
+        picture_file(str(tmp_path / "bars.foo"))
