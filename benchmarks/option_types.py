@@ -21,22 +21,24 @@ def at_least(least: int, parse: Callable[[str], int] = int) -> Callable[[str], i
 
 def output_file(text: str) -> Path:
     """A file that can be written when all has been measured."""
-    return _writable(text, is_picture=False)
+    path = Path(text)
+    _refuse_what_cannot_be_written(path)
+    return path
 
 
 def picture_file(text: str) -> Path:
     """An output file of a format that can be drawn: PNG, SVG or PDF."""
-    return _writable(text, is_picture=True)
+    path = Path(text)
+    _refuse_what_cannot_be_written(picture=path)
+    return path
 
 
-def _writable(text: str, *, is_picture: bool) -> Path:
+def _refuse_what_cannot_be_written(*paths: Path, picture: Path | None = None) -> None:
     # Here, for a peer's Python may know nothing of hpcpar.
     from hpcpar.cli.bench import require_writable
     from hpcpar.errors import ConfigError
 
-    path = Path(text)
     try:
-        require_writable(*([] if is_picture else [path]), picture=path if is_picture else None)
+        require_writable(*paths, picture=picture)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return path

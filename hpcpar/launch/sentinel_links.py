@@ -241,7 +241,7 @@ class Hub:
         self.working = set(self.nodes[0].ranks)
         self.pids: dict[int, int] = {}
         self.suspects: dict[int, float] = {}
-        self.followers = 0
+        self.followers = 0  # ranks lost by themselves behind a suspect
         self.gone: list[Node] = []
         self.deputy: Node | None = None
         self.named = self.over = False
@@ -276,6 +276,7 @@ class Hub:
             self.end_at = self.aborted_at + self.sentinel.abort_grace_s
 
     def lost(self, rank: int) -> None:
+        """Have it named, unless it is or may be what came of something else; see `judge_suspects`."""
         self.working.discard(rank)
         if self.gone:  # a node went just before: this is what came of it
             self.end_at = time.monotonic()

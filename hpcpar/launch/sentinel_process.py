@@ -128,7 +128,7 @@ class Alone:
         self.sentinel = sentinel
         self.pids: dict[int, int] = {}
         self.suspects: dict[int, float] = {}
-        self.followers = 0
+        self.followers = 0  # ranks lost by themselves behind a suspect
         self.end_at: float | None = None
 
     def joined(self, rank: int, pid: int) -> None:
@@ -146,14 +146,18 @@ class Alone:
 
     def lost(self, rank: int) -> None:
         """Name it, unless it may be what came of another's end; see `judge_suspects`."""
-        if self.end_at is not None or self.sentinel.ending:
-            return
         if self.suspects:
             self.followers += 1
-        else:
+        elif not self.is_decided:
             self.name(rank)
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known what has ended this job."""
+        return self.end_at is not None or self.sentinel.ending
+
     def name(self, rank: int) -> None:
+        """Say that this rank was lost, and end the others."""
         others = self.sentinel.members()
         ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
         self.sentinel.say_lost(rank, self.pids.get(rank, 0), ending)
@@ -192,8 +196,7 @@ class Alone:
         first = min(self.suspects, key=self.suspects.__getitem__)
         if working and now < self.suspects[first] + OUTSIDE_S:
             return
-        decided = self.end_at is not None or self.sentinel.ending
-        if (working or self.followers > len(self.suspects)) and not decided:
+        if (working or self.followers > len(self.suspects)) and not self.is_decided:
             self.name(first)
         self.suspects.clear()
         self.followers = 0
