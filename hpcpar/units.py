@@ -43,6 +43,18 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+LONGEST_TIMEOUT_S = 2_147_483.0
+"""The longest limit of a socket: poll(2) counts milliseconds in 31 bits, which is 24 days."""
+
+
+def as_timeout(seconds: float) -> float | None:
+    """Return a time limit as sockets, threads and processes take it: None, no limit, beyond their range.
+
+    as_timeout(60.0) == 60.0; as_timeout(math.inf) is None; as_timeout(1e9) is None; as_timeout(-1.0) == 0.0
+    """
+    return max(0.0, seconds) if seconds <= LONGEST_TIMEOUT_S else None
+
+
 def busbw_factor(collective: str, size: int) -> float:
     """What to multiply algbw (bytes of the whole array over seconds) by to get busbw.
 

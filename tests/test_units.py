@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import socket
+import threading
+
 import pytest
 
-from hpcpar.units import GiB, KiB, MiB, busbw_factor, format_duration, format_nbytes, parse_nbytes
+from hpcpar.units import (
+    LONGEST_TIMEOUT_S,
+    GiB,
+    KiB,
+    MiB,
+    as_timeout,
+    busbw_factor,
+    format_duration,
+    format_nbytes,
+    parse_nbytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +71,16 @@ def test_bus_bandwidth_is_defined_for_what_moves_data() -> None:
     assert busbw_factor("broadcast", 4) == 1.0
     with pytest.raises(ValueError, match="barrier"):
         busbw_factor("barrier", 4)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5, LONGEST_TIMEOUT_S, 3e6, 1e9, 1e300, math.inf])
+def test_any_time_limit_is_one_that_sockets_and_threads_take(seconds: float) -> None:
+    limit = as_timeout(seconds)
+    assert limit == (seconds if seconds <= LONGEST_TIMEOUT_S else None)
+    with socket.socket() as connection:
+        connection.settimeout(limit)
+        assert connection.gettimeout() == limit
+    thread = threading.Thread()
+    thread.start()
+    thread.join(limit)
+    assert as_timeout(-1.0) == 0.0

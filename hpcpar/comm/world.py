@@ -23,9 +23,11 @@ from hpcpar.launch import (
     crosscheck,
     cuda_awareness,
     environment,
+    lone,
     one_voice,
     rendezvous,
     sentinel,
+    shared_space,
     throwaway,
     variables,
     wiring,
@@ -77,7 +79,7 @@ def init(
         overrides=parse_overrides(settings.algorithm),
     )
     world = Communicator(transport, family, "world")
-    _crosscheck(world, info)
+    info = _crosscheck(world, info)
     world.choose_by(_tuning(world, settings))
     with world.unchecked("start-up").split_by_node("node at start-up") as node:
         places = node.unchecked("start-up").allgather_object(RankPlace.here(world.rank))
@@ -139,6 +141,13 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
         if info.size > 1 and variables.parent_is_the_rank():
             _refuse_child(info)
         _way = wiring.choose(info, mpi.library_version())
+        wiring.clear_stale(_way)
+        try:
+            shared_space.require(info.local_size or 1, mpi.library_version(), shared_space.size_nbytes())
+        except LaunchError:
+            if info.local_rank:
+                one_voice.leave_it_to_another_rank()
+            raise
         if _way.kind == "none":
             _refuse(info, mpi.library_version())
         elif _way.kind == "server":
@@ -180,14 +189,20 @@ def _refuse(info: RankInfo, library: str) -> NoReturn:
     raise LaunchError(crosscheck.refusal(info, library, offered))
 
 
-def _crosscheck(world: Communicator, info: RankInfo) -> None:
-    """Raise LaunchError on every rank unless launcher and MPI agree on all of them."""
+def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
+    """Return whom MPI confirms; LaunchError on every rank unless launcher and MPI agree on all of them."""
     from hpcpar.transport.mpi import library_facts
 
     here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
+    others = environment.outer_claims()
+    info = crosscheck.believed(info, others, world.rank, world.size)
     local_ranks = world.unchecked("start-up").allgather_object(info.local_rank)
     failure: LaunchError | None = None
     try:
+        crosscheck.refuse_separate_worlds(info, others)
+        crosscheck.require_asked_size(variables.take_asked_ranks(), world.size)
+        if world.size == info.size == 1:
+            lone.require_alone(info)
         info = crosscheck.check_against_mpi(
             info,
             mpi_rank=world.rank,
@@ -210,6 +225,7 @@ def _crosscheck(world: Communicator, info: RankInfo) -> None:
         raise LaunchError(str(error)) from failure
     if info.hint and world.rank == 0:
         log.warning(info.hint)
+    return info
 
 
 def _tuning(world: Communicator, settings: Settings) -> Tuning:

@@ -32,6 +32,7 @@ from hpcpar.errors import ConfigError, PeerFailedError
 from hpcpar.horovod import alias
 from hpcpar.horovod.threads import in_thread
 from hpcpar.launch import supervise, variables
+from hpcpar.launch.allocation import has_several_hosts
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile
 
@@ -199,7 +200,7 @@ def _places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
 def _desk_address(places: Sequence[Host], directory: str) -> Address:
     """A path where all ranks will be on this host, else any port."""
     here = {"localhost", "127.0.0.1", socket.gethostname()}
-    away = any(host.name not in here for host in places) or (not places and variables.has_several_hosts())
+    away = any(host.name not in here for host in places) or (not places and has_several_hosts())
     return ("", 0) if away else os.path.join(directory, "desk")
 
 

@@ -13,6 +13,10 @@ from typing import NoReturn
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import RankInfo
+from hpcpar.launch.variables import ASKED_RANKS
+
+MPIEXECS = ("openmpi", "pals", "mvapich", "hydra")
+"""Launchers of one program, which manage no resources."""
 
 
 def check_against_mpi(
@@ -77,6 +81,51 @@ def check_against_mpi(
     )
 
 
+def believed(info: RankInfo, others: Sequence[RankInfo], mpi_rank: int, mpi_size: int) -> RankInfo:
+    """Choose whose word counts: the innermost launcher's, or that of an outer one that alone agrees with MPI.
+
+    others   what further launchers' variables say, from the inside out
+    """
+    if mpi_size == 1 or (info.rank, info.size) == (mpi_rank, mpi_size):
+        return info
+    return next((other for other in others if (other.rank, other.size) == (mpi_rank, mpi_size)), info)
+
+
+def refuse_separate_worlds(info: RankInfo, others: Sequence[RankInfo]) -> None:
+    """Raise LaunchError where each of several tasks of another launcher has started an mpiexec of its own.
+
+    There is a world for each task then, and every world has a rank 0. Flux and Slurm may well run in what
+    another launcher has started: they manage resources.
+    """
+    if info.launcher not in MPIEXECS:
+        return
+    for other in others:
+        if other.size > 1 and (other.rank, other.size) != (info.rank, info.size):
+            raise LaunchError(
+                f"{_started(other)} {other.size} tasks, and each of them an mpiexec of its own: this is rank "
+                f"{info.rank} of {info.size} in the world of task {other.rank}, beside {other.size - 1} more "
+                f"such worlds, which would all do the same work and write the same files. Start one world: "
+                f"{_one_world(other)}, or mpiexec alone; worlds that shall be separate take a launch each, "
+                f"as `srun -n1 mpiexec …`"
+            )
+
+
+def _one_world(info: RankInfo) -> str:
+    return {"slurm": "`srun -n N python …`", "flux": "`flux run -n N python …`"}.get(
+        info.launcher, "one mpiexec"
+    )
+
+
+def require_asked_size(asked: int | None, size: int) -> None:
+    """Raise LaunchError unless there are as many ranks as `hpcpar run` was asked for; None: it was not."""
+    if asked not in (None, size):
+        raise LaunchError(
+            f"`hpcpar run` was asked for {asked} ranks, but there are {size}: variables or options of the "
+            f"launcher say otherwise (SLURM_NTASKS_PER_*, --options); leave them out. Where this is a job of "
+            f"its own inside of that one, start it with `env -u {ASKED_RANKS} …`"
+        )
+
+
 def library_name(mpi_library: str) -> str:
     """The library's first line without its tail: "MPICH Version: 5.0.2 …" -> "MPICH 5.0.2"."""
     line = mpi_library.strip().splitlines()[0] if mpi_library.strip() else "unknown"
@@ -109,11 +158,20 @@ SRUN_OPTION = {
 
 
 def refusal(info: RankInfo, mpi_library: str, offered: Collection[str] | None = None) -> str:
-    """Why srun and this library cannot meet, found out before MPI starts, and what to do."""
+    """Why launcher and library cannot meet, found out before MPI starts, and what to do."""
+    if info.launcher == "single":
+        return (
+            f"PMIX_NAMESPACE says that a launcher started this process, but {library_name(mpi_library)} does "
+            f"not speak PMIx and could not find the others. {remedy(info, mpi_library)} If this process is "
+            f"meant to be alone, unset PMIX_NAMESPACE"
+        )
+    if info.launcher == "slurm":
+        offer = f"offers --mpi={info.wire}"
+    else:
+        offer = "speaks PMI-1" if info.launcher == "hydra" else "speaks PMIx"
     return (
-        f"srun started {info.size} processes and offers --mpi={info.wire}, which "
-        f"{library_name(mpi_library)} does not speak: every rank would train alone. "
-        f"{remedy(info, mpi_library, offered)}"
+        f"{_started(info)} {info.size} processes and {offer}, which {library_name(mpi_library)} does not "
+        f"speak: every rank would train alone. {remedy(info, mpi_library, offered)}"
     )
 
 
@@ -140,7 +198,8 @@ def remedy(info: RankInfo, mpi_library: str, offered: Collection[str] | None = N
             f"mpiexec.openmpi), or load one MPI module only. `hpcpar run` starts the mpiexec beside this "
             f"Python, else the first on PATH, whichever MPI's it is."
         )
-    return f"Use {own}, or the module of the MPI that {info.launcher} belongs to."
+    whose = "its launcher" if info.launcher == "single" else info.launcher
+    return f"Use {own}, or the module of the MPI that {whose} belongs to."
 
 
 def _slurm_remedy(info: RankInfo, library: str, own: str, offered: Collection[str] | None) -> str:
@@ -172,7 +231,11 @@ def _too_early(info: RankInfo, mpi_library: str) -> str:
 
 
 def _started(info: RankInfo) -> str:
-    names = {"slurm": "srun", "hydra": "MPICH's or Intel's mpiexec", "openmpi": "Open MPI's mpiexec"}
+    names = {
+        "slurm": "srun",
+        "hydra": "MPICH's or Intel's mpiexec",
+        "openmpi": "Open MPI's mpiexec",
+    }
     return f"{names.get(info.launcher, info.launcher)} started"
 
 

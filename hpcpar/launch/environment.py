@@ -3,18 +3,22 @@
 Launchers nest (mpiexec inside a Slurm step inside a batch job, torchrun inside mpiexec), and the
 inner one's children inherit the outer one's variables, which are then stale. So the table runs
 from the innermost launcher outward, and the first that left its marker is believed; unless srun's
-own task had the same from the start: then srun was called inside that launcher.
+own task had the same from the start: then srun was called inside that launcher. Once MPI has
+started, `hpcpar.launch.crosscheck` believes whichever launcher agrees with it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch import slurm
+from hpcpar.launch.allocation import forgotten_launcher
+from hpcpar.launch.processes import PROC
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class RankInfo:
 
     node      index of this rank's node, 0-based
     nodes     host names, by node index
-    launcher  "torchrun" "openmpi" "pals" "mvapich" "hydra" "jsrun" "flux" "slurm" or "single"
+    launcher  "torchrun" "flux" "openmpi" "pals" "mvapich" "hydra" "jsrun" "slurm" or "single"
     wire      how MPI finds its peers: srun's "pmix" "pmi2" "cray" "none"; "own" for launchers
               that bring their MPI's way along; "none" where there is none
     hint      something that looks forgotten, to be said once, or None
@@ -45,6 +49,7 @@ class Launcher:
     """The variables by which one launcher tells a process who it is; "" where it has none.
 
     marker    set for this launcher's own processes only
+    called    what people know it as
     """
 
     name: str
@@ -55,10 +60,12 @@ class Launcher:
     local_size: str
     node: str = ""
     wire: str = "own"
+    called: str = ""
 
 
 # srun --mpi=cray_shasta sets PALS_RANKID as well, but not PALS_LOCAL_RANKID: that one tells PALS.
-# Hydra is MPICH's and Intel MPI's launcher. Flux leaves the ranks per node to MPI.
+# Hydra is MPICH's and Intel MPI's launcher. Flux leaves the ranks per node to MPI; its brokers are often
+# started by one of the others, so it stands before them.
 LAUNCHERS = (
     Launcher(
         "torchrun",
@@ -69,6 +76,16 @@ LAUNCHERS = (
         "LOCAL_WORLD_SIZE",
         node="GROUP_RANK",
         wire="none",
+        called="torchrun",
+    ),
+    Launcher(
+        "flux",
+        "FLUX_TASK_RANK",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        "FLUX_TASK_LOCAL_ID",
+        "",
+        called="Flux (`flux run`)",
     ),
     Launcher(
         "openmpi",
@@ -77,6 +94,7 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
+        called="Open MPI's mpiexec",
     ),
     Launcher(
         "pals",
@@ -86,6 +104,7 @@ LAUNCHERS = (
         "PALS_LOCAL_RANKID",
         "PALS_LOCAL_SIZE",
         node="PALS_NODEID",
+        called="PALS' mpiexec (HPE Cray)",
     ),
     Launcher(
         "mvapich",
@@ -94,6 +113,7 @@ LAUNCHERS = (
         "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
+        called="MVAPICH's mpirun_rsh",
     ),
     Launcher(
         "mvapich",
@@ -102,8 +122,17 @@ LAUNCHERS = (
         "MVP_COMM_WORLD_SIZE",
         "MVP_COMM_WORLD_LOCAL_RANK",
         "MVP_COMM_WORLD_LOCAL_SIZE",
+        called="MVAPICH's mpirun_rsh",
     ),
-    Launcher("hydra", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher(
+        "hydra",
+        "MPI_LOCALNRANKS",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        called="MPICH's or Intel's mpiexec (Hydra)",
+    ),
     Launcher(
         "jsrun",
         "JSM_NAMESPACE_SIZE",
@@ -111,39 +140,75 @@ LAUNCHERS = (
         "JSM_NAMESPACE_SIZE",
         "JSM_NAMESPACE_LOCAL_RANK",
         "JSM_NAMESPACE_LOCAL_SIZE",
+        called="jsrun",
     ),
-    Launcher("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
 )
 
 
-def detect(environ: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> RankInfo:
-    """Who am I? Reads variables only; LaunchError where they contradict each other.
+DAEMONS = ("hydra_pmi_proxy", "hydra_bstrap_pr", "pmi_proxy", "orted", "prted")
+"""Programs by which an mpiexec reaches nodes, and which it has srun start; names end after 15 letters."""
+
+
+def detect(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> RankInfo:
+    """Tell who this process is. Reads variables only; LaunchError where they contradict each other.
 
     proc   where the system shows the environments that processes were started with
 
     `hpcpar.launch.crosscheck` then holds the answer against MPI's own.
     """
+    for innermost in claims(environ, proc):
+        return innermost
+    hint = slurm.forgotten_srun(environ, proc) or forgotten_launcher(environ)
+    return RankInfo(0, 1, 0, 1, 0, None, launcher="single", wire="none", hint=hint)
+
+
+def claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> Iterator[RankInfo]:
+    """Who this process is by each launcher that has left its variables, the innermost first.
+
+    A step that an mpiexec has made for its own daemons is none of them, nor is one whose task is a shell
+    that this process was typed into.
+    """
+    outside = []
+    is_within = False
     for launcher in LAUNCHERS:
         names = (launcher.marker, launcher.rank, launcher.size)
-        if all(name in environ for name in names) and not slurm.came_with_the_step(names, environ, proc):
-            return _checked(_from_launcher(launcher, environ))
-    if slurm.in_step(environ):
-        task = slurm.task(environ)
-        return _checked(
-            RankInfo(
-                rank=task.rank,
-                size=task.size,
-                local_rank=task.local_rank,
-                local_size=task.local_size,
-                node=task.node,
-                nodes=task.nodes,
-                launcher="slurm",
-                wire=task.wire,
-                hint=slurm.forgotten_srun(environ),
-            )
-        )
-    hint = slurm.forgotten_srun(environ)
-    return RankInfo(0, 1, 0, 1, 0, None, launcher="single", wire="none", hint=hint)
+        if not all(name in environ for name in names):
+            continue
+        if slurm.came_with_the_step(names, environ, proc):
+            outside.append(launcher)
+        else:
+            is_within = True
+            yield _checked(_from_launcher(launcher, environ))
+    if slurm.in_step(environ) and not slurm.in_interactive_shell(environ, proc):
+        name = slurm.task_name(environ, proc)
+        if not is_within or (name and name not in DAEMONS):
+            yield _checked(_from_step(environ, proc))
+    for launcher in outside:
+        yield _checked(_from_launcher(launcher, environ))
+
+
+def outer_claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> list[RankInfo]:
+    """Return all claims but the innermost, as far as they make sense: they may be stale."""
+    found = []
+    with suppress(LaunchError):
+        for claim in claims(environ, proc):
+            found.append(claim)
+    return found[1:]
+
+
+def _from_step(environ: Mapping[str, str], proc: Path) -> RankInfo:
+    task = slurm.task(environ)
+    return RankInfo(
+        rank=task.rank,
+        size=task.size,
+        local_rank=task.local_rank,
+        local_size=task.local_size,
+        node=task.node,
+        nodes=task.nodes,
+        launcher="slurm",
+        wire=task.wire,
+        hint=slurm.forgotten_srun(environ, proc),
+    )
 
 
 def _from_launcher(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:

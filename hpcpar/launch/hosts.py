@@ -28,6 +28,10 @@ _VERSIONS = (
 )
 
 
+KINDS = ("mpich", "intel", "openmpi")
+"""Whose mpiexec can be told of hosts here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """A host, and how many ranks may run there."""
@@ -64,7 +68,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
                 f"{item.strip()!r} in the hosts {text!r} is not like host, host:4 or host[1-3]:4"
             )
         found += _hosts(match["name"], int(match["slots"] or 1))
-    return _added_up(found)
+    return added_up(found)
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
@@ -84,7 +88,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
             found += _line_hosts(entry, f"{path}, line {number}")
     if not found:
         raise ConfigError(f"the file of hosts {path} names none: write lines like `node1 slots=4`")
-    return _added_up(found)
+    return added_up(found)
 
 
 def _line_hosts(entry: str, where: str) -> list[Host]:
@@ -103,7 +107,8 @@ def _hosts(name: str, slots: int) -> list[Host]:
     return [Host(each, slots) for each in (host_names(name) if "[" in name else (name,))]
 
 
-def _added_up(hosts: Sequence[Host]) -> tuple[Host, ...]:
+def added_up(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """Each host once, with all of its slots, in the order of first mention."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots

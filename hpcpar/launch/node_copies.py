@@ -22,11 +22,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hpcpar.errors import ConfigError
 from hpcpar.launch import hosts as host_lists
 from hpcpar.launch import slurm, supervise
+from hpcpar.launch.allocation import allocated_hosts
 from hpcpar.launch.environment_trees import trees_of_this_python
 from hpcpar.launch.hosts import Host
 from hpcpar.launch.local_copy import AFTER_RANK, NAME, LocalCopy, place_for_copies
@@ -46,7 +46,7 @@ def each_node(kind: str, n: int, hosts: Sequence[Host], environ: Mapping[str, st
     """One process on each node that a job of n ranks may use.
 
     kind     of the launcher: "srun", "mpich", "intel", "openmpi" or ""
-    hosts    that the user has named; else all nodes of the Slurm or PBS job, else this one
+    hosts    that the user has named; else all nodes of the batch job, else this one
     errors   ConfigError where the launcher cannot be told
     """
     if "SLURM_HET_SIZE" in environ and kind == "srun":
@@ -54,10 +54,11 @@ def each_node(kind: str, n: int, hosts: Sequence[Host], environ: Mapping[str, st
             "a heterogeneous Slurm job has nodes of several kinds: copying the environment to all of them is "
             "not done; leave --broadcast-env out"
         )
+    hosts = hosts or (allocated_hosts(environ) if kind != "srun" else ())
     if hosts:
         placed = tuple(Host(host.name, 1) for host in host_lists.place(hosts, n))
         return EachNode(len(placed), placed)
-    nodes = job_nodes(environ)
+    nodes = slurm.job_nodes(environ) if "SLURM_JOB_ID" in environ else 1
     if kind == "srun":
         return EachNode(nodes, words=(f"--nodes={nodes}", "--ntasks-per-node=1"))
     if nodes == 1:
@@ -70,15 +71,6 @@ def each_node(kind: str, n: int, hosts: Sequence[Host], environ: Mapping[str, st
         "this mpiexec is of an MPI library that is not known here, so it cannot be told to start one process "
         "on each node: leave --broadcast-env out"
     )
-
-
-def job_nodes(environ: Mapping[str, str]) -> int:
-    """Nodes of the batch job that we are in; 1 where there is none."""
-    if "SLURM_JOB_ID" in environ:
-        return slurm.job_nodes(environ)
-    if environ.get("PBS_NODEFILE"):
-        return len(set(Path(environ["PBS_NODEFILE"]).read_text("utf-8").split()))
-    return 1
 
 
 def run(

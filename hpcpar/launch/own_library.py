@@ -22,6 +22,12 @@ ASK_LIMIT_S = 60.0
 def own_library(environ: Mapping[str, str] = os.environ, executable: str = sys.executable) -> str | None:
     """ "mpich", "openmpi", "intel", "mvapich" or "cray": whatever mpi4py finds, be it a wheel, the machine's
     or a loaded module; None where it finds none, or one that is not known here."""
+    found = flavour(library_version(environ, executable))
+    return None if found == "unknown" else found
+
+
+def library_version(environ: Mapping[str, str] = os.environ, executable: str = sys.executable) -> str:
+    """What MPI_Get_library_version of that library says; "" where there is none."""
     try:
         said = subprocess.run(
             [executable, "-c", ASK],
@@ -32,9 +38,8 @@ def own_library(environ: Mapping[str, str] = os.environ, executable: str = sys.e
             env=dict(environ),
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = flavour(said.stdout)
-    return found if said.returncode == 0 and found != "unknown" else None
+        return ""
+    return said.stdout if said.returncode == 0 else ""
 
 
 def name_hint(problem: str) -> str:

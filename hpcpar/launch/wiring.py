@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +47,15 @@ class Way:
     kind   "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": there is no way
     why    for a reader
     settle_s   how long not to send anything after MPI_Init
+    stale  beginnings of variables that are to go before MPI starts: of a protocol that the library does not
+           speak, or that another launcher has left. MPICH aborts where it finds both PMI_SIZE and
+           PMIX_NAMESPACE, or the latter alone and was built without PMIx
     """
 
     kind: str
     why: str
     settle_s: float = 0.0
+    stale: tuple[str, ...] = ()
 
 
 def choose(
@@ -70,10 +74,10 @@ def choose(
     asked = environ.get("HPCPAR_WIRE") or "auto"
     if asked not in CHOICES:
         raise ConfigError(f"HPCPAR_WIRE={asked!r} is not understood: set it to {', '.join(CHOICES)}")
-    if info.launcher != "slurm" or info.size == 1:
-        return Way("launcher", _not_srun(info))
     library, name = flavour(mpi_library), library_name(mpi_library)
     libraries = loaded_libraries() if loaded is None else tuple(loaded)
+    if info.launcher != "slurm" or info.size == 1:
+        return _not_srun(info, library, mpi_library, libraries, environ)
     offer = f"srun offers --mpi={info.wire}"
     settle_s = SETTLE_S if library == "openmpi" and _major(mpi_library) >= 5 else 0.0
     if asked == "launcher":
@@ -85,6 +89,7 @@ def choose(
     if library not in ("mpich", "intel", "mvapich"):
         return Way("launcher", f"{offer}; what {name} speaks is not known here")
     if asked == "auto":
+        stale = {"pmi2": ("PMIX_",), "pmix": ("PMI_",)}.get(info.wire, ()) if library == "mpich" else ()
         if info.wire == "pmi2" and library == "mpich" and _over_ucx(mpi_library):
             why = (
                 f"own PMI-1 server: srun offers --mpi=pmi2, whose lines may be too short for {name} over UCX"
@@ -92,19 +97,37 @@ def choose(
             return Way("server", why)
         spoken = _srun_speaks(info.wire, library, libraries, environ)
         if spoken:
-            return Way("launcher", f"{offer}, {spoken.format(name)}")
+            return Way("launcher", f"{offer}, {spoken.format(name)}", stale=stale)
     cause = "HPCPAR_WIRE=server asks for it" if asked == "server" else offer
     return Way("server", f"own PMI-1 server: {cause}, {name} speaks PMI-1")
 
 
-def _not_srun(info: RankInfo) -> str:
-    if info.size == 1:
-        return "one rank: nobody to find"
-    return (
-        "torchrun brings no MPI up"
-        if info.launcher == "torchrun"
-        else f"{info.launcher} brings MPI up itself"
-    )
+def clear_stale(way: Way, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Take variables away that the MPI library would trip over."""
+    for name in [name for name in environ if name.startswith(way.stale)]:
+        del environ[name]
+
+
+def _not_srun(
+    info: RankInfo, library: str, mpi_library: str, libraries: Collection[str], environ: Mapping[str, str]
+) -> Way:
+    """The launcher's own way, unless it speaks another protocol than the library."""
+    own = f"{info.launcher} brings MPI up itself"
+    why = "one rank: nobody to find" if info.size == 1 else own
+    pmi_1 = "PMI_FD" in environ or "PMI_PORT" in environ
+    pmix = environ.get("PMIX_NAMESPACE", "")
+    if info.launcher == "torchrun":
+        return Way("launcher", "torchrun brings no MPI up")
+    if library == "openmpi" and _major(mpi_library) >= 5 and info.launcher == "hydra" and info.size > 1:
+        return Way("none", "PMI-1 is all that Hydra speaks")
+    if library != "mpich" or not pmix:
+        return Way("launcher", why)
+    if _has(libraries, "libpmix") and not pmi_1:
+        return Way("launcher", why)
+    of_slurm = pmix.startswith("slurm.pmix.")
+    if not pmi_1 and (info.size > 1 or (info.launcher == "single" and not of_slurm)):
+        return Way("none", "PMIx is all that the launcher speaks")
+    return Way("launcher", why, stale=("PMIX_",))
 
 
 def _srun_speaks(

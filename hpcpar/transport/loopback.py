@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from hpcpar.errors import MismatchError, StallError
 from hpcpar.transport.interface import Exchange, Natives, Octets, Prepared, Transport
+from hpcpar.units import as_timeout
 
 T = TypeVar("T")
 
@@ -223,7 +224,7 @@ def run(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout_s)
+        thread.join(as_timeout(timeout_s))
     if failures:
         raise failures[0]
     late = [thread.name for thread in threads if thread.is_alive()]

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from hpcpar.errors import LaunchError
-from hpcpar.launch.crosscheck import check_against_mpi, flavour, library_name, refusal
+from hpcpar.launch.crosscheck import (
+    believed,
+    check_against_mpi,
+    flavour,
+    library_name,
+    refusal,
+    refuse_separate_worlds,
+    require_asked_size,
+)
 from hpcpar.launch.environment import RankInfo
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Tue\n"
@@ -146,3 +154,54 @@ def test_the_librarys_name_is_short() -> None:
     assert library_name(MPICH) == "MPICH 5.0.2"
     assert library_name(OPENMPI) == "Open MPI v5.0.11"
     assert library_name("") == "unknown"
+
+
+FLUX = RankInfo(1, 4, 1, None, None, None, "flux", "own")
+
+
+def test_whoever_agrees_with_mpi_is_believed() -> None:
+    step_of_brokers = replace(SLURM, rank=0, size=2)
+    assert believed(FLUX, [HYDRA], 1, 4) == FLUX  # `flux start` under mpiexec
+    assert believed(FLUX, [HYDRA], 2, 4) == HYDRA  # mpiexec under `flux run`
+    assert believed(HYDRA, [step_of_brokers], 2, 4) == HYDRA
+    assert believed(HYDRA, [FLUX], 3, 8) == HYDRA  # nobody agrees: check_against_mpi refuses the inner one
+
+
+def test_an_outer_launchers_size_1_does_not_excuse_a_rank_that_is_alone() -> None:
+    left_by_a_shell = RankInfo(0, 1, 0, 1, None, None, "openmpi", "own")
+    info = believed(SLURM, [left_by_a_shell], 0, 1)
+    assert "every rank would train alone" in singleton(info, MPICH)
+
+
+def test_an_mpiexec_in_each_of_several_tasks_is_refused_with_both_launchers_named() -> None:
+    tasks = replace(SLURM, rank=1, size=2)
+    with pytest.raises(
+        LaunchError, match=r"srun started 2 tasks, .* rank 2 of 4 in the world of task 1, beside 1"
+    ):
+        refuse_separate_worlds(HYDRA, [tasks])
+    with pytest.raises(LaunchError, match="flux started 4 tasks"):
+        refuse_separate_worlds(replace(HYDRA, rank=0, size=2), [FLUX])
+    with pytest.raises(LaunchError, match="Open MPI's mpiexec started 4 tasks"):
+        refuse_separate_worlds(HYDRA, [replace(HYDRA, rank=1, launcher="openmpi")])
+
+
+def test_managers_of_resources_may_run_in_what_a_launcher_has_started() -> None:
+    refuse_separate_worlds(FLUX, [replace(HYDRA, rank=0, size=2)])
+    refuse_separate_worlds(SLURM, [replace(HYDRA, rank=0, size=2)])
+    refuse_separate_worlds(HYDRA, [replace(SLURM, size=1, rank=0)])
+    refuse_separate_worlds(HYDRA, [replace(HYDRA, launcher="mvapich")])  # one launcher with two names
+
+
+def test_a_size_that_was_not_asked_for_is_refused() -> None:
+    require_asked_size(None, 4)
+    require_asked_size(4, 4)
+    with pytest.raises(LaunchError, match=r"asked for 2 ranks, but there are 4.*`env -u HPCPAR_RUN_RANKS …`"):
+        require_asked_size(2, 4)
+
+
+def test_a_refusal_names_the_launcher_and_what_it_speaks() -> None:
+    prte = RankInfo(1, 4, 1, 4, None, None, "openmpi", "own")
+    assert "Open MPI's mpiexec started 4 processes and speaks PMIx, which MPICH 5.0.2" in refusal(prte, MPICH)
+    assert "mpiexec started 4 processes and speaks PMI-1, which Open MPI v5.0.11" in refusal(HYDRA, OPENMPI)
+    unknown = RankInfo(0, 1, 0, 1, 0, None, "single", "none")
+    assert "unset PMIX_NAMESPACE" in refusal(unknown, MPICH)

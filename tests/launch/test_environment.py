@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from hpcpar.errors import LaunchError
-from hpcpar.launch.environment import LAUNCHERS, RankInfo, detect
+from hpcpar.launch.environment import LAUNCHERS, RankInfo, claims, detect, outer_claims
+from tests.launch.proc_tree import add_process
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -97,6 +100,9 @@ def test_each_launcher_is_recognised_by_its_own_variables(
         (PALS, STEP, "pals"),
         (MVAPICH, HYDRA, "mvapich"),
         (FLUX, STEP, "flux"),
+        (FLUX, JSRUN, "flux"),
+        (FLUX, OPENMPI, "flux"),
+        (FLUX | {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_FD": "9"}, HYDRA, "flux"),
     ],
 )
 def test_the_inner_launcher_is_believed_where_the_outer_ones_variables_are_stale(
@@ -205,3 +211,63 @@ def test_the_variables_and_mpi_agree_on_rank_size_and_node(world: Communicator) 
     # In any order: Open MPI deals local ranks out anew where there are more ranks than cores.
     assert sorted(found[rank][2] for rank in here) == list(range(len(here)))
     assert {local_size for _, _, _, local_size in found} <= {None, len(here)}
+
+
+def test_all_who_left_variables_are_heard_from_the_inside_out(tmp_path: Path) -> None:
+    task = STEP | {"SLURM_TASK_PID": "391"}
+    add_process(tmp_path, 391, "flux-broker", environ=task | OPENMPI)
+    found = [claim.launcher for claim in claims(task | OPENMPI | HYDRA | FLUX, tmp_path)]
+    assert found == ["flux", "hydra", "slurm", "openmpi"]
+
+
+@pytest.mark.parametrize("daemon", ["hydra_pmi_proxy", "orted", "prted"])
+def test_a_step_of_an_mpiexecs_own_daemons_says_nothing_of_the_job(daemon: str, tmp_path: Path) -> None:
+    task = PROXY_STEP | {"SLURM_LOCALID": "0", "SLURM_TASK_PID": "391"}
+    add_process(tmp_path, 391, daemon, environ=task)
+    assert [claim.launcher for claim in claims(task | HYDRA, tmp_path)] == ["hydra"]
+    add_process(tmp_path, 391, "mpiexec", environ=task)
+    assert [claim.launcher for claim in claims(task | HYDRA, tmp_path)] == ["hydra", "slurm"]
+    unseen = tmp_path / "of another process namespace"
+    assert [claim.launcher for claim in claims(task | HYDRA, unseen)] == ["hydra"]
+
+
+def test_stale_variables_that_make_no_sense_do_not_refuse_a_good_job() -> None:
+    assert outer_claims(FLUX | JSRUN | {"JSM_NAMESPACE_RANK": "two"}) == []
+    assert [claim.launcher for claim in outer_claims(FLUX | JSRUN)] == ["jsrun"]
+
+
+def shell_of_a_step(proc: Path, *, group: int, terminal: int = 34816) -> dict[str, str]:
+    """The variables of a process in a step of four tasks whose first is a shell on a terminal."""
+    task = STEP | {"SLURM_TASK_PID": "391", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    add_process(proc, 391, "bash", group=391, session=391, terminal=terminal, environ=task)
+    add_process(proc, "self", parent=391, group=group, session=391, terminal=terminal)
+    return task
+
+
+def test_what_is_typed_into_a_steps_shell_is_one_process_and_gets_a_hint(
+    tmp_path: Path,
+) -> None:
+    info = detect(shell_of_a_step(tmp_path, group=402), tmp_path)
+    assert (info.rank, info.size, info.launcher) == (0, 1, "single")
+    assert info.hint is not None
+    assert "`srun --overlap python …` or `hpcpar run -n 4 …`" in info.hint
+
+
+def test_what_a_steps_script_starts_is_a_rank_on_a_terminal_or_not(tmp_path: Path) -> None:
+    assert detect(shell_of_a_step(tmp_path, group=391), tmp_path).size == 4
+    assert detect(shell_of_a_step(tmp_path, group=402, terminal=0), tmp_path).size == 4
+
+
+def test_the_documentation_shows_the_table_that_is_read() -> None:
+    root = Path(__file__).parents[2]
+    made = subprocess.run(
+        [sys.executable, "docs/launchers.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert made.stdout == (root / "docs" / "launchers.md").read_text("utf-8")
+    for launcher in LAUNCHERS:
+        assert f"| {launcher.called} | `{launcher.marker}` |" in made.stdout

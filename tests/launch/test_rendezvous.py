@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -80,8 +81,9 @@ class Ranks:
             self.errors[rank] = str(error)
 
 
-def test_ranks_find_each_other_and_the_library_gets_their_nodes(job: str) -> None:
-    ranks = Ranks([environ(job, rank, 5) for rank in range(5)])
+@pytest.mark.parametrize("timeout_s", [20.0, 1e9, math.inf])
+def test_ranks_find_each_other_and_the_library_gets_their_nodes(job: str, timeout_s: float) -> None:
+    ranks = Ranks([environ(job, rank, 5) for rank in range(5)], timeout_s=timeout_s)
     assert ranks.errors == {}
     assert {answer.partition("value=")[2] for answer in ranks.answers.values()} == {
         "(vector,(0,2,2),(2,1,1))"

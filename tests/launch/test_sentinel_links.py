@@ -385,25 +385,27 @@ def test_a_hub_of_512_nodes_raises_its_limit_of_descriptors_and_names_the_one_th
             spoke.close()
 
 
-def test_a_machine_that_does_not_answer_is_found_by_the_kernel_in_the_time_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("node_timeout_s", "probes_at_all", "pause_s", "probes", "unanswered_ms"),
+    [
+        (20.0, 1, 5, 3, 20_000),
+        (0.5, 1, 1, 3, 500),
+        (7 * 86400.0, 1, 32767, 17, 604_800_000),
+        (40 * 86400.0, 1, 32767, 104, 2**31 - 1),
+        (90 * 86400.0, 0, 32767, 127, 2**31 - 1),
+        (1e300, 0, 32767, 127, 2**31 - 1),
+        (float("inf"), 0, 32767, 127, 2**31 - 1),
+    ],
+)
+def test_a_machine_that_does_not_answer_is_found_by_the_kernel_in_any_time_that_is_asked_for(
+    node_timeout_s: float, probes_at_all: int, pause_s: int, probes: int, unanswered_ms: int
+) -> None:
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
     with socket.socket() as link:
-        keep_alive(link, 20.0)
-        found = [
-            link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-            *(
-                link.getsockopt(socket.IPPROTO_TCP, option)
-                for option in (
-                    socket.TCP_KEEPIDLE,
-                    socket.TCP_KEEPINTVL,
-                    socket.TCP_KEEPCNT,
-                    socket.TCP_USER_TIMEOUT,
-                )
-            ),
-        ]
-    assert found == [1, 5, 5, 3, 20_000]
-    with socket.socket() as link:
-        keep_alive(link, float("inf"))
-        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+        keep_alive(link, node_timeout_s)
+        found = [link.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == probes_at_all
+    assert found == [pause_s, pause_s, probes, unanswered_ms]
 
 
 @pytest.mark.parametrize(
@@ -458,7 +460,7 @@ from hpcpar.transport import mpi
 
 # Ranks of one machine that believe to be on two; the launcher's variables would say otherwise.
 mpi._world_nodes = lambda: (0, 0, 1, 1)
-start_up._crosscheck = lambda world, info: None
+start_up._crosscheck = lambda world, info: info
 world = hpcpar.init(timeout_s=60)
 assert set(world.nodes) == {0, 1}
 world.allreduce(np.ones(8))

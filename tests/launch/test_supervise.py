@@ -25,6 +25,7 @@ from hpcpar.launch.supervise import (
     await_sentinels,
     command_for,
     environ_for,
+    launcher_environ,
     launcher_kind,
     program_for,
     run,
@@ -86,6 +87,7 @@ def test_inside_an_allocation_srun_starts_the_ranks_and_ends_the_job_with_the_fi
         "/usr/bin/srun",
         "--ntasks=4",
         "--kill-on-bad-exit=1",
+        "--quit-on-interrupt",
         PYTHON,
         "a.py",
     ]
@@ -435,6 +437,8 @@ def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:
     said: list[str] = []
     limit = Wishes(start_limit_s=29.6)
     assert words_for("srun", 2, limit, {}, "/run", said.append).words == ("--immediate=30",)
+    for unlimited in (1e300, float("inf")):
+        assert words_for("srun", 2, Wishes(start_limit_s=unlimited), {}, "/run", said.append).words == ()
     assert said == []
     assert words_for("mpich", 2, limit, {}, "/run", said.append).words == ()
     assert "srun's alone" in said[0]
@@ -529,7 +533,7 @@ def test_the_ranks_of_srun_get_a_secret_in_common(in_allocation: Mapping[str, st
     assert len(first) == 64
     assert first != second
     own = {"HPCPAR_STEP_SECRET": "the user's own word"}
-    assert prepare({**in_allocation, **own})[1] == own
+    assert prepare({**in_allocation, **own})[1]["HPCPAR_STEP_SECRET"] == "the user's own word"
 
 
 @pytest.mark.parametrize("exported", ["NONE", "NIL", "PATH,HOME"])
@@ -560,11 +564,12 @@ def test_a_job_in_a_container_without_srun_is_started_without_it(
 
     def variables(environ: Mapping[str, str], wishes: Wishes = NO_WISHES) -> dict[str, str]:
         found = which("mpiexec")
-        return supervise.prepare(2, ["a.py"], str(tmp_path), print, "auto", (), wishes, environ, found)[1]
+        job = supervise.prepare(2, ["a.py"], str(tmp_path), print, "auto", (), wishes, environ, found)[1]
+        return {name: value for name, value in job.items() if "HYDRA" in name}
 
     assert variables(SLURM) == {"HYDRA_LAUNCHER": "fork"}
     assert variables({}) == {}
-    assert variables({**SLURM, "HYDRA_LAUNCHER": "rsh"}) == {}
+    assert variables({**SLURM, "HYDRA_LAUNCHER": "rsh"}) == {"HYDRA_LAUNCHER": "rsh"}
     with pytest.raises(LaunchError, match=r"has 2 nodes, but there is no srun on PATH.*srun apptainer exec"):
         variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"})
     two = Wishes(hosts=(Host("a", 1), Host("b", 1)))
@@ -638,3 +643,111 @@ def test_a_copy_of_the_environment_brings_its_own_ucx(
     copy: LocalCopy = Copy()  # type: ignore[assignment]
     environ = plain_environ()
     assert run(1, ["-c", code], say=lambda line: None, environ=environ, which=launcher, copy=copy) == 0
+
+
+def test_srun_ends_the_job_at_one_interrupt() -> None:
+    assert "--quit-on-interrupt" in command(2, "a.py", environ=SLURM)
+
+
+def test_a_signals_own_status_is_the_jobs_whatever_the_launcher_makes_of_it(tmp_path: Path) -> None:
+    """Hydra says 15 of ranks that SIGTERM ended, srun 137 of those that it killed then."""
+    ends = ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129))
+    for number, status in ends:
+        for launchers in (15, 9, 137, 143, 130):
+            ended = Ending(number, time.time())
+            assert verdict(launchers, tmp_path, "srun", lambda line: None, ended) == status
+    assert verdict(33, tmp_path, "srun", lambda line: None, Ending(signal.SIGTERM, 0.0)) == 33
+
+
+JOB_OF_GPUS = SLURM | {"SLURM_GPUS": "4", "SLURM_NTASKS_PER_GPU": "1", "SLURM_NTASKS_PER_TRES": "1"}
+
+
+def test_srun_does_not_see_what_the_job_says_against_the_request() -> None:
+    kept = launcher_environ(JOB_OF_GPUS, True, NO_WISHES)
+    assert kept == SLURM | {"SLURM_GPUS": "4"}
+    placed = SLURM | {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": "x", "SLURM_NTASKS_PER_NODE": "1"}
+    assert launcher_environ(placed, True, NO_WISHES) == placed
+    assert launcher_environ(placed, True, Wishes(hosts=(Host("a", 2),))) == SLURM
+
+
+def test_the_srun_inside_of_an_mpiexec_brings_no_pmi_and_shares_the_cores_of_our_step() -> None:
+    assert launcher_environ(SLURM, False, NO_WISHES) == SLURM | {"SLURM_MPI_TYPE": "none"}
+    assert launcher_environ(STEP, False, NO_WISHES)["SLURM_OVERLAP"] == "1"
+    assert launcher_environ({"A": "b"}, False, NO_WISHES) == {"A": "b"}
+
+
+@pytest.fixture
+def batch_job(tmp_path: Path) -> dict[str, dict[str, str]]:
+    """Variables of a job of two hosts with two slots each, by batch system."""
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    (tmp_path / "flux").write_text("#!/bin/sh\necho 2\n")
+    (tmp_path / "flux").chmod(0o755)
+    return {
+        "PBS": {"PBS_NODEFILE": str(tmp_path / "nodes")},
+        "LSF": {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 2"},
+        "Flux": {"FLUX_URI": "local:///run/flux", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    }
+
+
+def prepared(
+    tmp_path: Path, n: int, environ: Mapping[str, str], says: str, *options: str, wishes: Wishes = NO_WISHES
+) -> tuple[list[str], dict[str, str]]:
+    """What `hpcpar run` starts by an mpiexec that says this as its version."""
+    fake = tmp_path / "mpiexec"
+    fake.write_text(f"#!/bin/sh\necho '{says}'\n")
+    fake.chmod(0o755)
+    return supervise.prepare(
+        n, ["a.py"], str(tmp_path), print, "auto", options, wishes, environ, lambda name: str(fake)
+    )
+
+
+@pytest.mark.parametrize("system", ["PBS", "LSF"])
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [("mpiexec (Open MPI) 5.0.11", ["--host", "a:2,b:1"]), ("HYDRA build details", ["-hosts", "a:2,b:1"])],
+)
+def test_ranks_go_to_the_hosts_of_the_batch_job(
+    tmp_path: Path, batch_job: dict[str, dict[str, str]], system: str, says: str, words: list[str]
+) -> None:
+    told, environ = prepared(tmp_path, 3, batch_job[system], says)
+    assert told[3:5] == words
+    assert environ["HPCPAR_RUN_RANKS"] == "3"
+    assert "oversubscribe" not in str(environ_for(environ, "/run", is_root=False))
+
+
+def test_a_batch_job_is_not_given_more_ranks_than_slots(
+    tmp_path: Path, batch_job: dict[str, dict[str, str]]
+) -> None:
+    with pytest.raises(ConfigError, match=r"5 ranks were asked for, but the hosts have 4 slots \(a:2, b:2\)"):
+        prepared(tmp_path, 5, batch_job["LSF"], "mpiexec (Open MPI) 5.0.11")
+
+
+def test_hosts_that_the_user_names_and_a_sites_own_mpiexec_are_left_alone(
+    tmp_path: Path, batch_job: dict[str, dict[str, str]]
+) -> None:
+    named = prepared(tmp_path, 8, batch_job["PBS"], "HYDRA", wishes=Wishes(hosts=(Host("c", 8),)))
+    assert named[0][3:5] == ["-hosts", "c:8"]
+    assert prepared(tmp_path, 8, batch_job["PBS"], "HYDRA", "-hosts", "c")[0][3:5] == ["-hosts", "c"]
+    program = [sys.executable, "a.py"]
+    assert prepared(tmp_path, 4, batch_job["PBS"], "PALS 1.2")[0][3:] == program
+    assert prepared(tmp_path, 2, batch_job["PBS"], "HYDRA")[0][3:] == program  # both on the first host
+
+
+def test_a_flux_instance_of_several_nodes_is_refused_with_the_command_that_works(
+    tmp_path: Path, batch_job: dict[str, dict[str, str]]
+) -> None:
+    with pytest.raises(LaunchError, match=r"Flux instance of 2 nodes, .*`flux run -n 4 python …`"):
+        prepared(tmp_path, 4, batch_job["Flux"], "HYDRA")
+    (tmp_path / "flux").write_text("#!/bin/sh\necho 1\n")
+    assert prepared(tmp_path, 4, batch_job["Flux"], "HYDRA")[0][1:] == ["-n", "4", sys.executable, "a.py"]
+
+
+def test_the_room_in_shared_memory_is_looked_at_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise.shared_space, "free_nbytes", lambda: 67_108_864)
+    ucx = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi"
+    monkeypatch.setattr(supervise, "library_version", lambda environ: ucx)
+    prepared(tmp_path, 4, {}, "HYDRA")
+    with pytest.raises(LaunchError, match=r"/dev/shm has room for 67.1 MB, but 12 ranks .*--shm-size=1g"):
+        prepared(tmp_path, 12, {}, "HYDRA")

@@ -8,7 +8,7 @@ import pytest
 
 from hpcpar.errors import ConfigError
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.wiring import Way, choose, loaded_libraries, srun_plugins
+from hpcpar.launch.wiring import Way, choose, clear_stale, loaded_libraries, srun_plugins
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Tue\n"
 OPENMPI_5 = "Open MPI v5.0.11, package: Open MPI runner, ident: 5.0.11"
@@ -133,3 +133,69 @@ def test_older_srun_names_itself_on_every_line(tmp_path: Path) -> None:
 
 def test_without_srun_its_plugins_are_not_known(tmp_path: Path) -> None:
     assert srun_plugins({"PATH": str(tmp_path)}) is None
+
+
+HYDRA = RankInfo(1, 4, 1, 4, None, None, "hydra", "own")
+OPENMPI_RANK = RankInfo(1, 4, 1, 4, None, None, "openmpi", "own")
+FLUX = RankInfo(1, 4, 1, None, None, None, "flux", "own")
+JSRUN = RankInfo(1, 4, 1, 4, None, None, "jsrun", "own")
+STEP_OF_ONE = RankInfo(0, 1, 0, 1, 0, ("node1",), "slurm", "pmix")
+SINGLE = RankInfo(0, 1, 0, 1, 0, None, "single", "none")
+PMI_1 = {"PMI_FD": "5", "PMI_RANK": "1", "PMI_SIZE": "4"}
+OF_SLURM = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0"}
+OF_PRTE = {"PMIX_NAMESPACE": "prterun-host-77@1", "PMIX_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("info", "environ"),
+    [
+        (HYDRA, PMI_1 | OF_SLURM),  # Hydra's proxies were started by `srun --mpi=pmix`
+        (FLUX, PMI_1 | OF_PRTE),  # Flux was started by Open MPI's mpiexec
+        (STEP_OF_ONE, OF_SLURM),
+        (SINGLE, OF_SLURM),  # typed into the shell of a step
+        (RankInfo(0, 1, 0, 1, None, None, "openmpi", "own"), OF_PRTE),
+    ],
+)
+def test_an_mpich_without_pmix_gets_rid_of_variables_that_it_would_abort_over(
+    info: RankInfo, environ: dict[str, str]
+) -> None:
+    found = choose(info, MPICH, environ=environ, loaded=[LIBMPI])
+    assert found.kind == "launcher"
+    kept = dict(environ)
+    clear_stale(found, kept)
+    assert not [name for name in kept if name.startswith("PMIX_")]
+    assert {name for name in environ if name.startswith("PMI_")} <= set(kept)
+
+
+@pytest.mark.parametrize(
+    ("info", "library", "environ"),
+    [
+        (OPENMPI_RANK, MPICH, OF_PRTE),
+        (JSRUN, MPICH, OF_PRTE),
+        (SINGLE, MPICH, OF_PRTE),  # of a launcher that is not in the table
+        (HYDRA, OPENMPI_5, PMI_1),
+    ],
+)
+def test_a_launcher_that_the_library_cannot_speak_with_is_refused_before_mpi_starts(
+    info: RankInfo, library: str, environ: dict[str, str]
+) -> None:
+    assert choose(info, library, environ=environ, loaded=[LIBMPI]).kind == "none"
+
+
+def test_launcher_and_library_of_one_kind_are_left_alone() -> None:
+    for info, library, environ, loaded in (
+        (HYDRA, MPICH, PMI_1, []),
+        (OPENMPI_RANK, OPENMPI_5, OF_PRTE, []),
+        (OPENMPI_RANK, MPICH, OF_PRTE, ["/usr/lib/libpmix.so.2"]),
+        (FLUX, OPENMPI_5, PMI_1 | OF_PRTE, []),
+        (SINGLE, MPICH, {}, []),
+    ):
+        found = choose(info, library, environ=environ, loaded=[LIBMPI, *loaded])
+        assert (found.kind, found.stale) == ("launcher", ())
+
+
+def test_an_mpich_with_pmix_keeps_the_protocol_of_its_launcher() -> None:
+    pmix = "/usr/lib/libpmix.so.2"
+    assert choose(HYDRA, MPICH, environ=PMI_1 | OF_SLURM, loaded=[pmix]).stale == ("PMIX_",)
+    assert way("pmix", MPICH, pmix).stale == ("PMI_",)
+    assert way("pmi2", MPICH).stale == ("PMIX_",)
