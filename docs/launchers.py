@@ -34,12 +34,13 @@ Where none of them is there, this is one process alone.
 |---|---|
 | srun's own task was started with the variables of another launcher already in its environment (`/proc/PID/environ` of `SLURM_TASK_PID`) | srun was called inside of that launcher, and Slurm is believed |
 | the task of the step is a daemon by which an mpiexec reaches a node ({daemons}) | the step is not the job: the mpiexec is believed |
-| this process was typed into a shell that is the task of a step (`srun --pty bash`) | it is one process alone, with a hint at what starts several |
+| this process was typed into a shell inside of a step (`srun --pty bash`): it has a process group of its own on the session's terminal | it is one process alone, with a hint at what starts several |
 | MPI has several ranks, and the launcher that is believed does not agree with it, but another one does | that one is believed: it is the inner one |
 | MPI has several ranks, and no launcher left variables | MPI is believed |
 | launcher and MPI disagree on rank, size, local rank or local size | `LaunchError` on every rank, with what to type |
 | the launcher started several processes, and MPI knows of this one alone | `LaunchError`: each would train alone |
 | one of {mpiexecs} agrees with MPI, and srun, Flux or another mpiexec has several tasks around it | `LaunchError`: each task has a world of its own, and each world has a rank 0 |
+| the same, but of one kind, so that the outer one's variables are gone: a daemon above the mpiexec of this rank has started others | `LaunchError`; not in what a rank itself starts |
 | `hpcpar run -n N` started a job of another size ({asked}) | `LaunchError` |
 
 ## Alone, and meant to be?
@@ -49,6 +50,7 @@ With one rank by MPI and no launcher in the table above:
 | found | then |
 |---|---|
 | {pairs}, of 2 or more | `LaunchError` that names both; a `WORLD_SIZE` without `RANK`, or beside a launcher that says 1: a warning |
+| `SLURM_PROCID` above 0 without `SLURM_STEP_ID` | `LaunchError`: a container got a part of the variables |
 | nothing, but a daemon among the ancestors of this process: `slurmstepd` of a numbered step, {starters} | its variables were taken away (`env -i`, containers). It started several: `LaunchError`; one: silence if Slurm says that the step has one task, else a warning |
 | a Slurm, PBS, LSF, Grid Engine or OAR job of several slots, or a Flux instance | a warning: the batch script's own process may be meant |
 
@@ -75,7 +77,7 @@ srun by which it starts its daemons. In other batch systems the hosts come from 
 
 {hosts}
 
-More ranks than slots are an error there, and Open MPI is not told to allow more ranks than cores. A Flux instance
+More ranks than slots (under Slurm: than cores) are an error there, and Open MPI is not told to allow more ranks than cores. A Flux instance
 of several nodes is refused with the `flux run` that works. An mpiexec that is neither MPICH's, Intel's nor Open MPI's
 is left to its own way of finding hosts.
 """

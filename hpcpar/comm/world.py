@@ -143,7 +143,9 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
         _way = wiring.choose(info, mpi.library_version())
         wiring.clear_stale(_way)
         try:
-            shared_space.require(info.local_size or 1, mpi.library_version(), shared_space.size_nbytes())
+            ranks_here = info.local_size or 1
+            room_nbytes = shared_space.room_within_ranks(ranks_here)
+            shared_space.require(ranks_here, mpi.library_version(), room_nbytes)
         except LaunchError:
             if info.local_rank:
                 one_voice.leave_it_to_another_rank()
@@ -194,12 +196,13 @@ def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
     from hpcpar.transport.mpi import library_facts
 
     here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
-    others = environment.outer_claims()
-    info = crosscheck.believed(info, others, world.rank, world.size)
+    claims = environment.sound_claims()
+    info = crosscheck.believed(info, claims, world.rank, world.size)
     local_ranks = world.unchecked("start-up").allgather_object(info.local_rank)
     failure: LaunchError | None = None
     try:
-        crosscheck.refuse_separate_worlds(info, others)
+        crosscheck.refuse_separate_worlds(info, claims)
+        lone.refuse_nested()
         crosscheck.require_asked_size(variables.take_asked_ranks(), world.size)
         if world.size == info.size == 1:
             lone.require_alone(info)

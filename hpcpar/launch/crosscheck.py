@@ -81,17 +81,17 @@ def check_against_mpi(
     )
 
 
-def believed(info: RankInfo, others: Sequence[RankInfo], mpi_rank: int, mpi_size: int) -> RankInfo:
+def believed(info: RankInfo, claims: Sequence[RankInfo], mpi_rank: int, mpi_size: int) -> RankInfo:
     """Choose whose word counts: the innermost launcher's, or that of an outer one that alone agrees with MPI.
 
-    others   what further launchers' variables say, from the inside out
+    claims   what each launcher's variables say, from the inside out
     """
     if mpi_size == 1 or (info.rank, info.size) == (mpi_rank, mpi_size):
         return info
-    return next((other for other in others if (other.rank, other.size) == (mpi_rank, mpi_size)), info)
+    return next((claim for claim in claims if (claim.rank, claim.size) == (mpi_rank, mpi_size)), info)
 
 
-def refuse_separate_worlds(info: RankInfo, others: Sequence[RankInfo]) -> None:
+def refuse_separate_worlds(info: RankInfo, claims: Sequence[RankInfo]) -> None:
     """Raise LaunchError where each of several tasks of another launcher has started an mpiexec of its own.
 
     There is a world for each task then, and every world has a rank 0. Flux and Slurm may well run in what
@@ -99,7 +99,7 @@ def refuse_separate_worlds(info: RankInfo, others: Sequence[RankInfo]) -> None:
     """
     if info.launcher not in MPIEXECS:
         return
-    for other in others:
+    for other in claims:
         if other.size > 1 and (other.rank, other.size) != (info.rank, info.size):
             raise LaunchError(
                 f"{_started(other)} {other.size} tasks, and each of them an mpiexec of its own: this is rank "

@@ -187,13 +187,13 @@ def claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> Iterat
         yield _checked(_from_launcher(launcher, environ))
 
 
-def outer_claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> list[RankInfo]:
-    """Return all claims but the innermost, as far as they make sense: they may be stale."""
+def sound_claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> list[RankInfo]:
+    """Return all claims up to the first that makes no sense: but for the innermost they may be stale."""
     found = []
     with suppress(LaunchError):
         for claim in claims(environ, proc):
             found.append(claim)
-    return found[1:]
+    return found
 
 
 def _from_step(environ: Mapping[str, str], proc: Path) -> RankInfo:

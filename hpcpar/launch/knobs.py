@@ -110,7 +110,7 @@ class Knobs:
             hierarchical_allgather=flag(environ, "HOROVOD_HIERARCHICAL_ALLGATHER", False),
             stall_check=not flag(environ, "HOROVOD_STALL_CHECK_DISABLE", False),
             stall_check_s=seconds(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0),
-            stall_shutdown_s=_not_negative(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, "seconds"),
+            stall_shutdown_s=_shutdown_s(environ),
             timeline=environ.get("HOROVOD_TIMELINE") or None,
             timeline_mark_cycles=flag(environ, "HOROVOD_TIMELINE_MARK_CYCLES", False),
             dynamic_process_sets=flag(environ, "HOROVOD_DYNAMIC_PROCESS_SETS", False),
@@ -135,6 +135,13 @@ def _not_negative(environ: Mapping[str, str], name: str, default: float, unit: s
     if not 0 <= found < float("inf"):
         raise ConfigError(f"{name}={text!r} is not understood: set it to a number of {unit}, 0 or more")
     return found
+
+
+def _shutdown_s(environ: Mapping[str, str]) -> float:
+    """Seconds until the job is ended; 0, or inf, which says the same: never."""
+    name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+    unlimited = as_number(environ.get(name) or "0") == float("inf")
+    return 0.0 if unlimited else _not_negative(environ, name, 0.0, "seconds")
 
 
 def _log_level(environ: Mapping[str, str]) -> str:

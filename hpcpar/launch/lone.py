@@ -18,7 +18,7 @@ from pathlib import Path
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import DAEMONS, LAUNCHERS, RankInfo
 from hpcpar.launch.processes import PROC, Process, ancestors, every_process
-from hpcpar.launch.variables import RANK_PID
+from hpcpar.launch.variables import was_started_by_a_rank
 
 log = logging.getLogger("hpcpar")
 
@@ -46,7 +46,7 @@ def require_alone(info: RankInfo, environ: Mapping[str, str] = os.environ, proc:
 
     A process that a rank has started with variables taken away is meant to be alone.
     """
-    if RANK_PID in environ:
+    if was_started_by_a_rank(environ):
         return
     for rank, size in PAIRS:
         if not environ.get(size, "").isdigit() or int(environ[size]) < 2:
@@ -61,7 +61,42 @@ def require_alone(info: RankInfo, environ: Mapping[str, str] = os.environ, proc:
         if size == "WORLD_SIZE" or info.launcher == "single":
             log.warning("%s, but this process runs alone: start it with srun, mpiexec or `hpcpar run`", found)
     if info.launcher == "single" and "SLURM_STEP_ID" not in environ:
+        _require_no_task(environ)
         _ask_who_started_us(environ, proc)
+
+
+def _require_no_task(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError with a part of a task's variables; a batch script's shell has SLURM_PROCID=0, too."""
+    if environ.get("SLURM_PROCID", "0").strip("0"):
+        raise LaunchError(
+            f"SLURM_PROCID={environ['SLURM_PROCID']} says that this is one of several tasks of srun, but "
+            f"SLURM_STEP_ID is not set and MPI knows of this process alone: pass all of SLURM_* into the "
+            f"container; if this process is meant to be alone, unset SLURM_PROCID"
+        )
+
+
+def refuse_nested(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> None:
+    """Raise LaunchError where the mpiexec of this rank was itself started as one of several by another one.
+
+    The outer one's variables are gone then, if it is of the same kind. A rank that starts a job of its own
+    means to.
+    """
+    if was_started_by_a_rank(environ):
+        return
+    above = [process for process in ancestors(proc) if process.name in STARTERS]
+    for outer in above:
+        # What is between a rank and its own mpiexec: a daemon, whose parent that mpiexec is.
+        inner = next((each for each in above if each.parent == outer.pid), None)
+        if outer.name not in DAEMONS or inner is None:
+            continue
+        count = _children(outer, proc)
+        if count is not None:
+            raise LaunchError(
+                f"{outer.name} (pid {outer.pid}) started {count} processes, of which one is {inner.name} "
+                f"(pid {inner.pid}), which started this rank: the others have worlds of their own, and each "
+                f"world has a rank 0 that does the same work and writes the same files. Use one mpiexec; "
+                f"worlds that shall be separate take a launch each"
+            )
 
 
 def _ask_who_started_us(environ: Mapping[str, str], proc: Path) -> None:

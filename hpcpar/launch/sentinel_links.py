@@ -113,7 +113,7 @@ def keep_alive(connection: socket.socket, node_timeout_s: float) -> None:
         (socket.IPPROTO_TCP, "TCP_KEEPINTVL", pause_s),
         (socket.IPPROTO_TCP, "TCP_KEEPCNT", int(min(probes, KEEPALIVE_PROBES_LIMIT))),
         # Keepalive rests while something that was sent is not acknowledged: then this one decides.
-        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", round(min(node_timeout_s * 1000, 2**31 - 1))),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", max(1, round(min(node_timeout_s * 1000, 2**31 - 1)))),
     )
     for level, name, value in wishes:
         if hasattr(socket, name):  # not every system has all of them

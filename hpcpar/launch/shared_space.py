@@ -23,8 +23,7 @@ def require(
 ) -> None:
     """Raise LaunchError where so many ranks of this node would die for want of room in /dev/shm.
 
-    room_nbytes   `free_nbytes()` before the ranks start; from within them `size_nbytes()`, for what is free
-                  then lacks what the ranks that came first have taken; None: not known
+    room_nbytes   `free_nbytes()` before the ranks start, `room_within_ranks` from within them; None: unknown
     """
     if "MPICH Version:      5" not in mpi_library or room_nbytes is None:
         return
@@ -45,6 +44,19 @@ def require(
 def most_nbytes(local_size: int) -> int:
     """Return the room with which so many ranks of a node start, whatever the library does."""
     return local_size * (OWN_NBYTES + UCX_NBYTES) + UCX_MARGIN_NBYTES
+
+
+def room_within_ranks(local_size: int) -> int | None:
+    """Return the room that there was before the ranks of this node started, as far as one of them can tell.
+
+    Of what is free now those that came first may have taken their part. So it is the whole of /dev/shm,
+    unless less is free than they can have left.
+    """
+    size, free = size_nbytes(), free_nbytes()
+    if size is None or free is None:
+        return None
+    left = size - (local_size - 1) * (OWN_NBYTES + UCX_NBYTES)
+    return size if size < most_nbytes(local_size) or free >= min(left, most_nbytes(1)) else free
 
 
 def _room(count: Callable[[os.statvfs_result], int]) -> int | None:

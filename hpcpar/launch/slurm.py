@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, product, zip_longest
 from pathlib import Path
 
-from hpcpar.errors import LaunchError
+from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch.processes import PROC, process
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -137,21 +137,13 @@ def task_name(environ: Mapping[str, str], proc: Path) -> str:
 
 
 def in_interactive_shell(environ: Mapping[str, str], proc: Path) -> bool:
-    """Return whether this process was typed into a shell that is the task of a step (`srun --pty bash`).
+    """Return whether this process was typed into a shell inside of a step (`srun --pty bash`, tmux in it).
 
-    A shell with job control gives each command a process group of its own, on the terminal that both have;
-    the task itself, and what a script starts, stay in the task's group.
+    A shell with job control gives each command a process group of its own, on the terminal that it leads the
+    session of; a task itself, and what a script starts, have no terminal or stay in the leader's group.
     """
-    if not in_step(environ):
-        return False
-    shell, here = process(environ.get("SLURM_TASK_PID") or "none", proc), process("self", proc)
-    return (
-        shell is not None
-        and here is not None
-        and here.terminal == shell.terminal != 0
-        and here.session == shell.session
-        and here.group != shell.group
-    )
+    here = process("self", proc) if in_step(environ) else None
+    return here is not None and here.terminal != 0 and here.group != here.session
 
 
 def task(environ: Mapping[str, str]) -> SlurmTask:
@@ -253,6 +245,20 @@ def job_nodes(environ: Mapping[str, str]) -> int:
     """Nodes of the job, as far as its environment tells; else 1."""
     text = environ.get("SLURM_JOB_NUM_NODES", "")
     return int(text) if text.isdigit() else 1
+
+
+def require_cores(n: int, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where the job has fewer cores than n: an mpiexec would put several ranks on one."""
+    listed = environ.get("SLURM_JOB_CPUS_PER_NODE")
+    if not listed or "SLURM_HET_SIZE" in environ or environ.get("SLURM_OVERCOMMIT"):
+        return
+    cores = sum(task_counts(listed))
+    if n > cores:
+        raise ConfigError(
+            f"{n} ranks were asked for, but Slurm job {environ.get('SLURM_JOB_ID')} has {cores} cores: start "
+            f"fewer, ask sbatch or salloc for more, or have several on a core by naming hosts with their "
+            f"slots, as in `hpcpar run -H node1:{n} …`"
+        )
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:

@@ -436,7 +436,7 @@ def within_allocation(
 ) -> Wishes:
     """Have ranks on all hosts that a batch system has given to the job, unless the user has said where.
 
-    errors   ConfigError where it has given fewer slots than ranks are asked for
+    errors   ConfigError where it has given fewer slots, or Slurm fewer cores, than ranks are asked for
              LaunchError in a Flux instance of several nodes, which no mpiexec knows
     """
     if wishes.hosts or any(word.startswith(("-host", "--host", "-f", "-machinefile")) for word in options):
@@ -448,10 +448,10 @@ def within_allocation(
             f"on this one: start them with `flux run -n {n} python …`, or name hosts that mpiexec can reach, "
             f"as in `hpcpar run -H node1:4,node2:4 …`"
         )
+    slurm.require_cores(n, environ)
     hosts = allocated_hosts(environ)
-    if (
-        not hosts or launcher_kind(mpiexec) not in host_lists.KINDS
-    ):  # a site's own mpiexec knows its batch system
+    # A site's own mpiexec knows its batch system.
+    if not hosts or launcher_kind(mpiexec) not in host_lists.KINDS:
         return wishes
     placed = host_lists.place(hosts, n)
     return replace(wishes, hosts=hosts) if len(placed) > 1 else wishes

@@ -31,6 +31,11 @@ def parent_is_the_rank(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(RANK_PID) == str(os.getppid())
 
 
+def was_started_by_a_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process descends from a rank, whatever has become of the launcher's variables."""
+    return environ.get(RANK_PID) not in (None, str(os.getpid()))
+
+
 def announce_rank(
     rank: int,
     size: int,

@@ -108,3 +108,10 @@ def test_what_launchers_set_what_builds_read_and_what_is_done_anyway_is_not_repo
 def test_every_field_is_documented() -> None:
     documented = inspect.getdoc(Knobs) or ""
     assert all(f"\n{field.name} " in documented for field in fields(Knobs))
+
+
+@pytest.mark.parametrize("never", ["0", "inf"])
+def test_a_stall_may_last_for_ever(never: str) -> None:
+    environ = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": never, "HOROVOD_STALL_CHECK_TIME_SECONDS": "inf"}
+    knobs = Knobs.from_environ(environ)
+    assert (knobs.stall_shutdown_s, knobs.stall_check_s) == (0.0, float("inf"))

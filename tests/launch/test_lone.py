@@ -9,7 +9,7 @@ import pytest
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import RankInfo, detect
-from hpcpar.launch.lone import require_alone
+from hpcpar.launch.lone import refuse_nested, require_alone
 from tests.launch.proc_tree import add_process
 
 ALONE = RankInfo(0, 1, 0, 1, 0, None, "single", "none")
@@ -144,3 +144,36 @@ def test_a_process_with_variables_of_its_step_is_not_asked_who_started_it(tmp_pa
     add_process(tmp_path, 61, parent=40)
     add_process(tmp_path, "self", parent=40)
     require_alone(ALONE, {"SLURM_STEP_ID": "2", "PATH": "/nowhere"}, tmp_path)
+
+
+def test_a_part_of_a_tasks_variables_is_refused_and_a_batch_scripts_are_not(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(LaunchError, match=r"SLURM_PROCID=3 says .*pass all of SLURM_\* into the container"):
+        require_alone(ALONE, {"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, tmp_path)
+    require_alone(ALONE, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, tmp_path)
+
+
+def nest(proc: Path, *, outer: int) -> None:
+    """A rank of an mpiexec that is one of so many processes of another mpiexec."""
+    add_process(proc, 40, "hydra_pmi_proxy")
+    for number in range(outer - 1):
+        add_process(proc, 41 + number, "mpiexec", parent=40)
+    add_process(proc, 50, "mpiexec", parent=40)
+    add_process(proc, 51, "hydra_pmi_proxy", parent=50)
+    add_process(proc, 52, parent=51)
+    add_process(proc, "self", parent=51)
+
+
+def test_an_mpiexec_in_each_rank_of_one_of_its_kind_is_refused(tmp_path: Path) -> None:
+    nest(tmp_path, outer=2)
+    with pytest.raises(
+        LaunchError, match=r"\(pid 40\) started 2 processes, of which one is mpiexec \(pid 50\)"
+    ):
+        refuse_nested({}, tmp_path)
+    refuse_nested({"HPCPAR_RANK_PID": "12"}, tmp_path)  # a rank starts a job of its own
+
+
+def test_an_mpiexec_in_a_single_process_of_another_one_is_the_only_one(tmp_path: Path) -> None:
+    nest(tmp_path, outer=1)
+    refuse_nested({}, tmp_path)

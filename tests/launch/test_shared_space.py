@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.errors import LaunchError
-from hpcpar.launch.shared_space import free_nbytes, require, size_nbytes
+from hpcpar.launch import shared_space
+from hpcpar.launch.shared_space import free_nbytes, require, room_within_ranks, size_nbytes
 from hpcpar.units import MiB
 
 OVER_UCX = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\n"
@@ -50,3 +51,21 @@ def test_the_room_is_asked_of_the_system() -> None:
     assert size is not None
     assert free is not None
     assert 0 <= free <= size
+
+
+@pytest.mark.parametrize(
+    ("size_mib", "free_mib", "room_mib"),
+    [
+        (64, 64, 64),
+        (64, 40, 64),  # three others of four ranks have their part
+        (1024, 0, 0),  # full of what others left
+        (1024, 15, 15),
+        (16, 3, 16),  # too small in any case
+    ],
+)
+def test_within_the_ranks_what_they_have_taken_themselves_counts_as_room(
+    size_mib: int, free_mib: int, room_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_space, "size_nbytes", lambda: size_mib * MiB)
+    monkeypatch.setattr(shared_space, "free_nbytes", lambda: free_mib * MiB)
+    assert room_within_ranks(4) == room_mib * MiB

@@ -7,12 +7,13 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcpar.errors import LaunchError
+from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch.slurm import (
     forgotten_srun,
     host_names,
     in_step,
     job_tasks,
+    require_cores,
     restarts,
     task,
     task_counts,
@@ -245,3 +246,12 @@ def test_a_component_on_a_later_host_than_the_next_one_s_has_its_own_tasks() -> 
         "node2",
         "node2",
     ]
+
+
+def test_an_mpiexec_is_not_asked_for_more_ranks_than_the_job_has_cores() -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "2(x2),1"}
+    require_cores(5, job)
+    with pytest.raises(ConfigError, match=r"6 ranks were asked for, but Slurm job 7 has 5 cores.*-H node1:6"):
+        require_cores(6, job)
+    require_cores(6, job | {"SLURM_OVERCOMMIT": "1"})
+    require_cores(6, {"SLURM_JOB_ID": "7"})
