@@ -48,7 +48,7 @@ def course(config: Config) -> list[float]:
 
 
 def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
-    """Of all lines but those of checked mode and of objects that were exchanged."""
+    """Of all lines but those of objects that were exchanged."""
     return {
         (line.communicator, line.collective): line.deviation
         for line in outcome.traffic
