@@ -90,12 +90,17 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _gradients_of_any_size_are_added_in_place() -> None:
+@pytest.fixture
+def gradients_of_any_size_are_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a large model are; weights of tests are small."""
-    from hpcpar.autograd import in_place
+    monkeypatch.setattr("hpcpar.autograd.in_place.LEAST_NBYTES", 0)
 
-    in_place.LEAST_NBYTES = 0
+
+@pytest.fixture(params=["small", "large"])
+def weights_small_or_as_if_large(request: pytest.FixtureRequest) -> None:
+    """One after the other: gradients as they are made for a test's weights, and as for a large model's."""
+    if request.param == "large":
+        request.getfixturevalue("gradients_of_any_size_are_added_in_place")
 
 
 @pytest.fixture(scope="session")
