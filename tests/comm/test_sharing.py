@@ -420,7 +420,7 @@ from hpcpar.transport import shared_memory
 from pathlib import Path
 
 shared_memory.DIRECTORY = Path(sys.argv[1])
-world = hpcpar.init(timeout_s=20)
+world = hpcpar.init()
 assert world._is_all_shared
 array = world.allocate_shared(50_000, "float64")
 part = world.split(0)

@@ -219,7 +219,7 @@ def test_ranks_may_hold_other_parameters_split_in_other_ways(kinds: tuple[tuple[
                 squares += 4.0 if rank % 2 == 0 else 0.0  # the same on both tp ranks: once
             else:
                 squares += (3.0 + rank) ** 2
-    assert run_loopback(4, body, timeout_s=10) == [pytest.approx(math.sqrt(squares))] * 4
+    assert run_loopback(4, body) == [pytest.approx(math.sqrt(squares))] * 4
 
 
 def test_parameters_split_in_contradictory_orders_are_refused() -> None:
@@ -250,7 +250,7 @@ def test_who_has_all_parameters_frozen_takes_part_in_the_norm_of_the_others(stag
             model(torch.tensor([3.0, 4.0])).backward()
         return optimizer.clip_grad_norm_(1.0).item(), optimizer.gradients_are_finite()
 
-    assert run_loopback(2, body, timeout_s=10) == [(pytest.approx(5.0), True)] * 2
+    assert run_loopback(2, body) == [(pytest.approx(5.0), True)] * 2
 
 
 def test_a_fully_sharded_stage_goes_by_the_names_that_its_optimizer_was_given() -> None:
@@ -270,7 +270,7 @@ def test_a_fully_sharded_stage_goes_by_the_names_that_its_optimizer_was_given() 
         return norm
 
     expected = float(torch.cat([*gradients(0), *gradients(1)]).norm())
-    assert run_loopback(2, body, timeout_s=10) == [pytest.approx(expected, rel=1e-12)] * 2
+    assert run_loopback(2, body) == [pytest.approx(expected, rel=1e-12)] * 2
 
 
 @pytest.mark.parametrize("kind", [0, -1.0, -math.inf])

@@ -283,7 +283,7 @@ def test_every_step_synchronizes_once_though_a_rank_has_no_new_gradient() -> Non
         return model.bias.grad.tolist()
 
     # 1/2 after the first step; each later one adds 1 on one of the two ranks.
-    assert run_loopback(2, body, timeout_s=20) == [[1.5, 1.5]] * 2
+    assert run_loopback(2, body) == [[1.5, 1.5]] * 2
 
 
 def test_a_closure_takes_the_same_path_on_every_rank() -> None:

@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(
 
     room[0] = 10**9
     full_on_rank_1(monkeypatch, room)
-    errors = run_loopback(3, body, timeout_s=10)
+    errors = run_loopback(3, body)
     for rank, error in enumerate(errors):
         assert isinstance(error, PeerFailedError)
         assert "keeping the optimizer's state: failed on 1 of 3 ranks" in str(error)
@@ -216,9 +216,7 @@ def test_no_room_for_the_masters_of_one_rank_is_an_error_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_on_rank_1(monkeypatch, [10])
-    errors = run_loopback(
-        3, lambda comm: failure_of(lambda: built(comm, 1, "adamw", None, offload=tmp_path)), timeout_s=10
-    )
+    errors = run_loopback(3, lambda comm: failure_of(lambda: built(comm, 1, "adamw", None, offload=tmp_path)))
     assert all(isinstance(error, PeerFailedError) for error in errors)
     assert all("making room for the optimizer's state: failed on 1 of 3" in str(error) for error in errors)
 
@@ -231,7 +229,7 @@ def test_a_directory_that_one_rank_cannot_write_to_is_an_error_on_all(stage: int
         place = tmp_path / ("file" if comm.rank == 2 else "fine")
         return failure_of(lambda: built(comm, stage, "adamw", None, offload=place / "states"))
 
-    for error in run_loopback(3, body, timeout_s=10):
+    for error in run_loopback(3, body):
         assert isinstance(error, PeerFailedError)
         assert "rank 2: OffloadError" in str(error)
         assert "cannot be written to: Not a directory" in str(error)

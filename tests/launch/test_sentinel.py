@@ -329,7 +329,7 @@ import os, signal, sys, time
 import numpy as np
 import hpcpar
 
-world = hpcpar.init(timeout_s=60)
+world = hpcpar.init()
 lost, how = int(sys.argv[1]), sys.argv[2]
 world.barrier()
 if world.rank == lost:

@@ -459,7 +459,7 @@ from hpcpar.transport import mpi
 # Ranks of one machine that believe to be on two; the launcher's variables would say otherwise.
 mpi._world_nodes = lambda: (0, 0, 1, 1)
 start_up._crosscheck = lambda world, info: None
-world = hpcpar.init(timeout_s=60)
+world = hpcpar.init()
 assert set(world.nodes) == {0, 1}
 world.allreduce(np.ones(8))
 if sys.argv[1:] == [str(world.rank)]:
@@ -481,7 +481,7 @@ def mpi_job(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     daemons = "-launcher fork -hosts 127.0.0.1,localhost -ppn 2" if "HYDRA" in version else ""
     return subprocess.run(
         [str(MPIEXEC), *daemons.split(), "-n", "4", sys.executable, str(script), *words],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         timeout=60,

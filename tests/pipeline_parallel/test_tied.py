@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.mesh import Mesh
@@ -39,8 +40,6 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
 }
-
-run = partial(run_loopback, timeout_s=60)
 
 
 def holding(*gradients: list[float] | None, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcpar.autograd import DeferredGradients, Recompute
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
 from hpcpar.tensor_parallel import (
     ColumnParallelLinear,
@@ -42,8 +42,6 @@ WAYS: dict[str, dict[str, object]] = {
 CONFIG = LlamaConfig(
     vocab_size=11, hidden_size=12, layers=2, heads=6, kv_heads=1, ffn_size=12, tie_embeddings=True
 )
-
-run = partial(run_loopback, timeout_s=40)
 
 
 class Stack(nn.Module):
