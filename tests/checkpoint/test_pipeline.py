@@ -226,7 +226,7 @@ class Course:
 
 def in_course(mode: Mode, body: Callable[[Course], Any], **of_course: Any) -> list[Any]:
     """What every rank of a run returns."""
-    return run_loopback(mode.size, lambda comm: body(Course(comm, mode, **of_course)), check=False)
+    return run_loopback(mode.size, lambda comm: body(Course(comm, mode, **of_course)))
 
 
 @cache
@@ -265,7 +265,7 @@ def failure(mode: Mode, body: Callable[[Course], Any], missing: dict[int, list[s
         assert differences(course.everything(), before) == []
         return str(caught.value)
 
-    messages = run_loopback(mode.size, failing, check=False)
+    messages = run_loopback(mode.size, failing)
     assert len(set(messages)) == 1
     return messages[0]
 
@@ -545,7 +545,7 @@ def test_the_shards_of_every_position_are_to_be_there(tmp_path: Path) -> None:
             course.save(tmp_path, first_three)
         return str(caught.value)
 
-    messages = run_loopback(4, body, check=False)[:3]
+    messages = run_loopback(4, body)[:3]
     for message in messages:
         assert "sharded over the 2 ranks of 'dp'" in message
         assert "by 1 of the 3 of 'first three', which have the same layers" in message

@@ -235,7 +235,7 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[s
 
 def in_course(mode: Mode, body: Callable[[Course], Any], seed: int = 0) -> list[Any]:
     """What every rank of a run returns."""
-    return run_loopback(mode.size, lambda comm: body(Course(comm, mode, seed)), check=False)
+    return run_loopback(mode.size, lambda comm: body(Course(comm, mode, seed)))
 
 
 def serial(steps: int) -> dict[str, Tensor]:

@@ -203,7 +203,7 @@ def test_as_many_bytes_are_counted_as_on_the_host(kernels) -> None:
         comm.allreduce(values(comm.rank, 1000), algorithm="ring")
         return on_devices, comm.traffic.nbytes_sent("allreduce")
 
-    for on_devices, on_hosts in run_loopback(4, shared("pull", body), check=False):
+    for on_devices, on_hosts in run_loopback(4, shared("pull", body)):
         assert on_devices == on_hosts > 0
 
 

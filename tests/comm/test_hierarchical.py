@@ -138,7 +138,7 @@ def test_what_is_near_goes_through_memory_and_what_is_far_by_messages(
         assert comm.share_memory(stage_nbytes=1024)
         return list(truths[group](comm))
 
-    for checks in run_loopback(len(nodes), work, nodes=nodes, check=False):
+    for checks in run_loopback(len(nodes), work, nodes=nodes):
         assert_true(checks)
 
 

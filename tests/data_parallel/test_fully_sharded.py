@@ -142,10 +142,8 @@ def assert_follows(
     microbatches = options.pop("microbatches", 1)
     work = functools.partial(trained, build=build, loss_of=loss_of, microbatches=microbatches)
     reference = 2 if microbatches > 1 else 0
-    expected = run_loopback(size, functools.partial(work, stage=reference), check=False)
-    for found, other in zip(
-        run_loopback(size, functools.partial(work, **options), check=False), expected, strict=True
-    ):
+    expected = run_loopback(size, functools.partial(work, stage=reference))
+    for found, other in zip(run_loopback(size, functools.partial(work, **options)), expected, strict=True):
         assert same(found.outputs, other.outputs)
         assert same(found.gradients, other.gradients)
         assert same(found.parameters, other.parameters)
@@ -170,7 +168,7 @@ def gathered(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_outputs_and_gradients_are_those_of_the_whole_model_to_the_last_bit(size: int) -> None:
     # All ranks have the same batch, and sums of 2 or 4 equal numbers are exact.
-    results = run_loopback(size, lambda comm: trained(comm, Network, same_batch=True), check=False)
+    results = run_loopback(size, lambda comm: trained(comm, Network, same_batch=True))
     expected = trained(Communicator.alone(), Network, stage=0)
     for found in results:
         assert same(found.outputs, expected.outputs)
@@ -198,8 +196,8 @@ def test_a_precision_is_that_of_other_stages(precision: str) -> None:
             optimizer.zero_grad()
         return whole(model)
 
-    expected = run_loopback(2, lambda comm: body(comm, 2), check=False)
-    found = run_loopback(2, lambda comm: body(comm, 3), check=False)
+    expected = run_loopback(2, lambda comm: body(comm, 2))
+    found = run_loopback(2, lambda comm: body(comm, 3))
     assert all(each[0].dtype == dtype for each in found)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 

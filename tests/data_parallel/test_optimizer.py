@@ -164,8 +164,8 @@ def test_a_rank_without_elements_of_a_block_keeps_nothing_of_it_on_disk(tmp_path
         return model.bias.tolist()
 
     # The bias has two elements, so two of four ranks have none.
-    on_disk = run_loopback(4, lambda comm: body(comm, str(tmp_path)), check=False)
-    assert on_disk == run_loopback(4, lambda comm: body(comm, None), check=False)
+    on_disk = run_loopback(4, lambda comm: body(comm, str(tmp_path)))
+    assert on_disk == run_loopback(4, lambda comm: body(comm, None))
 
 
 def test_a_fixed_loss_scale_is_not_loaded_into_a_dynamic_one_nor_the_other_way_round() -> None:

@@ -102,8 +102,8 @@ PRECISIONS = {
 def test_states_on_disk_make_no_difference(stage: int, make: str, precision: str, tmp_path: Path) -> None:
     size = 3
     settings = (stage, make, PRECISIONS[precision])
-    expected = run_loopback(size, lambda comm: course(comm, *settings), check=False)
-    found = run_loopback(size, lambda comm: course(comm, *settings, offload=tmp_path), check=False)
+    expected = run_loopback(size, lambda comm: course(comm, *settings))
+    found = run_loopback(size, lambda comm: course(comm, *settings, offload=tmp_path))
     for (parameters, states), (others, other_states) in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
         for state, other in zip(states, other_states, strict=True):

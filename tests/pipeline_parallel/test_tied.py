@@ -156,7 +156,7 @@ def test_two_holders_send_their_gradient_once_each(dtype: torch.dtype) -> None:
         return *mine, comm.traffic.nbytes_sent()
 
     # Unchecked, because to agree on every call costs messages of its own.
-    found = run(4, on_rank, check=False)
+    found = run(4, on_rank)
     assert found[1] == found[2] == (0, 0, 0)
     assert sum(sent for sent, _, _ in found) == 2 * 3 * dtype.itemsize
     assert sum(agreed for _, agreed, _ in found) == 2

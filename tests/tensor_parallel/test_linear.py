@@ -218,7 +218,7 @@ def counted(size: int, **ways: object) -> list[dict[str, int]]:
         layer(own).sum().backward()  # type: ignore[no-untyped-call]
         return {row.collective: row.nbytes_sent for row in comm.traffic.rows() if row.nbytes_sent}
 
-    return run_loopback(size, sent, check=False)
+    return run_loopback(size, sent)
 
 
 @pytest.mark.parametrize("size", [2, 4], indirect=True)

@@ -221,7 +221,7 @@ def test_w_multiplies_half_and_gathers_what_is_gathered_again(
         own = x.chunk(comm.size, dim=1)[comm.rank] if tp.sequence_parallel else x
         return both(comm, lambda: Pair(tp), own.requires_grad_())
 
-    for whole, split in run(3, work, check=False):
+    for whole, split in run(3, work):
         require_same(whole, split)
         of_parts = [{name: calls for name, calls in part.items() if calls} for part in split.calls]
         assert of_parts == [of_b, of_w]
