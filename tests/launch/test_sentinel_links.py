@@ -24,7 +24,7 @@ import pytest
 
 from hpcpar.launch.sentinel import own_addresses
 from hpcpar.launch.sentinel_links import connect, in_words, keep_alive, tell_batch_output
-from tests.launch.sentinel_nodes import REPOSITORY, Node, await_that, paused
+from tests.launch.sentinel_nodes import FOR_MPIEXEC, Node, await_that, paused
 
 MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")
 
@@ -481,7 +481,7 @@ def mpi_job(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     daemons = "-launcher fork -hosts 127.0.0.1,localhost -ppn 2" if "HYDRA" in version else ""
     return subprocess.run(
         [str(MPIEXEC), *daemons.split(), "-n", "4", sys.executable, str(script), *words],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, **FOR_MPIEXEC},
         capture_output=True,
         text=True,
         timeout=60,
