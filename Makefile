@@ -37,12 +37,10 @@ DEV_STAMP := $(STAMP)-dev
 # Every rank collects its tests itself, so it is spared the files that have none for it.
 MPI_TESTS = $(sort $(shell grep -rl 'mark\.mpi\b' tests --include='test_*.py'))
 
-# More ranks than cores, and ranks in containers that know only root, are usual for tests.
-export OMPI_ALLOW_RUN_AS_ROOT := 1
-export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-export OMPI_MCA_rmaps_base_oversubscribe := 1
-export OMPI_MCA_mpi_yield_when_idle := 1
-export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+# More ranks than cores, and ranks in containers that know only root, are usual for tests. For mpiexec itself
+# alone: `hpcpar run` takes care of both, and is tested without them.
+MANY_AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
+    OMPI_MCA_mpi_yield_when_idle=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 # Also for what pip installs while it builds.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -71,7 +69,7 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slurm and not mpi and not long'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
-	    timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet -m mpi \
+	    $(MANY_AS_ROOT) timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet -m mpi \
 	        $(MPI_TESTS) || exit 1; \
 	done
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m slurm tests/slurm

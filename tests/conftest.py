@@ -1,4 +1,4 @@
-"""Settings that every test shares: checked mode, one thread per rank, and quiet ranks above 0."""
+"""What every test shares: defaults as shipped, one thread per rank, and quiet ranks above 0."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
-# Before hpcpar or torch is imported: both look at these once.
-os.environ["HPCPAR_CHECK"] = "1"
-os.environ["HPCPAR_TUNING"] = "none"
+# A test of what users do sets nothing that they do not set: a setting belongs to the test of the setting.
+# This one is a limit of the machine, which has fewer cores than ranks. Before torch looks at it, once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a line and its end are two writes: those of ranks mix
 
@@ -91,12 +90,17 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _gradients_of_any_size_are_added_in_place() -> None:
+@pytest.fixture
+def gradients_of_any_size_are_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a large model are; weights of tests are small."""
-    from hpcpar.autograd import in_place
+    monkeypatch.setattr("hpcpar.autograd.in_place.LEAST_NBYTES", 0)
 
-    in_place.LEAST_NBYTES = 0
+
+@pytest.fixture(params=["small", "large"])
+def weights_small_or_as_if_large(request: pytest.FixtureRequest) -> None:
+    """One after the other: gradients as they are made for a test's weights, and as for a large model's."""
+    if request.param == "large":
+        request.getfixturevalue("gradients_of_any_size_are_added_in_place")
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +108,7 @@ def world() -> Communicator:
     """The communicator over all ranks of this job, for tests marked `mpi`."""
     import hpcpar
 
-    return hpcpar.init(timeout_s=60.0)
+    return hpcpar.init()
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +117,7 @@ def world_of_messages() -> Iterator[Communicator]:
     from hpcpar.comm import Communicator
     from hpcpar.transport.mpi import MpiTransport
 
-    comm = Communicator.over(MpiTransport.world(), timeout_s=60.0, check=True)
+    comm = Communicator.over(MpiTransport.world())
     yield comm
     comm.free()
 

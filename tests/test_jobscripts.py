@@ -170,7 +170,7 @@ def stand_in(directory: Path, name: str, body: str) -> None:
 def environ(directory: Path, **variables: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_"))}
     path = os.pathsep.join((str(directory), str(Path(sys.executable).parent), kept["PATH"]))
-    return kept | {"PATH": path, "HPCPAR_TIMEOUT_S": "60"} | variables
+    return kept | {"PATH": path} | variables
 
 
 def project(directory: Path) -> Path:

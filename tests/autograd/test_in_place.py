@@ -62,6 +62,8 @@ def large() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 29)).double()
 
 
+pytestmark = pytest.mark.usefixtures("gradients_of_any_size_are_added_in_place")
+
 LARGE = {23 * 8, 29 * 8}
 TOKENS = tokens(1, 3)
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from hpcpar.autograd import all_to_all, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.errors import MismatchError, OperationError
 
 SIZES = [1, 2, 3, 4]
-
-run = partial(run_loopback, timeout_s=20)
 
 
 def values(comm: Communicator, *shape: int) -> Tensor:
@@ -173,7 +171,7 @@ def test_bytes_are_those_of_the_collective(size: int) -> None:
 
     nbytes = 4 * 64 * 128 * 8
     share = nbytes // size * (size - 1)
-    for traffic in run(size, counted, check=False):
+    for traffic in run(size, counted):
         assert traffic == {
             "allreduce": 2 * share,
             "allgather": nbytes * (size - 1) + share,
@@ -215,4 +213,4 @@ def test_in_compiled_code_a_region_is_as_it_is_written() -> None:
 
     # The compiler takes seconds to import: before anybody waits.
     torch.compile(torch.neg, backend="eager")(torch.ones(()))
-    assert run_loopback(2, body, timeout_s=100) == [([7.0, 7.0], [6.0, 6.0])] * 2
+    assert run(2, body) == [([7.0, 7.0], [6.0, 6.0])] * 2

@@ -413,6 +413,6 @@ def test_recorded_ranks_in_threads_average_their_microbatches_once_all_are_in() 
 
     for seed in range(4):
         whole(serial, [values(2, 5, 8, seed=seed)])
-    for found in run_loopback(2, averages, timeout_s=20):
+    for found in run_loopback(2, averages):
         for mine, parameter in zip(found, serial.parameters(), strict=True):
             torch.testing.assert_close(mine, parameter.grad / 2, rtol=TOLERANCE, atol=TOLERANCE)

@@ -32,7 +32,6 @@ VOCABULARY = 5
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 UP = "model.layers.2.up.weight"
 TIED = {HEAD: EMBED}
-WAIT_S = 20.0
 
 SHAPES: dict[str, tuple[int, ...]] = {
     EMBED: (VOCABULARY, 3),
@@ -227,9 +226,7 @@ class Course:
 
 def in_course(mode: Mode, body: Callable[[Course], Any], **of_course: Any) -> list[Any]:
     """What every rank of a run returns."""
-    return run_loopback(
-        mode.size, lambda comm: body(Course(comm, mode, **of_course)), check=False, timeout_s=WAIT_S
-    )
+    return run_loopback(mode.size, lambda comm: body(Course(comm, mode, **of_course)))
 
 
 @cache
@@ -268,7 +265,7 @@ def failure(mode: Mode, body: Callable[[Course], Any], missing: dict[int, list[s
         assert differences(course.everything(), before) == []
         return str(caught.value)
 
-    messages = run_loopback(mode.size, failing, check=False, timeout_s=WAIT_S)
+    messages = run_loopback(mode.size, failing)
     assert len(set(messages)) == 1
     return messages[0]
 
@@ -548,7 +545,7 @@ def test_the_shards_of_every_position_are_to_be_there(tmp_path: Path) -> None:
             course.save(tmp_path, first_three)
         return str(caught.value)
 
-    messages = run_loopback(4, body, check=False, timeout_s=WAIT_S)[:3]
+    messages = run_loopback(4, body)[:3]
     for message in messages:
         assert "sharded over the 2 ranks of 'dp'" in message
         assert "by 1 of the 3 of 'first three', which have the same layers" in message

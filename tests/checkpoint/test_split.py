@@ -37,7 +37,6 @@ from hpcpar.tensor_parallel.split import (
 )
 
 VOCABULARY = 5
-WAIT_S = 20.0
 
 WHOLE: dict[str, tuple[tuple[int, ...], Callable[[int], Split] | None]] = {
     "embed": ((VOCABULARY, 3), lambda n: split_evenly(VOCABULARY, n, padded=padded_length(VOCABULARY, n))),
@@ -236,7 +235,7 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[s
 
 def in_course(mode: Mode, body: Callable[[Course], Any], seed: int = 0) -> list[Any]:
     """What every rank of a run returns."""
-    return run_loopback(mode.size, lambda comm: body(Course(comm, mode, seed)), check=False, timeout_s=WAIT_S)
+    return run_loopback(mode.size, lambda comm: body(Course(comm, mode, seed)))
 
 
 def serial(steps: int) -> dict[str, Tensor]:

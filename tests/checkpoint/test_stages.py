@@ -183,7 +183,7 @@ def saved_by(size: int, mode: Mode, name: str, directory: Path, steps: int = 2) 
         course.steps(0, steps)
         return course.save(directory, steps)
 
-    return run_loopback(size, body, check=False)[0]
+    return run_loopback(size, body)[0]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -213,7 +213,7 @@ def test_any_stage_and_number_of_ranks_goes_on_in_any_other(saver: str, name: st
             course.steps(2, 4)
             return course.tensors()
 
-        for tensors in run_loopback(1 + (number + shift) % 4, resumed, check=False):
+        for tensors in run_loopback(1 + (number + shift) % 4, resumed):
             assert tensors.pop("seen") == 4
             for key, value in tensors.items():
                 same_course = torch.allclose(value, expected[key], rtol=TOLERANCE, atol=TOLERANCE)
@@ -234,7 +234,7 @@ def test_the_same_stage_on_as_many_ranks_goes_on_bit_for_bit(mode: str, tmp_path
         resumed.steps(2, 4)
         return same(course.everything(), resumed.everything())
 
-    assert all(run_loopback(3, body, check=False))
+    assert all(run_loopback(3, body))
 
 
 @pytest.mark.parametrize("loader", [mode for mode in MIXED if "bfloat16" in mode])
@@ -255,7 +255,7 @@ def test_master_weights_come_from_the_float32_values_and_give_them_back(
         after.load(second)
         return before.tensors(), mixed.tensors(), after.tensors()
 
-    for before, mixed, after in run_loopback(3, through, check=False):
+    for before, mixed, after in run_loopback(3, through):
         for name, value in before.items():
             assert same(mixed[name], value.bfloat16() if value.is_floating_point() else value)
             # What is frozen has no master weights.
@@ -313,7 +313,7 @@ def test_a_model_alone_is_loaded_into_shards_and_master_weights_follow(tmp_path:
             bool(masters) and all(same(m, m.bfloat16().float()) for m in masters),
         )
 
-    assert run_loopback(3, body, check=False) == [(True, True)] * 3
+    assert run_loopback(3, body) == [(True, True)] * 3
 
 
 def stepping(comm: Communicator, mode: Mode, directory: Path) -> tuple[nn.Module, DistributedOptimizer]:
@@ -355,7 +355,7 @@ def test_a_model_is_loaded_without_its_optimizer_and_the_next_step_does_not_undo
         optimizer.wait_for_parameters()
         return saved, list(model.parameters())
 
-    for saved, found in run_loopback(2, body, check=False):
+    for saved, found in run_loopback(2, body):
         assert all(same(one, other) for one, other in zip(saved, found, strict=True))
 
 
@@ -368,7 +368,7 @@ def test_an_optimizer_that_was_made_distributed_is_refused_by_itself(tmp_path: P
             with pytest.raises(PeerFailedError, match=r"has been made a DistributedOptimizer.* give that"):
                 act(tmp_path, model=model, optimizer=optimizer.inner, comm=comm, **step)
 
-    run_loopback(2, body, check=False)
+    run_loopback(2, body)
 
 
 def test_each_rank_writes_its_pieces_once_and_reads_only_its_own(
@@ -392,7 +392,7 @@ def test_each_rank_writes_its_pieces_once_and_reads_only_its_own(
         return flat(self, file, name, start, stop)
 
     monkeypatch.setattr(Files, "flat", counted)
-    held = run_loopback(3, lambda comm: _loaded_elements(comm, path, tmp_path), check=False)
+    held = run_loopback(3, lambda comm: _loaded_elements(comm, path, tmp_path))
     # Values and two moments of each element, of what is frozen the value, and a parameter's steps.
     for found, elements in zip(sorted(read.values()), sorted(held), strict=True):
         assert elements <= found <= elements + 20
@@ -445,7 +445,7 @@ def test_one_damaged_shard_is_named_on_all_ranks_and_nothing_changes(
             course.load(path)
         return str(caught.value), same(before, course.everything())
 
-    for message, unchanged in run_loopback(2, body, check=False):
+    for message, unchanged in run_loopback(2, body):
         assert file.name in message
         assert unchanged
 
@@ -474,7 +474,7 @@ def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_the_last_checkpoint(
         course.steps(2, 3)
         return str(caught.value)
 
-    for message in run_loopback(3, body, check=False):
+    for message in run_loopback(3, body):
         assert "rank 2: OSError: [Errno 28] No space left on device" in message
     assert [path.name for path in tmp_path.iterdir()] == [whole.name]
     assert {file.name: file.read_bytes() for file in whole.iterdir()} == before
@@ -531,7 +531,7 @@ def test_a_ranks_own_part_of_the_state_goes_out_and_in_again(mode: str, tmp_path
         other.optimizer.load_sharded_state_dict(state)
         return same(expected, other.optimizer.state_dict()), set(state["pieces"])
 
-    results = run_loopback(3, body, check=False)
+    results = run_loopback(3, body)
     assert all(equal for equal, _ in results)
     assert {"turned", "unused", "head.weight"} <= set().union(*(names for _, names in results))
 

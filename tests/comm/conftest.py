@@ -153,6 +153,16 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
+def checked_world() -> Iterator[Communicator]:
+    """The communicator over all ranks of this job in checked mode, for tests marked `mpi`."""
+    import hpcpar
+
+    comm = hpcpar.init(check=True)
+    yield comm
+    comm.free()
+
+
+@pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loopback rank that waits sleeps until a message comes; of shared memory nobody tells it."""
 

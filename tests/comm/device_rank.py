@@ -14,7 +14,7 @@ from tests.transport import cuda_stand_in, kernel_stand_in
 
 cuda_stand_in.load()
 device_kernels.use_instead(kernel_stand_in.StandInKernels())
-world = hpcpar.init(timeout_s=60.0)
+world = hpcpar.init()
 assert world.share_devices(sys.argv[1])
 for case in CASES.values():
     case(world)

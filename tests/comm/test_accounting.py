@@ -155,7 +155,7 @@ def test_a_trace_notes_what_moved_when_on_all_communicators_of_a_family():
             (event.name, event.category, event.arguments) for event in events if "agreement" not in event.name
         ]
 
-    assert run_loopback(2, work, check=False)[0] == [
+    assert run_loopback(2, work)[0] == [
         ("allreduce world", "communication", {"nbytes_sent": 80, "algorithm": "ring"}),
         ("barrier half", "communication", {"nbytes_sent": 0, "algorithm": "dissemination"}),
     ]

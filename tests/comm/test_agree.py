@@ -80,13 +80,13 @@ def test_a_matching_call_after_a_mismatch_works():
 
 
 @pytest.mark.mpi(min_size=2)
-def test_different_shapes_on_two_ranks_raise_on_every_rank_over_mpi(world):
+def test_different_shapes_on_two_ranks_raise_on_every_rank_over_mpi(checked_world):
     try:
-        world.allreduce(np.ones(100 if world.rank else 99))
+        checked_world.allreduce(np.ones(100 if checked_world.rank else 99))
         told = ""
     except MismatchError as error:
         told = str(error)
-    for text in world.allgather_object(told):
+    for text in checked_world.allgather_object(told):
         assert "rank 0 asked for allreduce(float64[99], op=sum)" in text
         assert "asked for allreduce(float64[100], op=sum)" in text
 

@@ -20,7 +20,7 @@ from hpcpar.partition import counts, offsets
 
 SIZES = [2, 3, 4]
 TIMES = 3 * LANES * BOARD_PLACES
-SHARED = {"shared_memory": True, "check": False}
+SHARED = {"shared_memory": True}
 
 
 def cut(count, size):

@@ -18,7 +18,7 @@ GROUPS = ("reductions", "gathers", "exchanges", "element_types")
 def test_every_collective_and_algorithm_equals_the_serial_computation(
     group, size, exchange, truths, assert_true
 ):
-    for checks in run_loopback(size, lambda comm: list(truths[group](comm)), check=False, **exchange):
+    for checks in run_loopback(size, lambda comm: list(truths[group](comm)), **exchange):
         assert_true(checks)
 
 
@@ -39,7 +39,7 @@ def test_long_messages_over_mpi_travel_in_pieces(world):
     from hpcpar.transport.mpi import MpiTransport
 
     transport = MpiTransport.world(max_message_nbytes=1000)
-    comm = Communicator.over(transport, timeout_s=30.0)
+    comm = Communicator.over(transport)
     total = comm.allreduce(np.arange(5000.0) + comm.rank, algorithm="ring")
     received = np.empty(777)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -245,20 +245,18 @@ def test_an_alltoall_that_does_not_divide_says_what_is_left_over():
 
 def test_an_algorithm_that_needs_equal_pieces_says_which_can_do_uneven_ones():
     with pytest.raises(OperationError, match="pairwise"):
-        run_loopback(
-            2, lambda comm: comm.alltoall(np.ones(3), send_counts=[1, 2], algorithm="bruck"), check=False
-        )
+        run_loopback(2, lambda comm: comm.alltoall(np.ones(3), send_counts=[1, 2], algorithm="bruck"))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_unknown_element_types_on_one_rank_are_an_error_on_all(world):
-    buffer = np.ones(4) if world.rank else np.array(["a"] * 4)
+def test_unknown_element_types_on_one_rank_are_an_error_on_all(checked_world):
+    buffer = np.ones(4) if checked_world.rank else np.array(["a"] * 4)
     try:
-        world.allreduce(buffer)
+        checked_world.allreduce(buffer)
         told = ""
     except MismatchError as error:
         told = str(error)
-    everywhere = world.allgather_object(told)
+    everywhere = checked_world.allgather_object(told)
     assert all("rank 0 asked for allreduce, and failed" in text and "<U1" in text for text in everywhere)
 
 

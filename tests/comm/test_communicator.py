@@ -55,7 +55,7 @@ def test_what_was_begun_before_a_split_goes_on_on_ranks_that_wait_in_it():
         handle.wait()
         return total.tolist() == [comm.size] * 3000
 
-    assert run_loopback(3, work, check=False) == [True] * 3
+    assert run_loopback(3, work) == [True] * 3
 
 
 @pytest.mark.parametrize(("color", "key"), [(-1, 0), (0.5, 0), (2**40, 0), (0, 2**31), ("a", 0)])
@@ -160,7 +160,7 @@ def test_what_a_rank_has_under_way_when_it_ends_lives_until_all_have_ended() -> 
         comm.allgather(out[1:], out=out)
         return seen
 
-    assert run_loopback(2, work, check=False) == [[], []]
+    assert run_loopback(2, work) == [[], []]
 
 
 def test_what_is_lent_is_lent_again_when_its_borrower_is_gone_on_all_ranks() -> None:

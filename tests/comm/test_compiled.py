@@ -58,7 +58,7 @@ WAYS = [one_buffer, fresh_buffers, each_rank_in_its_own_way, sizes_in_turn]
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_call_is_right_however_buffers_are_used(way, size):
-    assert_all_right(run_loopback(size, way, check=False))
+    assert_all_right(run_loopback(size, way))
 
 
 @pytest.mark.mpi
@@ -79,7 +79,7 @@ def test_lanes_that_make_room_over_mpi_free_their_requests(world_of_messages, mo
 @pytest.mark.parametrize(("limit", "value"), [("MOST_SIGNATURES", 2), ("LANDING_NBYTES", 1000)])
 def test_signatures_that_make_room_for_others_come_back_right(limit, value, monkeypatch):
     monkeypatch.setattr(compiled, limit, value)
-    assert_all_right(run_loopback(3, sizes_in_turn, check=False))
+    assert_all_right(run_loopback(3, sizes_in_turn))
 
 
 def test_more_calls_under_way_than_lanes_wait_for_their_turn():
@@ -91,7 +91,7 @@ def test_more_calls_under_way_than_lanes_wait_for_their_turn():
             handles[index].wait()
         return [float(b[0]) for b in buffers], [3.0 + 3 * call for call in range(len(buffers))]
 
-    assert_all_right(run_loopback(3, work, check=False))
+    assert_all_right(run_loopback(3, work))
 
 
 def test_a_buffer_that_was_resized_or_replaced_under_its_name_is_seen():
@@ -105,7 +105,7 @@ def test_a_buffer_that_was_resized_or_replaced_under_its_name_is_seen():
         tensor.set_(torch.full((6,), float(comm.rank)))
         return comm.allreduce(array).tolist(), comm.allreduce(tensor).tolist()
 
-    assert run_loopback(2, work, check=False) == [([1.0] * 6, [1.0] * 6)] * 2
+    assert run_loopback(2, work) == [([1.0] * 6, [1.0] * 6)] * 2
 
 
 def test_a_buffer_is_not_kept_alive_by_what_was_compiled_for_it():
@@ -119,7 +119,7 @@ def test_a_buffer_is_not_kept_alive_by_what_was_compiled_for_it():
         gc.collect()
         return [reference() is None for reference in references]
 
-    assert run_loopback(2, work, check=False) == [[True, True]] * 2
+    assert run_loopback(2, work) == [[True, True]] * 2
 
 
 def test_a_buffer_and_a_handle_that_the_caller_drops_live_until_the_call_is_done():
@@ -131,7 +131,7 @@ def test_a_buffer_and_a_handle_that_the_caller_drops_live_until_the_call_is_done
         comm.barrier()
         return float(kept.sum())
 
-    assert run_loopback(3, work, check=False) == [3000.0] * 3
+    assert run_loopback(3, work) == [3000.0] * 3
 
 
 def test_a_transposed_view_at_the_same_address_is_another_buffer():
@@ -143,7 +143,7 @@ def test_a_transposed_view_at_the_same_address_is_another_buffer():
         comm.allreduce(view)
         return matrix.tolist()
 
-    assert run_loopback(2, work, check=False) == [[[0.0, 2.0], [4.0, 6.0]]] * 2
+    assert run_loopback(2, work) == [[[0.0, 2.0], [4.0, 6.0]]] * 2
 
 
 def test_remembered_calls_are_counted_as_the_first_was():
@@ -168,7 +168,7 @@ def test_remembered_calls_are_counted_as_the_first_was():
             bills[name] = row.calls, row.nbytes_sent == 10 * once, row.messages % 10
         return bills
 
-    for bills in run_loopback(2, work, check=False):
+    for bills in run_loopback(2, work):
         assert set(bills.values()) == {(10, True, 0)}
 
 
@@ -188,7 +188,7 @@ def test_averages_and_results_of_remembered_calls_are_right():
             seen.append((out[0], gathered[::6].tolist(), swapped[::3].tolist(), shard.tolist()))
         return seen
 
-    for seen in run_loopback(2, work, check=False):
+    for seen in run_loopback(2, work):
         for call, (mean, gathered, swapped, shard) in enumerate(seen):
             assert mean == 5 + call
             assert gathered == swapped == [call, 10 + call]
@@ -248,7 +248,7 @@ def test_signatures_that_made_room_leave_no_memory_behind(monkeypatch):
         lanes = [lane for recipe in comm._recipes.values() for lane in recipe.group.lanes]
         return sum({id(lane): lane.landing.nbytes for lane in lanes}.values())
 
-    assert all(nbytes <= 100_000 for nbytes in run_loopback(2, work, check=False))
+    assert all(nbytes <= 100_000 for nbytes in run_loopback(2, work))
 
 
 def test_memory_to_land_in_is_had_for_buffers_that_come_again_and_for_no_others():
@@ -264,7 +264,7 @@ def test_memory_to_land_in_is_had_for_buffers_that_come_again_and_for_no_others(
             comm.allreduce(seen_once[0])
         return before, landing_nbytes(comm)
 
-    for before, after in run_loopback(2, work, check=False):
+    for before, after in run_loopback(2, work):
         assert before == 0
         assert 0 < after <= compiled.LANES * 1000 * 8
 
@@ -296,7 +296,7 @@ def test_what_is_forgotten_while_a_call_is_under_way_keeps_its_memory_until_that
         expected = [{float(sum(rank + call for rank in range(size)))} for call in range(12)]
         return found if comm.rank == 0 or collective == "reduce_scatter" else expected, expected
 
-    assert_all_right(run_loopback(3, work, check=False, shared_memory=shared_memory))
+    assert_all_right(run_loopback(3, work, shared_memory=shared_memory))
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -323,4 +323,4 @@ def test_a_rank_that_only_gives_may_be_in_several_reductions_of_an_array_at_once
         assert row.calls == (40 if way == "started" else 45)
         return (found, expected) if comm.rank == 0 else ([], [])
 
-    assert_all_right(run_loopback(3, work, check=False, shared_memory=shared_memory))
+    assert_all_right(run_loopback(3, work, shared_memory=shared_memory))

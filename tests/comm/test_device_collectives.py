@@ -108,7 +108,7 @@ def test_a_message_that_waits_for_its_bytes_holds_up_none_but_those_of_its_tag(
         return []
 
     gc.collect()  # while a stream is held up, to give memory back would wait for it
-    assert run_loopback(2, shared(way, body), timeout_s=20) == [[], [2, 0, 1]]
+    assert run_loopback(2, shared(way, body)) == [[], [2, 0, 1]]
 
 
 def test_bytes_are_free_when_they_have_been_read_themselves_and_not_others_of_their_tag(kernels) -> None:
@@ -139,7 +139,7 @@ def test_bytes_are_free_when_they_have_been_read_themselves_and_not_others_of_th
             send.wait()
         return []
 
-    assert run_loopback(2, shared("pull", body), timeout_s=20) == [[], [5, 6]]
+    assert run_loopback(2, shared("pull", body)) == [[], [5, 6]]
 
 
 @pytest.mark.parametrize("way", ["auto", "staged"])
@@ -203,7 +203,7 @@ def test_as_many_bytes_are_counted_as_on_the_host(kernels) -> None:
         comm.allreduce(values(comm.rank, 1000), algorithm="ring")
         return on_devices, comm.traffic.nbytes_sent("allreduce")
 
-    for on_devices, on_hosts in run_loopback(4, shared("pull", body), check=False):
+    for on_devices, on_hosts in run_loopback(4, shared("pull", body)):
         assert on_devices == on_hosts > 0
 
 
@@ -285,7 +285,7 @@ def test_arrays_of_one_call_are_on_one_gpu(kernels, monkeypatch) -> None:
         comm.unchecked("none").reduce_scatter(here, counts=counts, out=nowhere if comm.rank else here[:])
         assert comm._view(nowhere, writable=True).host.queue.ordinal == comm.rank
 
-    run_loopback(2, shared("staged", body), timeout_s=20)
+    run_loopback(2, shared("staged", body))
 
 
 def test_a_host_array_that_meets_a_device_array_is_named(kernels) -> None:
@@ -307,7 +307,7 @@ def test_a_message_of_another_length_is_named(kernels, way: str) -> None:
                 comm.recv(on_device(np.zeros(40, "float32")), 0)
         comm.barrier()  # the sender makes progress meanwhile
 
-    run_loopback(2, shared(way, body), timeout_s=20)
+    run_loopback(2, shared(way, body))
 
 
 def test_memory_that_cannot_be_shown_is_copied_first(kernels, stand_in) -> None:
@@ -359,7 +359,7 @@ def test_what_is_sent_leaves_while_a_peer_is_waited_for(kernels) -> None:
         return out.to_host().tolist()
 
     sent = values(0, 50).tolist()
-    assert run_loopback(3, shared("auto", body), nodes=[0, 0, 1], timeout_s=20) == [sent] * 3
+    assert run_loopback(3, shared("auto", body), nodes=[0, 0, 1]) == [sent] * 3
 
 
 def message(peer: int, space: str) -> Message:

@@ -44,7 +44,7 @@ def devices(world: Communicator, way: str) -> Iterator[Communicator]:
     torch.cuda.set_device(ordinal)
     if way == "mpi" and (why := world.broadcast_object(mpi_obstacle() if world.rank == 0 else None)):
         pytest.skip(why)
-    comm = Communicator.over(MpiTransport.world(), timeout_s=60.0, check=True)
+    comm = Communicator.over(MpiTransport.world())
     assert comm.share_devices(way, lambda: True)
     yield comm
     comm.free()

@@ -76,7 +76,7 @@ def test_where_a_rank_has_no_room_for_a_trial_none_pulls(kernels, monkeypatch, r
         assert comm.share_devices("auto")
         return comm._family.devices.reaches
 
-    assert run_loopback(2, body, timeout_s=20) == [("staged", "staged")] * 2
+    assert run_loopback(2, body) == [("staged", "staged")] * 2
 
 
 def test_a_device_is_known_by_its_identity_whatever_its_number(stand_in, monkeypatch) -> None:

@@ -16,14 +16,14 @@ import os, signal, sys, threading, time
 import numpy as np
 import hpcpar
 
-world = hpcpar.init(timeout_s=float(sys.argv[1]))
+world = hpcpar.init({patience})
 values = np.ones(1000)
 for step in range(10**6):
     values[:] = 1
     world.allreduce(values)
     world.broadcast(values, root=1)
     if step == 50 and world.rank == 1:
-        open(sys.argv[2], "w").close()
+        open(sys.argv[1], "w").close()
         {mistake}
 """
 
@@ -35,11 +35,11 @@ ENDS_WITHIN_S = 15
 def fail(tmp_path, run_ranks):
     """Run three ranks of which rank 1 makes a mistake: (status, what was printed, seconds from there)."""
 
-    def run(mistake, *, timeout_s=600):
+    def run(mistake, patience=""):
         script = tmp_path / "script.py"
-        script.write_text(PROGRAM.replace("{mistake}", mistake))
+        script.write_text(PROGRAM.replace("{patience}", patience).replace("{mistake}", mistake))
         mark = tmp_path / "mistake"
-        done = run_ranks(3, str(script), str(timeout_s), str(mark))
+        done = run_ranks(3, str(script), str(mark))
         assert mark.exists(), done.stderr
         return done.returncode, done.stderr, time.time() - mark.stat().st_mtime
 
@@ -76,16 +76,16 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(fail, mistake, words):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "words"),
+    ("mistake", "patience", "words"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["hpcpar: rank 1 (pid", "was lost"]),
-        ("break", ["PeerLeftError", "rank 1 came to the end of the program"]),
-        ("time.sleep(60)", ["StallError", "rank 1 does not answer"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "", ["hpcpar: rank 1 (pid", "was lost"]),
+        ("break", "", ["PeerLeftError", "rank 1 came to the end of the program"]),
+        ("time.sleep(60)", "timeout_s=2", ["StallError", "rank 1 does not answer"]),
     ],
 )
-def test_ranks_that_share_no_memory_are_told_the_same(fail, mistake, words, monkeypatch):
+def test_ranks_that_share_no_memory_are_told_the_same(fail, mistake, patience, words, monkeypatch):
     monkeypatch.setenv("HPCPAR_SHARED_MEMORY", "0")
-    status, printed, seconds = fail(mistake, timeout_s=2)
+    status, printed, seconds = fail(mistake, patience)
     assert status != 0
     assert seconds < ENDS_WITHIN_S
     for word in words:
@@ -112,7 +112,7 @@ def test_a_rank_that_cannot_write_what_is_wrong_ends_the_job_all_the_same(monkey
 
 @pytest.mark.parametrize("mistake", ["time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_rank_that_stalls_is_named_after_the_timeout(fail, mistake):
-    status, printed, seconds = fail(mistake, timeout_s=2)
+    status, printed, seconds = fail(mistake, "timeout_s=2")
     assert status != 0
     assert seconds < ENDS_WITHIN_S
     assert "StallError" in printed

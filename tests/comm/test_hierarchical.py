@@ -138,7 +138,7 @@ def test_what_is_near_goes_through_memory_and_what_is_far_by_messages(
         assert comm.share_memory(stage_nbytes=1024)
         return list(truths[group](comm))
 
-    for checks in run_loopback(len(nodes), work, nodes=nodes, check=False):
+    for checks in run_loopback(len(nodes), work, nodes=nodes):
         assert_true(checks)
 
 
@@ -151,4 +151,4 @@ def test_ranks_on_nodes_that_exchange_very_different_amounts_go_the_same_way():
         found = comm.alltoall(np.full(sum(sent), comm.rank), send_counts=sent, receive_counts=received)
         return np.array_equal(found, np.repeat(np.arange(comm.size), received))
 
-    assert run_loopback(4, work, nodes=(0, 0, 1, 1), timeout_s=20.0) == [True] * 4
+    assert run_loopback(4, work, nodes=(0, 0, 1, 1)) == [True] * 4

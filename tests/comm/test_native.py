@@ -44,8 +44,8 @@ def reduced(inputs, op):
 
 @pytest.fixture
 def native_world(world):
-    """The job's ranks without agreements, so that the account has the calls alone."""
-    comm = Communicator.over(type(world._transport).world(), timeout_s=30.0)
+    """The job's ranks in a world of their own, so that the account has the calls alone."""
+    comm = Communicator.over(type(world._transport).world())
     yield comm
     comm.free()
 
@@ -228,10 +228,10 @@ def test_the_environment_and_a_table_may_say_native(native_world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_different_calls_are_found_out_in_checked_mode(world):
-    op = "sum" if world.rank else "max"
+def test_different_calls_are_found_out_in_checked_mode(checked_world):
+    op = "sum" if checked_world.rank else "max"
     with pytest.raises(MismatchError, match="op=max"):
-        world.allreduce(np.ones(2), op, algorithm="native")
+        checked_world.allreduce(np.ones(2), op, algorithm="native")
 
 
 @pytest.mark.parametrize("collective", sorted(NATIVES))
@@ -249,7 +249,7 @@ def test_over_loopback_a_caller_who_names_it_gets_an_error_and_a_table_is_passed
             comm.allreduce(np.ones(3), algorithm="native")
         return total, comm.traffic.nbytes_sent() > 0
 
-    assert run_loopback(2, work, check=False) == [([2.0] * 3, True)] * 2
+    assert run_loopback(2, work) == [([2.0] * 3, True)] * 2
 
 
 def test_those_who_have_begun_the_same_call_are_not_waited_for():
@@ -284,7 +284,7 @@ def test_a_root_that_has_done_its_part_and_left_is_not_accused(tmp_path, run_ran
     script = tmp_path / "script.py"
     script.write_text(
         "import time, hpcpar; import numpy as np\n"
-        "world = hpcpar.init(timeout_s=30, check=False)\n"
+        "world = hpcpar.init()\n"
         "time.sleep(4 * (world.rank == 2))\n"
         "world.broadcast(np.full(3, float(world.rank == 0)), algorithm='native')\n"
         "print('end')\n"
@@ -298,7 +298,7 @@ import os, signal, sys, time
 import numpy as np
 import hpcpar
 
-world = hpcpar.init(timeout_s=float(sys.argv[1]), check=False)
+world = hpcpar.init({patience})
 values = np.ones(1000)
 for step in range(10**6):
     values[:] = 1
@@ -309,18 +309,18 @@ for step in range(10**6):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "words"),
+    ("mistake", "patience", "words"),
     [
-        ("time.sleep(60)", ["StallError", "rank 1 does not answer"]),
-        ("break", ["PeerLeftError", "rank 1 came to the end of the program"]),
-        ("raise ValueError('only here')", ["rank 1 of 3", "ValueError: only here"]),
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["hpcpar: rank 1 (pid", "was lost"]),
+        ("time.sleep(60)", "timeout_s=3", ["StallError", "rank 1 does not answer"]),
+        ("break", "", ["PeerLeftError", "rank 1 came to the end of the program"]),
+        ("raise ValueError('only here')", "", ["rank 1 of 3", "ValueError: only here"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "", ["hpcpar: rank 1 (pid", "was lost"]),
     ],
 )
-def test_a_rank_that_fails_in_a_loop_of_native_calls_is_named(tmp_path, run_ranks, mistake, words):
+def test_a_rank_that_fails_in_a_loop_of_native_calls_is_named(tmp_path, run_ranks, mistake, patience, words):
     script = tmp_path / "script.py"
-    script.write_text(PROGRAM.replace("{mistake}", mistake))
-    done = run_ranks(3, str(script), "3")
+    script.write_text(PROGRAM.replace("{patience}", patience).replace("{mistake}", mistake))
+    done = run_ranks(3, str(script))
     assert done.returncode != 0
     for word in words:
         assert word in done.stderr, done.stderr

@@ -79,7 +79,7 @@ def test_a_question_is_one_byte_to_each_partner_on_a_communicator_of_its_own(siz
         return row.calls, row.nbytes_sent, others
 
     rounds = {2: 1, 4: 2}[size]  # recursive doubling
-    assert run_loopback(size, work, check=False) == [(10, 10 * rounds * QUESTION_NBYTES, [])] * size
+    assert run_loopback(size, work) == [(10, 10 * rounds * QUESTION_NBYTES, [])] * size
 
 
 def test_ranks_that_are_processes_must_be_in_their_main_thread_to_be_signalled() -> None:

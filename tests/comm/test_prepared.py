@@ -55,7 +55,7 @@ def test_they_give_what_ordinary_calls_give_also_to_ranks_that_make_these(size, 
         ordinary = dict(in_turn(comm, prepared=False))
         return ordinary, dict(in_turn(comm, prepared=True)), dict(in_turn(comm, prepared=comm.rank == 0))
 
-    for ordinary, prepared, mixed in run_loopback(size, work, check=False, shared_memory=shared_memory):
+    for ordinary, prepared, mixed in run_loopback(size, work, shared_memory=shared_memory):
         assert prepared == ordinary
         assert mixed == ordinary
 
@@ -66,8 +66,8 @@ def test_they_give_what_ordinary_calls_give_over_mpi(any_world):
     assert dict(in_turn(comm, prepared=True)) == dict(in_turn(comm, prepared=False))
 
 
-def on_two(work, *, check=False):
-    return run_loopback(2, work, check=check, shared_memory=True)
+def on_two(work, **options):
+    return run_loopback(2, work, shared_memory=True, **options)
 
 
 def test_arguments_are_looked_at_no_more_once_the_call_is_remembered(monkeypatch):

@@ -166,7 +166,7 @@ def test_an_array_outlives_a_known_call_that_stalled(shares_memory, is_prepared,
 def run_loopback_with_timeout(size, function, timeout_s):
     from hpcpar.transport import loopback
 
-    return loopback.run(size, lambda t: function(Communicator.over(t, timeout_s=timeout_s)), timeout_s=30)
+    return loopback.run(size, lambda t: function(Communicator.over(t, timeout_s=timeout_s)))
 
 
 def test_what_other_ranks_never_come_to_is_given_up_with_its_communicator(exchange):

@@ -70,7 +70,7 @@ def assert_allowed(checks):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_scaled_sums_are_within_a_few_roundings_of_the_truth(size):
-    for checks in run_loopback(size, lambda comm: list(scaled_sums(comm)), check=False):
+    for checks in run_loopback(size, lambda comm: list(scaled_sums(comm))):
         assert_allowed(checks)
 
 
@@ -121,7 +121,7 @@ def test_repeated_scaled_calls_on_one_buffer_are_not_taken_for_plain_ones():
             seen.append(comm.reduce_scatter(buffer, prescale_factor=factor)[0])
         return seen
 
-    for seen in run_loopback(2, work, check=False):
+    for seen in run_loopback(2, work):
         assert seen == [3.0 * factor for factor in (1, 1, 1, 2, 1, 2, 3, 1) for _ in range(2)]
 
 

@@ -27,8 +27,8 @@ SIZES = [2, 3, 4]
 TIMES = 10
 """A call is remembered at the first time, and bound to the last of the four lanes at the fifth."""
 
-FEW_STAGES = {"shared_memory": True, "stage_nbytes": 8192, "check": False}
-WITH_BOARDS = {"shared_memory": True, "check": False}
+FEW_STAGES = {"shared_memory": True, "stage_nbytes": 8192}
+WITH_BOARDS = {"shared_memory": True}
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +231,7 @@ def test_remembered_sums_have_identical_bits_on_all_ranks_and_in_all_calls(
         return bits
 
     ranks = run_loopback(size, work, **FEW_STAGES)
-    alone = run_loopback(size, work, check=False)
+    alone = run_loopback(size, work)
     for name, found in ranks[0].items():
         assert {bits for rank in ranks for bits in rank[name]} == {found[0]}, name
         assert found[0] == alone[0][name][0], name
@@ -263,7 +263,7 @@ def test_a_tensor_that_changes_under_its_name_is_seen(change, sharing):
         return results, kept.sum().item() if change == "replaced" else 0.0
 
     expected = [[3 + 3 * call] for call in range(TIMES)]
-    assert run_loopback(3, work, check=False, **sharing) == [(expected, 0.0)] * 3
+    assert run_loopback(3, work, **sharing) == [(expected, 0.0)] * 3
 
 
 def test_arrays_that_are_freed_and_made_again_are_right_whatever_memory_they_get(sharing):
@@ -278,7 +278,7 @@ def test_arrays_that_are_freed_and_made_again_are_right_whatever_memory_they_get
             del array
         return checks
 
-    assert all(all(checks) for checks in run_loopback(3, work, check=False, **sharing))
+    assert all(all(checks) for checks in run_loopback(3, work, **sharing))
 
 
 def test_a_tensor_is_not_kept_alive_by_what_is_remembered_of_it(sharing):
@@ -292,7 +292,7 @@ def test_a_tensor_is_not_kept_alive_by_what_is_remembered_of_it(sharing):
         gc.collect()
         return [reference() is None for reference in references]
 
-    assert run_loopback(2, work, check=False, **sharing) == [[True, True]] * 2
+    assert run_loopback(2, work, **sharing) == [[True, True]] * 2
 
 
 def test_more_recipes_than_are_kept_make_room(sharing, monkeypatch):
@@ -312,7 +312,7 @@ def test_more_recipes_than_are_kept_make_room(sharing, monkeypatch):
         assert len(comm._seen["allreduce"]) <= 3
         return right
 
-    assert all(all(right) for right in run_loopback(2, work, check=False, **sharing))
+    assert all(all(right) for right in run_loopback(2, work, **sharing))
 
 
 def test_calls_that_are_traced_are_right_and_noted(sharing):
@@ -328,7 +328,7 @@ def test_calls_that_are_traced_are_right_and_noted(sharing):
         return found, len(comm.trace.events)
 
     expected = [2.0 * call for call in range(2 * TIMES)], TIMES
-    assert run_loopback(2, work, check=False, **sharing) == [expected] * 2
+    assert run_loopback(2, work, **sharing) == [expected] * 2
 
 
 # Several at once.
@@ -344,7 +344,7 @@ def test_more_calls_under_way_than_lanes_wait_for_their_turn(sharing):
         return [set(b.tolist()) for b in buffers]
 
     expected = [{3.0 + 3 * call} for call in range(5 * LANES)]
-    assert run_loopback(3, work, check=False, **sharing) == [expected] * 3
+    assert run_loopback(3, work, **sharing) == [expected] * 3
 
 
 def test_remembered_calls_take_their_turn_behind_those_under_way(sharing):
@@ -360,7 +360,7 @@ def test_remembered_calls_take_their_turn_behind_those_under_way(sharing):
             right += [set(a.tolist()) == {3 * (call + n) + 3} for n, a in enumerate(started)]
         return right
 
-    assert all(all(right) for right in run_loopback(3, work, check=False, **sharing))
+    assert all(all(right) for right in run_loopback(3, work, **sharing))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -387,7 +387,7 @@ def test_a_stage_that_is_divided_differently_from_call_to_call_is_not_written_be
                 comm.barrier()
         return checks
 
-    for checks in run_loopback(size, work, check=False, **sharing):
+    for checks in run_loopback(size, work, **sharing):
         for what, found, expected in checks:
             np.testing.assert_array_equal(found, expected, err_msg=what)
 
@@ -458,7 +458,7 @@ def test_several_messages_between_two_ranks_in_one_step_keep_their_order(size, s
             checks.append((f"{collective} by {name} {call}", numpy_of(data), expected))
         return checks
 
-    for checks in run_loopback(size, work, check=False, **sharing):
+    for checks in run_loopback(size, work, **sharing):
         for what, found, expected in checks:
             np.testing.assert_array_equal(found, expected, err_msg=what)
 
@@ -651,7 +651,7 @@ def test_random_programs_equal_the_serial_computation(
     seed, size, stage_nbytes, private_from, quick_looks, assert_true
 ):
     private_from(6000)
-    options = {"shared_memory": True, "stage_nbytes": stage_nbytes, "check": False}
+    options = {"shared_memory": True, "stage_nbytes": stage_nbytes}
     for checks in run_loopback(size, lambda comm: played(comm, seed, 200), **options):
         assert_true(checks)
 
@@ -696,7 +696,7 @@ def test_remembered_calls_are_counted_as_the_theory_says(size, make, sharing):
         return bills, comm.traffic.rows(), comm.traffic.nbytes_sent()
 
     rounds = (size - 1).bit_length()
-    results = run_loopback(size, work, check=False, **sharing)
+    results = run_loopback(size, work, **sharing)
     for rank, (bills, rows, sent) in enumerate(results):
         assert (rows, sent) == ([], 0)
         for times, bill in zip((1, 3, 9), bills, strict=True):
@@ -734,7 +734,7 @@ def test_what_was_counted_stays_when_a_call_is_no_longer_remembered(sharing):
         comm.allreduce(data, algorithm="ring")
         return before, after, comm.traffic.nbytes_sent("allreduce"), comm.traffic.row("allreduce").calls
 
-    assert run_loopback(2, work, check=False, **sharing) == [(4000, 4000, 4400, 11)] * 2
+    assert run_loopback(2, work, **sharing) == [(4000, 4000, 4400, 11)] * 2
 
 
 # Ranks that never come.
@@ -759,7 +759,7 @@ def stalled(size, function, timeout_s=1.0, stage_nbytes=None):
         # Ranks that are asked answer only while they wait.
         release.wait(5)
 
-    loopback.run(size, work, timeout_s=60)
+    loopback.run(size, work)
     return told
 
 
@@ -830,6 +830,6 @@ def test_a_short_call_counts_the_time_for_which_it_waited():
         comm.allreduce(tensor)
         return comm.traffic.row("allreduce").seconds_waited
 
-    waited = run_loopback(2, work, check=False, shared_memory=True)
+    waited = run_loopback(2, work, shared_memory=True)
     assert waited[0] > 0.1
     assert waited[0] > waited[1]

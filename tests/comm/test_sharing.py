@@ -21,7 +21,7 @@ from hpcpar.errors import BufferTypeError, OperationError, PeerFailedError
 from hpcpar.transport import peer_memory, shared_memory
 from hpcpar.transport.shared_memory import PREFIX
 
-OPTIONS = {"shared_memory": True, "check": False}
+OPTIONS = {"shared_memory": True}
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_calls_that_were_remembered_before_are_right_after():
             right.append(comm.allreduce(tensor)[3].item() == 2 * call)
         return all(right) and comm._is_all_shared
 
-    assert run_loopback(2, work, check=False) == [True, True]
+    assert run_loopback(2, work) == [True, True]
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -420,7 +420,7 @@ from hpcpar.transport import shared_memory
 from pathlib import Path
 
 shared_memory.DIRECTORY = Path(sys.argv[1])
-world = hpcpar.init(timeout_s=20)
+world = hpcpar.init()
 assert world._is_all_shared
 array = world.allocate_shared(50_000, "float64")
 part = world.split(0)

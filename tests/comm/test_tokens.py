@@ -50,7 +50,7 @@ def test_both_kinds_are_told_apart_and_kept_in_order() -> None:
         assert not mailroom._boxes
         return found
 
-    found = loopback.run(2, body, timeout_s=20)[1]
+    found = loopback.run(2, body)[1]
     assert found == [sent[1], sent[2], sent[0], sent[4], sent[3]]
 
 
@@ -71,7 +71,7 @@ def test_what_has_been_read_is_known_by_its_number() -> None:
         mailroom.send(0, 8, Token(Kind.READY))
         return [token.event for token in found]
 
-    assert loopback.run(2, body, timeout_s=20)[1] == [b"b", b"a", b"c"]
+    assert loopback.run(2, body)[1] == [b"b", b"a", b"c"]
 
 
 def test_what_is_no_token_is_named() -> None:

@@ -106,7 +106,7 @@ def test_init_may_be_called_again_and_gives_a_world_of_its_own():
 def test_a_new_world_starts_with_an_empty_account(world):
     import hpcpar
 
-    fresh = hpcpar.init(timeout_s=30.0)
+    fresh = hpcpar.init()
     counted = list(fresh.traffics()), fresh.traffic.rows()
     fresh.free()
     assert counted == (["world"], [])

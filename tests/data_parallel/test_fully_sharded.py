@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import io
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpcpar.autograd import in_place
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.data_parallel.fully_sharded import Sharding, Unit
@@ -67,12 +65,6 @@ class Network(nn.Module):
 
 def batch(number: int, rank: int) -> Tensor:
     return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * number + rank))
-
-
-@pytest.fixture(autouse=True)
-def _gradients_are_copied_into_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last bits of a product that is made in a bucket depend on where in memory it lies there."""
-    monkeypatch.setattr(in_place, "LEAST_NBYTES", math.inf)
 
 
 def optimizer_of(model: nn.Module, comm: Communicator, **options: Any) -> DistributedOptimizer:
@@ -150,10 +142,8 @@ def assert_follows(
     microbatches = options.pop("microbatches", 1)
     work = functools.partial(trained, build=build, loss_of=loss_of, microbatches=microbatches)
     reference = 2 if microbatches > 1 else 0
-    expected = run_loopback(size, functools.partial(work, stage=reference), check=False)
-    for found, other in zip(
-        run_loopback(size, functools.partial(work, **options), check=False), expected, strict=True
-    ):
+    expected = run_loopback(size, functools.partial(work, stage=reference))
+    for found, other in zip(run_loopback(size, functools.partial(work, **options)), expected, strict=True):
         assert same(found.outputs, other.outputs)
         assert same(found.gradients, other.gradients)
         assert same(found.parameters, other.parameters)
@@ -178,7 +168,7 @@ def gathered(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_outputs_and_gradients_are_those_of_the_whole_model_to_the_last_bit(size: int) -> None:
     # All ranks have the same batch, and sums of 2 or 4 equal numbers are exact.
-    results = run_loopback(size, lambda comm: trained(comm, Network, same_batch=True), check=False)
+    results = run_loopback(size, lambda comm: trained(comm, Network, same_batch=True))
     expected = trained(Communicator.alone(), Network, stage=0)
     for found in results:
         assert same(found.outputs, expected.outputs)
@@ -206,8 +196,8 @@ def test_a_precision_is_that_of_other_stages(precision: str) -> None:
             optimizer.zero_grad()
         return whole(model)
 
-    expected = run_loopback(2, lambda comm: body(comm, 2), check=False)
-    found = run_loopback(2, lambda comm: body(comm, 3), check=False)
+    expected = run_loopback(2, lambda comm: body(comm, 2))
+    found = run_loopback(2, lambda comm: body(comm, 3))
     assert all(each[0].dtype == dtype for each in found)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -624,11 +614,8 @@ def test_a_gradient_may_be_differentiated(microbatches: int) -> None:
     assert_follows(Network, loss_of=penalized_loss, microbatches=microbatches)
 
 
-def test_a_gradient_may_be_differentiated_where_products_are_made_in_buckets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(in_place, "LEAST_NBYTES", 0)
-
+@pytest.mark.usefixtures("gradients_of_any_size_are_added_in_place")
+def test_a_gradient_may_be_differentiated_where_products_are_made_in_buckets() -> None:
     def body(comm: Communicator, stage: int) -> list[Tensor]:
         return trained(comm, Network, stage=stage, loss_of=penalized_loss).parameters
 
@@ -715,7 +702,7 @@ def test_after_an_error_in_a_backward_training_goes_on() -> None:
         return whole(model)
 
     expected = run_loopback(2, lambda comm: body(comm, 0))
-    found = run_loopback(2, lambda comm: body(comm, 3), timeout_s=20)
+    found = run_loopback(2, lambda comm: body(comm, 3))
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -1195,7 +1182,7 @@ def test_values_that_fail_on_one_rank_are_an_error_on_all() -> None:
 
         return error_of(lambda: fully_shard(Network(), comm, values=values))
 
-    for error in run_loopback(3, body, timeout_s=10):
+    for error in run_loopback(3, body):
         assert isinstance(error, PeerFailedError)
         assert "failed on 1 of 3 ranks" in str(error)
         assert "rank 1: FileNotFoundError: part-7.bin" in str(error)
@@ -1206,7 +1193,7 @@ def test_a_rank_whose_model_differs_is_an_error_on_all() -> None:
         model = Network(count=3 if comm.rank == 1 else 4)
         return error_of(lambda: fully_shard(model, comm))
 
-    for error in run_loopback(3, body, timeout_s=10):
+    for error in run_loopback(3, body):
         assert isinstance(error, MismatchError)
         assert "1 of 3 ranks have other parameters than rank 0: rank 1: " in str(error)
 
@@ -1223,7 +1210,7 @@ def test_a_rank_that_shards_another_way_is_an_error_on_all(options: Any, others:
     def body(comm: Communicator) -> HpcparError | None:
         return error_of(lambda: fully_shard(Network(), comm, **(others if comm.rank == 1 else options)))
 
-    for error in run_loopback(3, body, timeout_s=10):
+    for error in run_loopback(3, body):
         assert isinstance(error, MismatchError)
 
 

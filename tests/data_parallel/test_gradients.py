@@ -25,7 +25,7 @@ def gradients(named: list[tuple[str, nn.Parameter]]) -> list[list[float] | None]
 
 
 def on_ranks(size: int, body: Callable[[Communicator], object]) -> list[object]:
-    return run_loopback(size, body, timeout_s=20)
+    return run_loopback(size, body)
 
 
 def test_gradients_become_views_into_their_bucket() -> None:

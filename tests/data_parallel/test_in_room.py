@@ -16,6 +16,8 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer
 from tests.autograd.modules import Made
 
+pytestmark = pytest.mark.usefixtures("gradients_of_any_size_are_added_in_place")
+
 WEIGHTS = {23 * 8, 29 * 8, 31 * 29}
 """Sizes that nothing else has."""
 

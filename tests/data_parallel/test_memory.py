@@ -149,9 +149,9 @@ def test_bytes_are_the_formula_up_to_padding(
     stage: int, size: int, optimizer: str, precision: str | None
 ) -> None:
     make, moments = OPTIMIZERS[optimizer]
-    report = run_loopback(
-        size, lambda comm: reported(comm, stage, make=make, precision=precision, steps=1), check=False
-    )[0]
+    report = run_loopback(size, lambda comm: reported(comm, stage, make=make, precision=precision, steps=1))[
+        0
+    ]
     kept = 2 if precision else 4
     of_element = {PARAMETERS: kept, GRADIENTS: kept, OPTIMIZER: 4 * moments + (4 if precision else 0)}
     assert report.parameters == PHI

@@ -84,7 +84,7 @@ def test_the_norm_of_shards_is_that_of_the_whole(stage: int, size: int) -> None:
 
     whole = average(size)
     expected = [float(torch.cat(whole).norm(kind)) for kind in TYPES]
-    results = run_loopback(size, body, check=False)
+    results = run_loopback(size, body)
     for norms, alone in results:
         assert norms == pytest.approx(expected, rel=1e-12)
         assert alone == pytest.approx([float(each.norm()) for each in whole], rel=1e-12)
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_is_seen_by_all(
             return norm, finite, "the norm of the gradients is" in str(error)
         return norm, finite, False
 
-    for norm, finite, refused in run_loopback(3, body, check=False):
+    for norm, finite, refused in run_loopback(3, body):
         assert math.isnan(norm) if math.isnan(broken) else norm == math.inf
         assert (finite, refused) == (False, True)
 
@@ -148,7 +148,7 @@ def test_clipping_by_value_is_that_of_torch(stage: int) -> None:
             found[f"{name} {elements.start}"] = gradient.tolist()
         return found
 
-    results = run_loopback(2, body, check=False)
+    results = run_loopback(2, body)
     for number, whole in enumerate(average(2)):
         name = f"layers.{number}.value"
         parts = {key: value for found in results for key, value in found.items() if key.startswith(name)}
@@ -183,7 +183,7 @@ def test_what_is_split_over_a_second_axis_counts_once_and_so_does_what_is_not(
     whole = average(2)
     parts = [whole[1], whole[3], *(whole[n] * factor for n in (0, 2) for factor in (1, 3))]
     expected = float(torch.cat(parts).norm(kind))
-    results = run_loopback(4, body, check=False)
+    results = run_loopback(4, body)
     for norm, finite, broken in results:
         assert norm == pytest.approx(expected, rel=1e-12)
         assert norm == results[0][0], "the same bits on every rank"
@@ -219,7 +219,7 @@ def test_ranks_may_hold_other_parameters_split_in_other_ways(kinds: tuple[tuple[
                 squares += 4.0 if rank % 2 == 0 else 0.0  # the same on both tp ranks: once
             else:
                 squares += (3.0 + rank) ** 2
-    assert run_loopback(4, body, timeout_s=10) == [pytest.approx(math.sqrt(squares))] * 4
+    assert run_loopback(4, body) == [pytest.approx(math.sqrt(squares))] * 4
 
 
 def test_parameters_split_in_contradictory_orders_are_refused() -> None:
@@ -250,7 +250,7 @@ def test_who_has_all_parameters_frozen_takes_part_in_the_norm_of_the_others(stag
             model(torch.tensor([3.0, 4.0])).backward()
         return optimizer.clip_grad_norm_(1.0).item(), optimizer.gradients_are_finite()
 
-    assert run_loopback(2, body, timeout_s=10) == [(pytest.approx(5.0), True)] * 2
+    assert run_loopback(2, body) == [(pytest.approx(5.0), True)] * 2
 
 
 def test_a_fully_sharded_stage_goes_by_the_names_that_its_optimizer_was_given() -> None:
@@ -270,7 +270,7 @@ def test_a_fully_sharded_stage_goes_by_the_names_that_its_optimizer_was_given() 
         return norm
 
     expected = float(torch.cat([*gradients(0), *gradients(1)]).norm())
-    assert run_loopback(2, body, timeout_s=10) == [pytest.approx(expected, rel=1e-12)] * 2
+    assert run_loopback(2, body) == [pytest.approx(expected, rel=1e-12)] * 2
 
 
 @pytest.mark.parametrize("kind", [0, -1.0, -math.inf])
@@ -301,7 +301,7 @@ def test_what_two_stages_have_copies_of_counts_once(stage: int, kind: float) -> 
     whole = average(2)
     parts = [whole[0], *(gradient * factor for gradient in whole[1:] for factor in (1, 3))]
     expected = float(torch.cat(parts).norm(kind))
-    assert run_loopback(4, body, check=False) == [pytest.approx(expected, rel=1e-12)] * 4
+    assert run_loopback(4, body) == [pytest.approx(expected, rel=1e-12)] * 4
 
 
 def test_copies_cannot_be_averaged_in_every_backward() -> None:

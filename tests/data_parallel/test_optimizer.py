@@ -164,8 +164,8 @@ def test_a_rank_without_elements_of_a_block_keeps_nothing_of_it_on_disk(tmp_path
         return model.bias.tolist()
 
     # The bias has two elements, so two of four ranks have none.
-    on_disk = run_loopback(4, lambda comm: body(comm, str(tmp_path)), check=False)
-    assert on_disk == run_loopback(4, lambda comm: body(comm, None), check=False)
+    on_disk = run_loopback(4, lambda comm: body(comm, str(tmp_path)))
+    assert on_disk == run_loopback(4, lambda comm: body(comm, None))
 
 
 def test_a_fixed_loss_scale_is_not_loaded_into_a_dynamic_one_nor_the_other_way_round() -> None:
@@ -283,7 +283,7 @@ def test_every_step_synchronizes_once_though_a_rank_has_no_new_gradient() -> Non
         return model.bias.grad.tolist()
 
     # 1/2 after the first step; each later one adds 1 on one of the two ranks.
-    assert run_loopback(2, body, timeout_s=20) == [[1.5, 1.5]] * 2
+    assert run_loopback(2, body) == [[1.5, 1.5]] * 2
 
 
 def test_a_closure_takes_the_same_path_on_every_rank() -> None:

@@ -259,7 +259,7 @@ def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def test_training_in_16_bits_follows_plain_mixed_precision(name: str, stage: int, size: int) -> None:
     precision = Precision(name, loss_scale=256.0 if name == "float16" else None)
     expected = plain(size, precision.parameters, scale=256.0 if name == "float16" else 1.0)
-    found = run_loopback(size, lambda comm: trained(comm, stage, precision), check=False)
+    found = run_loopback(size, lambda comm: trained(comm, stage, precision))
     # On one rank all is the same to the last bit of float32. On two, sums of two in 16 bits are rounded as
     # the reference's are. On more, partial sums are rounded, too: a gradient of 8 bits is off by 2⁻⁸ of
     # itself, and where it is nearly zero, AdamW's step, at most 0.01, may be another.
@@ -275,8 +275,7 @@ def test_sums_in_float32_are_nearer_to_the_true_average(stage: int) -> None:
     wide = Precision("bfloat16", reduction="float32")
     narrow = Precision("bfloat16")
     (with_wide, *_), (with_narrow, *_) = (
-        run_loopback(4, lambda comm, p=precision: trained(comm, stage, p), check=False)
-        for precision in (wide, narrow)
+        run_loopback(4, lambda comm, p=precision: trained(comm, stage, p)) for precision in (wide, narrow)
     )
     assert distance(with_wide, truth) < 1e-5
     assert distance(with_narrow, truth) > 1e-4
@@ -320,7 +319,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_training_goes_on(stage: i
         return [state[number]["master_weight"] for number in range(len(state))], scales, unchanged
 
     expected = plain(size, torch.float16, scale=1024.0)
-    for masters, scales, unchanged in run_loopback(size, body, check=False):
+    for masters, scales, unchanged in run_loopback(size, body):
         assert scales == [1024.0, 1024.0] + [512.0] * 5
         assert unchanged == [False, False, True, False, False, False, False]
         assert distance(masters, expected) < 0.003

@@ -198,7 +198,7 @@ def test_parameters_that_a_module_reads_in_other_ways_are_waited_for(name: str) 
         early = model(torch.ones(2, 3))
         return bool(early.isfinite().all()), len(publication._under_way)
 
-    assert run_loopback(2, body, check=False) == [(True, 0)] * 2
+    assert run_loopback(2, body) == [(True, 0)] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -281,8 +281,8 @@ def test_modules_of_torch_that_read_their_childrens_parameters_wait_for_those() 
         optimizer.wait_for_parameters()
         return found
 
-    waited = run_loopback(2, lambda comm: body(comm, overlap=False), check=False)
-    overlapped = run_loopback(2, lambda comm: body(comm, overlap=True), check=False)
+    waited = run_loopback(2, lambda comm: body(comm, overlap=False))
+    overlapped = run_loopback(2, lambda comm: body(comm, overlap=True))
     assert all(torch.equal(found, waited[0]) for found in [*waited, *overlapped])
 
 
@@ -297,14 +297,13 @@ def test_closing_takes_the_hooks_off() -> None:
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_that_exist_once_on_a_node_are_trained_as_others(stage: int, nodes: list[int]) -> None:
-    expected = run_loopback(4, lambda comm: trained(comm, stage), nodes=nodes, check=False)[0]
+    expected = run_loopback(4, lambda comm: trained(comm, stage), nodes=nodes)[0]
     options = [{}] if stage == 3 else [{}, {"overlap": True}]
     for option in options:
         results = run_loopback(
             4,
             lambda comm, option=option: trained(comm, stage, shared_parameters=True, **option),
             nodes=nodes,
-            check=False,
         )
         for found in results:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -88,7 +88,7 @@ def test_k_microbatches_send_what_theory_says(stage: int, size: int) -> None:
         sent = comm.traffic.nbytes_sent
         return sent("reduce_scatter"), sent("allgather"), [b.numel for b in optimizer.synchronizer.buckets]
 
-    results = run_loopback(size, body, check=False)
+    results = run_loopback(size, body)
     scattered, gathered = (sum(each) for each in list(zip(*results, strict=True))[:2])
     assert sorted(results[0][2]) == sorted(padded([numel], size) for numel in BUCKETS[stage])
     # Φ as it lies in buckets, in bytes; (p - 1)/p of which each of p ranks sends.
@@ -123,7 +123,7 @@ def test_between_microbatches_there_is_no_whole_gradient(stage: int, size: int) 
         total = sum(float(g.sum()) for name, _, g in optimizer.named_gradients() if name == "last")
         return alive, gradients.room_nbytes, shard_nbytes, total
 
-    results = run_loopback(size, body, check=False)
+    results = run_loopback(size, body)
     largest = max(numel + -numel % size for numel in BUCKETS[stage])
     for alive, room_nbytes, shard_nbytes, _ in results:
         assert not any(alive)

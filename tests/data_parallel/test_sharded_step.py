@@ -179,9 +179,7 @@ def test_every_elementwise_optimizer_of_torch_steps_on_pieces(name: str, stage: 
     expected = serial(Network(), OPTIMIZERS[name])
     start = [parameter.detach() for parameter in Network().parameters()]
     assert all((a - b).abs().max() > 1e-4 for a, b in zip(start, expected, strict=True))
-    for found in run_loopback(
-        SIZE, lambda comm: parallel(comm, Network(), OPTIMIZERS[name], stage), check=False
-    ):
+    for found in run_loopback(SIZE, lambda comm: parallel(comm, Network(), OPTIMIZERS[name], stage)):
         assert_near(found, expected)
 
 
@@ -228,7 +226,7 @@ def test_the_state_of_a_parameter_without_dimensions_goes_on(way: str, name: str
             optimizer.zero_grad()
         return whole(model)
 
-    for found in run_loopback(SIZE, body, check=False):
+    for found in run_loopback(SIZE, body):
         assert_near(found, expected)
 
 
@@ -255,7 +253,7 @@ def test_groups_keep_their_options_and_schedulers_change_them(name: str, stage: 
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(plain, expected, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        results = run_loopback(SIZE, body, check=False)
+        results = run_loopback(SIZE, body)
     for found in results:
         assert_near(found, expected)
 
@@ -404,7 +402,7 @@ def test_odd_parameters_are_stepped_on_as_in_one_process(name: str, set_to_none:
     start = dict(Odd().named_parameters())
     untouched = {n for n, p in reference.named_parameters() if torch.equal(p, start[n])}
     assert untouched == {"never", "frozen.weight", "frozen.bias"}
-    for found, with_gradients in run_loopback(SIZE, body, check=False):
+    for found, with_gradients in run_loopback(SIZE, body):
         assert_near(found, expected)
         assert with_gradients == []
 
@@ -419,7 +417,7 @@ def test_a_parameter_in_channels_last_stays_so(stage: int) -> None:
         with summon_full_parameters(model):
             return model.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
-    assert run_loopback(SIZE, body, check=False) == [True] * SIZE
+    assert run_loopback(SIZE, body) == [True] * SIZE
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -428,7 +426,7 @@ def test_gradients_may_be_set_to_none_or_to_zero(stage: int, set_to_none: bool) 
     make = OPTIMIZERS["adamw fused"]
     expected = serial(Network(), make)
     for found in run_loopback(
-        2, lambda comm: parallel(comm, Network(), make, stage, set_to_none=set_to_none), check=False
+        2, lambda comm: parallel(comm, Network(), make, stage, set_to_none=set_to_none)
     ):
         assert_near(found, expected)
 
@@ -452,7 +450,7 @@ class Mixed(nn.Module):
 def test_element_types_may_be_mixed(stage: int) -> None:
     make = OPTIMIZERS["adamw foreach"]
     expected = serial(Mixed(), make)
-    for found in run_loopback(SIZE, lambda comm: parallel(comm, Mixed(), make, stage), check=False):
+    for found in run_loopback(SIZE, lambda comm: parallel(comm, Mixed(), make, stage)):
         assert [p.dtype for p in found] == [p.dtype for p in expected]
         assert_near(found, expected, 1e-5)  # float32
 
@@ -519,7 +517,7 @@ def test_gradients_that_are_edited_are_those_that_are_stepped_on(stage: int) -> 
     for parameter in model.layers[0].parameters():
         parameter.grad.mul_(-3.0)
     optimizer.step()
-    results = run_loopback(SIZE, body, check=False)
+    results = run_loopback(SIZE, body)
     for found, _ in results:
         assert_near(found, [parameter.detach() for parameter in model.parameters()])
     times = SIZE if stage == 0 else 1
@@ -625,7 +623,7 @@ def test_a_closure_is_called_once_and_its_average_loss_comes_back(stage: int) ->
         return float(loss), len(calls), whole(model)
 
     expected = body(Communicator.alone())
-    for loss, calls, found in run_loopback(SIZE, body, check=False):
+    for loss, calls, found in run_loopback(SIZE, body):
         assert loss == pytest.approx(expected[0], rel=1e-12)
         assert calls == 2
         assert_near(found, expected[2])
@@ -656,13 +654,13 @@ def test_a_group_that_is_added_later_leaves_the_states_of_others(stage: int, pre
 
     if precision is not None:
         # model.bfloat16() may not take parameters out of the optimizer's memory: they are of that type.
-        first, *others = run_loopback(SIZE, body, check=False)
+        first, *others = run_loopback(SIZE, body)
         assert all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
         return
     expected = body(Communicator.alone())
     plain = serial(Network(), functools.partial(optim.AdamW, lr=0.01))
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(plain, expected, strict=True))
-    for found in run_loopback(SIZE, body, check=False):
+    for found in run_loopback(SIZE, body):
         assert_near(found, expected)
 
 
@@ -739,7 +737,7 @@ STATES = {
 @pytest.mark.parametrize("stage", STATES)
 def test_a_rank_keeps_what_theory_says_and_at_most_one_percent_of_padding(stage: int, size: int) -> None:
     for nbytes, count, dtypes in run_loopback(
-        size, lambda comm: kept_nbytes(comm, stage, Precision("bfloat16")), check=False
+        size, lambda comm: kept_nbytes(comm, stage, Precision("bfloat16"))
     ):
         theory = STATES[stage](size) * count
         assert abs(nbytes - theory) <= 0.01 * theory
@@ -750,9 +748,7 @@ def test_a_rank_keeps_what_theory_says_and_at_most_one_percent_of_padding(stage:
 def test_moments_in_bfloat16_save_a_quarter(stage: int) -> None:
     size = 2
     precision = Precision("bfloat16", moments="bfloat16")
-    for nbytes, count, dtypes in run_loopback(
-        size, lambda comm: kept_nbytes(comm, stage, precision), check=False
-    ):
+    for nbytes, count, dtypes in run_loopback(size, lambda comm: kept_nbytes(comm, stage, precision)):
         theory = (STATES[stage](size) - 4.0 / (size if stage else 1)) * count
         assert abs(nbytes - theory) <= 0.01 * theory
         assert dtypes == {torch.bfloat16}

@@ -102,8 +102,8 @@ PRECISIONS = {
 def test_states_on_disk_make_no_difference(stage: int, make: str, precision: str, tmp_path: Path) -> None:
     size = 3
     settings = (stage, make, PRECISIONS[precision])
-    expected = run_loopback(size, lambda comm: course(comm, *settings), check=False)
-    found = run_loopback(size, lambda comm: course(comm, *settings, offload=tmp_path), check=False)
+    expected = run_loopback(size, lambda comm: course(comm, *settings))
+    found = run_loopback(size, lambda comm: course(comm, *settings, offload=tmp_path))
     for (parameters, states), (others, other_states) in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
         for state, other in zip(states, other_states, strict=True):
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(
 
     room[0] = 10**9
     full_on_rank_1(monkeypatch, room)
-    errors = run_loopback(3, body, timeout_s=10)
+    errors = run_loopback(3, body)
     for rank, error in enumerate(errors):
         assert isinstance(error, PeerFailedError)
         assert "keeping the optimizer's state: failed on 1 of 3 ranks" in str(error)
@@ -216,9 +216,7 @@ def test_no_room_for_the_masters_of_one_rank_is_an_error_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_on_rank_1(monkeypatch, [10])
-    errors = run_loopback(
-        3, lambda comm: failure_of(lambda: built(comm, 1, "adamw", None, offload=tmp_path)), timeout_s=10
-    )
+    errors = run_loopback(3, lambda comm: failure_of(lambda: built(comm, 1, "adamw", None, offload=tmp_path)))
     assert all(isinstance(error, PeerFailedError) for error in errors)
     assert all("making room for the optimizer's state: failed on 1 of 3" in str(error) for error in errors)
 
@@ -231,7 +229,7 @@ def test_a_directory_that_one_rank_cannot_write_to_is_an_error_on_all(stage: int
         place = tmp_path / ("file" if comm.rank == 2 else "fine")
         return failure_of(lambda: built(comm, stage, "adamw", None, offload=place / "states"))
 
-    for error in run_loopback(3, body, timeout_s=10):
+    for error in run_loopback(3, body):
         assert isinstance(error, PeerFailedError)
         assert "rank 2: OffloadError" in str(error)
         assert "cannot be written to: Not a directory" in str(error)

@@ -156,9 +156,7 @@ def assert_same_course(found: Course, expected: Course) -> None:
 def test_every_stage_follows_one_process(stage: int, size: int, optimizer: str, microbatches: int) -> None:
     expected = serial(OPTIMIZERS[optimizer])
     assert min(expected.norms) < CLIP < max(expected.norms), "clipping is to be seen at work and at rest"
-    courses = run_loopback(
-        size, lambda comm: parallel(comm, stage, OPTIMIZERS[optimizer], microbatches), check=False
-    )
+    courses = run_loopback(size, lambda comm: parallel(comm, stage, OPTIMIZERS[optimizer], microbatches))
     for course in courses:
         assert_same_course(course, expected)
         assert all(torch.equal(a, b) for a, b in zip(course.parameters, courses[0].parameters, strict=True))

@@ -12,11 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-# Before init, which looks at them once. Nothing is to wait for ever.
-os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "5"
-os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "20"
-
 Checks = list[tuple[str, Any, Any]]
 """(what, found, expected): compared after all ranks have finished, so that none fails alone."""
 
@@ -44,10 +39,16 @@ def error_of(call):
 
 @pytest.fixture
 def hvd() -> ModuleType:
-    """`hpcpar.horovod.torch`, initialized (anew where a test has shut it down), with dynamic process sets."""
-    import hpcpar.horovod.torch as module
+    """`hpcpar.horovod.torch`, with process sets that come and go.
 
-    module.init()
+    Initialized anew where a test has shut it down, or has initialized it without them.
+    """
+    import hpcpar.horovod.torch as module
+    from hpcpar.horovod.basics import the_context
+
+    if module.is_initialized() and not the_context().dynamic:
+        module.shutdown()
+    module.init(process_sets="dynamic")
     return module
 
 

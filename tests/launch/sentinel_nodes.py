@@ -17,6 +17,15 @@ from hpcpar.launch.supervise import await_sentinels
 
 REPOSITORY = Path(__file__).parents[2]
 
+FOR_MPIEXEC = {
+    "PYTHONPATH": str(REPOSITORY),
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+"""Open MPI's, without `hpcpar run`, refuses root, and more ranks than cores."""
+
 
 def await_that(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> None:
     deadline = time.monotonic() + patience_s

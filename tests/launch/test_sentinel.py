@@ -21,7 +21,7 @@ import pytest
 
 from hpcpar.launch.sentinel import Guard, end_command_for, start
 from hpcpar.launch.sentinel_process import ending_signal
-from tests.launch.sentinel_nodes import REPOSITORY, Node, await_that, has_ended, paused
+from tests.launch.sentinel_nodes import FOR_MPIEXEC, Node, await_that, has_ended, paused
 
 MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")
 
@@ -329,7 +329,7 @@ import os, signal, sys, time
 import numpy as np
 import hpcpar
 
-world = hpcpar.init(timeout_s=60)
+world = hpcpar.init()
 lost, how = int(sys.argv[1]), sys.argv[2]
 world.barrier()
 if world.rank == lost:
@@ -351,7 +351,7 @@ def test_under_mpiexec_the_lost_rank_is_named_every_time(tmp_path: Path, how: st
     for lost in (0, 1, 2, 3, 2):
         done = subprocess.run(
             [str(MPIEXEC), "-n", "4", sys.executable, str(script), str(lost), how],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            env={**os.environ, **FOR_MPIEXEC},
             capture_output=True,
             text=True,
             timeout=60,

@@ -24,7 +24,7 @@ import pytest
 
 from hpcpar.launch.sentinel import own_addresses
 from hpcpar.launch.sentinel_links import connect, in_words, keep_alive, tell_batch_output
-from tests.launch.sentinel_nodes import REPOSITORY, Node, await_that, paused
+from tests.launch.sentinel_nodes import FOR_MPIEXEC, Node, await_that, paused
 
 MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")
 
@@ -461,7 +461,7 @@ from hpcpar.transport import mpi
 # Ranks of one machine that believe to be on two; the launcher's variables would say otherwise.
 mpi._world_nodes = lambda: (0, 0, 1, 1)
 start_up._crosscheck = lambda world, info: info
-world = hpcpar.init(timeout_s=60)
+world = hpcpar.init()
 assert set(world.nodes) == {0, 1}
 world.allreduce(np.ones(8))
 if sys.argv[1:] == [str(world.rank)]:
@@ -483,7 +483,7 @@ def mpi_job(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     daemons = "-launcher fork -hosts 127.0.0.1,localhost -ppn 2" if "HYDRA" in version else ""
     return subprocess.run(
         [str(MPIEXEC), *daemons.split(), "-n", "4", sys.executable, str(script), *words],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **FOR_MPIEXEC},
         capture_output=True,
         text=True,
         timeout=60,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.models.hugging_face import hugging_face_llama_plan
 from hpcpar.tensor_parallel import (
@@ -40,8 +40,6 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 3,
     "use_cache": True,
 }
-
-run = partial(run_loopback, timeout_s=40)
 
 
 def llama(*, kind: str = "Llama", wide: bool = False, **changes: Any) -> nn.Module:

@@ -63,4 +63,4 @@ def test_a_layer_keeps_what_the_formula_says(
         mode=mode,  # type: ignore[arg-type]
         **WAYS[way],
     )
-    assert run_loopback(size, more, timeout_s=20) == [expected] * size
+    assert run_loopback(size, more) == [expected] * size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hpcpar.autograd import Recompute
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, Part, parallel_layers
 from hpcpar.models.stages import layer_costs, measured_costs
@@ -35,8 +35,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 SPLITS = [[4], [2, 2], [1, 3], [0, 4], [4, 0], [1, 1, 2], [0, 1, 1, 1, 1, 0]]
 """Layers of each stage."""
-
-run = partial(run_loopback, timeout_s=60)
 
 
 def batch() -> tuple[Tensor, Tensor]:

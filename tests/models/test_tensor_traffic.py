@@ -55,7 +55,7 @@ def counted(size: int, config: LlamaConfig, recompute: Recompute | None = None, 
         )
         return sent, sum(nbytes for (on, _), nbytes in theory.items() if on.rank == 0)
 
-    found = run_loopback(size, work, check=False)
+    found = run_loopback(size, work)
     sent = sum(sent for sent, _ in found)
     assert sent == sum(theory for _, theory in found)
     return sent

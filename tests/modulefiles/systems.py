@@ -62,9 +62,9 @@ def login_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a new login has: nothing of this process's Python, module system, launcher or settings."""
     path = "/usr/local/bin:/usr/bin:/bin"
     kept = {name: environ[name] for name in ("HOME", "USER", "LANG", "OMP_NUM_THREADS") if name in environ}
-    return {**kept, "PATH": path, "HPCPAR_TIMEOUT_S": "60", "OMPI_ALLOW_RUN_AS_ROOT": "1"} | {
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
-    }
+    # Open MPI's launcher refuses root otherwise.
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**kept, "PATH": path, **allowed}
 
 
 def find(name: str) -> ModuleSystem:

@@ -159,9 +159,7 @@ def test_a_llama_is_trained_as_by_one_process(
     name: str, ranks: int, microbatches: int, optimizer: str
 ) -> None:
     schedule = catalogue.make(name, ranks, microbatches, durations=Durations(1, 1, 1))
-    results = run_loopback(
-        ranks, lambda comm: pipelined(comm, schedule, optimizer), check=False, timeout_s=30
-    )
+    results = run_loopback(ranks, lambda comm: pipelined(comm, schedule, optimizer))
     require_serial(results, schedule, optimizer, microbatches)
 
 
@@ -177,10 +175,9 @@ BESIDE: dict[str, dict[str, int | bool]] = {
 TWO_BY_TWO = checkered(("1f1b", "interleaved", "zb-h1", "zb-v"), BESIDE, OPTIMIZERS)
 
 
+@pytest.mark.usefixtures("weights_small_or_as_if_large")
 @pytest.mark.parametrize(("name", "beside", "optimizer"), TWO_BY_TWO)
 def test_two_by_two_with_replicas_or_shared_layers(name: str, beside: str, optimizer: str) -> None:
     schedule, options = catalogue.make(name, 2, 3), BESIDE[beside]
-    results = run_loopback(
-        4, lambda comm: pipelined(comm, schedule, optimizer, **options), check=False, timeout_s=30
-    )
+    results = run_loopback(4, lambda comm: pipelined(comm, schedule, optimizer, **options))
     require_serial(results, schedule, optimizer, 3 if "tp" in options else 6)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.errors import MismatchError
 from hpcpar.pipeline_parallel.evaluation import forward_only
 from hpcpar.pipeline_parallel.forms import Form, TensorForm, form_of
@@ -20,8 +20,6 @@ from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.order import in_order
 from hpcpar.pipeline_schedules.schedule import Schedule
 from hpcpar.transport.interface import COLLECTIVE_TAGS
-
-run = partial(run_loopback, timeout_s=20.0)
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpcpar.comm import Communicator, Trace, run_loopback
+from hpcpar.comm import Communicator, Trace
+from hpcpar.comm import run_loopback as run
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import MismatchError, PeerFailedError, ScheduleError
 from hpcpar.mesh import Mesh
@@ -34,8 +35,6 @@ from hpcpar.pipeline_schedules.schedule import Schedule
 TOLERANCE = 1e-10
 WIDTH = 4
 STEPS = 2
-
-run = partial(run_loopback, timeout_s=30.0)
 
 
 def by_rows(*rows: str) -> Schedule:
@@ -154,6 +153,7 @@ def require_same(courses: Sequence[Course], truth: Course, schedule: Schedule) -
         torch.testing.assert_close(joined, whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.usefixtures("weights_small_or_as_if_large")
 @pytest.mark.parametrize("name", BY_HAND)
 def test_rows_by_hand_follow_one_process(name):
     schedule = BY_HAND[name]
@@ -175,6 +175,7 @@ def made(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) 
     return None
 
 
+@pytest.mark.usefixtures("weights_small_or_as_if_large")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", catalogue.METHODS)
 def test_every_schedule_of_the_catalogue_follows_one_process(name, ranks):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.mesh import Mesh
@@ -39,8 +40,6 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
 }
-
-run = partial(run_loopback, timeout_s=60)
 
 
 def holding(*gradients: list[float] | None, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -157,7 +156,7 @@ def test_two_holders_send_their_gradient_once_each(dtype: torch.dtype) -> None:
         return *mine, comm.traffic.nbytes_sent()
 
     # Unchecked, because to agree on every call costs messages of its own.
-    found = run(4, on_rank, check=False)
+    found = run(4, on_rank)
     assert found[1] == found[2] == (0, 0, 0)
     assert sum(sent for sent, _, _ in found) == 2 * 3 * dtype.itemsize
     assert sum(agreed for _, agreed, _ in found) == 2

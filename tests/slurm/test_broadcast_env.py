@@ -69,8 +69,7 @@ def batch(cluster: Cluster, environment: Path, *runs: str) -> str:
         ]
     script = cluster.state / "work" / "broadcast.sh"
     script.write_text("\n".join(lines) + "\n")
-    variables = {"HPCPAR_TIMEOUT_S": "30", "OMP_NUM_THREADS": "1"}
-    return cluster.sbatch("-N2", "--ntasks-per-node=2", "-t2", str(script), **variables).output
+    return cluster.sbatch("-N2", "--ntasks-per-node=2", "-t2", str(script)).output
 
 
 def test_ranks_start_from_the_copies_and_leave_nothing_behind(cluster: Cluster, environment: Path) -> None:

@@ -65,8 +65,6 @@ class Submit:
             *words,
             directory=self.project,
             timeout_s=JOB_S,
-            OMP_NUM_THREADS="1",
-            HPCPAR_TIMEOUT_S="60",
             **variables,
         )
         assert job.state() == "COMPLETED", job.output
@@ -180,7 +178,7 @@ def test_gpus_are_bound_and_training_is_where_torch_can(submit: Submit) -> None:
 
 def test_without_a_gpu_collectives_on_gpus_are_not_measured(cluster: Cluster, project: Path) -> None:
     """The cluster's GPUs are files; torch finds no driver."""
-    job = cluster.sbatch("jobscripts/device-collectives.sh", directory=project, OMP_NUM_THREADS="1")
+    job = cluster.sbatch("jobscripts/device-collectives.sh", directory=project)
     assert job.state() == "FAILED"
     assert "ERROR: torch sees no GPU on ranks 0, 1 of 2" in job.output
     assert not (project / "runs" / f"device-collectives-{job.id}.jsonl").exists()

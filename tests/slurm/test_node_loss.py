@@ -22,7 +22,7 @@ import os, time
 import numpy as np
 import hpcpar
 
-world = hpcpar.init(timeout_s=300)
+world = hpcpar.init()
 for _ in range(20):
     world.allreduce(np.ones(8))
     time.sleep(0.05)
@@ -59,7 +59,7 @@ def srun(
     words = ["srun", "--mpi=none", f"--nodes={nodes}", "--ntasks-per-node=2", "--time=5", *options]
     process = subprocess.Popen(
         cluster.command(*words, sys.executable, str(program), directory=program.parent),
-        env=cluster.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        env=cluster.environ | variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -100,9 +100,7 @@ def test_when_the_first_node_is_killed_the_second_says_so(cluster: Cluster, prog
 
 def test_a_batch_script_hears_of_a_killed_node_and_goes_on(cluster: Cluster, program: Path) -> None:
     script = f"hpcpar run -n 4 {program}; echo status $?"
-    job = cluster.submit(
-        "-N2", "--ntasks-per-node=2", "--wrap", script, directory=program.parent, SLURM_MPI_TYPE="none"
-    )
+    job = cluster.submit("-N2", "--ntasks-per-node=2", "--wrap", script, directory=program.parent)
     await_work(program.parent, 4, lambda: job.output)
     cluster.kill_node("node2")
     wait_until(lambda: "status" in job.output, 30, lambda: f"the script has not gone on: {job.output}")
@@ -116,9 +114,7 @@ def test_when_the_batch_scripts_own_node_is_killed_the_jobs_output_tells(
     cluster: Cluster, program: Path
 ) -> None:
     script = f"srun --mpi=none {sys.executable} {program}"
-    job = cluster.submit(
-        "-N2", "--ntasks-per-node=2", "--wrap", script, directory=program.parent, SLURM_MPI_TYPE="none"
-    )
+    job = cluster.submit("-N2", "--ntasks-per-node=2", "--wrap", script, directory=program.parent)
     await_work(program.parent, 4, lambda: job.output)
     cluster.kill_node("node1")
     wait_until(lambda: said(job.output) != [], 30, lambda: f"nothing is said in {job.output!r}")

@@ -32,9 +32,7 @@ def placed(
     """What a step with these options logs, and the placement that its rank 0 gathers."""
     script = cluster.state / "work" / "place.py"
     script.write_text(PROGRAM)
-    done = cluster.run(
-        "srun", "-t1", "--mpi=pmi2", *options, sys.executable, str(script), HPCPAR_TIMEOUT_S="30"
-    )
+    done = cluster.run("srun", "-t1", "--mpi=pmi2", *options, sys.executable, str(script))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     (gathered,) = [json.loads(line) for line in lines if line.startswith("[[")]

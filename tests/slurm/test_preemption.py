@@ -87,13 +87,7 @@ class Scene:
             (directory / name).write_text(PROGRAM.format(deaf=deaf))
 
     def submit(self, *words: str) -> Job:
-        return self.cluster.submit(
-            *TWO_TASKS,
-            *words,
-            directory=self.directory,
-            HPCPAR_TIMEOUT_S="60",
-            OMP_NUM_THREADS="1",
-        )
+        return self.cluster.submit(*TWO_TASKS, *words, directory=self.directory)
 
     def wrapped(self, command: str, *words: str) -> Job:
         """A job that is nothing but an srun."""

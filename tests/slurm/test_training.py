@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.sentinel_nodes import FOR_MPIEXEC
 from tests.slurm.cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -90,7 +91,7 @@ def test_srun_on_two_nodes_trains_to_the_same_bits_as_mpiexec(
     assert digests((tmp_path / "mpiexec").read_text().splitlines()) == {"own": by_srun["own"]}
 
     # Without Slurm, all ranks on one node.
-    alone = cluster.run("mpiexec", "-n", "4", *TRAIN, "", directory=ROOT, timeout_s=120)
+    alone = cluster.run("mpiexec", "-n", "4", *TRAIN, "", directory=ROOT, timeout_s=120, **FOR_MPIEXEC)
     hosts, on_one_node = digests(alone.stdout.splitlines())["own"]
     assert hosts == 4 * ["head"], alone.stderr
     assert on_one_node == by_srun["own"][1]

@@ -89,15 +89,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Library | N
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the user's secret is kept; not there at first."""
-    return tmp_path_factory.mktemp("config")
-
-
-@pytest.fixture(scope="module")
-def table(
-    _cluster: Cluster, libraries: dict[str, Library | None], home: Path
-) -> dict[tuple[str, str], Future[Outcome]]:
+def table(_cluster: Cluster, libraries: dict[str, Library | None]) -> dict[tuple[str, str], Future[Outcome]]:
     """Every library with every way to start it, a few at a time; all of them done before the first test."""
     found: dict[tuple[str, str], Future[Outcome]] = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -105,21 +97,12 @@ def table(
             library = libraries[name]
             if library is not None:
                 how = _start_layout if start in LAYOUTS else _start
-                found[name, start] = pool.submit(how, _cluster, library, start, home)
+                found[name, start] = pool.submit(how, _cluster, library, start)
     return found
 
 
-def _variables(library: Library, home: Path) -> dict[str, str]:
-    return {
-        **library.variables,
-        "XDG_CONFIG_HOME": str(home),
-        "HPCPAR_TIMEOUT_S": "30",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def _start(cluster: Cluster, library: Library, start: str, home: Path) -> Outcome:
-    variables = _variables(library, home)
+def _start(cluster: Cluster, library: Library, start: str, **others: str) -> Outcome:
+    variables = {**library.variables, **others}
     shape = ("-N2", "--ntasks-per-node=2", "-t1")
     run = (library.python, "-m", "hpcpar", "run", "-n", "4", "--", RANK)
     begun = time.monotonic()
@@ -135,13 +118,13 @@ def _start(cluster: Cluster, library: Library, start: str, home: Path) -> Outcom
     return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - begun)
 
 
-def _start_layout(cluster: Cluster, library: Library, layout: str, home: Path) -> Outcome:
+def _start_layout(cluster: Cluster, library: Library, layout: str) -> Outcome:
     """Under the plain `srun` of a site without any plugin."""
-    variables = _variables(library, home)
+    variables = dict(library.variables)
     words = [word.replace(RANK, f"{library.python}\0{RANK}") for word in MPICH_LAYOUTS[layout]]
     words = [part for word in words for part in word.split("\0")]
     if layout == "arbitrary":
-        hosts = home / f"hosts-{library.name}"
+        hosts = cluster.state / "work" / f"hosts-{library.name}"
         hosts.write_text("node3\nnode1\nnode1\nnode3\nnode2\n")
         variables["SLURM_HOSTFILE"] = str(hosts)
     begun = time.monotonic()
@@ -214,11 +197,19 @@ def _mpich() -> str:
     return f"MPICH {version('mpich')}"
 
 
-def test_the_secret_was_made_once_and_for_this_user_alone(
-    table: dict[tuple[str, str], Future[Outcome]], home: Path
+def test_the_secret_is_made_once_and_for_this_user_alone_by_steps_that_start_together(
+    cluster: Cluster, libraries: dict[str, Library | None], tmp_path: Path
 ) -> None:
-    assert table
-    files = list((home / "hpcpar").iterdir())
+    library = libraries["mpich-wheel"]
+    assert library is not None
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        steps = [
+            pool.submit(_start, cluster, library, "none", XDG_CONFIG_HOME=str(tmp_path))
+            for _ in range(AT_ONCE)
+        ]
+    for step in steps:
+        _is_a_world_of(4, step.result())
+    files = list((tmp_path / "hpcpar").iterdir())
     assert [file.name for file in files] == ["step-secret"]
     assert stat.S_IMODE(files[0].stat().st_mode) == 0o600
 
@@ -227,7 +218,7 @@ Srun = Callable[..., Outcome]
 
 
 @pytest.fixture
-def srun(cluster: Cluster, libraries: dict[str, Library | None], home: Path, tmp_path: Path) -> Srun:
+def srun(cluster: Cluster, libraries: dict[str, Library | None], tmp_path: Path) -> Srun:
     """A program under `srun --mpi=none` with the wheel of MPICH, on two nodes with two tasks each."""
     library = libraries["mpich-wheel"]
     assert library is not None
@@ -237,9 +228,7 @@ def srun(cluster: Cluster, libraries: dict[str, Library | None], home: Path, tmp
         script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['SLURM_PROCID'])\n{program}")
         shape = ("-N2", "--ntasks-per-node=2", "-t1", "--mpi=none", *words)
         begun = time.monotonic()
-        done = cluster.run(
-            "srun", *shape, library.python, str(script), **{**_variables(library, home), **variables}
-        )
+        done = cluster.run("srun", *shape, library.python, str(script), **{**library.variables, **variables})
         return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - begun)
 
     return start
@@ -296,7 +285,7 @@ def test_a_rank_lost_after_the_start_ends_the_step_also_without_a_sentinel(srun:
     program = (
         "from hpcpar.launch import environment, rendezvous\n"
         "from hpcpar.transport import mpi\n"
-        "with rendezvous.connected(environment.detect(), timeout_s=20.0): mpi.start()\n"
+        "with rendezvous.connected(environment.detect(), timeout_s=600.0): mpi.start()\n"
         "mpi.MPI.COMM_WORLD.Barrier()\n"
         "if rank == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
         "mpi.MPI.COMM_WORLD.Barrier()"
@@ -339,20 +328,28 @@ def test_one_step_may_run_one_program_after_the_other(
     library = libraries["mpich-wheel"]
     assert library is not None
     both = f"{library.python} {RANK} && {library.python} {RANK}"
-    secret = {"HPCPAR_STEP_SECRET": "a word that nobody knows", "XDG_CONFIG_HOME": "/dev/null"}
-    done = cluster.run(
-        "srun", "-N2", "-n2", "-t1", "--mpi=none", "sh", "-c", both, OMP_NUM_THREADS="1", **secret
-    )
+    done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", "sh", "-c", both)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"size": 2') == 4, done.stdout
 
 
+def test_a_word_of_the_users_own_stands_in_for_the_secrets_file(
+    cluster: Cluster, libraries: dict[str, Library | None]
+) -> None:
+    library = libraries["mpich-wheel"]
+    assert library is not None
+    secret = {"HPCPAR_STEP_SECRET": "a word that nobody knows", "XDG_CONFIG_HOME": "/dev/null"}
+    done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", library.python, RANK, **secret)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('"size": 2') == 2, done.stdout
+
+
 def test_the_doctor_under_srun_says_who_connected_the_ranks(
-    cluster: Cluster, libraries: dict[str, Library | None], home: Path
+    cluster: Cluster, libraries: dict[str, Library | None]
 ) -> None:
     library = libraries["mpich-wheel"]
     assert library is not None
     doctor = (library.python, "-m", "hpcpar", "doctor")
-    done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", *doctor, **_variables(library, home))
+    done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", *doctor, **library.variables)
     assert "connected by" in done.stdout, done.stderr
     assert f"own PMI-1 server: srun offers --mpi=none, {_mpich()} speaks PMI-1" in done.stdout

@@ -13,7 +13,7 @@ from hpcpar.comm.world import way
 
 ALONE = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
 
-world = hpcpar.init(timeout_s=30.0)
+world = hpcpar.init()
 total = np.full(4, float(world.rank + 1))
 world.allreduce(total)
 places = world.allgather_object((os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_LOCALID"])))

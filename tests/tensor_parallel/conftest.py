@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel import TensorParallel, gather_whole, own_shard
 
@@ -35,8 +35,6 @@ OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]]
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
-
-run = partial(run_loopback, timeout_s=40)
 
 
 class Trained(NamedTuple):

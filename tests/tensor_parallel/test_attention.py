@@ -76,12 +76,12 @@ def test_dropped_shares_differ_between_ranks_and_average_out() -> None:
         dropout = Dropout(0.5, RandomStreams(1, comm.rank), "different")
         return torch.stack([causal_attention(q, k, v, dropout) for _ in range(2000)])
 
-    one, other = run_loopback(2, drawn, timeout_s=60)
+    one, other = run_loopback(2, drawn)
     assert not torch.equal(one[0], other[0])
     for draws in (one, other):
         error = draws.std(0) / math.sqrt(len(draws))
         assert bool(((draws.mean(0) - truth).abs() <= 5 * error + 1e-12).all())
-    assert torch.equal(one, run_loopback(2, drawn, timeout_s=60)[0])
+    assert torch.equal(one, run_loopback(2, drawn)[0])
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -96,4 +96,4 @@ def test_what_does_not_fit_is_named() -> None:
         with pytest.raises(LayoutError, match=r"hidden_size=10 does not divide among heads=4"):
             ParallelSelfAttention(10, 4, tp)
 
-    run_loopback(4, check, timeout_s=20)
+    run_loopback(4, check)

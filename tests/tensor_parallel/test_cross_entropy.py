@@ -70,7 +70,7 @@ def test_loss_and_gradient_are_those_of_all_logits(
         return loss.detach(), whole_logits(part.grad, vocabulary, comm)
 
     assert truth.grad is not None
-    for loss, gradient in run_loopback(size, found, timeout_s=20):
+    for loss, gradient in run_loopback(size, found):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradient, truth.grad, rtol=1e-12, atol=1e-12)
 
@@ -84,7 +84,7 @@ def test_large_and_tiny_logits_lose_nothing(size: int, scale: float) -> None:
     def found(comm: Communicator) -> Tensor:
         return vocabulary_parallel_cross_entropy(own(logits(24, scale), comm), targets(24), 24, comm)
 
-    for loss in run_loopback(size, found, timeout_s=20):
+    for loss in run_loopback(size, found):
         torch.testing.assert_close(loss.detach(), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -96,7 +96,7 @@ def test_a_logit_that_is_no_number_shows_on_every_rank(size: int, bad: float) ->
     def found(comm: Communicator) -> Tensor:
         return vocabulary_parallel_cross_entropy(own(whole, comm), targets(24), 24, comm)
 
-    assert all(not loss.isfinite() for loss in run_loopback(size, found, timeout_s=20))
+    assert all(not loss.isfinite() for loss in run_loopback(size, found))
 
 
 def test_half_precision_is_widened() -> None:
@@ -104,7 +104,7 @@ def test_half_precision_is_widened() -> None:
         part = own(logits(24), comm).detach().bfloat16()
         return vocabulary_parallel_cross_entropy(part, targets(24), 24, comm).dtype
 
-    assert run_loopback(2, found, timeout_s=20) == [torch.float32] * 2
+    assert run_loopback(2, found) == [torch.float32] * 2
 
 
 @pytest.mark.parametrize(("smoothing", "values"), [(0.0, 3), (0.1, 4)])
@@ -119,7 +119,7 @@ def test_three_values_a_token_travel_not_the_vocabulary(smoothing: float, values
         return comm.traffic.nbytes_sent()
 
     tokens = math.prod(SHAPE)
-    assert run_loopback(2, sent, timeout_s=20, check=False) == [values * tokens * 8] * 2
+    assert run_loopback(2, sent) == [values * tokens * 8] * 2
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -136,4 +136,4 @@ def test_what_does_not_fit_is_named() -> None:
         with pytest.raises(ConfigError, match=r"reduction='average'; there are 'mean', 'sum' and 'none'"):
             vocabulary_parallel_cross_entropy(part, targets(23), 23, comm, reduction="average")  # type: ignore[arg-type]
 
-    run_loopback(2, check, timeout_s=20)
+    run_loopback(2, check)

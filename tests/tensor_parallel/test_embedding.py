@@ -41,7 +41,7 @@ def test_first_values_are_those_of_the_serial_embedding(size: int) -> None:
         return gather_whole(layer.weight)
 
     whole = torch.empty(23, 6).normal_(generator=torch.Generator().manual_seed(1))
-    assert all(torch.equal(weight, whole) for weight in run_loopback(size, drawn, timeout_s=20))
+    assert all(torch.equal(weight, whole) for weight in run_loopback(size, drawn))
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -56,4 +56,4 @@ def test_what_does_not_fit_is_named() -> None:
         with pytest.raises(MismatchError, match=r"a sequence: 3 elements do not divide .* 2 or 4 would"):
             sequence(torch.zeros(2, 3, dtype=torch.long))
 
-    run_loopback(2, check, timeout_s=20)
+    run_loopback(2, check)

@@ -68,7 +68,7 @@ def test_padded_outputs_are_those_of_the_serial_layer_and_zeros(size: int) -> No
         layer.bias.data = layer.split.shard(serial.bias.data, comm.rank)
         return layer(tokens().float()), gather_whole(layer.weight)
 
-    for output, weight in run_loopback(size, outputs, timeout_s=20):
+    for output, weight in run_loopback(size, outputs):
         torch.testing.assert_close(output, serial(tokens().float()))
         assert torch.equal(weight, serial.weight)
 
@@ -142,7 +142,7 @@ def test_under_autocast_products_are_in_half_precision_and_gradients_as_wide_as_
         return output, {name: gather_whole(p, p.grad) for name, p in pair.named_parameters()}
 
     expected = trained(serial, x)
-    for output, gradients in run_loopback(2, on_rank, timeout_s=20):
+    for output, gradients in run_loopback(2, on_rank):
         assert output.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(output, expected, rtol=2**-5, atol=2**-5)
         for name, parameter in serial.named_parameters():
@@ -218,7 +218,7 @@ def counted(size: int, **ways: object) -> list[dict[str, int]]:
         layer(own).sum().backward()  # type: ignore[no-untyped-call]
         return {row.collective: row.nbytes_sent for row in comm.traffic.rows() if row.nbytes_sent}
 
-    return run_loopback(size, sent, timeout_s=20, check=False)
+    return run_loopback(size, sent)
 
 
 @pytest.mark.parametrize("size", [2, 4], indirect=True)
@@ -256,7 +256,7 @@ def test_first_values_are_those_of_the_serial_layer(size: int) -> None:
         of_row = torch.empty(8, 12).uniform_(
             -(12**-0.5), 12**-0.5, generator=torch.Generator().manual_seed(1)
         )
-    for weight, bias, row in run_loopback(size, drawn, timeout_s=20):
+    for weight, bias, row in run_loopback(size, drawn):
         assert torch.equal(weight, serial.weight)
         assert torch.equal(bias, serial.bias)
         assert torch.equal(row, of_row)
@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_named() -> None:
         with pytest.raises(LayoutError, match="chunks=0"):
             TensorParallel(comm, chunks=0)
 
-    run_loopback(4, check, timeout_s=20)
+    run_loopback(4, check)
 
 
 def test_gradients_of_overlapped_layers_are_not_differentiated_again() -> None:
@@ -311,4 +311,4 @@ def test_gradients_of_overlapped_layers_are_not_differentiated_again() -> None:
         back.sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
 
-    run_loopback(2, check, timeout_s=20)
+    run_loopback(2, check)

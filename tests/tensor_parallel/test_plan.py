@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.errors import HpcparError, LayoutError, MismatchError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.tensor_parallel import (
@@ -50,8 +51,6 @@ TOLERANCE = 1e-10
 STEPS = 4
 
 HIDDEN, HEADS, HEAD_SIZE, FFN, VOCABULARY = 16, 12, 2, 24, 23
-
-run = partial(run_loopback, timeout_s=40)
 
 
 def drawn(model: nn.Module) -> nn.Module:

@@ -85,7 +85,7 @@ def test_ranks_gather_the_whole_from_a_parameter_that_carries_its_split(kind: st
         assert torch.equal(own_shard(parameter, whole), parameter)
         return gather_whole(parameter)
 
-    assert all(torch.equal(found, whole) for found in run_loopback(size, gathered, timeout_s=20))
+    assert all(torch.equal(found, whole) for found in run_loopback(size, gathered))
 
 
 def test_only_divided_parameters_are_split_over_ranks() -> None:
@@ -95,7 +95,7 @@ def test_only_divided_parameters_are_split_over_ranks() -> None:
         place(module.bias, replicated(4, 2), comm)
         return set(split_over(module))
 
-    assert run_loopback(2, names, timeout_s=20) == [{"weight"}] * 2
+    assert run_loopback(2, names) == [{"weight"}] * 2
 
 
 LAYERS: dict[str, Callable[[Communicator], nn.Module]] = {
@@ -124,7 +124,7 @@ def test_parameters_that_take_the_place_of_others_carry_their_split(kind: str, h
             torch.equal(found[name], whole[name]) for name in whole
         )
 
-    assert run_loopback(2, is_whole, timeout_s=20) == [True] * 2
+    assert run_loopback(2, is_whole) == [True] * 2
 
 
 def test_what_does_not_divide_is_named_with_the_degrees_that_do() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcpar.autograd import DeferredGradients, Recompute
-from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm import Communicator
+from hpcpar.comm import run_loopback as run
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
 from hpcpar.tensor_parallel import (
     ColumnParallelLinear,
@@ -42,8 +42,6 @@ WAYS: dict[str, dict[str, object]] = {
 CONFIG = LlamaConfig(
     vocab_size=11, hidden_size=12, layers=2, heads=6, kv_heads=1, ffn_size=12, tie_embeddings=True
 )
-
-run = partial(run_loopback, timeout_s=40)
 
 
 class Stack(nn.Module):
@@ -223,7 +221,7 @@ def test_w_multiplies_half_and_gathers_what_is_gathered_again(
         own = x.chunk(comm.size, dim=1)[comm.rank] if tp.sequence_parallel else x
         return both(comm, lambda: Pair(tp), own.requires_grad_())
 
-    for whole, split in run(3, work, check=False):
+    for whole, split in run(3, work):
         require_same(whole, split)
         of_parts = [{name: calls for name, calls in part.items() if calls} for part in split.calls]
         assert of_parts == [of_b, of_w]

@@ -117,7 +117,7 @@ def half_of(config: Config, size: int) -> None:
         run._steps(0, 4, None)
         run._save(4)
 
-    run_loopback(size, interrupted, check=False)
+    run_loopback(size, interrupted)
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "float16"])
@@ -127,9 +127,9 @@ def test_a_run_of_every_stage_is_resumed_bit_for_bit(
 ) -> None:
     options = f"optimizer.zero_stage={stage}", f"train.precision={precision}"
     whole, parts = config_of(*options, name="whole"), config_of(*options, name="parts")
-    uninterrupted = run_loopback(3, lambda comm: Run(whole, comm).train(), check=False)[0]
+    uninterrupted = run_loopback(3, lambda comm: Run(whole, comm).train())[0]
     half_of(parts, 3)
-    resumed = run_loopback(3, lambda comm: Run(parts, comm, resume=True).train(), check=False)[0]
+    resumed = run_loopback(3, lambda comm: Run(parts, comm, resume=True).train())[0]
     assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
     assert losses(parts) == losses(whole)[4:]
 

@@ -42,7 +42,7 @@ SEQUENCE = "tensor_parallel.sequence_parallel=true"
 
 
 def trained(config: Config, size: int = 1, *, resume: bool = False) -> list[Outcome]:
-    return run_loopback(size, lambda comm: Run(config, comm, resume=resume).train(), check=False)
+    return run_loopback(size, lambda comm: Run(config, comm, resume=resume).train())
 
 
 def course(config: Config) -> list[float]:
@@ -132,7 +132,7 @@ def test_copies_of_tied_weights_stay_the_same_to_the_last_bit(config_of: MakeCon
         assert copy is not None
         return copy.detach().numpy().tobytes()
 
-    assert len(set(run_loopback(6, work, check=False))) == 1
+    assert len(set(run_loopback(6, work))) == 1
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -175,7 +175,7 @@ def half_of(config: Config, size: int) -> None:
         run._steps(0, 2, None)
         run._save(2)
 
-    run_loopback(size, interrupted, check=False)
+    run_loopback(size, interrupted)
 
 
 Way = tuple[int, tuple[str, ...]]
@@ -287,7 +287,7 @@ def test_what_cannot_work_is_refused_on_every_rank(
             Run(config, comm)
         return type(caught.value).__name__
 
-    assert run_loopback(2, work, check=False) == [kind.__name__] * 2
+    assert run_loopback(2, work) == [kind.__name__] * 2
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_schedule_of_a_file_is_followed_or_refused(
         with pytest.raises(PeerFailedError, match=words):
             Run(config, comm)
 
-    run_loopback(2, refused, check=False)
+    run_loopback(2, refused)
     path.write_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n")
     followed = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", name="followed")
     alone, _ = of_one_process(*MODEL)
@@ -348,7 +348,7 @@ def test_what_is_asked_of_a_schedule_is_asked_of_a_files_too(
         with pytest.raises(PeerFailedError, match=words):
             Run(config, comm)
 
-    run_loopback(2, refused, check=False)
+    run_loopback(2, refused)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def run(
                 run._step = step  # type: ignore[method-assign]
             return run.train()
 
-    return run_loopback(size, work, check=False)
+    return run_loopback(size, work)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -48,7 +48,7 @@ def course(config: Config) -> list[float]:
 
 
 def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
-    """Of all lines but those of checked mode and of objects that were exchanged."""
+    """Of all lines but those of objects that were exchanged."""
     return {
         (line.communicator, line.collective): line.deviation
         for line in outcome.traffic
@@ -116,7 +116,7 @@ def test_half_precision_sends_half_of_the_bytes_and_the_loss_in_single(
     config_of: MakeConfig, precision: str, options: tuple[str, ...]
 ) -> None:
     config = config_of(*MODEL, *options, "mesh.tp=2", f"train.precision={precision}")
-    outcomes = run_loopback(4, lambda comm: Run(config, comm).train(), check=False)
+    outcomes = run_loopback(4, lambda comm: Run(config, comm).train())
     assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
         (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
     }
@@ -149,7 +149,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(config_
         run._step(0)
         return run.optimizer.scaler.skipped
 
-    assert run_loopback(4, work, check=False) == [1] * 4
+    assert run_loopback(4, work) == [1] * 4
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def half_of(config: Config, size: int) -> None:
         run._steps(0, 2, None)
         run._save(2)
 
-    run_loopback(size, interrupted, check=False)
+    run_loopback(size, interrupted)
 
 
 Way = tuple[int, int, tuple[str, ...]]
@@ -200,9 +200,9 @@ def test_a_run_is_resumed_on_another_layout(
 def test_a_run_with_dropout_is_resumed_bit_for_bit(config_of: MakeConfig, options: tuple[str, ...]) -> None:
     told = (*MODEL, *options, "mesh.tp=2", "model.dropout=0.2")
     whole, parts = config_of(*told, name="whole"), config_of(*told, name="parts")
-    uninterrupted = run_loopback(4, lambda comm: Run(whole, comm).train(), check=False)[0]
+    uninterrupted = run_loopback(4, lambda comm: Run(whole, comm).train())[0]
     half_of(parts, 4)
-    resumed = run_loopback(4, lambda comm: Run(parts, comm, resume=True).train(), check=False)[0]
+    resumed = run_loopback(4, lambda comm: Run(parts, comm, resume=True).train())[0]
     assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
     assert course(parts) == course(whole)[4:]
 
