@@ -244,9 +244,9 @@ def test_ranks_that_are_lost_after_ctrl_c_are_not_told_of(tmp_path: Path) -> Non
         os.utime(tmp_path / name, (seconds, seconds))
     said: list[str] = []
     ended_by = Ending(signal.SIGINT, 20.0)
-    assert verdict(1, tmp_path, "mpiexec", said.append, ended_by) == 1
+    assert verdict(1, tmp_path, "mpiexec", said.append, ended_by) == 128 + signal.SIGINT
     assert said[:2] == ["hpcpar run: lost-a-0", "hpcpar run: aborted-a-2"]
-    assert said[2:] == ["hpcpar run: SIGINT ended the job, with status 1"]
+    assert said[2:] == ["hpcpar run: SIGINT ended the job, with status 130"]
     assert verdict(0, tmp_path, "mpiexec", said.append, ended_by) == 128 + signal.SIGINT
 
 
