@@ -56,7 +56,7 @@ def as_timeout(seconds: float) -> float | None:
 
 
 def busbw_factor(collective: str, size: int) -> float:
-    """What to multiply algbw (bytes of the whole array over seconds) by to get busbw.
+    """Return the factor from algbw (bytes of the whole array over seconds) to busbw.
 
     size    ranks of the communicator at hand, not of the world
     source  nccl-tests, doc/PERFORMANCE.md

@@ -121,7 +121,7 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
 
 
 def way() -> wiring.Way | None:
-    """How the ranks were connected; None where hpcpar has not started MPI."""
+    """Return how the ranks were connected; None where hpcpar has not started MPI."""
     return _way
 
 
@@ -267,7 +267,7 @@ def _guard(world: Communicator, node: Communicator, settings: Settings, info: Ra
 
 
 def _links(world: Communicator, settings: Settings) -> sentinel.Links | None:
-    """What joins this node's sentinel to those of other nodes: rank 0's opens a door, all learn where."""
+    """Join this node's sentinel to those of other nodes: rank 0's listens, all learn its address."""
     count = len(set(world.nodes))
     if count == 1:
         return None

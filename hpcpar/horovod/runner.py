@@ -112,7 +112,7 @@ def run(
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised; `pickled` is the exception itself, where it can travel."""
+    """An exception of a rank; `pickled` is the exception itself, where it can travel."""
 
     rank: int
     host: str
@@ -122,7 +122,7 @@ class Failure:
 
 
 class _Desk:
-    """Where ranks fetch the job and leave what came of it."""
+    """A server from which ranks fetch the job and to which they return results."""
 
     def __init__(self, address: Address, token: bytes, job: bytes) -> None:
         self._token = token
@@ -135,7 +135,7 @@ class _Desk:
         self._thread = in_thread(self._serve, name="hpcpar horovod.run")
 
     def words(self) -> list[str]:
-        """Where a rank finds it, as words of a command: a path, or a host and a port."""
+        """Return its address as words of a command: a path, or a host and a port."""
         address = self._listener.address
         return [address] if isinstance(address, str) else [socket.gethostname(), str(address[1])]
 

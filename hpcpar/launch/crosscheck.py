@@ -176,7 +176,7 @@ def refusal(info: RankInfo, mpi_library: str, offered: Collection[str] | None = 
 
 
 def remedy(info: RankInfo, mpi_library: str, offered: Collection[str] | None = None) -> str:
-    """What to type so that this launcher and this library meet.
+    """Say what to type so that this launcher and this library meet.
 
     offered   what this Slurm's `srun --mpi=` can be, where it is known
     """
@@ -221,7 +221,7 @@ def _slurm_remedy(info: RankInfo, library: str, own: str, offered: Collection[st
 
 
 def _too_early(info: RankInfo, mpi_library: str) -> str:
-    """What a program that has started MPI itself should do, where hpcpar would have connected the ranks."""
+    """Advise a program that started MPI itself, where hpcpar would have connected the ranks."""
     if info.launcher != "slurm" or flavour(mpi_library) not in ("mpich", "intel", "mvapich"):
         return ""
     return (

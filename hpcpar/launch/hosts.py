@@ -42,7 +42,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """What makes a launcher place ranks as asked.
+    """Options, variables and a host file by which a launcher places ranks as asked.
 
     words       options of the launcher
     variables   of its environment
@@ -142,7 +142,7 @@ def kind_of(version: str) -> str:
 
 
 def placing(kind: str, placed: Sequence[Host], directory: str, job_nodes: Sequence[str] = ()) -> Placing:
-    """How to tell a launcher to run so many ranks on each host, the first ones on the first host.
+    """Tell a launcher to run so many ranks on each host, the first ones on the first host.
 
     kind       "srun", "mpich", "intel" or "openmpi"
     directory  where a file of hosts may lie

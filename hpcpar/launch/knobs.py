@@ -63,7 +63,7 @@ _AS_IT_IS = {("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi")}
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What `HOROVOD_*` variables ask for, as far as it has a meaning here.
+    """The settings of `HOROVOD_*` variables that have a meaning here.
 
     fusion_threshold_nbytes  HOROVOD_FUSION_THRESHOLD             most bytes of tensors that travel as one
                                                                   (128 MiB); 0: each travels alone

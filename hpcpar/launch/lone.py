@@ -149,7 +149,7 @@ def _tasks_of_step(step: str, daemon: Process, environ: Mapping[str, str], proc:
 
 
 def _configuration(daemon: Process, proc: Path) -> dict[str, str]:
-    """Where Slurm's configuration is, if its daemon was told and lets us know."""
+    """Read where Slurm's configuration is from its daemon's environment, if we may."""
     try:
         variables = (proc / str(daemon.pid) / "environ").read_bytes().split(b"\0")
     except OSError:

@@ -35,7 +35,7 @@ from hpcpar.launch.supervise import NO_WISHES, Say, Which, Wishes
 
 @dataclass(frozen=True, slots=True)
 class EachNode:
-    """How to start one process on each node: how many, on which hosts if they are known, by what words."""
+    """One process on each node: the number, the hosts if they are known, the launcher's options."""
 
     n: int
     hosts: tuple[Host, ...] = ()
@@ -85,7 +85,7 @@ def run(
     environ: Mapping[str, str] = os.environ,
     which: Which = shutil.which,
 ) -> int:
-    """As `supervise.run`, from copies; the status is the job's own, or that of making the copies.
+    """Run a job as `supervise.run` does, from copies; return its status, or that of making the copies.
 
     wanted   directory on the nodes for the copies; "": where jobs keep such things
     """

@@ -27,7 +27,7 @@ def own_library(environ: Mapping[str, str] = os.environ, executable: str = sys.e
 
 
 def library_version(environ: Mapping[str, str] = os.environ, executable: str = sys.executable) -> str:
-    """What MPI_Get_library_version of that library says; "" where there is none."""
+    """Return what MPI_Get_library_version of that library says; "" where there is none."""
     try:
         said = subprocess.run(
             [executable, "-c", ASK],
@@ -43,7 +43,7 @@ def library_version(environ: Mapping[str, str] = os.environ, executable: str = s
 
 
 def name_hint(problem: str) -> str:
-    """What to do where the machine has an MPICH, but by a name under which mpi4py does not look for it.
+    """Advise where the machine has an MPICH under a name by which mpi4py does not look for it.
 
     problem   what loading mpi4py said
     """

@@ -52,7 +52,7 @@ CONNECTED = "HPCPAR_CONNECTED_STEP"
 
 @dataclass
 class Search:
-    """Where the server was looked for and what was found there, for the error that says so.
+    """Hosts and ports that were tried and what was found there, for the error message.
 
     refused      somebody's system said that nobody listens: rank 0 may still be on its way
     strangers    "host:port" of listeners that did not know the key
@@ -138,7 +138,7 @@ def port_row(key: bytes, environ: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def hosts_of_rank_0(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Where rank 0 is for all we know, and where else it could be.
+    """Return the likely hosts of rank 0, and the other possible ones.
 
     Block, cyclic and plane distributions put rank 0 on the step's first node; an arbitrary one, and
     the components of a heterogeneous step, may not.
@@ -382,7 +382,7 @@ def address_of(host: str) -> str:
 
 
 def _not_found(info: RankInfo, search: Search, waited_s: float, environ: Mapping[str, str]) -> str:
-    """What was tried, what was found there, and what to do."""
+    """Compose the error: asked, found, what to do."""
     found = [f"{host}: {why}" for host, why in sorted(search.errors.items()) if host in search.hosts]
     if search.strangers:
         found.append(f"{', '.join(sorted(search.strangers)[:4])}: somebody who does not know this step's key")

@@ -121,14 +121,14 @@ def keep_alive(connection: socket.socket, node_timeout_s: float) -> None:
 
 
 def proof(token: bytes, role: str, *nonces: str) -> str:
-    """What only who knows the token can say, of both sides' nonces and in this role alone."""
+    """Compute the proof of knowing the token, over both sides' nonces, for one role."""
     import hmac  # here, for no rank shall wait the 4 ms that it takes at the start
 
     return hmac.digest(token, " ".join((role, *nonces)).encode(), "sha256").hex()
 
 
 def is_proof(shown: str, token: bytes, role: str, *nonces: str) -> bool:
-    """Whether what was shown is the proof, found out in a time that tells nothing of it."""
+    """Compare a shown proof with the right one, in constant time."""
     import hmac
 
     return hmac.compare_digest(shown.encode(), proof(token, role, *nonces).encode())
@@ -218,7 +218,7 @@ def tell_batch_output(line: str, *, if_on: str = "") -> None:
 
 
 class Node:
-    """What the hub knows of one node."""
+    """One node, as the hub knows it."""
 
     def __init__(self, number: int, ranks: list[int]) -> None:
         self.number = number
@@ -306,7 +306,7 @@ class Hub:
 
     @property
     def stays(self) -> bool:
-        """Whether there is something left to watch or to say, though this node's ranks have gone."""
+        """True while there is something left to watch or to say, though this node's ranks have gone."""
         return not self.over and (bool(self.linked or self.suspects) or self.end_at is not None)
 
     # What comes over the links.
@@ -461,7 +461,7 @@ class Hub:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is known what has ended this job, and said or about to be."""
+        """True once the cause of this job's end is known, and said or about to be."""
         return self.named or self.over or bool(self.gone) or self.aborted_at is not None
 
     def judge_suspects(self, now: float) -> None:
@@ -470,17 +470,18 @@ class Hub:
         if self.working and now < self.suspects[first] + OUTSIDE_S:
             return
         if (self.working or self.followers > len(self.suspects)) and not self.is_decided:
-            self.name(first)
+            # A sentinel whose last rank has gone does not wait for a verdict on a suspect.
+            self.name(first, has_left=not self.working.intersection(self.node_of[first].ranks))
         self.suspects.clear()
         self.followers = 0
 
-    def name(self, rank: int) -> None:
-        """Have it said that this rank was lost: by its own node's sentinel, if that is still there."""
+    def name(self, rank: int, *, has_left: bool = False) -> None:
+        """Have it said that this rank was lost: by its own node's sentinel, unless that may have left."""
         node = self.node_of[rank]
         line = self.sentinel.loss_of(rank, self.pids.get(rank, 0), node.host, "ending the job")
         self.named = True
         self.end_at = time.monotonic() + SETTLE_S
-        if node.link is not None:
+        if node.link is not None and not has_left:
             node.link.send(f"speak {rank} {line}")
         else:
             self.sentinel.say(line)

@@ -1,4 +1,4 @@
-"""What Slurm tells the task of a step, and what `SLURM_*` must not be believed.
+"""The variables that Slurm gives to the task of a step, and those that must not be believed.
 
 Only `SLURM_STEP_*` describe the step at hand; `SLURM_NTASKS_PER_NODE`, `SLURM_NODELIST` and
 `SLURM_JOB_NODELIST` are the job's and stale in a step that uses a part of it. A process is a task
@@ -100,7 +100,7 @@ def _hosts(item: str, text: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    """What is in a pair of brackets: "08-10,3" -> 08 09 10 3."""
+    """Expand the inside of a pair of brackets: "08-10,3" -> 08 09 10 3."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
@@ -112,12 +112,12 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task that srun started."""
+    """Return whether this process is a task that srun started."""
     return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
 
 
 def came_with_the_step(names: Collection[str], environ: Mapping[str, str], proc: Path) -> bool:
-    """Whether this step's task was started with these variables as they are: nobody inside of it set them.
+    """Return whether this step's task was started with these variables: nobody inside of it set them.
 
     The task is this process, or one that this process descends from (a shell, a launcher's daemon).
     """
@@ -183,7 +183,7 @@ def _local_size(
 
 
 def wire(environ: Mapping[str, str]) -> str:
-    """How this step's tasks can find each other: "pmix", "pmi2", "cray" or "none" (srun --mpi=…).
+    """Return how this step's tasks can find each other: "pmix", "pmi2", "cray" or "none" (srun --mpi=…).
 
     A step that a task of another step, or a rank of mpiexec, has started inherits that one's variables; they
     lead nowhere.
@@ -201,7 +201,7 @@ def wire(environ: Mapping[str, str]) -> str:
 
 
 def _of_this_step(job_and_step: str, environ: Mapping[str, str]) -> bool:
-    """Whether "7.0" is this step of this job; so is what looks otherwise, of other versions of Slurm."""
+    """Compare "7.0" with this job and step; True for what looks otherwise, of other versions of Slurm."""
     job, _, step = job_and_step.partition(".")
     if not (job.isdigit() and step.isdigit()) or "SLURM_STEP_ID" not in environ:
         return True
@@ -262,7 +262,7 @@ def require_cores(n: int, environ: Mapping[str, str]) -> None:
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """How often Slurm has put this job back into its queue and started it again; 0 outside of one."""
+    """Count how often Slurm has requeued and restarted this job; 0 outside of one."""
     return integer(environ, "SLURM_RESTART_COUNT") if environ.get("SLURM_RESTART_COUNT") else 0
 
 

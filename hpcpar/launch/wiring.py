@@ -1,4 +1,4 @@
-"""How the ranks of this job get connected: by the launcher, by a server of our own, or not at all.
+"""Choose how the ranks of this job are connected: by the launcher, by a server of our own, or not at all.
 
 Decided before MPI starts, for a library that cannot speak with its launcher often starts a world of
 one rank without a word. MPI says who it is before that (MPI_Get_library_version), and what is loaded
@@ -42,7 +42,7 @@ SETTLE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How MPI_COMM_WORLD comes about.
+    """The way in which MPI_COMM_WORLD comes about.
 
     kind   "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": there is no way
     why    for a reader
@@ -156,7 +156,7 @@ def _has(libraries: Collection[str], stem: str) -> bool:
 
 
 def _open_mpi_can(wire: str, mpi_library: str, libraries: Collection[str]) -> bool:
-    """Whether Open MPI may understand srun: False only where it certainly does not."""
+    """Return whether Open MPI may understand srun: False only where it certainly does not."""
     if wire in ("pmix", "cray"):
         return True
     if _major(mpi_library) >= 5:
@@ -190,7 +190,7 @@ def loaded_libraries() -> tuple[str, ...]:
 
 
 def srun_plugins(environ: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
-    """What this Slurm's `srun --mpi=` can be; None where there is no srun to ask."""
+    """Ask which plugins this Slurm's `srun --mpi=` has; None where there is no srun to ask."""
     srun = shutil.which("srun", path=environ.get("PATH"))
     if srun is None:
         return None

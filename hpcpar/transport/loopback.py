@@ -64,7 +64,7 @@ class _Prepared(_Exchange):
 
 @dataclass
 class _Exchanger:
-    """What the ranks of one process share: messages not yet met, splits under way, control mail.
+    """State that the ranks of one process share: messages not yet met, splits under way, control mail.
 
     A send is complete only when its receive has been posted: nothing is buffered, so that a
     schedule that relies on buffering stops here as it would on a real network.
