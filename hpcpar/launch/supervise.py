@@ -261,6 +261,9 @@ def under_horovod(argv: Sequence[str]) -> list[str]:
     return [*argv[:start], "-m", "hpcpar.horovod", *rest]
 
 
+HOST_WORDS = ("host", "machinefile")
+"""Beginnings of an mpiexec's own options for hosts, and -f of Hydra."""
+
 AGAINST_THE_REQUEST = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
 """What the job asked for, by which srun starts another number of ranks than the one that it is told."""
 
@@ -408,7 +411,7 @@ def prepare(
             path = find_launcher(environ, which, launcher)
     if not is_srun(path):
         wishes = within_allocation(n, path, options, wishes, environ)
-        if not wishes.hosts:
+        if not wishes.hosts and not has_several_hosts(environ):
             require_shared_space(n, environ)
     if "SLURM_JOB_ID" in environ and which("srun") is None:
         variables |= without_srun(launcher_kind(path), wishes, environ)
@@ -440,7 +443,7 @@ def within_allocation(
     errors   ConfigError where it has given fewer slots, or Slurm fewer cores, than ranks are asked for
              LaunchError in a Flux instance of several nodes, which no mpiexec knows
     """
-    if wishes.hosts or any(word.startswith(("-host", "--host", "-f", "-machinefile")) for word in options):
+    if wishes.hosts or any(word == "-f" or word.lstrip("-").startswith(HOST_WORDS) for word in options):
         return wishes
     nodes = flux_nodes(environ)
     if nodes is None or nodes > 1:
