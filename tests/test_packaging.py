@@ -79,7 +79,7 @@ def test_files_that_the_readme_names_exist() -> None:
 
 
 def runs(python: str) -> bool:
-    """Whether there is such a Python: the name alone may be a version manager's stand-in for one that is not."""
+    """Return whether there is such a Python: the name may be a version manager's stand-in for none."""
     found = shutil.which(python)
     return found is not None and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0
 
