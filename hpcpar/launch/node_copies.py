@@ -150,7 +150,7 @@ def settled_launcher(launcher: str, environ: Mapping[str, str], which: Which) ->
 
 
 def _be_silent(line: str) -> None:
-    """What is to be said of a job that nobody has asked for, the one who started it says."""
+    """Swallow the words of a job that nobody has asked for: the one who started it speaks."""
 
 
 @contextmanager

@@ -140,10 +140,15 @@ def in_interactive_shell(environ: Mapping[str, str], proc: Path) -> bool:
     """Return whether this process was typed into a shell inside of a step (`srun --pty bash`, tmux in it).
 
     A shell with job control gives each command a process group of its own, on the terminal that it leads the
-    session of; a task itself, and what a script starts, have no terminal or stay in the leader's group.
+    session of; what a script starts has no terminal, or stays in the leader's group.
     """
-    here = process("self", proc) if in_step(environ) else None
-    return here is not None and here.terminal != 0 and here.group != here.session
+    task_pid = environ.get("SLURM_TASK_PID", "")
+    if not in_step(environ) or not task_pid.isdigit():
+        return False
+    here = process("self", proc)
+    if here is None or here.pid == int(task_pid):  # a task is a rank, on a terminal or not
+        return False
+    return here.terminal != 0 and here.group != here.session
 
 
 def task(environ: Mapping[str, str]) -> SlurmTask:

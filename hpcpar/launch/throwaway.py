@@ -45,7 +45,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How it ended.
+    """The end of a throwaway job.
 
     status   of the launcher; None where the time was over, or nothing could be started
     output   the last of what the launcher and the ranks wrote

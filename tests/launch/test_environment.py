@@ -256,6 +256,8 @@ def test_what_is_typed_into_a_steps_shell_is_one_process_and_gets_a_hint(
 def test_what_a_steps_script_starts_is_a_rank_on_a_terminal_or_not(tmp_path: Path) -> None:
     assert detect(shell_of_a_step(tmp_path, group=391), tmp_path).size == 4
     assert detect(shell_of_a_step(tmp_path, group=402, terminal=0), tmp_path).size == 4
+    task = shell_of_a_step(tmp_path, group=402)
+    assert detect(task | {"SLURM_TASK_PID": "99"}, tmp_path).size == 4  # the task itself
 
 
 def test_the_documentation_shows_the_table_that_is_read() -> None:
