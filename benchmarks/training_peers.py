@@ -206,6 +206,7 @@ class Hpcpar(Peer):
             settings = {"zero_stage": 3}
         else:
             settings = {"zero_stage": self.stage, "model": self.model, **precision, **shared}
+            settings["overlap_allgather"] = self.stage > 0
             settings["bucket_bytes"] = task.bucket_bytes
         named = list(self.model.named_parameters())
         inner = recipe.make(parameter for _, parameter in named)
