@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 
 from hpcpar.autograd.held_parameter import holder_of, own_gradient, set_holder, set_own_gradient
 from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.split_norms import wide
+from hpcpar.autograd.torch_clipping import install, note_split_over
 from hpcpar.data_parallel.blocks import Block, gather_into_blocks
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.data_parallel.fully_sharded import Sharding, sharding_of
 from hpcpar.data_parallel.gradients import ADVICE, GradientSynchronizer, bucketed
-from hpcpar.data_parallel.node_copy import NodeCopy
 from hpcpar.data_parallel.held_gradient import HeldGradient
-from hpcpar.data_parallel.norms import GradientNorm, wide
+from hpcpar.data_parallel.node_copy import NodeCopy
+from hpcpar.data_parallel.norms import GradientNorm
 from hpcpar.data_parallel.parameters import (
     Named,
     OwnPiece,
@@ -94,9 +96,9 @@ class DistributedOptimizer(Optimizer):
                        stages 2 and 3 each of them sends
     bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
                        for two buckets
-    split_over         by name, further communicators over whose ranks a parameter is split, for the norm, and
-                       for all of them to skip a step of which one has an overflow; all others are the same
-                       on all ranks, and count once
+    split_over         by name, communicators over whose ranks parameters of layers of your own are split.
+                       Those of tensor-parallel layers, of `parallelize` and of a `Pipeline` know theirs. The
+                       norm is of all parts, and ranks skip a step together in which one has an overflow
     tied               names of parameters that ranks outside `dp_comm` have copies of, and whether this
                        rank's is the one that counts in the norm: their gradients are averaged last, once
                        `synchronize` is called, so that before it they can be summed over the copies
@@ -165,7 +167,7 @@ class DistributedOptimizer(Optimizer):
         self._overlap = overlap_allgather
         self._nonfinite = nonfinite
         self.backward_passes_per_step = _number_of_passes(backward_passes_per_step)
-        self._split_over = dict(split_over or {})
+        self._note_split_over(split_over or {})
         self._tied = dict(tied or {})
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
@@ -173,6 +175,7 @@ class DistributedOptimizer(Optimizer):
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
+        install()
         self._build()
 
     def __getattr__(self, name: str) -> Any:
@@ -849,7 +852,7 @@ class DistributedOptimizer(Optimizer):
             self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
             if sharding.gradients.used_up:
                 sharding.gradients.zero()  # an optimizer before this one has stepped on them
-            # As split_over has them, not as they were called in the module that was sharded.
+            # As this optimizer was given them, not as they were called in the module that was sharded.
             name_of = {id(parameter): name for name, parameter in named}
             sharding.gradients.names = [name_of[id(p)] for p in sharding.gradients.parameters]
             blocks: Sequence[Block] = sharding.blocks
@@ -912,16 +915,25 @@ class DistributedOptimizer(Optimizer):
                     layouts=None if sharding is None else sharding.layouts,
                 )
         self._versions = self._versions_now()
-        averaged = set(self._synchronizer.names)
+        averaged = set(map(id, self._synchronizer.parameters))
         self._norm = GradientNorm(
-            self._synchronizer.names,
+            self._synchronizer.parameters,
             self._synchronizer.buckets,
             self.dp_comm,
             sharded=self.zero_stage > 0,
-            split_over=self._split_over,
-            elsewhere=[name for name, counts in self._tied.items() if not counts],
-            others=[name for name, _ in self._named if name not in averaged],
+            elsewhere=[parameter for name, parameter in named if not self._tied.get(name, True)],
+            others=[parameter for _, parameter in self._named if id(parameter) not in averaged],
         )
+
+    def _note_split_over(self, split_over: SplitOver) -> None:
+        parameters = dict(self._named)
+        for name, comms in split_over.items():
+            if name not in parameters:
+                raise OperationError(
+                    f"split_over names {name!r}, which is none of the optimizer's {len(parameters)} "
+                    f"parameters"
+                )
+            note_split_over(parameters[name], *comms)
 
     def _own_comm(self) -> Communicator:
         """For gradients: they leave in the order of backward, which ranks need not share with other calls."""
