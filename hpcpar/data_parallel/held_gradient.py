@@ -51,8 +51,10 @@ class HeldGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "an operation")
-        if func in _ITSELF:
+        if func in _ITSELF:  # model.float() converts the gradients, too
             return args[0]
+        if func == _SET_DATA:
+            return None
         if name in _HARMLESS and func not in _VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -124,13 +126,24 @@ def _flattened(values: Any) -> Iterator[Any]:
             yield value
 
 
-_ITSELF = {getattr(Tensor, "data").__get__, Tensor.detach, Tensor.detach_, Tensor.requires_grad_}  # noqa: B009
-"""What returns the same elements."""
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+_SET_DATA = _DATA.__set__
+_ITSELF = {_DATA.__get__} | {
+    getattr(Tensor, name)
+    for name in (
+        *("detach", "detach_", "requires_grad_", "to", "cpu", "cuda", "float", "double", "half", "bfloat16"),
+        *("type", "contiguous"),
+    )
+}
+"""What returns the same elements, wherever and in whatever type."""
 
-_HARMLESS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size"}
+_HARMLESS = {
+    *("__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size"),
+    "_has_compatible_shallow_copy_type",
+}
 """What says nothing about values."""
 
-_VALUES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
+_VALUES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
 _ELEMENTWISE = frozenset(
     {

@@ -286,7 +286,7 @@ class DistributedOptimizer(Optimizer):
         self._zeroed.clear()
         if self._update is not None and isinstance(self._synchronizer, GradientSynchronizer):
             self._synchronizer.hide()
-            self._synchronizer.used_up = True
+            self._synchronizer.used_up = any(self._synchronizer.used)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -493,7 +493,7 @@ class DistributedOptimizer(Optimizer):
             outcome = None if closure is None else self._averaged(closure)
             self.synchronize()
             self._step_on_shards(self._update)
-            self._synchronizer.used_up = True
+            self._synchronizer.used_up = any(self._synchronizer.used)
         elif closure is None:
             self.synchronize()
             outcome = None if self._is_skipped() else self.inner.step()
@@ -1021,8 +1021,8 @@ class DistributedOptimizer(Optimizer):
         """OperationError where a step on shards would leave out what a step on the whole would not."""
         if self._synchronizer.used_up:
             raise OperationError(
-                "gradients were to be averaged that add to those of the last step, and shards keep no sums "
-                "from step to step; call zero_grad() after each step(): the optimizer's, not the model's"
+                "gradients were to be averaged that add to averages of before, and shards keep no sums "
+                "from step to step; call zero_grad() after each step()"
             )
         trained = {id(parameter) for parameter in self._synchronizer.parameters}
         for name, parameter in self._named:
