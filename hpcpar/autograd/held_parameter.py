@@ -4,8 +4,8 @@
     .grad       read: the average, waited for; set to None: forgotten (model.zero_grad() does so)
     zero_grad   an ordinary nn.Parameter again
 
-So torch's own functions and a user's loops over `.grad` find what they find in one process, or an error. Autograd
-itself, and hpcpar's code, use the gradient's memory by `own_gradient` and `set_own_gradient`.
+So torch's own functions and a user's loops over `.grad` find what they find in one process, or an error.
+Autograd itself, and hpcpar's code, use the gradient's memory by `own_gradient` and `set_own_gradient`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GradientHolder(Protocol):
 
 
 _HOLDERS = WeakIdKeyDictionary()
-"""The latest holder of each parameter, weakly. Not attributes of parameters, which would be pickled with them."""
+"""The latest holder of each parameter, weakly. Not an attribute, which would be pickled with it."""
 
 _GRAD: Any = torch._C.TensorBase.grad
 
@@ -61,7 +61,7 @@ class HeldParameter(nn.Parameter):
     """A parameter whose `.grad` is its optimizer's answer."""
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         holder = holder_of(self)
         if holder is None or TracingContext.try_get() is not None:  # torch.compile looks at its type
             return own_gradient(self)
@@ -82,7 +82,7 @@ class HeldParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy it as the ordinary parameter that it is to everybody else."""
-        copy = super().__deepcopy__(memo)
+        copy: Any = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         copy.__class__ = nn.Parameter
         return copy
 
@@ -96,7 +96,7 @@ def hold(parameter: Tensor) -> None:
 def release(parameter: Tensor) -> None:
     """Leave `.grad` to the parameter again."""
     if type(parameter) is HeldParameter:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def is_ordinary(tensor: Tensor) -> bool:

@@ -603,18 +603,18 @@ class Sharding:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Keep what was written to summoned parameters. Collective; OperationError where ranks wrote otherwise."""
+        """Keep what was written to summoned parameters. Collective; OperationError where ranks differ."""
         held = [held for unit in self.units for held in unit.held]
-        prints = [zlib.crc32(_octets(each.flat.cpu())) for each in held]
+        prints = [zlib.crc32(_octets(each.flat.cpu()).data) for each in held]
         told = self.dp_comm.allgather_object(prints)
         for number, each in enumerate(held):
             if any(prints[number] != told[0][number] for prints in told):
-                names = ", ".join(p.hpcpar_name for p in each.parameters[:3])  # type: ignore[attr-defined]
+                few: list[Any] = each.parameters[:3]
+                names = ", ".join(parameter.hpcpar_name for parameter in few)
                 raise OperationError(
-                    "inside summon_full_parameters() ranks wrote different values to parameters, of which each "
-                    f"rank keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was "
-                    "kept. Write the same on every rank, or pass write_back=False to write for this rank's eyes "
-                    "alone"
+                    "inside summon_full_parameters() ranks wrote different values to parameters of which "
+                    f"each keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was kept. "
+                    "Write the same on every rank, or pass write_back=False to write for its own eyes alone"
                 )
         for each in held:
             own, new = each.block.own, each.flat[each.block.shard.start : each.block.shard.stop]

@@ -82,8 +82,8 @@ class GradientSynchronizer:
     shards            into how many equal ones each bucket is to be cut
     advice            what to say to who brings a gradient too many
     late              names of parameters whose gradients are complete only when `synchronize` is called
-    held              `.grad` is asked of the optimizer from a gradient's departure until it is an average, and
-                      from `hide` until `zero`
+    held              `.grad` is asked of the optimizer from a gradient's departure until it is an average,
+                      and from `hide` until `zero`
 
     Making one is collective: every rank must hold the same parameters (MismatchError).
 
@@ -231,7 +231,7 @@ class GradientSynchronizer:
             self._adopt(index)
 
     def has_taken(self, index: int) -> bool:
-        """Whether the backward under way, or the last one, has brought a gradient, which is to be averaged."""
+        """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
         return self._arrived[index]
 
     def forget(self, index: int) -> None:

@@ -74,19 +74,19 @@ class HeldGradient(Tensor):
         raise OperationError(
             f"a gradient was used by {name}, of which this rank has only a shard, as with zero_stage="
             f"{held.shards.zero_stage}, precision or offload. Clip by optimizer.clip_grad_norm_() or "
-            "torch.nn.utils.clip_grad_norm_(model.parameters(), …), ask optimizer.gradients_are_finite(), change "
-            "elements in place (p.grad.mul_(), clamp_(), zero_()), and look at this rank's shards by "
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), …), ask optimizer.gradients_are_finite(), "
+            "change elements in place (p.grad.mul_(), clamp_(), zero_()), and look at this rank's shards by "
             "optimizer.named_gradients()"
         )
 
     @classmethod
     def total_norm(cls, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of gradients of one optimizer's parameters, of all of them that have one. Collective."""
+        """Return the norm of the gradients of one optimizer, of all that there are. Collective."""
         held = [gradient for gradient in gradients if type(gradient) is cls]
         if len(held) < len(gradients) or len({id(each.shards) for each in held}) > 1:
             raise OperationError(
-                "a norm was asked of gradients of several optimizers together, of which this rank has shards; clip "
-                "each optimizer's by its clip_grad_norm_()"
+                "a norm was asked of gradients of several optimizers together, of which a rank has shards; "
+                "clip each optimizer's by its clip_grad_norm_()"
             )
         return held[0].shards.norm_of([each.parameter for each in held], norm_type)
 
@@ -99,8 +99,8 @@ def _change(gradient: HeldGradient, func: Callable[..., Any], args: Any, kwargs:
     found = gradient.shards.own_gradient_of(gradient.parameter)
     if any(type(value) is HeldGradient for value in _flattened([args, kwargs])):
         raise OperationError(
-            f"{getattr(func, '__name__', 'an operation')} was to combine gradients of which this rank has shards "
-            "of different elements; do it with optimizer.named_gradients(), shard by shard"
+            f"{getattr(func, '__name__', 'an operation')} was to combine gradients of which this rank has "
+            "shards of different elements; do it with optimizer.named_gradients(), shard by shard"
         )
     if found is None:
         return

@@ -73,8 +73,8 @@ class DistributedOptimizer(Optimizer):
 
     The optimizer is held, not copied: its groups are this one's, so learning-rate schedulers see no
     difference. From stage 1 on, and with precision or offload, it steps on flat pieces of parameters, and
-    must treat each element by itself. Of `named_parameters` those that the optimizer holds are averaged; it may name
-    more. With k microbatches, divide each loss by k. All ranks must start with the same parameters
+    must treat each element by itself. Of `named_parameters` those that the optimizer holds are averaged; it
+    may name more. With k microbatches, divide each loss by k. All ranks must start with the same parameters
     (`broadcast_parameters`).
 
     zero_stage         0 to 3; None: 3 for a model that is fully sharded, else 0
@@ -109,8 +109,8 @@ class DistributedOptimizer(Optimizer):
 
     `.grad` is for everybody what it is in one process, once a backward has sent it: who reads it waits for
     the average, and who sets it to None, as model.zero_grad() does, forgets it. In stage 0 it is the average
-    itself. From stage 1 on, and with precision or offload, each rank has a shard: what is done to it in place,
-    element by element, is done to the shards, and to read its values is an error. torch.nn.utils'
+    itself. From stage 1 on, and with precision or offload, each rank has a shard: what is done to it in
+    place, element by element, is done to the shards, and to read its values is an error. torch.nn.utils'
     clip_grad_norm_ and clip_grad_value_ clip by the norm and the values of the whole; torch.amp.GradScaler
     works in stage 0, and is refused beyond: `precision="float16"` scales by itself.
 
@@ -172,6 +172,8 @@ class DistributedOptimizer(Optimizer):
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
+        self._total: Tensor | None = None
+        self._zeroed: set[int] = set()
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
@@ -282,7 +284,7 @@ class DistributedOptimizer(Optimizer):
             self._refuse_leftovers()
         self._synchronizer.synchronize()
         self._factor = 1.0 / self.scaler.scale
-        self._overflow = self._total = None
+        self._overflow, self._total = None, None
         self._zeroed.clear()
         if self._update is not None and isinstance(self._synchronizer, GradientSynchronizer):
             self._synchronizer.hide()
@@ -302,7 +304,7 @@ class DistributedOptimizer(Optimizer):
 
     @uncompiled
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Return what a parameter's `.grad` shows once a backward has sent it: the average, or a HeldGradient.
+        """Return what `.grad` shows once a backward has sent it: the average, or a HeldGradient.
 
         Waits for averages; OperationError in a backward, where there is none yet.
         """
@@ -334,9 +336,9 @@ class DistributedOptimizer(Optimizer):
             set_own_gradient(parameter, gradient)
         elif gradient is not None:
             raise OperationError(
-                f"the gradient of {self._synchronizer.names[number]} was to be replaced, of which this rank has "
-                f"only a shard, as with zero_stage={self.zero_stage}, precision or offload; change it in place "
-                "(p.grad.mul_(), p.grad.copy_()), or change those of optimizer.named_gradients()"
+                f"the gradient of {self._synchronizer.names[number]} was to be replaced, of which this rank "
+                f"has only a shard, as with zero_stage={self.zero_stage}, precision or offload; change it in "
+                "place (p.grad.mul_(), p.grad.copy_()), or change those of optimizer.named_gradients()"
             )
         else:
             own = self.own_gradient_of(parameter)
@@ -378,21 +380,21 @@ class DistributedOptimizer(Optimizer):
         for number, name in enumerate(self._synchronizer.names):
             if self._synchronizer.used[number] and number not in given:
                 raise OperationError(
-                    f"the norm of the gradients of {len(given)} parameters was asked, without {name}, where each "
-                    "rank has a shard of all; clip all parameters of the optimizer together, as by "
+                    f"the norm of the gradients of {len(given)} parameters was asked, without {name}, where "
+                    "each rank has a shard of all; clip all parameters of the optimizer together, as by "
                     "optimizer.clip_grad_norm_(), or change some of optimizer.named_gradients()"
                 )
         self._total = self._norm.of(self._gradients(), norm_type) * abs(self._factor)
         return self._total
 
     def _is_in_backward(self, number: int) -> bool:
-        """Whether a backward is to bring a parameter its gradient still; OperationError where one has sent it."""
+        """Whether a backward is still to bring a gradient; OperationError where one has sent it."""
         if torch._C._current_graph_task_id() == -1:
             return False
         if self._synchronizer.has_taken(number):
             raise OperationError(
-                f"the gradient of {self._synchronizer.names[number]} was used in the backward that had sent it to "
-                "be averaged, as in a hook; use it after the backward, or in a hook that sees it before: "
+                f"the gradient of {self._synchronizer.names[number]} was used in the backward that had sent "
+                "it to be averaged, as in a hook; use it after the backward, or in a hook that sees it before: "
                 "p.register_hook, or one that is registered before the optimizer is made"
             )
         return True
@@ -484,8 +486,8 @@ class DistributedOptimizer(Optimizer):
         closure   computes the loss with its backward, perhaps several times (LBFGS); the average loss
                   over all ranks is returned to the inner optimizer, so that all take the same path
 
-        Gradients that are not finite on some rank: as `nonfinite` says; with a scaled loss the step is skipped
-        by all, and counted in `scaler.skipped`.
+        Gradients that are not finite on some rank: as `nonfinite` says; with a scaled loss the step is
+        skipped by all, and counted in `scaler.skipped`.
         errors    DivergenceError on every rank, with nothing changed; OffloadError on every rank when one of
                   them cannot keep its state
         """
@@ -529,7 +531,7 @@ class DistributedOptimizer(Optimizer):
         update.call_post_hooks(self._publication.wait)
 
     def _is_skipped(self) -> bool:
-        """Whether gradients that are not finite make all ranks skip a step; DivergenceError where they may not."""
+        """Whether all ranks skip a step for gradients that are not finite; DivergenceError by default."""
         if self._nonfinite == "step" or (self._total is not None and self._total.isfinite()):
             return False
         is_due = self._update is not None or any(p.grad is not None for p in self._synchronizer.parameters)
@@ -538,13 +540,14 @@ class DistributedOptimizer(Optimizer):
         self.scaler.skipped += 1
         if self._nonfinite == "skip":
             return True
-        mine = [name for name, _, gradient in self.named_gradients() if not gradient.isfinite().all()]
-        told = self.dp_comm.allgather_object(mine[:1])
-        name = next((names[0] for names in told if names), "a parameter of another rank")
+        mine = {name for name, _, gradient in self.named_gradients() if not gradient.isfinite().all()}
+        told = set().union(*self.dp_comm.allgather_object(mine))
+        name = next((name for name, _ in self._named if name in told), "a parameter of another rank")
         raise DivergenceError(
-            f"the average gradient of {name} is not finite, so no rank has taken the step, and parameters are as "
-            "they were. Look for the first layer or sample whose output is not finite, or lower the learning "
-            'rate; nonfinite="skip" leaves such steps out on all ranks, nonfinite="step" takes them as torch does'
+            f"the average gradient of {name} is not finite, so no rank has taken the step, and parameters "
+            "are as they were. Look for the first layer or sample whose output is not finite, or lower the "
+            'learning rate; nonfinite="skip" leaves such steps out on all ranks, nonfinite="step" takes '
+            "them, as torch does"
         )
 
     @property
@@ -559,7 +562,7 @@ class DistributedOptimizer(Optimizer):
 
     @uncompiled
     def wait_for_parameters(self) -> None:
-        """Return when the parameters of the last step are here; without `overlap_allgather` `step` has waited."""
+        """Return when the last step's parameters are here; `step` waits without `overlap_allgather`."""
         self._publication.wait()
 
     # --- states -----------------------------------------------------------------------------------
@@ -816,9 +819,9 @@ class DistributedOptimizer(Optimizer):
             raise OperationError(f'nonfinite={self._nonfinite!r}; give "error", "skip" or "step"')
         if self._overlap and (self._model is None or self.zero_stage not in (1, 2)):
             raise OperationError(
-                f"overlap_allgather=True with zero_stage={self.zero_stage} and {'no' if self._model is None else 'a'} "
-                "model: it lets the all-gather of stages 1 and 2 go on under the next forward of model=; give "
-                "both, or leave it out"
+                f"overlap_allgather=True with zero_stage={self.zero_stage} and "
+                f"{'no model' if self._model is None else 'a model'}: it lets the all-gather of stages 1 and "
+                "2 go on under the next forward of model=; give both, or leave it out"
             )
         if self._is_managed:
             require_elementwise(self.inner)
@@ -838,8 +841,6 @@ class DistributedOptimizer(Optimizer):
         # copies stay the same to the last bit.
         tied = [parameter for name, parameter in named if name in self._tied]
         self._factor = 1.0
-        self._total: Tensor | None = None
-        self._zeroed: set[int] = set()
         self._is_closed = False
         self._in_place.enter_context(adding_in_place([] if self._model is None else [self._model]))
         self._once = NodeCopy(self.dp_comm) if self._common else None

@@ -90,8 +90,8 @@ class ScatteredGradients:
     layouts             of the parameters; None: as they lie now
 
     shards   of each bucket this rank's part of the sum of all averages since the last `zero`
-    used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`; none after
-             `zero`
+    used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`;
+             none after `zero`
     peak_waiting_nbytes   the most that gradients took at once which had come and were in no room yet
     """
 
@@ -225,7 +225,7 @@ class ScatteredGradients:
         self.synchronized = self.used_up = False
 
     def has_taken(self, index: int) -> bool:
-        """Whether the backward under way, or the last one, has brought a gradient, which is to be averaged."""
+        """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
         return index in self._of[index].taken or index in self._of[index].arrived
 
     def forget(self, index: int) -> None:

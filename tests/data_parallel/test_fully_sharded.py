@@ -969,6 +969,27 @@ def test_what_is_written_back_before_there_is_an_optimizer_is_what_it_steps_on()
     assert changed == 12
 
 
+@pytest.mark.parametrize("writes", ["rank 1 alone", "other values", "the last of its shard"])
+def test_ranks_that_write_different_values_are_told_so_and_nothing_is_kept(writes: str) -> None:
+    def body(comm: Communicator) -> tuple[str, bool]:
+        model = fully_shard(Network(), comm)
+        start = whole(model)
+        try:
+            with summon_full_parameters(model), torch.no_grad():
+                if writes == "other values":
+                    model.head.weight.fill_(float(comm.rank))
+                elif comm.rank == 1:
+                    model.head.weight.view(-1)[-1 if writes.startswith("the last") else 0] = 5.0
+        except OperationError as error:
+            return str(error), same(whole(model), start)
+        return "", False
+
+    for told, is_as_before in run_loopback(3, body):
+        assert "ranks wrote different values to parameters" in told
+        assert "head.weight" in told
+        assert is_as_before
+
+
 def test_weights_that_others_stood_in_for_go_on_from_their_masters() -> None:
     def body(comm: Communicator) -> tuple[Tensor, Tensor]:
         model = fully_shard(Network(), comm, precision="bfloat16")

@@ -1,8 +1,8 @@
-"""Random programs of what users of torch do around a step: the same numbers as in one process, in every stage.
+"""Random programs of what users of torch do around a step: the numbers of one process, in every stage.
 
-A program is a list of actions (train with microbatches, clip, discard a backward, average weights by hand, write to
-them, make the optimizer anew, …), drawn from a seed. One process runs it with a plain torch optimizer and whole
-batches; each rank of a world runs it with its share of each batch. What both read is compared after each action.
+A program is a list of actions (train with microbatches, clip, discard a backward, average weights by hand,
+write to them, make the optimizer anew, …), drawn from a seed. One process runs it with a plain torch optimizer
+and whole batches; each rank of a world with its share of each. What both read is compared after each action.
 float64, and a tolerance of 1e-9: sums are taken in another order.
 """
 
@@ -119,7 +119,7 @@ class World:
                 zero_stage=int(number),
                 bucket_bytes=200,
                 precision=Precision("float64") if more == "managed" else None,
-                model=self.model if more else None,
+                model=None if number == "3" else self.model,
                 overlap_allgather=more == "overlapping",
             )
         if state is not None:
@@ -268,9 +268,9 @@ def compare(kind: str, size: int, seed: int) -> None:
     for rank, found in enumerate(run_loopback(size, lambda comm: course_of(World(comm, kind, seed), seed))):
         for (action, there), (_, here) in zip(expected, found, strict=True):
             for one, other in zip(there, here, strict=True):
-                told = f"seed {seed}, rank {rank} of {size}, after {action}:\n{program_of(seed)}"
-                torch.testing.assert_close(
-                    other, one, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m: f"{told}\n{m}"
+                told = f"seed {seed}, rank {rank} of {size}, after {action}"
+                assert torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE), (
+                    f"{told}: {program_of(seed)}"
                 )
 
 

@@ -556,7 +556,7 @@ def test_a_gradient_that_is_set_when_its_bucket_has_left_is_an_error(stage: int)
     model = Network()
     if stage == 3:
         fully_shard(model, Communicator.alone())
-    optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), Communicator.alone(), stage)
+    _optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), Communicator.alone(), stage)
     backward(Communicator.alone(), model)
     with pytest.raises(OperationError, match=r"the gradient of head\.weight was to be replaced"):
         model.head.weight.grad = torch.ones(3, 4, dtype=torch.float64)

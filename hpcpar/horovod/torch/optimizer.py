@@ -63,8 +63,8 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     sparse_as_dense  make sparse gradients dense before they are reduced
     process_set      the ranks that train together; others train by themselves
     zero_stage       1: each rank keeps its shard of the optimizer's state, 2: of gradients, too; None, 0: all
-    precision, offload, model, overlap_allgather, nonfinite, shared_parameters   of hpcpar.DistributedOptimizer,
-                     for zero_stage 1 and 2
+    precision, offload, model, overlap_allgather, nonfinite, shared_parameters
+                     of hpcpar.DistributedOptimizer, for zero_stage 1 and 2
     returns          an instance of a class of the optimizer's own name that is a subclass of its class, with
                      `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`
     errors           ValueError for impossible arguments and parameters without or with the same name
