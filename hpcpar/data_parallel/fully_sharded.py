@@ -613,8 +613,8 @@ class Sharding:
                 names = ", ".join(parameter.hpcpar_name for parameter in few)
                 raise OperationError(
                     "inside summon_full_parameters() ranks wrote different values to parameters of which "
-                    f"each keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was kept. "
-                    "Write the same on every rank, or pass write_back=False to write for its own eyes alone"
+                    f"each keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was "
+                    "kept. Write the same on every rank, or pass write_back=False to write for its own eyes"
                 )
         for each in held:
             own, new = each.block.own, each.flat[each.block.shard.start : each.block.shard.stop]

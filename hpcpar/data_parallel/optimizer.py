@@ -394,7 +394,7 @@ class DistributedOptimizer(Optimizer):
         if self._synchronizer.has_taken(number):
             raise OperationError(
                 f"the gradient of {self._synchronizer.names[number]} was used in the backward that had sent "
-                "it to be averaged, as in a hook; use it after the backward, or in a hook that sees it before: "
+                "it to be averaged, as in a hook; use it after the backward, or in one that sees it first: "
                 "p.register_hook, or one that is registered before the optimizer is made"
             )
         return True

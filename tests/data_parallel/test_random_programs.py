@@ -1,7 +1,7 @@
 """Random programs of what users of torch do around a step: the numbers of one process, in every stage.
 
 A program is a list of actions (train with microbatches, clip, discard a backward, average weights by hand,
-write to them, make the optimizer anew, …), drawn from a seed. One process runs it with a plain torch optimizer
+write to them, make the optimizer anew, …), drawn from a seed. One process runs it with a plain optimizer
 and whole batches; each rank of a world with its share of each. What both read is compared after each action.
 float64, and a tolerance of 1e-9: sums are taken in another order.
 """
