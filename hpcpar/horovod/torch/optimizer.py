@@ -58,7 +58,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     gradient_predivide_factor  with Average: divide by it before the sum, and by the rest after it
     groups           so many groups, or lists of parameters whose gradients are to be reduced together
     num_groups       old name for a number of groups
-    sparse_as_dense  make sparse gradients dense before they are reduced
+    sparse_as_dense  let sparse gradients travel as dense ones; the optimizer sees sparse ones all the same
     process_set      the ranks that train together; others train by themselves
     zero_stage       1: each rank keeps its shard of the optimizer's state, 2: of gradients, too; None, 0: all
     precision, offload, model, shared_parameters   of hpcpar.DistributedOptimizer, for zero_stage 1 and 2
