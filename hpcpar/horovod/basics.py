@@ -384,27 +384,6 @@ def cuda_built() -> bool:
     return bool(torch.version.cuda)
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set. Collective over all ranks, members or not.
-
-    errors   ValueError unless HOROVOD_DYNAMIC_PROCESS_SETS=1 or init(process_sets="dynamic"), and for a
-             set that exists already or of ranks that do not
-    """
-    context = the_context()
-    _require_dynamic(context)
-    return sets.register(context, [process_set])[0]
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a process set. Collective over all ranks; False for that of all ranks and unknown ones.
-
-    errors   ValueError unless process sets are dynamic, see `add_process_set`
-    """
-    context = the_context()
-    _require_dynamic(context)
-    return sets.remove(context, process_set)
-
-
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to write a timeline; rank 0 does.
 
@@ -418,14 +397,6 @@ def stop_timeline() -> None:
     _require_dynamic_timeline().stop_timeline()
 
 
-def _require_dynamic(context: Context) -> None:
-    if not context.dynamic:
-        raise ValueError(
-            "process sets can be added and removed only with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the "
-            'environment, or after hvd.init(process_sets="dynamic")'
-        )
-
-
 def _require_dynamic_timeline() -> Context:
     context = the_context()
     if context.knobs.timeline != DYNAMIC:
@@ -433,6 +404,37 @@ def _require_dynamic_timeline() -> Context:
             "a timeline can be started and stopped only if HOROVOD_TIMELINE=DYNAMIC was set before hvd.init()"
         )
     return context
+
+
+class HorovodBasics:
+    """The calls of this module as methods, and the operations by name, as `horovod.common.basics` has them.
+
+    Its arguments, by which Horovod finds its library, mean nothing here.
+    """
+
+    Average, Sum, Adasum, Min, Max, Product = range(6)
+
+    def __init__(self, pkg_path: str = "", *args: str) -> None:
+        """Nothing is loaded."""
+
+    init = staticmethod(init)
+    shutdown = staticmethod(shutdown)
+    is_initialized = staticmethod(is_initialized)
+    start_timeline = staticmethod(start_timeline)
+    stop_timeline = staticmethod(stop_timeline)
+    size = staticmethod(size)
+    local_size = staticmethod(local_size)
+    cross_size = staticmethod(cross_size)
+    rank = staticmethod(rank)
+    local_rank = staticmethod(local_rank)
+    cross_rank = staticmethod(cross_rank)
+    is_homogeneous = staticmethod(is_homogeneous)
+    mpi_threads_supported = staticmethod(mpi_threads_supported)
+    mpi_enabled = staticmethod(mpi_enabled)
+    mpi_built = staticmethod(mpi_built)
+    gloo_enabled = gloo_built = ddl_built = ccl_built = rocm_built = staticmethod(_not_here)
+    nccl_built = staticmethod(nccl_built)
+    cuda_built = staticmethod(cuda_built)
 
 
 _LEVELS = {

@@ -103,6 +103,35 @@ global_process_set = ProcessSet([])
 """All ranks."""
 
 
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set. Collective over all ranks, members or not.
+
+    errors   ValueError unless HOROVOD_DYNAMIC_PROCESS_SETS=1 or init(process_sets="dynamic"), and for a
+             set that exists already or of ranks that do not
+    """
+    return register(_dynamic_context(), [process_set])[0]
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Unregister a process set. Collective over all ranks; False for that of all ranks and unknown ones.
+
+    errors   ValueError unless process sets are dynamic, see `add_process_set`
+    """
+    return remove(_dynamic_context(), process_set)
+
+
+def _dynamic_context() -> Context:
+    from hpcpar.horovod.basics import the_context
+
+    context = the_context()
+    if not context.dynamic:
+        raise ValueError(
+            "process sets can be added and removed only with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the "
+            'environment, or after hvd.init(process_sets="dynamic")'
+        )
+    return context
+
+
 def register(context: Context, asked: Sequence[ProcessSet | Sequence[int] | Any]) -> list[ProcessSet]:
     """Make process sets usable. Collective over all ranks, which must ask for the same, in the same order.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,6 +119,12 @@ class Knobs:
             log_level=_log_level(environ),
             ignored=tuple(sorted(name for name in environ if _is_ignored(name, environ[name]))),
         )
+
+
+def start_limit_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Seconds in which a job's launcher is to have started it, by HOROVOD_START_TIMEOUT; None: not said."""
+    limit_s = seconds(environ, "HOROVOD_START_TIMEOUT", math.inf)
+    return None if limit_s == math.inf else limit_s
 
 
 def _nbytes(environ: Mapping[str, str], name: str, default: int) -> int:
