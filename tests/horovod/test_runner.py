@@ -154,9 +154,9 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts(
 HOROVODS = (
     "func args=() kwargs=None num_proc=1 min_num_proc=None max_num_proc=None slots=None reset_limit=None "
     "cooldown_range=None hosts=None hostfile=None host_discovery_script=None start_timeout=None "
-    "ssh_port=None ssh_identity_file=None disable_cache=None output_filename=None verbose=None use_gloo=None use_mpi=None "
-    "mpi_args=None network_interface=None network_interfaces=None executable=None np=None min_np=None "
-    "max_np=None"
+    "ssh_port=None ssh_identity_file=None disable_cache=None output_filename=None verbose=None use_gloo=None "
+    "use_mpi=None mpi_args=None network_interface=None network_interfaces=None executable=None np=None "
+    "min_np=None max_np=None"
 )
 
 
