@@ -97,6 +97,8 @@ class DistributedOptimizer(Optimizer):
     split_over         by name, further communicators over whose ranks a parameter is split, for the norm, and
                        for all of them to skip a step of which one has an overflow; all others are the same
                        on all ranks, and count once
+    elementwise        True: the user's word that an optimizer which hpcpar does not know treats each element
+                       by itself, for what steps on pieces; torch's own need none
     tied               names of parameters that ranks outside `dp_comm` have copies of, and whether this
                        rank's is the one that counts in the norm: their gradients are averaged last, once
                        `synchronize` is called, so that before it they can be summed over the copies
@@ -112,7 +114,7 @@ class DistributedOptimizer(Optimizer):
     `precision` are for that.
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
-    name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
+    name, for an optimizer that needs whole tensors or may; MismatchError (on every rank) when ranks hold
     different parameters; OffloadError, SharedMemoryError.
     source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, sections 5 and 7
     """
@@ -134,6 +136,7 @@ class DistributedOptimizer(Optimizer):
         backward_passes_per_step: int = 1,
         split_over: SplitOver | None = None,
         tied: Mapping[str, bool] | None = None,
+        elementwise: bool = False,
         bucket_bytes: int | None = None,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         algorithm: str | None = None,
@@ -162,6 +165,7 @@ class DistributedOptimizer(Optimizer):
         self.backward_passes_per_step = _number_of_passes(backward_passes_per_step)
         self._split_over = dict(split_over or {})
         self._tied = dict(tied or {})
+        self._is_said_elementwise = elementwise
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
@@ -683,7 +687,7 @@ class DistributedOptimizer(Optimizer):
                 "would be averaged, and cut, before they are summed over the copies; use zero_stage 0 or 1"
             )
         if self._is_managed:
-            require_elementwise(self.inner)
+            require_elementwise(self.inner, said=self._is_said_elementwise)
 
     @property
     def _is_managed(self) -> bool:

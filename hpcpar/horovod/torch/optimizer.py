@@ -47,6 +47,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     offload: str | Path | None = None,
     model: nn.Module | None = None,
     shared_parameters: bool = False,
+    elementwise: bool = False,
 ) -> Optimizer:
     """The optimizer, made to average gradients over all ranks before each step.
 
@@ -61,7 +62,8 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     sparse_as_dense  make sparse gradients dense before they are reduced
     process_set      the ranks that train together; others train by themselves
     zero_stage       1: each rank keeps its shard of the optimizer's state, 2: of gradients, too; None, 0: all
-    precision, offload, model, shared_parameters   of hpcpar.DistributedOptimizer, for zero_stage 1 and 2
+    precision, offload, model, shared_parameters, elementwise   of hpcpar.DistributedOptimizer, for zero_stage
+                     1 and 2
     returns          an instance of a class of the optimizer's own name that is a subclass of its class, with
                      `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`
     errors           ValueError for impossible arguments and parameters without or with the same name
@@ -100,6 +102,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
         offload=offload,
         model=model,
         shared_parameters=shared_parameters,
+        elementwise=elementwise,
     )
     return _wrap(optimizer, named_parameters, {**settings, **options})
 

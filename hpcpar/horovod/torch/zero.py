@@ -48,6 +48,7 @@ def options_for(
     offload: str | Path | None,
     model: nn.Module | None,
     shared_parameters: bool,
+    elementwise: bool,
 ) -> dict[str, Any]:
     """What hpcpar's own optimizer is to be given; nothing for the stages None and 0.
 
@@ -68,6 +69,7 @@ def options_for(
         "offload": offload,
         "model": model,
         "shared_parameters": shared_parameters,
+        "elementwise": elementwise,
     }
     if not zero_stage:
         given = [name for name, value in options.items() if value is not None and value is not False]
@@ -96,7 +98,7 @@ def options_for(
         if is_wrong:
             raise ValueError(f"{what} does not work with zero_stage={zero_stage}: {instead}")
     Precision.of(precision)
-    require_elementwise(optimizer)
+    require_elementwise(optimizer, said=elementwise)
     return {"zero_stage": zero_stage, **options}
 
 
@@ -249,6 +251,7 @@ class ShardedOptimizer(Wrapped):
                     "offload",
                     "model",
                     "shared_parameters",
+                    "elementwise",
                     "backward_passes_per_step",
                 )
             },
