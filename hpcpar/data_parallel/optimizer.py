@@ -34,6 +34,7 @@ from hpcpar.data_parallel.parameters import (
 from hpcpar.data_parallel.precision import LossScaler, Precision
 from hpcpar.data_parallel.publication import Publication
 from hpcpar.data_parallel.reduction import Averaging, Reduction
+from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
 from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened, is_elementwise, part_of
 from hpcpar.data_parallel.shards import Piece
@@ -173,6 +174,8 @@ class DistributedOptimizer(Optimizer):
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
+        if model is not None and dp_comm.size > 1:
+            refuse_renormalized(model)
         self._build()
 
     def __getattr__(self, name: str) -> Any:
@@ -395,8 +398,7 @@ class DistributedOptimizer(Optimizer):
             outcome = self.inner.step()
         else:
             outcome = self.inner.step(lambda: self._averaged(closure))
-        # One synchronization for each step, also where a rank's next backward brings no gradient.
-        self._synchronizer.synchronized = False
+        self._synchronizer.next_step()
         return outcome
 
     def _step_on_shards(self, update: ShardedStep) -> None:
