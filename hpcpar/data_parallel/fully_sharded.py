@@ -50,6 +50,7 @@ from hpcpar.data_parallel.parameters import (
 )
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.replicas import refuse_renormalized
+from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.scattered import ScatteredGradients
 from hpcpar.data_parallel.shards import pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
@@ -683,6 +684,7 @@ def fully_shard(
     if any(hasattr(parameter, "hpcpar_sharding") for parameter in model.parameters()):
         raise OperationError("the model is fully sharded already")
     refuse_renormalized(model)
+    warn_of_local_batches(model, dp_comm)
     precision = Precision.of(precision)
     plans = plan_units(model, policy)
     agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters], dp_comm)

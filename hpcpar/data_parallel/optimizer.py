@@ -35,6 +35,7 @@ from hpcpar.data_parallel.precision import LossScaler, Precision
 from hpcpar.data_parallel.publication import Publication
 from hpcpar.data_parallel.reduction import Averaging, Reduction
 from hpcpar.data_parallel.replicas import refuse_renormalized
+from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
 from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened, is_elementwise, part_of
 from hpcpar.data_parallel.shards import Piece
@@ -176,6 +177,7 @@ class DistributedOptimizer(Optimizer):
         self._in_place = ExitStack()
         if model is not None and dp_comm.size > 1:
             refuse_renormalized(model)
+            warn_of_local_batches(model, dp_comm)
         self._build()
 
     def __getattr__(self, name: str) -> Any:

@@ -54,7 +54,7 @@ class Writes:
         written = self._written()
         if not written:
             return np.zeros(TOLD_NBYTES, dtype=np.uint8)
-        sums = [(name, _sum_of_bits(parameter)) for name, parameter in written]
+        sums = [(name, sum_of_bits(parameter)) for name, parameter in written]
         text = "\n".join(f"{name} {total.item()}" for name, total in sums)
         digest = np.frombuffer(
             hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest(), dtype=np.uint8
@@ -94,7 +94,7 @@ def refuse_renormalized(model: nn.Module) -> None:
             )
 
 
-def _sum_of_bits(parameter: Tensor) -> Tensor:
+def sum_of_bits(parameter: Tensor) -> Tensor:
     """The sum of its elements' bits as integers, modulo 2⁶⁴."""
     plain = parameter.detach()
     if plain.is_complex():
