@@ -78,8 +78,10 @@ class DistributedOptimizer(Optimizer):
     difference. From stage 1 on, and with precision or offload, it steps on flat pieces of parameters, and
     must treat each element by itself; `.grad` is None once gradients are averages, which
     `named_gradients` shows. Of `named_parameters` those that the optimizer holds are averaged; it may name
-    more. With k microbatches, divide each loss by k. All ranks must start with the same parameters
-    (`broadcast_parameters`).
+    more. All ranks must start with the same parameters (`broadcast_parameters`).
+
+    An average of means is the mean where all are of equally many: then divide the loss of each of k
+    microbatches by k. Of unequal ones, such as batches with ignored tokens, take sums, and `loss_factor`.
 
     zero_stage         0 to 3; None: 3 for a model that is fully sharded, else 0
     precision          "bfloat16", "float16" or a `Precision`: parameters and gradients of that type, and
@@ -272,6 +274,28 @@ class DistributedOptimizer(Optimizer):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale that keeps float16 gradients from underflow: call backward() on that."""
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
+
+    @uncompiled
+    def loss_factor(self, count: float | Tensor) -> float:
+        """The factor by which sums of losses become the mean over all ranks and microbatches. Collective.
+
+            factor = optimizer.loss_factor((labels != -100).sum())    # in all microbatches until the step
+            for inputs, targets in microbatches:
+                total = cross_entropy(model(inputs), targets, ignore_index=-100, reduction="sum")
+                optimizer.scale_loss(total * factor).backward()
+
+        count    of what this rank will sum over until the step: tokens, samples, or weights; 0 is one, too
+        returns  ranks over the count of all of them, the same on every rank; 0 where there is nothing
+        errors   OperationError on every rank for a count below 0 or none that is finite on some rank
+        """
+        counts = self.dp_comm.allgather(torch.tensor([float(count)], dtype=torch.float64)).reshape(-1)
+        if not (counts.isfinite() & (counts >= 0)).all():
+            raise OperationError(
+                f"loss_factor() was given counts {counts.tolist()}, by rank; give how many tokens or samples "
+                "each rank sums its losses over until the step, 0 or more"
+            )
+        total = counts.sum().item()
+        return self.dp_comm.size / total if total else 0.0
 
     @uncompiled
     def synchronize(self) -> None:

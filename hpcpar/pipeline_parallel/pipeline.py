@@ -5,7 +5,9 @@
     optimizer.step()
 
     losses       of the microbatches, where the last stage is; None on other ranks
-    gradients    of the sum of the microbatches' losses: have `loss` divide by their number for the mean
+    gradients    of the sum of the microbatches' losses: have `loss` divide by their number for the mean. Of
+                 unequal ones, such as some with ignored tokens, have it return sums times the factor that
+                 `DistributedOptimizer.loss_factor` gives where the last stage is
 
 With data parallelism: give the DistributedOptimizer backward_passes_per_step=m, and every parameter's average
 leaves with its m-th gradient, in the cool-down. Where it was made for one backward, pass its `no_sync` here.
