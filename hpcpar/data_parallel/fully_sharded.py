@@ -35,6 +35,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.absent import AbsentParameter
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
@@ -683,6 +684,7 @@ def fully_shard(
         raise OperationError(f"prefetch={prefetch}; give 0 or more units")
     if any(hasattr(parameter, "hpcpar_sharding") for parameter in model.parameters()):
         raise OperationError("the model is fully sharded already")
+    refuse_scripted(model, "take zero_stage=2 without model=")
     refuse_renormalized(model)
     warn_of_local_batches(model, dp_comm)
     precision = Precision.of(precision)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.blocks import Block, gather_into_blocks
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.elementwise import require_elementwise
@@ -177,6 +178,8 @@ class DistributedOptimizer(Optimizer):
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
+        if model is not None:
+            refuse_scripted(model, "leave model= out")
         if model is not None and dp_comm.size > 1:
             refuse_renormalized(model)
             warn_of_local_batches(model, dp_comm)

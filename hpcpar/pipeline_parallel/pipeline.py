@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.comm import Communicator
 from hpcpar.comm.agree import require_same
 from hpcpar.errors import OperationError, ScheduleError
@@ -94,6 +95,8 @@ class Pipeline:
                     f"for it has stages {_numbers(schedule.stages_of(comm.rank))}: give {{number: module}} "
                     "for each of these"
                 )
+            for number, stage in stages.items():
+                refuse_scripted(stage, f"give stage {number} without it")
         self.schedule = schedule
         self.comm = comm
         self.stages = {number: Stage(number, stages[number]) for number in sorted(stages)}
