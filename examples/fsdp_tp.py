@@ -36,7 +36,7 @@ from hpcpar.launch.binding import affinity
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
 from hpcpar.models.initialise import initial_value
-from hpcpar.tensor_parallel import TensorParallel, own_shard, split_over
+from hpcpar.tensor_parallel import TensorParallel, own_shard
 from hpcpar.units import GiB, KiB, format_nbytes
 
 VOCABULARY, HEAD_SIZE = 256, 32
@@ -103,7 +103,6 @@ def build(options: argparse.Namespace, mesh: Mesh) -> tuple[Llama, hpcpar.Distri
         torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
         model.named_parameters(),
         mesh.dp,
-        split_over=split_over(model),
     )
     return model, optimizer
 

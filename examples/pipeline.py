@@ -77,7 +77,6 @@ def main() -> None:
         named,
         mesh.dp,
         backward_passes_per_step=options.microbatches,  # averages travel while other stages still work
-        split_over={name: [mesh.pp] for name, _ in named},  # so that the norm is that of all stages
     )
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hpcpar.autograd.held_parameter import HeldParameter
 from hpcpar.errors import ShardedParameterError
 
 
-class AbsentParameter(nn.Parameter):
+class AbsentParameter(HeldParameter):
     """What a parameter of a fully sharded model is while it is not gathered; to use it is an error."""
 
     hpcpar_name: str
@@ -31,8 +32,10 @@ class AbsentParameter(nn.Parameter):
         if not is_use:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            # Whatever is no tensor (its size, its type) says nothing about values.
-            is_use = func not in _HARMLESS and any(isinstance(each, Tensor) for each in _flattened(result))
+            # Whatever is no tensor (its size, its type) says nothing about values, nor does the parameter
+            # itself, which model.to(device) returns where nothing is to be moved.
+            made = [each for each in _flattened(result) if isinstance(each, Tensor) and each is not absent]
+            is_use = func not in _HARMLESS and bool(made)
         if is_use:
             raise ShardedParameterError(
                 f"{absent.hpcpar_name} was used by {doing} outside of its unit "

@@ -1,104 +1,97 @@
 """The norm of a gradient of which every rank has a part.
 
-A parameter that is split over several axes counts once for each of its parts, one that is the same on
-several ranks counts once: sums of powers are added over the ranks that a parameter is split over, and over
-no others.
-
-    parameters split over     tp, pp   ─ sum over tp ─┐
-                              pp       ───────────────┴ sum over pp ─┐
-                              nothing  ──────────────────────────────┴ norm
-
-So every communicator is used once, also where its ranks hold parameters that are split in other ways, as
-those of a pipeline do.
+Parts of parameters that are split over further axes count as `hpcpar.autograd.split_norms` says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hpcpar.autograd.split_norms import (
+    combined_over,
+    in_common_order,
+    powers,
+    require_norm_type,
+    split_over_of,
+    summed,
+    wide,
+)
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.shards import shard_of
-from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
+    from hpcpar.autograd.split_norms import Kind
     from hpcpar.comm import Communicator
 
 
 class GradientNorm:
     """Norms of gradients that lie flat, a tensor for each bucket.
 
-    names        of the parameters, as numbered in the buckets
+    parameters   as numbered in the buckets; each notes over whose ranks it is split
     sharded      each rank has its shard of every bucket, else the whole of it
-    split_over   by name, further communicators over whose ranks a parameter is split; in the same order for
-                 all parameters, and last those whose ranks hold different parameters
-    elsewhere    names of parameters that count on another rank, which has a copy
-    others       names of parameters that get no gradient here, as they are frozen: ranks over which they are
-                 split may get one for theirs, and then wait for this one
+    elsewhere    those that count on another rank, which has a copy
+    others       those that get no gradient here, as they are frozen: ranks over which they are split may get
+                 one for theirs, and then wait for this one
     """
 
     def __init__(
         self,
-        names: Sequence[str],
+        parameters: Sequence[Tensor],
         buckets: Sequence[Bucket],
         dp_comm: Communicator,
         *,
         sharded: bool,
-        split_over: Mapping[str, Sequence[Communicator]],
-        elsewhere: Collection[str] = (),
-        others: Collection[str] = (),
+        elsewhere: Collection[Tensor] = (),
+        others: Sequence[Tensor] = (),
     ) -> None:
-        unknown = sorted(set(split_over) - set(names) - set(others))
-        if unknown:
-            raise OperationError(
-                f"split_over names {unknown[0]!r}, which is none of the optimizer's {len(names)} parameters"
-            )
+        self._parameters, self._others = parameters, others
+        self._elsewhere = set(map(id, elsewhere))
+        self._buckets = buckets
         self._dp_comm = dp_comm if sharded else None
-        known = [*names, *(name for name in others if name in split_over)]
-        self._comms = list(dict.fromkeys(tuple(split_over.get(name, ())) for name in known))
-        self._is_one_sum = len(self._comms) == 1 and not elsewhere
-        self._order = _in_common_order(self._comms)
-        kinds = {name: self._comms.index(tuple(split_over.get(name, ()))) for name in names}
-        rank, size = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
-        self._places = [
+        self._shard = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
+
+    @cached_property
+    def _kinds(self) -> list[Kind]:
+        """Of all parameters, the ways in which they are split.
+
+        First looked at when a norm is taken: a pipeline may be made of parameters after their optimizer.
+        """
+        split = [parameter for parameter in self._others if split_over_of(parameter)]
+        return list(dict.fromkeys(map(split_over_of, [*self._parameters, *split])))
+
+    @cached_property
+    def _places(self) -> list[list[tuple[Kind, int, int]]]:
+        """In each flat gradient, from where to where it is of which kind."""
+        return [
             [
-                (kinds[names[piece.member]], piece.offset, piece.end)
-                for piece in shard_of(bucket, rank, size).pieces
-                if names[piece.member] not in elsewhere
+                (split_over_of(self._parameters[piece.member]), piece.offset, piece.end)
+                for piece in shard_of(bucket, *self._shard).pieces
+                if id(self._parameters[piece.member]) not in self._elsewhere
             ]
-            for bucket in buckets
+            for bucket in self._buckets
         ]
 
     def of(self, flats: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients; the same bits on every rank. Collective. In float32, or as they are."""
-        if norm_type <= 0:
-            raise OperationError(f"norm_type={norm_type}; give a number above 0, or inf")
-        if not self._comms:
+        require_norm_type(norm_type)
+        if not self._kinds:
             return torch.zeros(())
         largest = math.isinf(norm_type)
         add = torch.maximum if largest else torch.add
-        sums = [torch.zeros((), dtype=torch.float64) for _ in self._comms]
-        for number, part in self._parts(flats):
+        sums = {kind: torch.zeros((), dtype=torch.float64) for kind in self._kinds}
+        for kind, part in self._parts(flats):
             if part.numel():
-                norm = torch.linalg.vector_norm(part, norm_type, dtype=wide(part)).cpu().double()
-                sums[number] = add(sums[number], norm if largest else norm**norm_type)
-        stacked = torch.stack(sums)
+                sums[kind] = add(sums[kind], powers(part, norm_type))
         if self._dp_comm is not None:
-            stacked = _combined(stacked, self._dp_comm, largest)
-        # Each sum beside the communicators that it is still to be added up over.
-        open_sums: dict[tuple[Communicator, ...], Tensor] = dict(zip(self._comms, stacked, strict=True))
-        for comm in self._order:
-            due = [kind for kind in open_sums if kind and kind[0] is comm]
-            combined = _combined(torch.stack([open_sums.pop(kind) for kind in due]), comm, largest)
-            for kind, total in zip(due, combined, strict=True):
-                rest = kind[1:]
-                open_sums[rest] = add(open_sums[rest], total) if rest in open_sums else total
-        (total,) = open_sums.values()
+            stacked = summed(torch.stack(list(sums.values())), self._dp_comm, largest=largest)
+            sums = dict(zip(sums, stacked, strict=True))
+        total = combined_over(sums, largest=largest)
         result = total if largest else total ** (1 / norm_type)
         if not flats:
             return result.to(torch.get_default_dtype())
@@ -110,47 +103,20 @@ class GradientNorm:
         """Whether all gradients on all ranks are finite; all ranks agree. Collective."""
         broken = torch.zeros(1, dtype=torch.float64)
         for flat in flats:
-            # A sum keeps every NaN and infinity, and is cheaper than looking at each element.
-            if not flat.sum(dtype=torch.promote_types(flat.dtype, torch.float64)).isfinite():
+            # A sum keeps every NaN and infinity, and is cheaper than a look at each element, most of all in
+            # the elements' own type. There it may overflow, and is taken again.
+            longest = torch.promote_types(flat.dtype, torch.float64)
+            if not flat.sum().isfinite() and not flat.sum(dtype=longest).isfinite():
                 broken += 1
-        for comm in [*([] if self._dp_comm is None else [self._dp_comm]), *self._order]:
+        for comm in [*([] if self._dp_comm is None else [self._dp_comm]), *in_common_order(self._kinds)]:
             comm.allreduce(broken)
         return not broken.item()
 
-    def _parts(self, flats: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        if self._is_one_sum:
-            return [(0, flat) for flat in flats]
+    def _parts(self, flats: Sequence[Tensor]) -> list[tuple[Kind, Tensor]]:
+        if len(self._kinds) == 1 and not self._elsewhere:
+            return [(self._kinds[0], flat) for flat in flats]
         return [
             (kind, flat[start:stop])
             for flat, places in zip(flats, self._places, strict=True)
             for kind, start, stop in places
         ]
-
-
-def _in_common_order(kinds: Sequence[Sequence[Communicator]]) -> list[Communicator]:
-    """All communicators of these lists in one list that is in the order of each of them."""
-    after: dict[Communicator, dict[Communicator, None]] = {}  # and not sets, whose order is any
-    for kind in kinds:
-        for number, comm in enumerate(kind):
-            after.setdefault(comm, {}).update(dict.fromkeys(kind[:number]))
-    try:
-        return list(TopologicalSorter(after).static_order())
-    except CycleError as error:
-        names = ", ".join(comm.name for comm in error.args[1][1:])
-        raise OperationError(
-            f"split_over lists the communicators {names} in other orders for other parameters; use one"
-        ) from error
-
-
-def _combined(values: Tensor, comm: Communicator, largest: bool) -> Tensor:
-    if not largest:
-        return comm.allreduce(values.clone())  # type: ignore[no-any-return]
-    # A maximum over ranks may lose a NaN, a sum never does.
-    lost = comm.allreduce(values.isnan().double())
-    found = comm.allreduce(values.nan_to_num(nan=0.0, posinf=math.inf), "max")
-    return torch.where(lost > 0, math.nan, found)
-
-
-def wide(flat: Tensor) -> torch.dtype:
-    """The type in which a norm is accumulated: at least single precision."""
-    return flat.dtype if flat.is_complex() else torch.promote_types(flat.dtype, torch.float32)

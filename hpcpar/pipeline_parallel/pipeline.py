@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
+from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.comm import Communicator
 from hpcpar.comm.agree import require_same
 from hpcpar.errors import OperationError, ScheduleError
@@ -56,6 +57,7 @@ class Pipeline:
     loss       (output of the last stage, target of the microbatch) -> a tensor of one number; None: the last
                stage's output is that
     no_sync    entered around actions that make gradients of which more will come: see `late_from`
+    effect     parameters note that those of other stages are on other ranks of `comm`: norms are over all
     errors     MismatchError on every rank where schedules differ, ScheduleError where the schedule is wrong,
                PeerFailedError where a rank has other stages than the schedule gives it
 
@@ -100,6 +102,9 @@ class Pipeline:
         self.schedule = schedule
         self.comm = comm
         self.stages = {number: Stage(number, stages[number]) for number in sorted(stages)}
+        for stage in stages.values():
+            for parameter in stage.parameters():
+                note_split_over(parameter, comm)
         self.peak_alive = 0
         self._loss = loss
         self._no_sync = no_sync

@@ -61,7 +61,9 @@ class TiedWeights:
             if shared is not None:
                 self.comms[name] = shared
                 # A DistributedOptimizer that is not told of it would average it too early.
-                self._own[name].hpcpar_is_copy = True  # type: ignore[attr-defined]
+                own = self._own[name]
+                own.hpcpar_is_copy = True  # type: ignore[attr-defined]
+                own.hpcpar_counts_elsewhere = holders[0] != self._rank  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

@@ -94,14 +94,11 @@ class ColumnParallelLinear(Divided):
         rows = self.split.shard_length(self.tp.rank)
         self.weight = nn.Parameter(torch.empty(rows, in_features))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        place(self.weight, self.split, self.tp.comm)
-        if self.bias is not None:
-            place(self.bias, self.split, self.tp.comm)
         # Made here, where all ranks are, and not in the first forward.
         self._sharers = self._shared_heads()
-        if self._sharers is not None:
-            for parameter in self.parameters(recurse=False):
-                parameter.hpcpar_split_over = self._sharers.distinct  # type: ignore[attr-defined]
+        distinct = None if self._sharers is None else self._sharers.distinct
+        for parameter in self.parameters(recurse=False):
+            place(parameter, self.split, self.tp.comm, distinct=distinct)
         if draw:
             self.reset_parameters()
 

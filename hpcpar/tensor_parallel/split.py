@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hpcpar.autograd.split_norms import split_over_of
+from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.partition import bounds, offsets
 
@@ -232,10 +234,17 @@ def padded_length(length: int, size: int) -> int:
 # --- parameters that carry their split ------------------------------------------------------------
 
 
-def place(parameter: nn.Parameter, split: Split, comm: Communicator) -> None:
-    """Note on a parameter that it is this rank's shard of a whole one over `comm`."""
+def place(
+    parameter: nn.Parameter, split: Split, comm: Communicator, *, distinct: Communicator | None = None
+) -> None:
+    """Note on a parameter that it is this rank's shard of a whole one over `comm`.
+
+    distinct   where several ranks hold the same part: those that hold one each, over whom norms are summed
+    """
     parameter.hpcpar_split = split  # type: ignore[attr-defined]
     parameter.hpcpar_comm = comm  # type: ignore[attr-defined]
+    if split.is_divided:
+        note_split_over(parameter, comm if distinct is None else distinct)
 
 
 def split_of(parameter: Tensor) -> Split | None:
@@ -248,7 +257,7 @@ def comm_of(parameter: Tensor) -> Communicator | None:
     return getattr(parameter, "hpcpar_comm", None)
 
 
-NOTES = ("hpcpar_split", "hpcpar_comm", "hpcpar_split_over")
+NOTES = ("hpcpar_split", "hpcpar_comm")
 
 
 class Divided(nn.Module):
@@ -275,17 +284,12 @@ def _note_again(before: nn.Parameter | None, now: nn.Parameter | None) -> None:
     if before is None or now is None or before.shape != now.shape or split_of(now) is not None:
         return
     vars(now).update({note: value for note, value in vars(before).items() if note in NOTES})
+    note_split_over(now, *split_over_of(before))
 
 
-def split_over(module: nn.Module) -> dict[str, tuple[Communicator]]:
-    """By name, over whose ranks parameters are split: what DistributedOptimizer wants to know for norms."""
-    found: dict[str, tuple[Communicator]] = {}
-    for name, parameter in module.named_parameters():
-        split, comm = split_of(parameter), comm_of(parameter)
-        if split is not None and comm is not None and split.is_divided:
-            # Where several ranks hold the same part, one of each.
-            found[name] = (getattr(parameter, "hpcpar_split_over", comm),)
-    return found
+def split_over(module: nn.Module) -> dict[str, tuple[Communicator, ...]]:
+    """By name, over whose ranks parameters are split; those that are not are left out."""
+    return {name: over for name, parameter in module.named_parameters() if (over := split_over_of(parameter))}
 
 
 def own_shard(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, parallel_layers
 from hpcpar.models.initialise import initial_value
 from hpcpar.pipeline_schedules.schedule import Schedule
-from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard, split_over
+from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard
 from hpcpar.training.config import Config, OptimizerSection
 from hpcpar.training.pipelined import item_costs, make_schedule, require_zero_stage, split_of_layers
 from hpcpar.units import MiB
@@ -127,20 +127,15 @@ def build_optimizer(
     model: nn.Module,
     dp_comm: Communicator,
     *,
-    pp_comm: Communicator | None = None,
     tied: Mapping[str, bool] | None = None,
     backwards: int = 1,
 ) -> DistributedOptimizer:
     """The optimizer that the configuration names, on gradients averaged over `dp_comm`.
 
-    pp_comm     over whose ranks the model's layers are divided, if they are
     tied        parameters of which other stages have copies: as of DistributedOptimizer
     backwards   that each parameter gets a gradient from in a step, without `no_sync`
     """
     section = config.optimizer
-    over = {name: list(comms) for name, comms in split_over(model).items()}
-    if pp_comm is not None:
-        over = {name: [*over.get(name, ()), pp_comm] for name, _ in model.named_parameters()}
     return DistributedOptimizer(
         plain_optimizer(section, model),
         model.named_parameters(),
@@ -150,8 +145,8 @@ def build_optimizer(
         offload=section.offload,
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
         model=None if section.zero_stage == 3 else model,
+        overlap_allgather=section.zero_stage in (1, 2),
         backward_passes_per_step=backwards,
-        split_over=over,
         tied=tied,
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
         first_bucket_bytes=int(section.first_bucket_mib * MiB),

@@ -189,7 +189,6 @@ class Run:
             config,
             model,
             mesh.dp,
-            pp_comm=mesh.pp,
             tied=copies_here(model, tied),
             backwards=microbatches,
         )

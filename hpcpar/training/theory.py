@@ -155,7 +155,7 @@ def _norms(
     over = split_over(model)
     kinds = {over.get(name, ()) for name in optimizer.synchronizer.names}
     total: Counter[tuple[Communicator, str]] = Counter()
-    for comm in [*(comm for kind in kinds for comm in kind), *([] if pp is None else [pp])]:
+    for comm in dict.fromkeys([*(comm for kind in kinds for comm in kind), *([] if pp is None else [pp])]):
         once = allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
         total[comm, "allreduce"] += steps * (1 + looks) * once
     if optimizer.zero_stage:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard
 from hpcpar.data_parallel.buckets import Bucket
@@ -117,14 +118,14 @@ def test_a_gradient_that_is_no_number_on_one_rank_is_seen_by_all(
 
 def test_infinities_that_cancel_are_seen() -> None:
     bucket = Bucket((0,), (0, 4), 4, "float32")
-    norm = GradientNorm(["p"], [bucket], Communicator.alone(), sharded=False, split_over={})
+    norm = GradientNorm([torch.ones(1)], [bucket], Communicator.alone(), sharded=False)
     assert not norm.is_finite([torch.tensor([math.inf, -math.inf, 0.0, 0.0])])
     assert norm.is_finite([torch.tensor([3e38, 3e38, 3e38, 0.0])]), "large, but finite"
 
 
 def test_a_norm_of_16_bits_is_worked_out_in_32() -> None:
     bucket = Bucket((0,), (0, 512), 2, "float16")
-    norm = GradientNorm(["p"], [bucket], Communicator.alone(), sharded=False, split_over={})
+    norm = GradientNorm([torch.ones(1)], [bucket], Communicator.alone(), sharded=False)
     found = norm.of([torch.full((512,), 6e4, dtype=torch.float16)])
     assert (found.dtype, found.item()) == (torch.float32, pytest.approx(6e4 * math.sqrt(512), rel=1e-3))
 
@@ -132,7 +133,7 @@ def test_a_norm_of_16_bits_is_worked_out_in_32() -> None:
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_bucket_of_nothing_has_norm_zero(kind: float) -> None:
     buckets = [Bucket((0,), (0, 0), 8, "float64"), Bucket((1,), (0, 1), 8, "float64")]
-    norm = GradientNorm(["none", "one"], buckets, Communicator.alone(), sharded=False, split_over={})
+    norm = GradientNorm([torch.ones(0), torch.ones(1)], buckets, Communicator.alone(), sharded=False)
     flats = [torch.zeros(0, dtype=torch.float64), torch.full((1,), -2.0, dtype=torch.float64)]
     assert norm.of(flats, kind).item() == pytest.approx(2.0)
     assert norm.is_finite(flats)
@@ -198,17 +199,11 @@ def test_ranks_may_hold_other_parameters_split_in_other_ways(kinds: tuple[tuple[
         tp_comm, pp_comm = world.split(world.rank // 2, name="tp"), world.split(world.rank % 2, name="pp")
         by_name = {"tp": tp_comm, "pp": pp_comm}
         mine = kinds if world.rank < 2 else kinds[-1:]
-        names = [f"p{number}" for number in range(len(mine))]
+        parameters = [torch.ones(1) for _ in mine]
+        for parameter, kind in zip(parameters, mine, strict=True):
+            note_split_over(parameter, *(by_name[axis] for axis in kind))
         buckets = [Bucket((number,), (0, 1), 8, "float64") for number in range(len(mine))]
-        norm = GradientNorm(
-            names,
-            buckets,
-            Communicator.alone(),
-            sharded=False,
-            split_over={
-                name: [by_name[axis] for axis in kind] for name, kind in zip(names, mine, strict=True)
-            },
-        )
+        norm = GradientNorm(parameters, buckets, Communicator.alone(), sharded=False)
         values = [2.0 if kind == ("pp",) else 3.0 + world.rank for kind in mine]
         return norm.of([torch.tensor([value], dtype=torch.float64) for value in values]).item()
 
@@ -223,16 +218,23 @@ def test_ranks_may_hold_other_parameters_split_in_other_ways(kinds: tuple[tuple[
 
 
 def test_parameters_split_in_contradictory_orders_are_refused() -> None:
-    a, b = Communicator.alone(), Communicator.alone()
-    buckets = [Bucket((0, 1), (0, 1, 2), 8, "float64")]
-    with pytest.raises(OperationError, match="in other orders for other parameters; use one"):
-        GradientNorm(["p", "q"], buckets, a, sharded=False, split_over={"p": [a, b], "q": [b, a]})
+    def refused(world: Communicator) -> bool:
+        a, b = world.split(0, name="a"), world.split(0, name="b")
+        parameters = [torch.ones(1), torch.ones(1)]
+        note_split_over(parameters[0], a, b)
+        note_split_over(parameters[1], b, a)
+        norm = GradientNorm(parameters, [Bucket((0, 1), (0, 1, 2), 8, "float64")], a, sharded=False)
+        with pytest.raises(OperationError, match="noted in other orders for other parameters; note them"):
+            norm.of([torch.ones(2)])
+        return True
+
+    assert run_loopback(2, refused) == [True, True]
 
 
 def test_a_split_parameter_must_be_one_of_the_optimizers() -> None:
     alone = Communicator.alone()
-    with pytest.raises(OperationError, match="split_over names 'q', which is none of the optimizer's 1"):
-        GradientNorm(["p"], [], alone, sharded=False, split_over={"q": [alone]})
+    with pytest.raises(OperationError, match="split_over names 'q', which is none of the optimizer's 4"):
+        averaged(alone, 0, gradients(0), split_over={"q": [alone]})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -276,7 +278,7 @@ def test_a_fully_sharded_stage_goes_by_the_names_that_its_optimizer_was_given() 
 @pytest.mark.parametrize("kind", [0, -1.0, -math.inf])
 def test_a_norm_of_no_positive_power_is_refused(kind: float) -> None:
     with pytest.raises(OperationError, match="norm_type="):
-        GradientNorm(["p"], [], Communicator.alone(), sharded=False, split_over={}).of([], kind)
+        GradientNorm([torch.ones(1)], [], Communicator.alone(), sharded=False).of([], kind)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -19,7 +19,7 @@ from hpcpar.errors import LayoutError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaConfig, generate, parallel_layers
 from hpcpar.models.initialise import initial_value
-from hpcpar.tensor_parallel import RandomStreams, TensorParallel, gather_whole, own_shard, split_over
+from hpcpar.tensor_parallel import RandomStreams, TensorParallel, gather_whole, own_shard
 from tests.grid import checkered
 
 TOLERANCE = 1e-10
@@ -87,18 +87,15 @@ def train_serially(config: LlamaConfig, optimizer: str, clip: float = math.inf) 
     return Trained(*first, norms, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def build(
-    config: LlamaConfig, tp: TensorParallel, dp: Communicator, mode: str, zero_stage: int
-) -> tuple[Llama, dict[str, tuple[Communicator]]]:
+def build(config: LlamaConfig, tp: TensorParallel, dp: Communicator, mode: str, zero_stage: int) -> Llama:
     layers = parallel_layers(config, tp)
     again = Recompute(mode)  # type: ignore[arg-type]
     if zero_stage < 3:
         model = Llama(config, layers, seed=1, recompute=again).double()
-        return model, split_over(model)
+        return model
     model = Llama(config, layers, seed=None, recompute=again).double()
-    over = split_over(model)
     fully_shard(model, dp, values=lambda name, p: own_shard(p, initial_value(config, name, 1).double()))
-    return model, over
+    return model
 
 
 def train(
@@ -111,13 +108,12 @@ def train(
     zero_stage: int = 0,
     clip: float = math.inf,
 ) -> Trained:
-    model, over = build(config, tp, dp, mode, zero_stage)
+    model = build(config, tp, dp, mode, zero_stage)
     steps = DistributedOptimizer(
         OPTIMIZERS[optimizer](model.parameters()),
         model.named_parameters(),
         dp,
         zero_stage=zero_stage,
-        split_over=over,
     )
     tokens, targets = (half.chunk(dp.size)[dp.rank] for half in batch())
     first, norms = None, []

@@ -17,7 +17,7 @@ from hpcpar.pipeline_parallel import Pipeline, TiedWeights, balanced
 from hpcpar.pipeline_schedules import catalogue
 from hpcpar.pipeline_schedules.price import Durations
 from hpcpar.pipeline_schedules.schedule import Schedule
-from hpcpar.tensor_parallel import TensorParallel, gather_whole, split_over
+from hpcpar.tensor_parallel import TensorParallel, gather_whole
 from tests.grid import WHOLE_GRID, checkered
 
 STEPS, SEQUENCE = 10, 4
@@ -106,14 +106,12 @@ def pipelined(
     model = LlamaStages(config, layers, split, schedule.stages_of(mesh.pp.rank), seed=3).double()
     tied = TiedWeights(mesh.pp, model.tied_parameters())
     copies = {id(copy) for copy in model.tied_parameters().values()}
-    over = split_over(model)
     optimizer = DistributedOptimizer(
         inner(optimizer_name, list(model.parameters())),
         model.named_parameters(),
         mesh.dp,
         zero_stage=zero_stage,
         backward_passes_per_step=schedule.microbatches,
-        split_over={name: [*over.get(name, ()), mesh.pp] for name, _ in model.named_parameters()},
         tied={name: tied.counts_here(p) for name, p in model.named_parameters() if id(p) in copies},
     )
 

@@ -1,0 +1,95 @@
+"""Sums over gradients of which ranks hold parts: each part counts once, and so does what is the same.
+
+A parameter notes the communicators over whose ranks it is split, as `hpcpar_split_over`. Sums of powers are
+added over those, and over no others:
+
+    parameters split over     tp, pp   ─ sum over tp ─┐
+                              pp       ───────────────┴ sum over pp ─┐
+                              nothing  ──────────────────────────────┴ norm
+
+So every communicator is used once, also where its ranks hold parameters that are split in other ways, as
+those of a pipeline do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcpar.errors import OperationError
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+    Kind = tuple[Communicator, ...]
+    """Over whose ranks a parameter is split; last come those whose ranks hold different parameters."""
+
+
+def split_over_of(parameter: Tensor) -> Kind:
+    """The communicators over whose ranks a parameter is split; none for one that every rank has whole."""
+    return getattr(parameter, "hpcpar_split_over", ())
+
+
+def combined_over(sums: Mapping[Kind, Tensor], *, largest: bool) -> Tensor:
+    """The sum, or the largest, over all ranks and kinds; the same bits on every rank. Collective.
+
+    sums     by kind, this rank's number: a sum of powers, or the largest value
+    errors   OperationError for kinds that list communicators in contradictory orders
+    """
+    add = torch.maximum if largest else torch.add
+    open_sums = dict(sums)
+    for comm in in_common_order(list(sums)):
+        due = [kind for kind in open_sums if kind and kind[0] is comm]
+        combined = summed(torch.stack([open_sums.pop(kind) for kind in due]), comm, largest=largest)
+        for kind, total in zip(due, combined, strict=True):
+            rest = kind[1:]
+            open_sums[rest] = add(open_sums[rest], total) if rest in open_sums else total
+    (total,) = open_sums.values()
+    return total
+
+
+def in_common_order(kinds: Sequence[Kind]) -> list[Communicator]:
+    """All communicators of these kinds in one list that is in the order of each of them."""
+    after: dict[Communicator, dict[Communicator, None]] = {}  # and not sets, whose order is any
+    for kind in kinds:
+        for number, comm in enumerate(kind):
+            after.setdefault(comm, {}).update(dict.fromkeys(kind[:number]))
+    try:
+        return list(TopologicalSorter(after).static_order())
+    except CycleError as error:
+        names = ", ".join(comm.name for comm in error.args[1][1:])
+        raise OperationError(
+            f"parameters are split over the communicators {names}, noted in other orders for other "
+            f"parameters; note them in one order, such as tp before pp"
+        ) from error
+
+
+def summed(values: Tensor, comm: Communicator, *, largest: bool) -> Tensor:
+    """The sum, or the largest, of each value over the ranks; a NaN on one rank is one on all. Collective."""
+    if not largest:
+        return comm.allreduce(values.clone())  # type: ignore[no-any-return]
+    # A maximum over ranks may lose a NaN, a sum never does.
+    lost = comm.allreduce(values.isnan().double())
+    found = comm.allreduce(values.nan_to_num(nan=0.0, posinf=math.inf), "max")
+    return torch.where(lost > 0, math.nan, found)
+
+
+def powers(part: Tensor, norm_type: float) -> Tensor:
+    """The sum of the values' powers in float64, or their largest magnitude, on the CPU."""
+    norm: Tensor = torch.linalg.vector_norm(part, norm_type, dtype=wide(part)).cpu().double()
+    return norm if math.isinf(norm_type) else norm**norm_type
+
+
+def require_norm_type(norm_type: float) -> None:
+    if norm_type <= 0:
+        raise OperationError(f"norm_type={norm_type}; give a number above 0, or inf")
+
+
+def wide(flat: Tensor) -> torch.dtype:
+    """The type in which a norm is accumulated: at least single precision."""
+    return flat.dtype if flat.is_complex() else torch.promote_types(flat.dtype, torch.float32)

@@ -1,0 +1,167 @@
+"""torch's functions of gradient norms, over all ranks that a parameter is split over.
+
+    torch.nn.utils.clip_grad_norm_(parameters, …)    over the communicators that the parameters note
+    torch.nn.utils.get_total_norm(gradients, …)      the same: gradients are known by whose `.grad` they are
+    gradients of which this rank has a shard         their own `total_norm`
+    parameters that note nothing                     torch's own function
+
+`clip_grads_with_norm_` and `clip_grad_value_` look at each element by itself, and stay torch's. A rank alone
+would take the norm of its own parts, and ranks would scale what they share by different factors.
+
+A parameter's attributes say what is to be done with it:
+
+    hpcpar_split_over        communicators over whose ranks it is split (`note_split_over`)
+    hpcpar_counts_elsewhere  true for a copy that another rank counts (`TiedWeights`)
+
+torch wraps each of these functions in another, which holds it in a closure; from the first note on that
+closure holds ours. So it also reaches `from torch.nn.utils import clip_grad_norm_` written before.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from hpcpar.autograd.split_norms import combined_over, powers, require_norm_type, split_over_of
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+_LOCK = threading.Lock()  # ranks may be threads of one process
+_NOTED: dict[int, weakref.ref[Tensor]] = {}
+_INSTALLED: list[str] = []
+
+
+def note_split_over(parameter: Tensor, *comms: Communicator) -> None:
+    """Note on a parameter that it is one of several parts, which the ranks of these communicators hold.
+
+    comms   those that are not noted yet are added at the end; one of a single rank changes nothing
+
+    From then on it counts with all its parts in norms: torch's, and those of `DistributedOptimizer`.
+    """
+    noted = split_over_of(parameter)
+    more = tuple(comm for comm in comms if comm.size > 1 and comm not in noted)
+    if not more:
+        return
+    parameter.hpcpar_split_over = noted + more  # type: ignore[attr-defined]
+    with _LOCK:
+        _NOTED[id(parameter)] = weakref.ref(parameter)
+        for key in [key for key, held in _NOTED.items() if held() is None]:
+            del _NOTED[key]
+    install()
+
+
+def install() -> None:
+    """Have torch's functions look at what parameters note; once is enough."""
+    with _LOCK:
+        for name, ours in {"clip_grad_norm_": _clip_grad_norm_, "_get_total_norm": _get_total_norm}.items():
+            wrapper = getattr(clip_grad, name, None)  # torch 2.5 has no function for the norm alone
+            if wrapper is None or name in _INSTALLED:
+                continue
+            cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+            cell.cell_contents = ours(cell.cell_contents)
+            _INSTALLED.append(name)
+
+
+def _clip_grad_norm_(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        if isinstance(parameters, types.GeneratorType):
+            given: Any = list(parameters) or parameters  # torch warns of one that is used up
+        else:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        listed = list(given)
+        gradients = [parameter.grad for parameter in listed]  # of an optimizer's, waited for
+        if not any(map(split_over_of, listed)) and not any(map(_is_shard, gradients)):
+            return torchs(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        # By the parameters, not by the gradients: a rank that has none is to take part all the same.
+        total = _norm(list(zip(listed, gradients, strict=True)), norm_type, error_if_nonfinite)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(coefficient.to(gradient.device))
+        return total
+
+    return clip_grad_norm_
+
+
+def _get_total_norm(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def get_total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        owners = _owners(listed)
+        if not owners and not any(map(_is_shard, listed)):
+            return torchs(listed, norm_type, error_if_nonfinite, foreach)
+        pairs = [(owners.get(id(tensor), tensor), tensor) for tensor in listed]
+        return _norm(pairs, norm_type, error_if_nonfinite)
+
+    return get_total_norm
+
+
+def _owners(tensors: list[Tensor]) -> dict[int, Tensor]:
+    """By the gradient's id, the parameters with a note that have these gradients, or are these themselves."""
+    wanted = set(map(id, tensors))
+    with _LOCK:
+        noted = [parameter for held in _NOTED.values() if (parameter := held()) is not None]
+    owners: dict[int, Tensor] = {}
+    for parameter in noted:
+        # Past a property of a subclass, which may refuse to be read.
+        gradient = vars(torch._C.TensorBase)["grad"].__get__(parameter)
+        for tensor in (parameter, gradient):
+            if id(tensor) in wanted:
+                owners[id(tensor)] = parameter
+    return owners
+
+
+def _norm(pairs: list[tuple[Tensor, Tensor | None]], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """The norm of gradients, each beside what notes whom it is split over. Collective."""
+    norm_type = float(norm_type)
+    require_norm_type(norm_type)
+    shard = next((gradient for _, gradient in pairs if _is_shard(gradient)), None)
+    if shard is not None:
+        given = [gradient for _, gradient in pairs if gradient is not None]
+        return _checked(type(shard).total_norm(given, norm_type), error_if_nonfinite)  # type: ignore[attr-defined]
+    largest = math.isinf(norm_type)
+    add = torch.maximum if largest else torch.add
+    sums = {split_over_of(noted): torch.zeros((), dtype=torch.float64) for noted, _ in pairs}
+    for noted, gradient in pairs:
+        if gradient is not None and gradient.numel() and not getattr(noted, "hpcpar_counts_elsewhere", False):
+            kind = split_over_of(noted)
+            sums[kind] = add(sums[kind], powers(gradient, norm_type))
+    total = combined_over(sums, largest=largest)
+    if not largest:
+        total = total ** (1 / norm_type)
+    like = next((gradient for _, gradient in pairs if gradient is not None), None)
+    total = total if like is None else total.to(device=like.device, dtype=like.abs().dtype)
+    return _checked(total, error_if_nonfinite)
+
+
+def _is_shard(gradient: Tensor | None) -> bool:
+    """Whether a gradient is that of an optimizer that has shards, as data_parallel/held_gradient.py."""
+    return hasattr(type(gradient), "total_norm")
+
+
+def _checked(total: Tensor, error_if_nonfinite: bool) -> Tensor:
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {total.item()}, on every rank; look for the first layer whose "
+            f"output is not finite, or set error_if_nonfinite=False"
+        )
+    return total
