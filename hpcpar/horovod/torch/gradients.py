@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES, Bucket
 from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, view_like
+from hpcpar.data_parallel.traffic import usage_map_nbytes
 from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod.gpu_streams import in_this_stream
 from hpcpar.horovod.negotiation import Request
@@ -243,7 +244,7 @@ class _Zeros:
         for shape, dtype, device in self.buckets:
             packed, _ = self.ways.compression.compress(torch.zeros(shape, dtype=dtype, device=device))
             self.ways.reduce(comm, packed, dtype)
-        comm.start_allreduce(np.zeros(-(-self.parameters // 8) + 1, dtype=np.uint8), "or")
+        comm.start_allreduce(np.zeros(usage_map_nbytes(self.parameters) + 1, dtype=np.uint8), "or")
 
 
 class Gradients:
@@ -323,7 +324,7 @@ class Gradients:
         """A step has been taken: there is something to reduce again, also where no backward follows."""
         self._are_sparse_reduced = False
         for synchronizer, _ in self._synchronizers:
-            synchronizer.synchronized = False
+            synchronizer.next_step()
 
     def zero(self, *, set_to_none: bool) -> None:
         """Forget the gradients, and count backwards anew."""

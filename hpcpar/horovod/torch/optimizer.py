@@ -49,6 +49,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     overlap_allgather: bool = False,
     nonfinite: str = "error",
     shared_parameters: bool = False,
+    elementwise: bool = False,
 ) -> Optimizer:
     """The optimizer, made to average gradients over all ranks before each step.
 
@@ -63,7 +64,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     sparse_as_dense  let sparse gradients travel as dense ones; the optimizer sees sparse ones all the same
     process_set      the ranks that train together; others train by themselves
     zero_stage       1: each rank keeps its shard of the optimizer's state, 2: of gradients, too; None, 0: all
-    precision, offload, model, overlap_allgather, nonfinite, shared_parameters
+    precision, offload, model, overlap_allgather, nonfinite, shared_parameters, elementwise
                      of hpcpar.DistributedOptimizer, for zero_stage 1 and 2
     returns          an instance of a class of the optimizer's own name that is a subclass of its class, with
                      `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`; the attributes
@@ -107,6 +108,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
         overlap_allgather=overlap_allgather,
         nonfinite=nonfinite,
         shared_parameters=shared_parameters,
+        elementwise=elementwise,
     )
     return _wrap(optimizer, named_parameters, {**settings, **options})
 

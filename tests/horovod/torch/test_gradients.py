@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 import hpcpar.horovod.torch as hvd
+from hpcpar.errors import OperationError
 from hpcpar.horovod.basics import the_context
 from hpcpar.horovod.torch.compression import Compressor
 
@@ -1205,3 +1206,20 @@ def test_an_optimizer_that_some_ranks_have_forgotten_already_does_no_harm(withou
     train(second, its_optimizer, here())
     assert_as_alone(second, alone(seed=1))
     assert (kept is None) == (hvd.rank() > 0)
+
+
+def test_a_forward_that_writes_to_its_weights_by_the_batch_is_an_error_on_every_rank() -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(2 * hvd.size(), 4, max_norm=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    told = ""
+    try:
+        for _ in range(2):  # the first step's gradients are reduced before there are buckets
+            optimizer.zero_grad()
+            model(torch.arange(2) + 2 * hvd.rank()).square().sum().backward()
+            optimizer.step()
+    except OperationError as error:
+        told = str(error)
+    found = hvd.allgather_object(told)
+    expected = "written to (to weight here), and ranks now have different values"
+    assert all(expected in each for each in found) == (hvd.size() > 1)
