@@ -137,7 +137,8 @@ class GradientSynchronizer:
         self._cut_views()
         self._accumulating = False
         self.used: list[int] = []
-        self._writes = Writes([name for name, _ in everything], [tensor for _, tensor in everything])
+        own, values = [name for name, _ in everything], [tensor for _, tensor in everything]
+        self._writes = Writes(own, values, dp_comm if held else None)
         self.used_up = False
         """Nothing may be added to the averages before the next `zero`."""
         self._hidden = False

@@ -7,9 +7,10 @@ evaluation.
 
     rank 0   wrote    digest d0 of what it wrote to, and its complement ─┐
     rank 1   wrote    digest d1                      and its complement ─┤ or, with the map of used parameters
-    rank 2   nothing  zeros                                              ─┘
+    rank 2   nothing  digest of nothing, and its complement              ─┘
 
-A bit that is set both among digests and among complements is one in which two digests differ.
+A bit that is set both among digests and among complements is one in which two digests differ. Then the ranks
+compare the parameters that any of them wrote to: one may have written what it took back.
 cost     16 bytes more in a message that leaves anyhow; a pass over parameters that were written to, none else
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpcpar.errors import OperationError
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
 
 _DIGEST_NBYTES = 8
 
@@ -38,9 +43,16 @@ _INSTEAD = (
 
 
 class Writes:
-    """Writes to these parameters since the last step, as far as torch counts them: not those to `p.data`."""
+    """Writes to these parameters since the last step, as far as torch counts them: not those to `p.data`.
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    comm   of ranks that all come to `require_same`; None: not all may (they have joined), and a rank that
+           wrote nothing is not compared with one that did
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], comm: Communicator | None = None
+    ) -> None:
+        self._comm = comm
         self._named = list(zip(names, parameters, strict=True))
         self._versions: list[int] = []
         self.next_step()
@@ -52,10 +64,9 @@ class Writes:
     def digest(self) -> NDArray[np.uint8]:
         """What this rank tells the others, of TOLD_NBYTES."""
         written = self._written()
-        if not written:
+        if not written and self._comm is None:
             return np.zeros(TOLD_NBYTES, dtype=np.uint8)
-        sums = [(name, sum_of_bits(parameter)) for name, parameter in written]
-        text = "\n".join(f"{name} {total.item()}" for name, total in sums)
+        text = "\n".join(f"{name} {total}" for name, total in self._sums(written).items())
         digest = np.frombuffer(
             hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest(), dtype=np.uint8
         )
@@ -66,7 +77,14 @@ class Writes:
         digests, complements = told[:_DIGEST_NBYTES], told[_DIGEST_NBYTES:]
         if not (digests & complements).any():
             return
-        names = [name for name, _ in self._written()]
+        names = self._written()
+        if self._comm is not None:
+            writers = self._comm.allgather_object(names)
+            anybodys = sorted(set().union(*writers))
+            sums = self._comm.allgather_object(self._sums(anybodys))
+            if all(theirs == sums[0] for theirs in sums):
+                return
+            names = [name for name in names if any(theirs[name] != sums[0][name] for theirs in sums)]
         mine = f"to {', '.join(names[:4])}{', …' if len(names) > 4 else ''} here" if names else "not here"
         raise OperationError(
             f"since the last step parameters were written to ({mine}), and ranks now have different values "
@@ -75,12 +93,16 @@ class Writes:
             "must write the same on every rank"
         )
 
-    def _written(self) -> list[tuple[str, Tensor]]:
+    def _written(self) -> list[str]:
         return [
-            pair
-            for pair, version in zip(self._named, self._versions, strict=True)
-            if pair[1]._version != version
+            name
+            for (name, parameter), version in zip(self._named, self._versions, strict=True)
+            if parameter._version != version
         ]
+
+    def _sums(self, names: Sequence[str]) -> dict[str, int]:
+        parameters = dict(self._named)
+        return {name: int(sum_of_bits(parameters[name])) for name in names}
 
 
 def refuse_renormalized(model: nn.Module) -> None:

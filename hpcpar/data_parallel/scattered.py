@@ -130,7 +130,7 @@ class ScatteredGradients:
         self._layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
         self._rooms = self._make_rooms(types, devices)
         self.used: list[int] = [0] * len(self.parameters)
-        self._writes = Writes(self.names, self.parameters) if replicated else Writes([], [])
+        self._writes = Writes(self.names, self.parameters, dp_comm) if replicated else Writes([], [])
         self.used_up = False
         """Nothing may be added to the averages before the next `zero`."""
         self.synchronized = False

@@ -135,6 +135,19 @@ def test_one_rank_may_write_what_it_takes_back(stage: int) -> None:
     run_loopback(2, body)
 
 
+@every_stage
+def test_one_rank_may_not_write_alone(stage: int) -> None:
+    def body(comm: Communicator) -> None:
+        model = table()
+        optimizer = wrapped(model, comm, zero_stage=stage)
+        if comm.rank == 1:
+            with torch.no_grad():
+                model.table.weight.clamp_(-1.0, 1.0)
+        stepped(model, optimizer, MANY[:4])
+
+    refused(body, r"parameters were written to \((to table\.weight|not) here\), and ranks now have different")
+
+
 def test_parameters_of_all_kinds_are_compared() -> None:
     def body(comm: Communicator) -> None:
         parameters = {
