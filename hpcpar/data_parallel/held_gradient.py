@@ -81,7 +81,7 @@ class HeldGradient(Tensor):
 
     @classmethod
     def total_norm(cls, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of gradients together, some of them held. Collective over their optimizers' ranks."""
+        """Return the norm of gradients together, some of them held. Collective over optimizers' ranks."""
         held: dict[Shards, list[Tensor]] = {}
         norms: list[Tensor] = []
         for gradient in gradients:
