@@ -705,8 +705,10 @@ def fully_shard(
     prefetch           units that are gathered ahead
     shared_parameters  on CPUs: the parameters exist once on each node, for all of its ranks; only between
                        nodes are they gathered, once after a step
-    values             whole initial values, the same on all ranks, asked for one parameter at a time; None:
-                       rank 0's parameters, or, on the meta device, what the modules' reset_parameters draws
+    values             (name, tensor) -> whole initial value, the same on all ranks, asked for one parameter
+                       at a time, and for buffers of the meta device, of which it may know none (KeyError);
+                       None: rank 0's parameters and buffers, or, on the meta device, what the modules'
+                       reset_parameters draws
     device             where parameters are to be; None: where they are; the CPU for those of the meta device
 
     Calls of the model, backwards, and what follows from them are collective from now on; every rank must call
