@@ -119,10 +119,11 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     if _context is not None:
         _init_again(_context, comm, process_sets)
         return
-    asked, knobs, failure = Asked(), Knobs(), None
+    asked, knobs = Asked(), Knobs()
+    failure: Exception | None = None
     try:
         asked, knobs = Asked.of(comm, process_sets), Knobs.from_environ()
-    except ValueError as error:  # raised once the other ranks know of it
+    except Exception as error:  # raised once the other ranks know of it
         failure = error
     log.setLevel(_LEVELS[knobs.log_level])
     # Unlike elsewhere a wait may last for ever, as in Horovod: the stall inspector tells of it.
@@ -173,7 +174,7 @@ def _init_again(context: Context, comm: Any, process_sets: Any) -> None:
     context.dynamic = context.dynamic or asked.dynamic
     known = list(context.process_sets.values())
     new = [one for one in asked.process_sets if not any(one is other for other in known)]
-    if new:
+    if asked.process_sets:  # also where all are there: on another rank some may not be
         sets.register(context, new)
     _remember_communicator(comm)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the arguments of `init` say.
+    """The arguments of `init`, read and in one form.
 
     ranks          of the whole job, in their order; None: all
     process_sets   to register at once
@@ -58,7 +58,8 @@ def _ranks_of(comm: Any) -> tuple[int, ...] | None:
 
 def fail_together(world: Communicator, failure: Exception | None) -> None:
     """Raise the same on all ranks where any has failed. Collective."""
-    told = world.unchecked("horovod").allgather_object("" if failure is None else str(failure))
+    own = "" if failure is None else str(failure) or type(failure).__name__
+    told = world.unchecked("horovod").allgather_object(own)
     texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
     if failure is not None and len(texts) == world.size and len(set(told)) == 1:
         raise failure

@@ -22,7 +22,7 @@ ROOT = 0
 
 
 class HostUpdateResult:
-    """What has happened to the hosts, in Horovod's numbers."""
+    """Changes of the hosts, in Horovod's numbers."""
 
     no_update, removed, added, mixed = range(4)
 
