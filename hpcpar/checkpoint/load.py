@@ -6,6 +6,8 @@ Each rank then reads what it needs: of what it owns in pieces those elements alo
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +18,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpcpar.checkpoint import random_state, random_streams
-from hpcpar.checkpoint.catalogue import latest
+from hpcpar.checkpoint.catalogue import (
+    STATE,
+    by_step,
+    fault_of,
+    is_called_one,
+    latest,
+    none_is_sound,
+    not_finite,
+)
 from hpcpar.checkpoint.holding import holding_of
 from hpcpar.checkpoint.manifest import MANIFEST, Manifest
 from hpcpar.checkpoint.model_state import ModelState, check_forms, check_names
 from hpcpar.checkpoint.optimizer_state import SavedStates, distributed_of, group_names
 from hpcpar.checkpoint.positions import Member, Positions
-from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM, STATE
+from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM
 from hpcpar.checkpoint.stored import Files, Stored, from_record
 from hpcpar.checkpoint.writers import Coordinates
 from hpcpar.data_parallel import DistributedOptimizer
@@ -33,6 +43,9 @@ from hpcpar.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,11 +73,15 @@ def load(
     optimizer: Optimizer | None = None,
     comm: Communicator,
     restore_random: bool = True,
+    accept: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> Loaded:
     """Bring model, optimizer and random numbers to where a checkpoint left them. Collective.
 
-    path            a checkpoint, or a directory of them, of which the latest complete one is taken:
-                    rank 0's choice, for all. Every rank must see it
+    path            a checkpoint, or a directory of them. Of a directory the newest sound one is taken, the
+                    same on all ranks: every file of it as it was written, every value a finite number. Newer
+                    ones that are not are passed over with warnings. Every rank must see it
+    accept          called on every rank with the checkpoint and its `extra`, before anything is compared; what
+                    it raises, the same on all, ends the loading
     model           as for `save`; its ranks together have all that the checkpoint has
     restore_random  with another number of ranks than saved it, or other layers on them, only ranks that there
                     were then, with the same layers, find their states; the others keep theirs. What modules
@@ -80,21 +97,21 @@ def load(
     is not given become the parameters'. Nothing of model, optimizer or random numbers is touched unless every
     file was found whole, and by every rank to be of its model.
 
-    errors  CheckpointError that names the file, what was expected and what was found; of several
-            ranks, PeerFailedError on every one, with that text
+    errors  CheckpointError that names the file, what was expected, what was found and, where the checkpoint
+            was named itself, the newest sound one beside it; of several ranks, PeerFailedError on every one,
+            with that text
     """
     with comm.together(f"looking for a checkpoint in {path}"):
         distributed = distributed_of(model, optimizer)
-        own_choice = _choose(Path(path)) if comm.rank == 0 else None
-    chosen = Path(comm.broadcast_object(None if own_choice is None else str(own_choice)))
-    doing = f"loading the checkpoint {chosen}"
     for each in distributed:
         each.wait_for_parameters()
+    chosen = _choose_together(Path(path), comm)
+    doing = f"loading the checkpoint {chosen}"
     with comm.together(doing):
-        manifest = Manifest.read(chosen)
-        manifest.check_content(chosen, rank=comm.rank, size=comm.size)
+        content = _Content.read(chosen, Manifest.read(chosen))
+    if accept is not None:
+        accept(chosen, content.state["extra"])
     with comm.together(doing):
-        content = _Content.read(chosen, manifest)
         state = ModelState(model)
         groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
     positions = Positions.agree(Member(state.names, groups), comm, doing)
@@ -122,10 +139,19 @@ def read_extra(path: str | Path) -> tuple[Path, dict[str, Any]]:
 
     errors  CheckpointError as of `load`, where files are missing or were cut short
     """
-    chosen = _choose(Path(path))
-    manifest = Manifest.read(chosen)
-    manifest.check_sizes(chosen)
-    if STATE not in manifest.files:
+    path = Path(path)
+    if is_called_one(path):
+        chosen = path
+        try:
+            Manifest.read(chosen).check_sizes(chosen)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{_advice(chosen, _sound_beside(chosen))}") from error
+    else:
+        newest = latest(path)
+        if newest is None:
+            raise CheckpointError(_none_there(path))
+        chosen = newest
+    if STATE not in Manifest.read(chosen).files:
         raise CheckpointError(f"{chosen} is not a checkpoint of this program: it has no {STATE}")
     extra: dict[str, Any] = json.loads((chosen / STATE).read_text())["extra"]
     return chosen, extra
@@ -147,16 +173,85 @@ def _restore_random(content: _Content, model: nn.Module, positions: Positions, c
     return at_home
 
 
-def _choose(path: Path) -> Path:
-    if (path / MANIFEST).exists():
+def _choose_together(path: Path, comm: Communicator) -> Path:
+    """The checkpoint itself, or the newest sound one of a directory, every file read by some rank. Collective.
+
+    errors   as of `load`
+    """
+    with comm.together(f"looking for a checkpoint in {path}"):
+        is_one = is_called_one(path)
+        there = [] if is_one else list(reversed(by_step(path).values()))
+        if comm.rank == 0 and not is_one and not there:
+            raise CheckpointError(_none_there(path))
+    # Rank 0's choice is everybody's: another may not see yet what was written a moment ago.
+    is_one, there = comm.broadcast_object((is_one, there))
+    if is_one:
+        own, worst = _verify(path, comm)
+        beside = None
+        if worst is not None:
+            siblings = by_step(path.parent) if comm.rank == 0 else {}
+            others = [each for each in reversed(siblings.values()) if each != path]
+            beside = _first_sound(comm.broadcast_object(others), comm)[0]
+        with comm.together(f"loading the checkpoint {path}"):
+            if own is not None:
+                raise CheckpointError(f"{own}{_advice(path, beside)}")
+        fault = not_finite(path) if comm.rank == 0 else None
+        if fault is not None:
+            logger.warning("%s, and is loaded as it was asked for%s", fault, _advice(path, _sound_beside(path)))
         return path
-    found = latest(path)
-    if found is None:
-        fault = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(
-            f"{path} {fault}: expected a directory with a {MANIFEST}, or one with step-… directories in it"
-        )
-    return found
+    chosen, faults = _first_sound(there, comm)
+    with comm.together(f"looking for a checkpoint in {path}"):
+        if chosen is None and comm.rank == 0:
+            raise CheckpointError(none_is_sound(path, faults))
+    assert chosen is not None, "or all ranks have raised"
+    if faults and comm.rank == 0:
+        for fault in faults:
+            logger.warning("passed over a checkpoint: %s", fault)
+        logger.warning("going on from %s, which is the newest sound one, not %s", chosen, there[0].name)
+    return chosen
+
+
+def _first_sound(there: list[Path], comm: Communicator) -> tuple[Path | None, list[str]]:
+    """The first of these checkpoints that is whole and finite, and what is wrong with those before it."""
+    faults: list[str] = []
+    for path in there:
+        _, worst = _verify(path, comm)
+        if worst is None:
+            worst = comm.broadcast_object(not_finite(path) if comm.rank == 0 else None)
+        if worst is None:
+            return path, faults
+        faults.append(worst)
+    return None, faults
+
+
+def _verify(path: Path, comm: Communicator) -> tuple[str | None, str | None]:
+    """What this rank found wrong with its part of the files, and what the first rank did that found something.
+
+    Collective.
+    """
+    own = None
+    try:
+        Manifest.read(path).check_content(path, rank=comm.rank, size=comm.size)
+    except CheckpointError as error:
+        own = str(error)
+    return own, next((each for each in comm.allgather_object(own) if each is not None), None)
+
+
+def _sound_beside(path: Path) -> Path | None:
+    """The newest other checkpoint in the same directory that is sound at a glance."""
+    others = [each for each in by_step(path.parent).values() if each != path and fault_of(each) is None]
+    return others[-1] if others else None
+
+
+def _advice(path: Path, sound: Path | None) -> str:
+    if sound is None:
+        return ""
+    return f"; the newest sound one is {sound}: name that, or {path.parent}, of which the newest is taken"
+
+
+def _none_there(path: Path) -> str:
+    fault = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+    return f"{path} {fault}: expected a directory with a {MANIFEST}, or one with step-… directories in it"
 
 
 @dataclass(frozen=True)
