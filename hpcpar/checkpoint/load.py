@@ -80,8 +80,8 @@ def load(
     path            a checkpoint, or a directory of them. Of a directory the newest sound one is taken, the
                     same on all ranks: every file of it as it was written, every value a finite number. Newer
                     ones that are not are passed over with warnings. Every rank must see it
-    accept          called on every rank with the checkpoint and its `extra`, before anything is compared; what
-                    it raises, the same on all, ends the loading
+    accept          called on every rank with the checkpoint and its `extra`, before anything is compared;
+                    what it raises, the same on all, ends the loading
     model           as for `save`; its ranks together have all that the checkpoint has
     restore_random  with another number of ranks than saved it, or other layers on them, only ranks that there
                     were then, with the same layers, find their states; the others keep theirs. What modules
@@ -174,8 +174,9 @@ def _restore_random(content: _Content, model: nn.Module, positions: Positions, c
 
 
 def _choose_together(path: Path, comm: Communicator) -> Path:
-    """The checkpoint itself, or the newest sound one of a directory, every file read by some rank. Collective.
+    """The checkpoint itself, or the newest sound one of a directory. Collective.
 
+    cost     every file is read, by one of the ranks
     errors   as of `load`
     """
     with comm.together(f"looking for a checkpoint in {path}"):
@@ -197,7 +198,9 @@ def _choose_together(path: Path, comm: Communicator) -> Path:
                 raise CheckpointError(f"{own}{_advice(path, beside)}")
         fault = not_finite(path) if comm.rank == 0 else None
         if fault is not None:
-            logger.warning("%s, and is loaded as it was asked for%s", fault, _advice(path, _sound_beside(path)))
+            logger.warning(
+                "%s, and is loaded as it was asked for%s", fault, _advice(path, _sound_beside(path))
+            )
         return path
     chosen, faults = _first_sound(there, comm)
     with comm.together(f"looking for a checkpoint in {path}"):
@@ -225,7 +228,7 @@ def _first_sound(there: list[Path], comm: Communicator) -> tuple[Path | None, li
 
 
 def _verify(path: Path, comm: Communicator) -> tuple[str | None, str | None]:
-    """What this rank found wrong with its part of the files, and what the first rank did that found something.
+    """(own, first): this rank's complaint about its part of the files, and that of the first rank with one.
 
     Collective.
     """

@@ -58,7 +58,11 @@ class Manifest:
             text = path.read_text()
             content = json.loads(text)
         except FileNotFoundError:
-            fault = f"is not a complete checkpoint: it has no {MANIFEST}" if directory.exists() else "does not exist"
+            fault = (
+                f"is not a complete checkpoint: it has no {MANIFEST}"
+                if directory.exists()
+                else "does not exist"
+            )
             raise CheckpointError(f"{directory} {fault}") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

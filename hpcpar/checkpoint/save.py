@@ -82,8 +82,8 @@ def save(
     """Write the checkpoint of a step; returns its path, step-00000200 under `directory`. Collective.
 
     step    optimizer steps taken so far
-    extra   whatever JSON can hold and the caller wants back: config, scheduler, data position. A step is one
-            as long as nothing but steps are counted: with another global batch it is another place in the data
+    extra   whatever JSON can hold and the caller wants back: config, scheduler, data position, for with
+            another global batch the same step is another place in the data
     model   parameters and buffers have the names of the whole model, of which this may be a few layers; of
             what is tied across ranks, `tied_names` tells
     comm    of all ranks that model and optimizer are split, sharded or spread over, and their replicas;
