@@ -163,6 +163,7 @@ class Run:
         self._tokens_before = 0
         self._activations: Activations | None = None
         self._is_to_stop = False
+        self._saved_s = 0.0
         self.first_step = self._prepare_directory(resume)
 
     def _build_whole(self) -> None:
@@ -217,6 +218,7 @@ class Run:
         """Every step that is left, and what belongs between and after them; or less if asked to stop."""
         train, output = self.config.train, self.config.output
         self._announce()
+        self._saved_s = time.monotonic()
         loss: float | None = None
         held_out: float | None = None
         seconds = 0.0
@@ -237,7 +239,8 @@ class Run:
                     self._record_last_step(self.worker)
                 if self._is_evaluated(stop):
                     held_out = self._evaluate(stop, metrics)
-                if is_due(stop, output.checkpoint_every) or stop == train.steps:
+                is_last = stop == train.steps
+                if is_last or is_due(stop, output.checkpoint_every) or self._is_time_to_save():
                     self._save(stop)
             if held_out is None:
                 held_out = self._evaluate(self.first_step, metrics)
@@ -270,6 +273,15 @@ class Run:
     def _is_evaluated(self, steps_done: int) -> bool:
         train = self.config.train
         return steps_done == train.steps or is_due(steps_done, train.evaluate_every)
+
+    def _is_time_to_save(self) -> bool:
+        """Whether the last checkpoint is as old as one may be, by rank 0's clock. Collective."""
+        limit_s = 60 * self.config.output.checkpoint_minutes
+        if not limit_s:
+            return False
+        is_due = self.comm.rank == 0 and time.monotonic() - self._saved_s >= limit_s
+        answer: bool = self.comm.broadcast_object(is_due)
+        return answer
 
     def _stretches(self) -> list[tuple[int, int]]:
         """The steps that are left, cut wherever something happens between two of them."""
@@ -566,12 +578,13 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "text": self.data.shards.digest,
             "tokenizer": self.data.shards.tokenizer_identity,
+            "end_of_document": self.data.tokenizer.end_of_document,
             "tokens": self._tokens(steps_done),
             "data": self._position(steps_done),
             "owes_evaluation": owes_evaluation,
         }
         try:
-            return save(
+            saved = save(
                 self.checkpoints,
                 step=steps_done,
                 model=self.model,
@@ -585,6 +598,8 @@ class Run:
                 f"the checkpoint of step {steps_done} cannot be saved in {self.checkpoints}: {error}; once "
                 "that is mended, go on from the one before with --resume"
             ) from error
+        self._saved_s = time.monotonic()
+        return saved
 
     def _position(self, steps_done: int) -> dict[str, int]:
         """Where the text is to be gone on with: windows of an epoch's order, which the seed names."""

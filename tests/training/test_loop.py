@@ -154,6 +154,38 @@ def test_a_run_is_resumed_in_another_stage_on_other_ranks(
     assert all(deviations.get(name, 0) == 0 for name in ("allreduce", "reduce_scatter", "allgather"))
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_by_time_a_checkpoint_is_saved_where_the_log_is_written_and_not_more_often(
+    config_of: MakeConfig, size: int
+) -> None:
+    def steps(config: Config) -> list[int]:
+        trained(config, size)
+        return sorted(int(path.name[5:]) for path in (config.output.directory / "checkpoints").iterdir())
+
+    always = ("output.checkpoint_minutes=1e-9", "output.keep=9")
+    assert steps(config_of(*always, name="always")) == [3, 4, 6, 8]
+    assert steps(config_of("output.keep=9", name="half an hour")) == [8]
+    assert steps(config_of(*always, "output.checkpoint_minutes=0", name="never")) == [8]
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_when_resuming_and_one_of_another_model_is_not(
+    config_of: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of("output.checkpoint_every=2", "output.keep=9", "optimizer.zero_stage=3")
+    trained(config, 2)
+    whole = losses(config)
+    newest = config.output.directory / "checkpoints" / "step-00000008"
+    file = next(newest.glob("model.rank00001*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (newest.with_name("step-00000006") / "state.json").write_text("{}")
+    resumed = trained(config, 2, resume=True)[0]
+    assert (resumed.first_step, resumed.steps) == (4, 8)
+    assert losses(config) == whole
+    assert f"going on from {newest.with_name('step-00000004')}, which is the newest sound one" in caplog.text
+
+
 def test_resuming_a_finished_run_only_evaluates_it(config_of: MakeConfig) -> None:
     first = trained(config_of())[0]
     metrics = (config_of().output.directory / "metrics.jsonl").read_text()
