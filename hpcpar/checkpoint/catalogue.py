@@ -37,7 +37,7 @@ def by_step(directory: Path) -> dict[int, Path]:
 
 
 def is_called_one(path: Path) -> bool:
-    """Whether a path is itself a checkpoint, or has the name of one, whole or not."""
+    """Tell whether a path is itself a checkpoint, or has the name of one, whole or not."""
     return (path / MANIFEST).exists() or (_NAME.fullmatch(path.name) is not None and not by_step(path))
 
 
@@ -69,7 +69,7 @@ def none_is_sound(directory: Path, faults: list[str]) -> str:
 
 
 def fault_of(path: Path) -> str | None:
-    """Why a checkpoint is not sound, as far as that is seen without reading what nobody changed."""
+    """Say why a checkpoint is not sound, as far as that shows without reading what nobody changed."""
     try:
         Manifest.read(path).check_changed(path)
     except CheckpointError as error:
@@ -78,7 +78,7 @@ def fault_of(path: Path) -> str | None:
 
 
 def not_finite(path: Path) -> str | None:
-    """Which tensor of a whole checkpoint has values that are no finite numbers, as a sentence; or None."""
+    """Say which tensor of a whole checkpoint has values that are no finite numbers; None where none has."""
     try:
         name = json.loads((path / STATE).read_text()).get(NOT_FINITE)
     except (OSError, ValueError, AttributeError) as error:

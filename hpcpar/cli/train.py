@@ -72,18 +72,29 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
     with ExitStack() as stack:
         early = EarlySignals(SIGNALS)
         stack.callback(early.close)
-        return _train(config, overrides, resume, early, stack)
+        try:
+            import hpcpar
+            import hpcpar.training  # torch with it
+
+            world = hpcpar.init(sets_threads=True)
+        except KeyboardInterrupt:
+            click.echo("hpcpar train: Ctrl-C before the run began", err=True)
+            return INTERRUPTED
+        return _train(config, overrides, resume, world, early, stack)
 
 
 def _train(
-    config: Path, overrides: tuple[str, ...], resume: bool, early: EarlySignals, stack: ExitStack
+    config: Path,
+    overrides: tuple[str, ...],
+    resume: bool,
+    world: Communicator,
+    early: EarlySignals,
+    stack: ExitStack,
 ) -> int:
-    import hpcpar
     from hpcpar.cli.console import own_console
     from hpcpar.training import Preempted, Run, parse
     from hpcpar.training.config import read_text
 
-    world = hpcpar.init(sets_threads=True)
     logging.basicConfig(level=logging.WARNING, format=f"[{world.rank}/{world.size}] %(message)s")
     restarts = slurm.restarts()
     if restarts and not resume and world.rank == 0:

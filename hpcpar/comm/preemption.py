@@ -69,7 +69,7 @@ class Preemption:
 
     @property
     def exit_status(self) -> int:
-        """What a program that stops is to end with: 75, "start me again", or 130 after Ctrl-C."""
+        """Status for a program that stops to end with: 75, "start me again", or 130 after Ctrl-C."""
         return 128 + signal.SIGINT if self._agreed == INTERRUPTED else START_AGAIN
 
     @contextmanager

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
-import importlib.util
-import io
-import json
 import logging
-import lzma
 import os
 import re
 import sysconfig
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, TypeAlias
 
+from hpcpar.data.reading import (
+    DAMAGED,
+    ENDINGS,
+    JSONL_ENDINGS,
+    PARQUET,
+    TEXT_ENDINGS,
+    lines,
+    opened,
+    require_pyarrow,
+    rows,
+    text_of,
+    unpacked,
+)
 from hpcpar.errors import DataError
 from hpcpar.units import KiB, MiB, format_nbytes
 
 logger = logging.getLogger(__name__)
 
-JSONL_ENDINGS = (".jsonl", ".ndjson")
-TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".py")
-PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
-"""That may follow those of text and JSONL."""
-
-PARQUET = ".parquet"
-ENDINGS = (
-    *(*TEXT_ENDINGS, *JSONL_ENDINGS, PARQUET),
-    *(ending + packed for ending in TEXT_ENDINGS + JSONL_ENDINGS for packed in PACKED_ENDINGS),
-)
-NEED_PYARROW = (PARQUET, ".zst")
-
 DESCRIPTION = re.compile(r"(readme([._-].*)?|(licen[sc]e|copying|notice|citation)(\..*)?)$", re.IGNORECASE)
 """Names of files that tell of those beside them."""
-
-DAMAGED = (OSError, UnicodeDecodeError, EOFError, zlib.error, lzma.LZMAError)
-"""Raised while a file is read that is not what its name says, or not whole."""
 
 RECORDS_WITHOUT_TEXT = 100
 """After so many of a file it is given up."""
@@ -124,7 +114,7 @@ class Corpus:
                 f"looked for files ending in {' '.join((*TEXT_ENDINGS, *JSONL_ENDINGS, PARQUET))}"
                 + "".join(f"; left out: {each}" for each in left_out)
             )
-        _require_pyarrow(found.values())
+        require_pyarrow(found.values())
         return cls(tuple(sorted(found.items())), text_key, tuple(left_out))
 
     def nbytes(self) -> int:
@@ -157,19 +147,19 @@ class Corpus:
         wanted = self.nbytes() // PIECES_OF_A_CORPUS
         piece_nbytes = min(max(wanted, SMALLEST_PIECE_NBYTES), LARGEST_PIECE_NBYTES)
         for name, path in self.files:
-            kind = _unpacked(path.name)
+            kind = unpacked(path.name)
             try:
                 if kind.endswith(PARQUET):
-                    yield from self._texts(name, _rows(path, self.text_key), piece_nbytes)
+                    yield from self._texts(name, rows(path, self.text_key), piece_nbytes)
                 elif kind.endswith(JSONL_ENDINGS):
-                    yield from self._texts(name, _lines(path), piece_nbytes)
+                    yield from self._texts(name, lines(path), piece_nbytes)
                 else:
                     yield from self._pieces_of_text(name, path, piece_nbytes)
             except DAMAGED as error:
                 self._skip(name, error)
 
     def _pieces_of_text(self, name: str, path: Path, piece_nbytes: int) -> Iterator[Document]:
-        with _opened(path) as file:
+        with opened(path) as file:
             for number, piece in enumerate(_pieces(file, piece_nbytes)):
                 where = f"{name}#{number}"
                 try:
@@ -188,7 +178,7 @@ class Corpus:
         for number, record in records:
             where = f"{name}:{number}"
             try:
-                text = _text_of(record, self.text_key)
+                text = text_of(record, self.text_key)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 self._skip(where, error)
                 if not has_text and isinstance(record, dict):
@@ -279,7 +269,7 @@ def _files_of(path: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _told(root: Path, descriptions: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    """What is left out of a directory, in a sentence for each kind."""
+    """Say what is left out of a directory, in a phrase for each kind."""
     if descriptions:
         several = f" and {len(descriptions) - 1} more" if len(descriptions) > 1 else ""
         yield f"{root / descriptions[0]}{several}, which describes the files beside it"
@@ -309,86 +299,6 @@ def _walk(
                 yield name, path
             elif others is not None:
                 others.append(name)
-
-
-def _unpacked(name: str) -> str:
-    """A file's name in lower case, without the ending that says how it is packed."""
-    stem, ending = os.path.splitext(name.lower())
-    return stem if ending in PACKED_ENDINGS else name.lower()
-
-
-def _require_pyarrow(files: Iterable[Path]) -> None:
-    needing = next((file for file in files if file.name.lower().endswith(NEED_PYARROW)), None)
-    if needing is not None and importlib.util.find_spec("pyarrow") is None:
-        raise DataError(
-            f"{needing} is read by pyarrow, which is not installed: pip install 'hpcpar[parquet]', or give "
-            "the text as JSONL"
-        )
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to read bytes from, unpacked as its ending says."""
-    ending = path.suffix.lower()
-    if ending == ".zst":
-        with _arrow_errors():
-            import pyarrow
-
-            with pyarrow.input_stream(str(path), compression="zstd") as stream:
-                yield cast(BinaryIO, io.BufferedReader(stream))
-        return
-    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    with openers.get(ending, open)(path, "rb") as file:
-        yield file
-
-
-@contextmanager
-def _arrow_errors() -> Iterator[None]:
-    """pyarrow's errors about a damaged file, as OSError."""
-    import pyarrow
-
-    try:
-        yield
-    except pyarrow.ArrowException as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """(its number from 1 on, what JSON makes of it) of each line that is not blank."""
-    with _opened(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield number, error
-
-
-def _rows(path: Path, text_key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(its number from 1 on, the row), of which no field but the text is read where it has that."""
-    with _arrow_errors():
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [text_key] if text_key in file.schema_arrow.names else None
-            number = 0
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-
-
-def _text_of(record: Any, text_key: str) -> str:
-    """A record's text; ValueError, KeyError or TypeError where it has none."""
-    if isinstance(record, Exception):
-        raise record
-    text = record[text_key]
-    if isinstance(text, bytes):  # as some Parquet files have it
-        text = text.decode("utf-8")
-    if not isinstance(text, str):
-        raise TypeError(f"{text_key!r} is not a string")
-    return text
 
 
 def _warn_of_directory(error: OSError) -> None:

@@ -129,7 +129,7 @@ class FileTokenizer:
         return token
 
     def _told_beside(self) -> Iterator[str | int]:
-        """What the files beside it call the end of a text, the most telling first."""
+        """Ends of a text as the files beside it name them, the most telling first."""
         for file, key in self.TOLD_BY:
             path = Path(self._path).with_name(file)
             if not path.is_file():

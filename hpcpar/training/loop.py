@@ -275,7 +275,7 @@ class Run:
         return steps_done == train.steps or is_due(steps_done, train.evaluate_every)
 
     def _is_time_to_save(self) -> bool:
-        """Whether the last checkpoint is as old as one may be, by rank 0's clock. Collective."""
+        """Tell whether the last checkpoint is as old as one may be, by rank 0's clock. Collective."""
         limit_s = 60 * self.config.output.checkpoint_minutes
         if not limit_s:
             return False
@@ -602,7 +602,7 @@ class Run:
         return saved
 
     def _position(self, steps_done: int) -> dict[str, int]:
-        """Where the text is to be gone on with: windows of an epoch's order, which the seed names."""
+        """The place in the text to go on from: windows of an epoch's order, which the seed names."""
         epoch, place = self.sampler.position(steps_done)
         return {"epoch": epoch, "place": place, "seed": self.sampler.seed}
 

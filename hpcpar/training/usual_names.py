@@ -1,4 +1,4 @@
-"""What Hugging Face, Megatron, DeepSpeed and Lightning call what a configuration has keys for."""
+"""Names in Hugging Face, Megatron, DeepSpeed and Lightning of what a configuration has keys for."""
 
 from __future__ import annotations
 
