@@ -57,6 +57,8 @@ def prepare_data(config: Config, comm: Communicator, *, say: Callable[[str], Non
         data.paths or None,
         cache_directory=data.cache,
         tokenizer=data.tokenizer,
+        end_of_document=data.eos_token,
+        text_key=data.text_key,
         held_out_fraction=data.held_out,
         limit_nbytes=int(data.max_mib * MiB),
         on_progress=lambda tokens: say(f"tokenizing: {tokens:,} tokens so far"),
