@@ -29,9 +29,12 @@ from hpcpar.tensor_parallel.sameness import EVERY, Sameness, different, fingerpr
 
 
 def mlp() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.LayerNorm(8)).double()
+    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.LayerNorm(8)).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
 
 
 MLP: Plan = {"0": Column(), "2": Row()}
