@@ -207,6 +207,8 @@ class Hpcpar(Peer):
         else:
             settings = {"zero_stage": self.stage, "model": self.model, **precision, **shared}
             settings["bucket_bytes"] = task.bucket_bytes
+        if name.endswith("fast"):
+            settings |= {"nonfinite": "step", "overlap_allgather": self.stage in (1, 2)}
         named = list(self.model.named_parameters())
         inner = recipe.make(parameter for _, parameter in named)
         self.module = self.model
@@ -223,7 +225,7 @@ class Hpcpar(Peer):
         self.settle()
         if self.stage < 3:
             return super().parameters()
-        with hpcpar.summon_full_parameters(self.model):
+        with hpcpar.summon_full_parameters(self.model, write_back=False):
             return {name: whole.clone() for name, whole in super().parameters().items()}
 
 
@@ -372,6 +374,7 @@ class DeepSpeed(Peer):
 
 DATA_PARALLEL: dict[str, type[Peer]] = {
     **{f"hpcpar {stage}": Hpcpar for stage in range(4)},
+    **{f"hpcpar {stage} fast": Hpcpar for stage in range(4)},
     "ddp": Ddp,
     "zero redundancy": ZeroRedundancy,
     "fsdp2": Fsdp2,
@@ -390,7 +393,7 @@ def build(name: str, task: Task, recipe: Recipe) -> Peer:
 
 
 def stage_of(name: str) -> int:
-    return int(name.split()[-1])
+    return int(name.split()[1])
 
 
 def absent(names: Iterable[str], task: Task) -> dict[str, str]:

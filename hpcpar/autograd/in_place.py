@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.nn import functional
 
+from hpcpar.autograd.held_parameter import is_ordinary
 from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, contribute, no_view
 from hpcpar.autograd.weight_gradients import under_way
 from hpcpar.units import MiB
@@ -70,7 +71,7 @@ def _is_worth_while(weight: Tensor, input: Tensor) -> bool:
         weight.nbytes >= LEAST_NBYTES
         and weight.requires_grad
         and torch.is_grad_enabled()
-        and type(weight) is nn.Parameter
+        and is_ordinary(weight)
         and input.dtype == weight.dtype
         and input.dim() > 0
         and not torch.is_autocast_enabled(input.device.type)

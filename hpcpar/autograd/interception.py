@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hpcpar.autograd.held_parameter import is_ordinary
 from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, matrix, no_view
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _product(
 
 def _is_ordinary(tensor: Tensor) -> bool:
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        (type(tensor) is Tensor or is_ordinary(tensor))
         and tensor.is_floating_point()
         and tensor.layout is torch.strided
         and not tensor.is_nested

@@ -27,6 +27,8 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hpcpar.autograd.held_parameter import own_gradient, set_own_gradient
+
 Piece = Callable[[], Tensor]
 """Works out a part of a parameter's gradient; parts are added up."""
 
@@ -116,14 +118,14 @@ def contribute(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
     """
     if not _may_be_written(parameter):
         return _sum(pieces)
-    total = parameter.grad
+    total = own_gradient(parameter)
     if total is None:
         total, first = _room(parameter, pieces[0]), pieces[0]
         if total is None or not isinstance(first, (OfProduct, OfEmbedding)):
             return _sum(pieces)
         first.put_in(total)
         del pieces[0], first
-        parameter.grad = total
+        set_own_gradient(parameter, total)
     while pieces:
         piece = pieces.pop(0)
         if isinstance(piece, (OfProduct, OfEmbedding)):
@@ -137,7 +139,7 @@ def _may_be_written(parameter: Tensor) -> bool:
     """Whether its gradient is there for whoever makes one: nobody wants to see what is added."""
     if not parameter.is_leaf or torch.is_grad_enabled() or parameter._backward_hooks:
         return False
-    there = parameter.grad
+    there = own_gradient(parameter)
     if there is None and parameter not in _OFFERS:
         return False
     if there is not None and (there.layout is not torch.strided or type(there) is not Tensor):

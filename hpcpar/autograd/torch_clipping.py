@@ -2,6 +2,7 @@
 
     torch.nn.utils.clip_grad_norm_(parameters, …)    over the communicators that the parameters note
     torch.nn.utils.get_total_norm(gradients, …)      the same: gradients are known by whose `.grad` they are
+    gradients of which this rank has a shard         their own `total_norm`
     parameters that note nothing                     torch's own function
 
 `clip_grads_with_norm_` and `clip_grad_value_` look at each element by itself, and stay torch's. A rank alone
@@ -11,8 +12,6 @@ A parameter's attributes say what is to be done with it:
 
     hpcpar_split_over        communicators over whose ranks it is split (`note_split_over`)
     hpcpar_counts_elsewhere  true for a copy that another rank counts (`TiedWeights`)
-    hpcpar_refuse_clipping   a function that is called with the name of torch's function, and raises, for a
-                             parameter whose `.grad` is not the gradient that torch would want to see
 
 torch wraps each of these functions in another, which holds it in a closure; from the first note on that
 closure holds ours. So it also reaches `from torch.nn.utils import clip_grad_norm_` written before.
@@ -85,18 +84,15 @@ def _clip_grad_norm_(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         else:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         listed = list(given)
-        for parameter in listed:
-            refuse = getattr(parameter, "hpcpar_refuse_clipping", None)
-            if refuse is not None:
-                refuse("torch.nn.utils.clip_grad_norm_")
-        if not any(map(split_over_of, listed)):
+        gradients = [parameter.grad for parameter in listed]  # of an optimizer's, waited for
+        if not any(map(split_over_of, listed)) and not any(map(_is_shard, gradients)):
             return torchs(given, max_norm, norm_type, error_if_nonfinite, foreach)
         # By the parameters, not by the gradients: a rank that has none is to take part all the same.
-        total = _norm([(parameter, parameter.grad) for parameter in listed], norm_type, error_if_nonfinite)
+        total = _norm(list(zip(listed, gradients, strict=True)), norm_type, error_if_nonfinite)
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in listed:
-            if parameter.grad is not None:
-                parameter.grad.mul_(coefficient.to(parameter.grad.device))
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(coefficient.to(gradient.device))
         return total
 
     return clip_grad_norm_
@@ -111,7 +107,7 @@ def _get_total_norm(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         owners = _owners(listed)
-        if not owners:
+        if not owners and not any(map(_is_shard, listed)):
             return torchs(listed, norm_type, error_if_nonfinite, foreach)
         pairs = [(owners.get(id(tensor), tensor), tensor) for tensor in listed]
         return _norm(pairs, norm_type, error_if_nonfinite)
@@ -138,6 +134,10 @@ def _norm(pairs: list[tuple[Tensor, Tensor | None]], norm_type: float, error_if_
     """The norm of gradients, each beside what notes whom it is split over. Collective."""
     norm_type = float(norm_type)
     require_norm_type(norm_type)
+    shard = next((gradient for _, gradient in pairs if _is_shard(gradient)), None)
+    if shard is not None:
+        given = [gradient for _, gradient in pairs if gradient is not None]
+        return _checked(type(shard).total_norm(given, norm_type), error_if_nonfinite)  # type: ignore[attr-defined]
     largest = math.isinf(norm_type)
     add = torch.maximum if largest else torch.add
     sums = {split_over_of(noted): torch.zeros((), dtype=torch.float64) for noted, _ in pairs}
@@ -148,10 +148,20 @@ def _norm(pairs: list[tuple[Tensor, Tensor | None]], norm_type: float, error_if_
     total = combined_over(sums, largest=largest)
     if not largest:
         total = total ** (1 / norm_type)
+    like = next((gradient for _, gradient in pairs if gradient is not None), None)
+    total = total if like is None else total.to(device=like.device, dtype=like.abs().dtype)
+    return _checked(total, error_if_nonfinite)
+
+
+def _is_shard(gradient: Tensor | None) -> bool:
+    """Whether a gradient is that of an optimizer that has shards, as data_parallel/held_gradient.py."""
+    return hasattr(type(gradient), "total_norm")
+
+
+def _checked(total: Tensor, error_if_nonfinite: bool) -> Tensor:
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}, on every rank; look for the first layer whose "
             f"output is not finite, or set error_if_nonfinite=False"
         )
-    like = next((gradient for _, gradient in pairs if gradient is not None), None)
-    return total if like is None else total.to(device=like.device, dtype=like.abs().dtype)
+    return total

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hpcpar.autograd.held_parameter import HeldParameter
 from hpcpar.errors import ShardedParameterError
 
 
-class AbsentParameter(nn.Parameter):
+class AbsentParameter(HeldParameter):
     """What a parameter of a fully sharded model is while it is not gathered; to use it is an error."""
 
     hpcpar_name: str

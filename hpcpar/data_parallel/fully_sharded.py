@@ -22,6 +22,7 @@ import ctypes
 import functools
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+from hpcpar.autograd.held_parameter import HeldParameter
 from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.data_parallel.absent import AbsentParameter
 from hpcpar.data_parallel.blocks import Block
@@ -173,7 +175,7 @@ class Unit:
         if self.is_coming:
             for each in self.held:
                 for parameter, view in zip(each.parameters, each.views, strict=True):
-                    parameter.__class__ = nn.Parameter
+                    parameter.__class__ = HeldParameter
                     parameter.data = view
             self.is_coming, self.is_gathered = False, True
 
@@ -593,13 +595,32 @@ class Sharding:
         finally:
             for unit in self.units:
                 unit.pins -= 1
-            if write_back:
-                for unit in self.units:
-                    for held in unit.held:
-                        shard = held.block.shard
-                        held.block.own.copy_(held.flat[shard.start : shard.stop])
-            self.release()
-            self.writes += write_back
+            try:
+                if write_back:
+                    self._write_back()
+            finally:
+                self.release()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Keep what was written to summoned parameters. Collective; OperationError where ranks differ."""
+        held = [held for unit in self.units for held in unit.held]
+        prints = [zlib.crc32(_octets(each.flat.cpu()).data) for each in held]
+        told = self.dp_comm.allgather_object(prints)
+        for number, each in enumerate(held):
+            if any(prints[number] != told[0][number] for prints in told):
+                few: list[Any] = each.parameters[:3]
+                names = ", ".join(parameter.hpcpar_name for parameter in few)
+                raise OperationError(
+                    "inside summon_full_parameters() ranks wrote different values to parameters of which "
+                    f"each keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was "
+                    "kept. Write the same on every rank, or pass write_back=False to write for its own eyes"
+                )
+        for each in held:
+            own, new = each.block.own, each.flat[each.block.shard.start : each.block.shard.stop]
+            if not torch.equal(own, new):
+                own.copy_(new)
+                self.writes += 1
 
     def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
@@ -689,11 +710,12 @@ def fully_shard(
 
 
 @contextmanager
-def summon_full_parameters(model: nn.Module, *, write_back: bool = False) -> Iterator[None]:
+def summon_full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[None]:
     """Inside, a fully sharded model's parameters are all there, for evaluation or export. Collective.
 
-    write_back   what has been written to them, on all ranks alike, is kept; in master weights, too, from the
-                 next step on, so that averages may stand in for an evaluation and leave those as they were
+    write_back   keep what has been written to them, on all ranks alike (OperationError on every rank where
+                 not); in master weights, too, from the next step on. False: forget it, so that averages may
+                 stand in for an evaluation; and do without a look at all values when leaving
 
     A copy.deepcopy of the model, made here, is an ordinary one that stays whole. A model that is not sharded
     is left as it is.

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Extent, assign
 from hpcpar.data_parallel.parameters import (
     Named,
@@ -81,6 +82,8 @@ class GradientSynchronizer:
     shards            into how many equal ones each bucket is to be cut
     advice            what to say to who brings a gradient too many
     late              names of parameters whose gradients are complete only when `synchronize` is called
+    held              `.grad` is asked of the optimizer from a gradient's departure until it is an average,
+                      and from `hide` until `zero`
 
     Making one is collective: every rank must hold the same parameters (MismatchError).
 
@@ -102,6 +105,7 @@ class GradientSynchronizer:
         shards: int = 1,
         advice: str = ADVICE,
         late: Collection[str] = (),
+        held: bool = False,
     ) -> None:
         everything = distinct(named_parameters)
         agree_on_parameters(everything, dp_comm)
@@ -110,6 +114,7 @@ class GradientSynchronizer:
         self.algorithm = algorithm
         self.passes = passes
         self._late = frozenset(late)
+        self._held = held
         self._reduction = Averaging(dp_comm, algorithm) if reduction is None else reduction
         self._sparse_as_dense = sparse_as_dense
         self._advice = advice
@@ -131,6 +136,8 @@ class GradientSynchronizer:
         self._cut_views()
         self._accumulating = False
         self.used: list[int] = []
+        self.used_up = False
+        """Nothing may be added to the averages before the next `zero`."""
         self._hidden = False
         self._begin_round()
         self.synchronized = False
@@ -194,6 +201,8 @@ class GradientSynchronizer:
         if self.round_open:
             self._complete_round()
         self.recount()
+        for parameter in self.parameters:
+            release(parameter)
         if set_to_none:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -206,13 +215,30 @@ class GradientSynchronizer:
                 if parameter.grad is not None or (self._hidden and self.used[index]):
                     parameter.grad = self._view(index)
         self._hidden = False
-        self.synchronized = False
+        self.synchronized = self.used_up = False
 
     def hide(self) -> None:
         """Take the averages out of `.grad`, where nobody is to change them; they stay in the buckets."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        for parameter, is_used in zip(self.parameters, self.used, strict=True):
+            set_own_gradient(parameter, None)
+            if is_used and self._held:
+                hold(parameter)
         self._hidden = True
+
+    def adopt(self) -> None:
+        """Bring averages that have been set to other tensors into the buckets, and zeros for None."""
+        for index in range(len(self.parameters)):
+            self._adopt(index)
+
+    def has_taken(self, index: int) -> bool:
+        """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
+        return self._arrived[index]
+
+    def forget(self, index: int) -> None:
+        """Step as if a parameter had got no gradient, on any rank; once the gradients are averages."""
+        self.used[index] = 0
+        release(self.parameters[index])
+        self.parameters[index].grad = None
 
     @property
     def round_open(self) -> bool:
@@ -235,6 +261,8 @@ class GradientSynchronizer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for parameter in self.parameters:
+            release(parameter)
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         first = self.parameters[bucket.members[0]]
@@ -316,7 +344,7 @@ class GradientSynchronizer:
         There is none where a hook before ours took it away, or a Function's backward gave None.
         """
         parameter = self.parameters[index]
-        gradient, view = parameter.grad, self._view(index)
+        gradient, view = own_gradient(parameter), self._view(index)
         if gradient is view:
             return
         if gradient is None:
@@ -331,7 +359,7 @@ class GradientSynchronizer:
             )
         with torch.no_grad():
             view.copy_(gradient)
-        parameter.grad = view
+        set_own_gradient(parameter, view)
 
     def _settle(self, index: int) -> None:
         """The averaging backward brought nothing: send what earlier microbatches left, or zeros."""
@@ -339,8 +367,11 @@ class GradientSynchronizer:
         self._mark_arrived(index)
 
     def _mark_arrived(self, index: int) -> None:
+        parameter = self.parameters[index]
         self._arrived[index] = True
-        self._gave[index] = self.parameters[index].grad is not None
+        self._gave[index] = own_gradient(parameter) is not None
+        if self._held and self._gave[index]:
+            hold(parameter)
         self._shipment_of[index].missing -= 1
 
     def _start_full_buckets(self) -> None:
@@ -373,7 +404,7 @@ class GradientSynchronizer:
     def _dropped_under_way(self) -> list[str]:
         """The parameters whose gradient somebody has set to None since it came."""
         given = zip(self._gave, self.names, self.parameters, strict=True)
-        return [name for gave, name, parameter in given if gave and parameter.grad is None]
+        return [name for gave, name, parameter in given if gave and own_gradient(parameter) is None]
 
     def _start_usage_map(self) -> None:
         self._usage_bits = np.packbits(np.array(self._gave, dtype=bool))
@@ -393,6 +424,7 @@ class GradientSynchronizer:
             self._usage_handle.wait()
             self.used = np.unpackbits(self._usage_bits, count=len(self.parameters)).tolist()
             for index, parameter in enumerate(self.parameters):
+                release(parameter)
                 if parameter.grad is None and self.used[index]:
                     parameter.grad = self._view(index)
                 elif parameter.grad is not None and parameter.grad.data_ptr() != self._addresses[index]:

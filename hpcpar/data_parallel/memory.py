@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from torch import Tensor, nn
 
+from hpcpar.autograd.held_parameter import own_gradient
 from hpcpar.data_parallel.activations import Activations, storage_id, storage_nbytes
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.optimizer import DistributedOptimizer
@@ -396,7 +397,7 @@ def _add_bucket(line: _Line, bucket: Bucket, itemsize: int, parts: int) -> None:
 def _staging(model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger) -> int:
     sync = optimizer.synchronizer
     rooms = [room.octets for room in sync.rooms] if isinstance(sync, ScatteredGradients) else []
-    loose = [parameter.grad for parameter in (*_trained(optimizer), *model.parameters())]
+    loose = [own_gradient(parameter) for parameter in (*_trained(optimizer), *model.parameters())]
     return ledger.nbytes([*rooms, *optimizer.averages, *loose])
 
 

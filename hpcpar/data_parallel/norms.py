@@ -103,8 +103,10 @@ class GradientNorm:
         """Whether all gradients on all ranks are finite; all ranks agree. Collective."""
         broken = torch.zeros(1, dtype=torch.float64)
         for flat in flats:
-            # A sum keeps every NaN and infinity, and is cheaper than looking at each element.
-            if not flat.sum(dtype=torch.promote_types(flat.dtype, torch.float64)).isfinite():
+            # A sum keeps every NaN and infinity, and is cheaper than a look at each element, most of all in
+            # the elements' own type. There it may overflow, and is taken again.
+            longest = torch.promote_types(flat.dtype, torch.float64)
+            if not flat.sum().isfinite() and not flat.sum(dtype=longest).isfinite():
                 broken += 1
         for comm in [*([] if self._dp_comm is None else [self._dp_comm]), *in_common_order(self._kinds)]:
             comm.allreduce(broken)

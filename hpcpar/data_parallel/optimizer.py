@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from hpcpar.autograd.held_parameter import holder_of, own_gradient, set_holder, set_own_gradient
 from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.autograd.split_norms import wide
-from hpcpar.autograd.torch_clipping import note_split_over
+from hpcpar.autograd.torch_clipping import install, note_split_over
 from hpcpar.data_parallel.blocks import Block, gather_into_blocks
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.data_parallel.fully_sharded import Sharding, sharding_of
 from hpcpar.data_parallel.gradients import ADVICE, GradientSynchronizer, bucketed
+from hpcpar.data_parallel.held_gradient import HeldGradient
 from hpcpar.data_parallel.node_copy import NodeCopy
 from hpcpar.data_parallel.norms import GradientNorm
 from hpcpar.data_parallel.parameters import (
@@ -41,7 +42,7 @@ from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flatte
 from hpcpar.data_parallel.shards import Piece
 from hpcpar.data_parallel.storage import storage_of
 from hpcpar.data_parallel.traffic import ByCollective, expected_traffic
-from hpcpar.errors import OffloadError, OperationError
+from hpcpar.errors import DivergenceError, OffloadError, OperationError
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -49,10 +50,6 @@ if TYPE_CHECKING:
     from hpcpar.comm.communicator import Loan
 
 SplitOver = Mapping[str, Sequence["Communicator"]]
-
-_LATEST = WeakIdKeyDictionary()
-"""Of each parameter the DistributedOptimizer that was made last for it, weakly: two would spoil each other's
-averages."""
 
 
 class DistributedOptimizer(Optimizer):
@@ -76,9 +73,8 @@ class DistributedOptimizer(Optimizer):
 
     The optimizer is held, not copied: its groups are this one's, so learning-rate schedulers see no
     difference. From stage 1 on, and with precision or offload, it steps on flat pieces of parameters, and
-    must treat each element by itself; `.grad` is None once gradients are averages, which
-    `named_gradients` shows. Of `named_parameters` those that the optimizer holds are averaged; it may name
-    more. With k microbatches, divide each loss by k. All ranks must start with the same parameters
+    must treat each element by itself. Of `named_parameters` those that the optimizer holds are averaged; it
+    may name more. With k microbatches, divide each loss by k. All ranks must start with the same parameters
     (`broadcast_parameters`).
 
     zero_stage         0 to 3; None: 3 for a model that is fully sharded, else 0
@@ -88,10 +84,14 @@ class DistributedOptimizer(Optimizer):
                        files there. None: where the parameters are
     shared_parameters  stages 1 and 2, on CPUs: the parameters exist once on each node, for all of its ranks
     model              whose linear layers and embeddings make gradients where they are to lie, and add to
-                       them there (`hpcpar.autograd.in_place`); and whose modules wait for their parameters
-                       when they are called: the all-gather of stages 1 and 2 goes on under the next forward.
-                       Whoever reads parameters in another way calls `wait_for_parameters` first. None: `step`
-                       waits, and gradients are copied
+                       them there (`hpcpar.autograd.in_place`). None: gradients are copied
+    overlap_allgather  stages 1 and 2 with `model`: `step` returns while the new parameters are on their way,
+                       and the model's modules wait for theirs when they are next called. It demands that
+                       whoever reads parameters in another way (an average of weights, a norm, p.data) calls
+                       `wait_for_parameters` first; `model.state_dict()` and hpcpar.checkpoint do
+    nonfinite          what `step` does on all ranks if an average gradient on any of them is NaN or infinite:
+                       "error": DivergenceError, before anything is changed; "skip": no step, counted in
+                       `scaler.skipped`; "step": what torch does, and nobody looks. Scaled losses: "skip"
     backward_passes_per_step   backwards outside `no_sync` whose sum is averaged, the last of which sends; in
                        stages 2 and 3 each of them sends
     bucket_bytes       of gradients that travel together; None: 25 MiB, and 4 in stage 2, which keeps memory
@@ -107,11 +107,12 @@ class DistributedOptimizer(Optimizer):
     different orders, or not at all; but each optimizer's calls come in the same order on all ranks, and in
     stage 3 so do all forwards and backwards.
 
-    torch.nn.utils.clip_grad_norm_ writes to gradients on their way: in stages 0 and 1 an error (float32 and
-    64 on CPUs) unless `synchronize` comes first, after which stage 1 shows it none; in 2 and 3 it never sees
-    any, and does nothing. So it is with torch.amp.GradScaler's `unscale_`, which torch does not let anyone
-    notice; its `step` waits for averages, and is refused where it would find none. `clip_grad_norm_` and
-    `precision` are for that.
+    `.grad` is for everybody what it is in one process, once a backward has sent it: who reads it waits for
+    the average, and who sets it to None, as model.zero_grad() does, forgets it. In stage 0 it is the average
+    itself. From stage 1 on, and with precision or offload, each rank has a shard: what is done to it in
+    place, element by element, is done to the shards, and to read its values is an error. torch.nn.utils'
+    clip_grad_norm_ and clip_grad_value_ clip by the norm and the values of the whole; torch.amp.GradScaler
+    works in stage 0, and is refused beyond: `precision="float16"` scales by itself.
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
     name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
@@ -133,6 +134,8 @@ class DistributedOptimizer(Optimizer):
         offload: str | Path | None = None,
         shared_parameters: bool = False,
         model: nn.Module | None = None,
+        overlap_allgather: bool = False,
+        nonfinite: str = "error",
         backward_passes_per_step: int = 1,
         split_over: SplitOver | None = None,
         tied: Mapping[str, bool] | None = None,
@@ -161,16 +164,20 @@ class DistributedOptimizer(Optimizer):
         self._offload = offload
         self._common = shared_parameters
         self._model = model
+        self._overlap = overlap_allgather
+        self._nonfinite = nonfinite
         self.backward_passes_per_step = _number_of_passes(backward_passes_per_step)
         self._note_split_over(split_over or {})
         self._tied = dict(tied or {})
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
-        self._is_used_up = False
+        self._total: Tensor | None = None
+        self._zeroed: set[int] = set()
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
+        install()
         self._build()
 
     def __getattr__(self, name: str) -> Any:
@@ -202,7 +209,7 @@ class DistributedOptimizer(Optimizer):
                 "with zero_stage from 1 on, precision or offload; leave it out and use precision='float16', "
                 "optimizer.scale_loss(loss).backward() and optimizer.step(), which scale by themselves"
             )
-        self._ensure_synchronized()
+        self.synchronize()
         return False
 
     @property
@@ -268,30 +275,129 @@ class DistributedOptimizer(Optimizer):
 
     @uncompiled
     def synchronize(self) -> None:
-        """Wait until every gradient is the average over all ranks; to look at gradients before `step`."""
+        """Wait until every gradient is the average over all ranks, unless each is; nobody has to call it."""
+        if self._synchronizer.synchronized:
+            return
         self._refuse_rivals()
         self._refuse_copies()
         if self._update is not None:
             self._refuse_leftovers()
         self._synchronizer.synchronize()
         self._factor = 1.0 / self.scaler.scale
-        self._overflow = None
+        self._overflow, self._total = None, None
+        self._zeroed.clear()
         if self._update is not None and isinstance(self._synchronizer, GradientSynchronizer):
             self._synchronizer.hide()
+            self._synchronizer.used_up = any(self._synchronizer.used)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; averages still under way are awaited first.
-
-        In stages 2 and 3 nothing else does: model.zero_grad() finds no `.grad` there, and a backward that was
-        to be forgotten (a loss that is not finite, the other half of a GAN) still counts in the next step.
+        """Forget the gradients, as model.zero_grad() does; averages still under way are awaited first.
 
         set_to_none=True    the next backward's gradients are copied into the buckets as they come
         set_to_none=False   the buckets are filled with zeros and the next backward adds to them; parameters
                             that had a gradient are stepped on though it brings them none, as in torch
         """
         self._synchronizer.zero(set_to_none=set_to_none)
-        self._is_used_up = False
+        self._total = None
+        self._zeroed.clear()
+
+    @uncompiled
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Return what `.grad` shows once a backward has sent it: the average, or a HeldGradient.
+
+        Waits for averages; OperationError in a backward, where there is none yet.
+        """
+        number = self._number_of[id(parameter)]
+        if self._is_in_backward(number):
+            return own_gradient(parameter)
+        if self._synchronizer.round_open:
+            self.synchronize()
+        if self._update is None or not self._synchronizer.used[number]:
+            return own_gradient(parameter)
+        return HeldGradient.of(parameter, self)
+
+    @uncompiled
+    def set_gradient_of(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Take what a parameter's `.grad` is set to once a backward has sent it; None: forget it.
+
+        Waits for averages; OperationError in a backward, and where this rank has a shard and would be given a
+        whole.
+        """
+        number = self._number_of[id(parameter)]
+        if self._is_in_backward(number):
+            set_own_gradient(parameter, gradient)
+            return
+        if type(gradient) is HeldGradient and gradient.parameter is parameter:
+            return  # p.grad *= 0.5 sets what it has changed
+        if self._synchronizer.round_open:
+            self.synchronize()
+        if self._update is None or not (self._synchronizer.used[number] or self._synchronizer.synchronized):
+            set_own_gradient(parameter, gradient)
+        elif gradient is not None:
+            raise OperationError(
+                f"the gradient of {self._synchronizer.names[number]} was to be replaced, of which this rank "
+                f"has only a shard, as with zero_stage={self.zero_stage}, precision or offload; change it in "
+                "place (p.grad.mul_(), p.grad.copy_()), or change those of optimizer.named_gradients()"
+            )
+        else:
+            own = self.own_gradient_of(parameter)
+            if own is not None:
+                own[1].zero_()  # the next backward adds to it
+            self._synchronizer.forget(number)
+            if not any(self._synchronizer.used):
+                self.zero_grad()
+
+    def own_gradient_of(self, parameter: Tensor) -> tuple[OwnPiece, Tensor] | None:
+        """Return this rank's piece of a parameter and its average gradient, flat; None: it has none.
+
+        The gradient is what the step is taken on: neither a scale nor a clip waits to be applied.
+        """
+        assert self._update is not None, "otherwise .grad is the average itself"
+        if self._factor != 1.0:
+            self._has_overflow()  # what is clipped looks finite
+            for flat in self._gradients():
+                flat.mul_(self._factor)
+            self._factor = 1.0
+        found = self._piece_of.get(self._number_of[id(parameter)])
+        if found is None:
+            return None
+        block, piece = found
+        return self._own_piece(piece), self._gradients()[block][piece.offset : piece.end]
+
+    def zero_gradient_of(self, parameter: Tensor) -> None:
+        """Leave zeros of a parameter's gradient; once it is so with all, as zero_grad(set_to_none=False)."""
+        own = self.own_gradient_of(parameter)
+        if own is not None:
+            own[1].zero_()
+        self._zeroed.add(self._number_of[id(parameter)])
+        if all(number in self._zeroed for number, is_used in enumerate(self._synchronizer.used) if is_used):
+            self.zero_grad(set_to_none=False)
+
+    def norm_of(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of the average gradients of these parameters, of all that have one. Collective."""
+        given = {self._number_of[id(parameter)] for parameter in parameters}
+        for number, name in enumerate(self._synchronizer.names):
+            if self._synchronizer.used[number] and number not in given:
+                raise OperationError(
+                    f"the norm of the gradients of {len(given)} parameters was asked, without {name}, where "
+                    "each rank has a shard of all; clip all parameters of the optimizer together, as by "
+                    "optimizer.clip_grad_norm_(), or change some of optimizer.named_gradients()"
+                )
+        self._total = self._norm.of(self._gradients(), norm_type) * abs(self._factor)
+        return self._total
+
+    def _is_in_backward(self, number: int) -> bool:
+        """Whether a backward is still to bring a gradient; OperationError where one has sent it."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        if self._synchronizer.has_taken(number):
+            raise OperationError(
+                f"the gradient of {self._synchronizer.names[number]} was used in the backward that had sent "
+                "it to be averaged, as in a hook; use it after the backward, or in one that sees it first: "
+                "p.register_hook, or one that is registered before the optimizer is made"
+            )
+        return True
 
     @torch.no_grad()
     def named_gradients(self) -> Iterator[tuple[str, slice, Tensor]]:
@@ -300,7 +406,7 @@ class DistributedOptimizer(Optimizer):
         Elements are counted in the order in which a parameter lies in memory, and the gradient is flat.
         A scaled loss's gradients are scaled; clipped ones are clipped. Waits for averages.
         """
-        self._ensure_synchronized()
+        self.synchronize()
         self._clip_now()
         names = self._synchronizer.names
         if self._update is None:
@@ -338,9 +444,9 @@ class DistributedOptimizer(Optimizer):
         The norm is that of the whole average gradient, of whose shards each rank adds its own; waited for if
         it is still under way; every rank finds the same bits. As torch.nn.utils.clip_grad_norm_.
         """
-        self._ensure_synchronized()
+        self.synchronize()
         flats = self._gradients()
-        total = self._norm.of(flats, norm_type) * abs(self._factor)
+        self._total = total = self._norm.of(flats, norm_type) * abs(self._factor)
         if error_if_nonfinite and not total.isfinite():
             raise OperationError(
                 f"the norm of the gradients is {total.item()}, on every rank; look for the first layer whose "
@@ -359,7 +465,7 @@ class DistributedOptimizer(Optimizer):
     @uncompiled
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the average gradient to between -clip_value and clip_value."""
-        self._ensure_synchronized()
+        self.synchronize()
         self._has_overflow()  # what is clipped looks finite
         limit = clip_value / abs(self._factor) if self._factor else clip_value
         for flat in self._gradients():
@@ -368,7 +474,7 @@ class DistributedOptimizer(Optimizer):
     @uncompiled
     def gradients_are_finite(self) -> bool:
         """Whether the average gradients hold neither NaN nor infinity on any rank; all ranks agree."""
-        self._ensure_synchronized()
+        self.synchronize()
         return self._norm.is_finite(self._gradients())
 
     # --- steps ------------------------------------------------------------------------------------
@@ -380,17 +486,19 @@ class DistributedOptimizer(Optimizer):
         closure   computes the loss with its backward, perhaps several times (LBFGS); the average loss
                   over all ranks is returned to the inner optimizer, so that all take the same path
 
-        With a scaled loss, a step whose gradients are not finite on some rank is skipped by all, and counted
-        in `scaler.skipped`. OffloadError on every rank when one of them cannot keep its state.
+        Gradients that are not finite on some rank: as `nonfinite` says; with a scaled loss the step is
+        skipped by all, and counted in `scaler.skipped`.
+        errors    DivergenceError on every rank, with nothing changed; OffloadError on every rank when one of
+                  them cannot keep its state
         """
         if self._update is not None:
             outcome = None if closure is None else self._averaged(closure)
-            self._ensure_synchronized()
+            self.synchronize()
             self._step_on_shards(self._update)
-            self._is_used_up = True
+            self._synchronizer.used_up = any(self._synchronizer.used)
         elif closure is None:
-            self._ensure_synchronized()
-            outcome = self.inner.step()
+            self.synchronize()
+            outcome = None if self._is_skipped() else self.inner.step()
         else:
             outcome = self.inner.step(lambda: self._averaged(closure))
         # One synchronization for each step, also where a rank's next backward brings no gradient.
@@ -405,6 +513,8 @@ class DistributedOptimizer(Optimizer):
             self.scaler.update(overflow=overflow)
             if overflow:
                 return
+        elif self._is_skipped():
+            return
         self._publication.before()
         failure: OffloadError | None = None
         try:
@@ -415,10 +525,30 @@ class DistributedOptimizer(Optimizer):
         self._publication.rest()
         if update.may_fail:
             self.dp_comm.agree(failure, "keeping the optimizer's state")
-        if self._model is None:
+        if not self._overlap:
             self._publication.wait()
         # They may look at parameters, and write to them.
         update.call_post_hooks(self._publication.wait)
+
+    def _is_skipped(self) -> bool:
+        """Whether all ranks skip a step for gradients that are not finite; DivergenceError by default."""
+        if self._nonfinite == "step" or (self._total is not None and self._total.isfinite()):
+            return False
+        is_due = self._update is not None or any(p.grad is not None for p in self._synchronizer.parameters)
+        if not is_due or self.gradients_are_finite():
+            return False
+        self.scaler.skipped += 1
+        if self._nonfinite == "skip":
+            return True
+        mine = {name for name, _, gradient in self.named_gradients() if not gradient.isfinite().all()}
+        told = set().union(*self.dp_comm.allgather_object(mine))
+        name = next((name for name, _ in self._named if name in told), "a parameter of another rank")
+        raise DivergenceError(
+            f"the average gradient of {name} is not finite, so no rank has taken the step, and parameters "
+            "are as they were. Look for the first layer or sample whose output is not finite, or lower the "
+            'learning rate; nonfinite="skip" leaves such steps out on all ranks, nonfinite="step" takes '
+            "them, as torch does"
+        )
 
     @property
     def _is_scaled(self) -> bool:
@@ -432,7 +562,7 @@ class DistributedOptimizer(Optimizer):
 
     @uncompiled
     def wait_for_parameters(self) -> None:
-        """Return when the parameters of the last step are here; only with `model`, else `step` has waited."""
+        """Return when the last step's parameters are here; `step` waits without `overlap_allgather`."""
         self._publication.wait()
 
     # --- states -----------------------------------------------------------------------------------
@@ -634,7 +764,8 @@ class DistributedOptimizer(Optimizer):
 
         backwards   in each step: microbatches
         forwards    without a backward, in all: they gather parameters in stage 3
-        norms       gradient norms in each step (clip_grad_norm_, gradients_are_finite, a scaled step)
+        norms       gradient norms in each step (clip_grad_norm_, gradients_are_finite, a scaled step); a step
+                    without looks once itself, unless nonfinite="step"
         loads       of states, in all: they bring new parameters, too
         """
         total = expected_traffic(
@@ -643,7 +774,7 @@ class DistributedOptimizer(Optimizer):
             stage=self.zero_stage,
             steps=steps,
             backwards=backwards,
-            norms=norms,
+            norms=norms if self._nonfinite == "step" else max(norms, 1),
             loads=loads,
             algorithm=self._algorithm,
             dtype=None if self.precision is None else self.precision.reduction,
@@ -684,6 +815,14 @@ class DistributedOptimizer(Optimizer):
                 f"tied parameters ({', '.join(self._tied)}) with zero_stage={self.zero_stage}: gradients "
                 "would be averaged, and cut, before they are summed over the copies; use zero_stage 0 or 1"
             )
+        if self._nonfinite not in ("error", "skip", "step"):
+            raise OperationError(f'nonfinite={self._nonfinite!r}; give "error", "skip" or "step"')
+        if self._overlap and (self._model is None or self.zero_stage not in (1, 2)):
+            raise OperationError(
+                f"overlap_allgather=True with zero_stage={self.zero_stage} and "
+                f"{'no model' if self._model is None else 'a model'}: it lets the all-gather of stages 1 and "
+                "2 go on under the next forward of model=; give both, or leave it out"
+            )
         if self._is_managed:
             require_elementwise(self.inner)
 
@@ -712,6 +851,8 @@ class DistributedOptimizer(Optimizer):
             sharding.require_all(named)
             sharding.on_loaded = weakref.WeakMethod(self.take_parameters)
             self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
+            if sharding.gradients.used_up:
+                sharding.gradients.zero()  # an optimizer before this one has stepped on them
             # As this optimizer was given them, not as they were called in the module that was sharded.
             name_of = {id(parameter): name for name, parameter in named}
             sharding.gradients.names = [name_of[id(p)] for p in sharding.gradients.parameters]
@@ -747,6 +888,7 @@ class DistributedOptimizer(Optimizer):
                 shards=size if self.zero_stage else 1,
                 advice=self._advice,
                 late=self._tied,
+                held=True,
             )
         self._claim()
         self._publication: Publication | Sharding = sharding or Publication(
@@ -754,8 +896,14 @@ class DistributedOptimizer(Optimizer):
             self._synchronizer.parameters,
             self.dp_comm,
             once=self._once,
-            model=self._model,
+            model=self._model if self._overlap else None,
         )
+        self._number_of = {id(p): number for number, p in enumerate(self._synchronizer.parameters)}
+        self._piece_of = {
+            piece.member: (number, piece)
+            for number, block in enumerate(blocks)
+            for piece in block.shard.pieces
+        }
         if self._is_managed:
             device = blocks[0].own.device if blocks else torch.device("cpu")
             with self.dp_comm.together("making room for the optimizer's state"):
@@ -797,12 +945,11 @@ class DistributedOptimizer(Optimizer):
     def _claim(self) -> None:
         """Know of all that average gradients of the same parameters; they may be gone when it matters."""
         for parameter in self._synchronizer.parameters:
-            latest = _LATEST.get(parameter)  # type: ignore[no-untyped-call]
-            other = None if latest is None else latest()
+            other: DistributedOptimizer | None = holder_of(parameter)
             if other is not None and other is not self and all(each() is not other for each in self._rivals):
                 self._rivals.append(weakref.ref(other))
                 other._rivals.append(weakref.ref(self))
-            _LATEST[parameter] = weakref.ref(self)
+            set_holder(parameter, self)
 
     def _refuse_rivals(self) -> None:
         if not self._rivals:
@@ -867,22 +1014,20 @@ class DistributedOptimizer(Optimizer):
         """The average gradients that this rank has, flat, by bucket."""
         if isinstance(self._synchronizer, ScatteredGradients):
             return self._synchronizer.shards
+        if self._update is None:
+            self._synchronizer.adopt()  # what a user has set, or set to None, since they came
         return [self._averaging.average(bucket) for bucket in self._synchronizer.buckets]
-
-    def _ensure_synchronized(self) -> None:
-        if not self._synchronizer.synchronized:
-            self.synchronize()
 
     def _refuse_leftovers(self) -> None:
         """OperationError where a step on shards would leave out what a step on the whole would not."""
-        if self._is_used_up:
+        if self._synchronizer.used_up:
             raise OperationError(
-                "gradients were to be averaged that add to those of the last step, and shards keep no sums "
-                "from step to step; call zero_grad() after each step(): the optimizer's, not the model's"
+                "gradients were to be averaged that add to averages of before, and shards keep no sums "
+                "from step to step; call zero_grad() after each step()"
             )
         trained = {id(parameter) for parameter in self._synchronizer.parameters}
         for name, parameter in self._named:
-            if parameter.grad is not None and id(parameter) not in trained and id(parameter) in self._held:
+            if id(parameter) not in trained and id(parameter) in self._held and parameter.grad is not None:
                 raise OperationError(
                     f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
                     "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
@@ -890,7 +1035,7 @@ class DistributedOptimizer(Optimizer):
 
     def _refuse_own_gradients(self) -> None:
         for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):
-            if parameter.grad is not None:
+            if own_gradient(parameter) is not None:
                 raise OperationError(
                     f"the gradient of {name} was set after gradients had been averaged, and zero_stage="
                     f"{self.zero_stage} steps on shards of averages; change those of named_gradients()"
@@ -918,7 +1063,7 @@ class DistributedOptimizer(Optimizer):
         """Run the closure; leave average gradients, and return the average loss in the type it gave."""
         with torch.enable_grad():
             loss = closure()
-        self._ensure_synchronized()
+        self.synchronize()
         mean = torch.as_tensor(loss, dtype=torch.float64).detach().clone().reshape(1)
         self.dp_comm.allreduce(mean, "average")
         return mean[0].to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
@@ -1020,8 +1165,8 @@ def _in_shape(state: Mapping[str, Any], piece: OwnPiece) -> State:
 
 def optimizers_of(parameters: Iterable[Tensor]) -> list[DistributedOptimizer]:
     """Those that were made last for these parameters and go on stepping on them."""
-    references = (_LATEST.get(parameter) for parameter in parameters)  # type: ignore[no-untyped-call]
-    found = {id(each): each for reference in references if reference is not None and (each := reference())}
+    held = (holder_of(parameter) for parameter in parameters)
+    found: dict[int, DistributedOptimizer] = {id(each): each for each in held if each is not None}
     return [each for each in found.values() if not each._is_closed]
 
 

@@ -46,6 +46,7 @@ class Publication:
         self._comm = dp_comm
         self._once = once
         self._under_way: dict[int, Handle | Arrival] = {}
+        """Not empty: it is in _UNDER_WAY, and outlives the optimizer that began it."""
         self._started: set[int] = set()
         self._hooks: list[Any] = []
         if model is not None:
@@ -69,6 +70,7 @@ class Publication:
             self._under_way[number] = self._once.start(block.flat, block.own)
         else:
             self._under_way[number] = self._comm.start_allgather(block.own, out=block.flat)
+        _UNDER_WAY.add(self)
 
     def rest(self) -> None:
         """So are all blocks that have not been since `before`."""
@@ -82,6 +84,8 @@ class Publication:
             handle = self._under_way.pop(number, None)
             if handle is not None:
                 handle.wait()
+        if not self._under_way:
+            _UNDER_WAY.discard(self)
 
     def close(self) -> None:
         """Wait for all, and take the hooks off the model."""
@@ -104,6 +108,10 @@ class Publication:
                 self._hooks.append(module.register_forward_pre_hook(wait, prepend=True))
             hook = module.register_state_dict_pre_hook(_Wait(self, None))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
+
+
+_UNDER_WAY: set[Publication] = set()
+"""The model's hooks know them weakly; each is kept here until its blocks have come."""
 
 
 class _Wait:

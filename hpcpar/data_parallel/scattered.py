@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.gradients import require_new_gradients
 from hpcpar.data_parallel.parameters import Layout, layout_of, offer_rooms, view_as, watch_gradients
@@ -89,7 +90,8 @@ class ScatteredGradients:
     layouts             of the parameters; None: as they lie now
 
     shards   of each bucket this rank's part of the sum of all averages since the last `zero`
-    used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`
+    used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`;
+             none after `zero`
     peak_waiting_nbytes   the most that gradients took at once which had come and were in no room yet
     """
 
@@ -125,6 +127,8 @@ class ScatteredGradients:
         self._layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
         self._rooms = self._make_rooms(types, devices)
         self.used: list[int] = [0] * len(self.parameters)
+        self.used_up = False
+        """Nothing may be added to the averages before the next `zero`."""
         self.synchronized = False
         self.gone: Callable[[Bucket], None] | None = None
         """Called when the bucket's last gradient of a backward has been taken: its parameters are done."""
@@ -193,6 +197,9 @@ class ScatteredGradients:
         self.dp_comm.allreduce(bits, "or")
         self.used = np.unpackbits(bits, count=len(self.parameters)).tolist()
         self._had = [bool(used) for used in self.used]
+        for parameter, is_used in zip(self.parameters, self.used, strict=True):
+            if is_used:
+                hold(parameter)
         self._backwards = 0
         self.synchronized = True
 
@@ -204,19 +211,36 @@ class ScatteredGradients:
         self.end_backward()
         self._harvest_all()
         for passage in self._passages:
-            passage.filled = False
-        for parameter in self.parameters:
-            parameter.grad = None
+            passage.filled = not set_to_none
+            if passage.filled:
+                passage.shard.zero_()
+        for parameter, had in zip(self.parameters, self._had, strict=True):
+            set_own_gradient(parameter, None)
+            if set_to_none or not had:
+                release(parameter)
         self._backwards = 0
         if set_to_none:
             self._had = [False] * len(self.parameters)
-        self.synchronized = False
+            self.used = [0] * len(self.parameters)
+        self.synchronized = self.used_up = False
+
+    def has_taken(self, index: int) -> bool:
+        """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
+        return index in self._of[index].taken or index in self._of[index].arrived
+
+    def forget(self, index: int) -> None:
+        """Step as if a parameter had got no gradient, on any rank; once the shards are averages."""
+        self._had[index] = False
+        self.used[index] = 0
+        release(self.parameters[index])
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for parameter in self.parameters:
+            release(parameter)
 
     # --- a backward -------------------------------------------------------------------------------
 
@@ -271,10 +295,11 @@ class ScatteredGradients:
                 "backward, as with torch.utils.checkpoint's use_reentrant=True, when its unit's was over; "
                 "pass use_reentrant=False"
             )
-        if self.parameters[index].grad is None:
+        if own_gradient(self.parameters[index]) is None:
             self.expect_no_more([index])
             return
         self._had[index] = True
+        hold(self.parameters[index])
         passage.arrived.append(index)
         passage.missing -= 1
         if not self._is_in_room(index):
@@ -286,7 +311,7 @@ class ScatteredGradients:
     def _take_those_set_by_hand(self) -> None:
         """Gradients that no backward has brought, but somebody who wrote to `.grad`."""
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None or index in self._of[index].arrived:
+            if own_gradient(parameter) is None or index in self._of[index].arrived:
                 continue
             if not self._in_backward:
                 raise OperationError(
@@ -359,7 +384,7 @@ class ScatteredGradients:
 
     def _is_in_room(self, index: int) -> bool:
         """Whether a gradient that has come was made where it is to lie."""
-        flat, gradient = self._of[index].flat, self.parameters[index].grad
+        flat, gradient = self._of[index].flat, own_gradient(self.parameters[index])
         if flat is None or gradient is None or gradient.layout is not torch.strided:
             return False
         return gradient.data_ptr() == self._place(flat, index).data_ptr()
@@ -375,7 +400,7 @@ class ScatteredGradients:
             return
         for index in passage.arrived:
             parameter = self.parameters[index]
-            gradient = parameter.grad
+            gradient = own_gradient(parameter)
             assert gradient is not None, "its hook has been called"
             if gradient.layout is not torch.strided:
                 raise BufferTypeError(
@@ -385,7 +410,7 @@ class ScatteredGradients:
             if not self._is_in_room(index):
                 self._place(passage.flat, index).copy_(gradient.detach())
                 self._waiting_nbytes -= _gradient_nbytes(parameter)
-            parameter.grad = None
+            set_own_gradient(parameter, None)
             passage.taken.add(index)
         passage.arrived.clear()
 
@@ -421,5 +446,5 @@ class ScatteredGradients:
 
 
 def _gradient_nbytes(parameter: Tensor) -> int:
-    gradient = parameter.grad
+    gradient = own_gradient(parameter)
     return 0 if gradient is None or gradient.layout is not torch.strided else gradient.nbytes

@@ -145,6 +145,7 @@ def build_optimizer(
         offload=section.offload,
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
         model=None if section.zero_stage == 3 else model,
+        overlap_allgather=section.zero_stage in (1, 2),
         backward_passes_per_step=backwards,
         tied=tied,
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),

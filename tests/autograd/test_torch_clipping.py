@@ -166,18 +166,6 @@ def test_the_norm_of_a_pipeline_is_that_of_all_stages_and_copies_count_once(way:
     assert run_loopback(4, norm) == [pytest.approx(expected, rel=1e-10)] * 4
 
 
-def test_a_parameter_may_refuse_torchs_function() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-
-    def refuse(asked: str) -> None:
-        raise OperationError(f"{asked} would not see it")
-
-    run_loopback(2, lambda comm: parallelize(mlp(), MLP, comm))
-    parameter.hpcpar_refuse_clipping = refuse  # type: ignore[attr-defined]
-    with pytest.raises(OperationError, match=r"torch\.nn\.utils\.clip_grad_norm_ would not see it"):
-        clip_grad_norm_(parameter, 1.0)
-
-
 def test_what_is_not_split_has_torchs_own_norm_and_warning() -> None:
     run_loopback(2, lambda comm: parallelize(mlp(), MLP, comm))
     plain = nn.Linear(2, 2)

@@ -330,6 +330,7 @@ def stepping(comm: Communicator, mode: Mode, directory: Path) -> tuple[nn.Module
         precision=mode.precision,
         offload=directory / f"offload-{comm.rank}" if mode.on_disk else None,
         model=model,
+        overlap_allgather=mode.stage in (1, 2),
     )
     return model, optimizer
 

@@ -918,7 +918,7 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
         model = fully_shard(Network(), comm, precision="bfloat16")
         optimizer = optimizer_of(model, comm)
         start = whole(model)
-        with summon_full_parameters(model), torch.no_grad():
+        with summon_full_parameters(model, write_back=False), torch.no_grad():
             model.head.weight.fill_(7.0)
         forgotten = whole(model)
         assert same(forgotten, start)
@@ -926,7 +926,7 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
         optimizer.step()
         optimizer.zero_grad()
         masters = [master.clone() for master in optimizer._update.masters]  # type: ignore[union-attr]
-        with summon_full_parameters(model, write_back=True), torch.no_grad():
+        with summon_full_parameters(model), torch.no_grad():
             model.head.weight.fill_(7.0)
             model.layers[2].inner.bias[1] = 5.0
         optimizer.step()  # without a gradient: nothing but that masters follow
@@ -948,7 +948,7 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
 def test_what_is_written_back_before_there_is_an_optimizer_is_what_it_steps_on() -> None:
     def body(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
         written, fresh = (fully_shard(Network(), comm, precision="bfloat16") for _ in range(2))
-        with summon_full_parameters(written, write_back=True), torch.no_grad():
+        with summon_full_parameters(written), torch.no_grad():
             written.head.weight.fill_(7.0)
         masters = []
         for model in (written, fresh):
@@ -969,6 +969,27 @@ def test_what_is_written_back_before_there_is_an_optimizer_is_what_it_steps_on()
     assert changed == 12
 
 
+@pytest.mark.parametrize("writes", ["rank 1 alone", "other values", "the last of its shard"])
+def test_ranks_that_write_different_values_are_told_so_and_nothing_is_kept(writes: str) -> None:
+    def body(comm: Communicator) -> tuple[str, bool]:
+        model = fully_shard(Network(), comm)
+        start = whole(model)
+        try:
+            with summon_full_parameters(model), torch.no_grad():
+                if writes == "other values":
+                    model.head.weight.fill_(float(comm.rank))
+                elif comm.rank == 1:
+                    model.head.weight.view(-1)[-1 if writes.startswith("the last") else 0] = 5.0
+        except OperationError as error:
+            return str(error), same(whole(model), start)
+        return "", False
+
+    for told, is_as_before in run_loopback(3, body):
+        assert "ranks wrote different values to parameters" in told
+        assert "head.weight" in told
+        assert is_as_before
+
+
 def test_weights_that_others_stood_in_for_go_on_from_their_masters() -> None:
     def body(comm: Communicator) -> tuple[Tensor, Tensor]:
         model = fully_shard(Network(), comm, precision="bfloat16")
@@ -979,7 +1000,7 @@ def test_weights_that_others_stood_in_for_go_on_from_their_masters() -> None:
         before = torch.cat(optimizer.update.masters)  # type: ignore[union-attr]
         own = whole(model)
         for weights in ([torch.full_like(each, 0.5) for each in own], own):  # averages, to evaluate them
-            with summon_full_parameters(model, write_back=True), torch.no_grad():
+            with summon_full_parameters(model), torch.no_grad():
                 for parameter, value in zip(model.parameters(), weights, strict=True):
                     parameter.copy_(value)
             plain_loss(model, batch(1, comm.rank).bfloat16())

@@ -44,7 +44,7 @@ class Network(nn.Module):
 def built(comm: Communicator, stage: int, **options: Any) -> tuple[Network, DistributedOptimizer]:
     model = Network()
     if options.pop("overlap", False):
-        options["model"] = model
+        options |= {"model": model, "overlap_allgather": True}
     if stage == 3:
         fully_shard(model, comm, **options)
         options = {}
@@ -135,6 +135,7 @@ def test_layers_that_are_computed_together_have_their_new_parameters(stage: int,
             bucket_bytes=100,
             first_bucket_bytes=100,
             model=model,
+            overlap_allgather=True,
         )
         model(tokens).square().mean().backward()
         optimizer.step()
@@ -187,6 +188,7 @@ def test_parameters_that_a_module_reads_in_other_ways_are_waited_for(name: str) 
             comm,
             zero_stage=1,
             model=model,
+            overlap_allgather=True,
             bucket_bytes=1,
         )
         model(torch.ones(2, 3)).sum().backward()
@@ -266,7 +268,8 @@ def test_modules_of_torch_that_read_their_childrens_parameters_wait_for_those() 
             model.named_parameters(),
             comm,
             zero_stage=1,
-            model=model if overlap else None,
+            model=model,
+            overlap_allgather=overlap,
             bucket_bytes=1,
             first_bucket_bytes=1,
         )

@@ -120,6 +120,7 @@ def parallel(
         bucket_bytes=700,
         first_bucket_bytes=100,
         model=model if overlap else None,
+        overlap_allgather=overlap and stage in (1, 2),
         **options,
     )
     start, stop = partition.bounds(SAMPLES, comm.size)[comm.rank]

@@ -46,6 +46,8 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     precision: Precision | str | torch.dtype | None = None,
     offload: str | Path | None = None,
     model: nn.Module | None = None,
+    overlap_allgather: bool = False,
+    nonfinite: str = "error",
     shared_parameters: bool = False,
 ) -> Optimizer:
     """The optimizer, made to average gradients over all ranks before each step.
@@ -61,14 +63,15 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     sparse_as_dense  make sparse gradients dense before they are reduced
     process_set      the ranks that train together; others train by themselves
     zero_stage       1: each rank keeps its shard of the optimizer's state, 2: of gradients, too; None, 0: all
-    precision, offload, model, shared_parameters   of hpcpar.DistributedOptimizer, for zero_stage 1 and 2
+    precision, offload, model, overlap_allgather, nonfinite, shared_parameters
+                     of hpcpar.DistributedOptimizer, for zero_stage 1 and 2
     returns          an instance of a class of the optimizer's own name that is a subclass of its class, with
                      `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`
     errors           ValueError for impossible arguments and parameters without or with the same name
 
     zero_stage and what follows it are hpcpar's own: Horovod has none such. With zero_stage 1 or 2 the
-    optimizer steps on shards. It must treat each element by itself (SGD, Adam, AdamW, …). Gradients are
-    clipped by its own `clip_grad_norm_`, and gone after a step. `state_dict`, of whole parameters, is to be
+    optimizer steps on shards. It must treat each element by itself (SGD, Adam, AdamW, …). `.grad` is
+    what it is with hpcpar.DistributedOptimizer. `state_dict`, of whole parameters, is to be
     called by all ranks. All take as many steps: a rank that joins before the others is an error.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
@@ -99,6 +102,8 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
         precision=precision,
         offload=offload,
         model=model,
+        overlap_allgather=overlap_allgather,
+        nonfinite=nonfinite,
         shared_parameters=shared_parameters,
     )
     return _wrap(optimizer, named_parameters, {**settings, **options})

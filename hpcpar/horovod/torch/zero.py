@@ -8,7 +8,7 @@ hpcpar's             shards of gradients and of the optimizer's state, on a comm
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ def options_for(
     precision: Precision | str | torch.dtype | None,
     offload: str | Path | None,
     model: nn.Module | None,
+    overlap_allgather: bool,
+    nonfinite: str,
     shared_parameters: bool,
 ) -> dict[str, Any]:
     """What hpcpar's own optimizer is to be given; nothing for the stages None and 0.
@@ -67,10 +69,12 @@ def options_for(
         "precision": precision,
         "offload": offload,
         "model": model,
+        "overlap_allgather": overlap_allgather,
+        "nonfinite": nonfinite,
         "shared_parameters": shared_parameters,
     }
     if not zero_stage:
-        given = [name for name, value in options.items() if value is not None and value is not False]
+        given = [name for name, value in options.items() if value not in (None, False, "error")]
         if given or zero_stage not in (None, 0):
             raise ValueError(
                 f"{', '.join(given) or f'zero_stage={zero_stage!r}'}: works with zero_stage=1 or 2; give one"
@@ -122,11 +126,12 @@ class Sharded(DistributedOptimizer):
         super().__init__(optimizer, named, comm, **options)
 
     def synchronize(self) -> None:
-        self._refuse_thawed()
         gradients = self.synchronizer
+        if gradients.synchronized:
+            return
+        self._refuse_thawed()
         if isinstance(gradients, ScatteredGradients):
-            if not gradients.synchronized:
-                gradients.complete_backward()  # others may wait for it in theirs
+            gradients.complete_backward()  # others may wait for it in theirs
             self._meetings.hold(STEP)
             super().synchronize()
         else:
@@ -136,10 +141,6 @@ class Sharded(DistributedOptimizer):
                 gradients.abandon()
                 raise
         self._factor *= self._multiple
-
-    def forget_gradients(self) -> None:
-        """After a step there are none, as `.grad` shows: the next backward begins anew."""
-        self.zero_grad()
 
     def leave(self) -> None:
         """Take the hooks off, where other ranks may not come any more."""
@@ -168,7 +169,7 @@ class Sharded(DistributedOptimizer):
     def _refuse_thawed(self) -> None:
         trained = {id(parameter) for parameter in self.synchronizer.parameters}
         for name, parameter in self._named:
-            if parameter.grad is not None and id(parameter) not in trained:
+            if id(parameter) not in trained and parameter.grad is not None:
                 raise OperationError(
                     f"{name} was frozen when its optimizer was wrapped and now has a gradient, which no "
                     "shard holds; set requires_grad before DistributedOptimizer is made"
@@ -248,6 +249,8 @@ class ShardedOptimizer(Wrapped):
                     "precision",
                     "offload",
                     "model",
+                    "overlap_allgather",
+                    "nonfinite",
                     "shared_parameters",
                     "backward_passes_per_step",
                 )
@@ -278,7 +281,6 @@ class ShardedOptimizer(Wrapped):
         """After a new start: bring the shards' states together over the engine that there is. Collective."""
         before = self.sharded
         before.leave()
-        self._hide_absent()
         super()._distribute([(name, parameter) for parameter, name in self._parameter_names.items()])
         size = before.dp_comm.size
         comm = self._communicator()
@@ -312,13 +314,10 @@ class ShardedOptimizer(Wrapped):
     def synchronize(self) -> None:
         """Bring each rank its shards of the reduced gradients, to clip or look at them before `step`.
 
-        `.grad` has no values then: use `clip_grad_norm_`, `clip_grad_value_` or `named_gradients`. Then step
-        inside `skip_synchronize`.
+        Then step inside `skip_synchronize`.
         """
         self._connect()
-        if not self.sharded.synchronizer.synchronized:
-            self.sharded.synchronize()
-        self._show_absent()
+        self.sharded.synchronize()
         self._synchronized = True
 
     @contextmanager
@@ -352,7 +351,7 @@ class ShardedOptimizer(Wrapped):
         return self.sharded.scale_loss(loss)
 
     def wait_for_parameters(self) -> None:
-        """With `model`: return when the parameters of the last step are here, for who reads them himself."""
+        """With `overlap_allgather`: return when the parameters of the last step are here."""
         self.sharded.wait_for_parameters()
 
     @uncompiled
@@ -364,7 +363,6 @@ class ShardedOptimizer(Wrapped):
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
                 "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
             )
-        self._hide_absent()
         self.sharded.zero_grad(set_to_none=set_to_none)
         self._synchronized = False
 
@@ -373,8 +371,6 @@ class ShardedOptimizer(Wrapped):
         """One step on reduced gradients, each rank's on its shards; collective.
 
         closure   computes the loss with its backward; the average of all ranks' losses is returned
-
-        Afterwards there are no gradients, as after `zero_grad`.
         """
         self._connect()
         if closure is None and self._synchronized and self._should_synchronize:
@@ -384,11 +380,9 @@ class ShardedOptimizer(Wrapped):
                 "write `with optimizer.skip_synchronize(): optimizer.step()`.",
                 stacklevel=2,
             )
-        self._hide_absent()
         # Schedulers that were made with it ask whether it has stepped.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         outcome = self.sharded.step(closure)
-        self.sharded.forget_gradients()
         self._synchronized = False
         return outcome
 
@@ -441,65 +435,6 @@ class ShardedOptimizer(Wrapped):
                 del group[option]
             group.update(options)
 
-    def _show_absent(self) -> None:
-        gradients = self.sharded.synchronizer
-        for parameter, is_used in zip(gradients.parameters, gradients.used, strict=True):
-            if is_used:
-                parameter.grad = AbsentGradient.of(parameter, self.sharded.zero_stage)
-
-    def _hide_absent(self) -> None:
-        for parameter in self._parameter_names:
-            if type(parameter.grad) is AbsentGradient:
-                parameter.grad = None
-
 
 # torch wraps a step that does not say so, to call hooks; the wrapped optimizer's own step calls them already.
 ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]
-
-
-class AbsentGradient(Tensor):
-    """What `.grad` is after `synchronize`, when its values are spread over the ranks; to use it is an error.
-
-    Without it torch.nn.utils.clip_grad_norm_ would find no gradients, and clip nothing.
-    """
-
-    zero_stage: int
-
-    @classmethod
-    def of(cls, parameter: Tensor, zero_stage: int) -> AbsentGradient:
-        """One that takes no memory."""
-        shown = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
-        shown.zero_stage = zero_stage
-        return shown
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        absent = next((value for value in _flattened([args, kwargs or {}]) if type(value) is cls), None)
-        stage = "1 or 2" if absent is None else absent.zero_stage
-        raise OperationError(
-            f"a gradient was used by {getattr(func, '__name__', 'an operation')} after "
-            f"optimizer.synchronize() with zero_stage={stage}, where a rank has shards of gradients alone. "
-            "Instead of torch.nn.utils.clip_grad_norm_(model.parameters(), …) call "
-            "optimizer.clip_grad_norm_(…), instead of clip_grad_value_ optimizer.clip_grad_value_(…), and "
-            "look at gradients by optimizer.named_gradients()"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return "AbsentGradient()"
-
-
-_HARMLESS = {"__get__", "__set__", "size", "dim", "numel"}
-"""What says nothing about values."""
-
-
-def _flattened(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flattened(value)
-        elif isinstance(value, dict):
-            yield from _flattened(list(value.values()))
-        else:
-            yield value

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hpcpar.autograd.held_parameter import set_own_gradient
 from hpcpar.horovod.exceptions import HostsUpdatedInterrupt
 from hpcpar.horovod.torch.elastic.sampler import ElasticSampler
 from hpcpar.horovod.torch.functions import (
@@ -87,7 +88,7 @@ class OptimizerStateHandler(StateDictHandler):
     def reset(self) -> None:
         for group in self.value.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None
+                set_own_gradient(parameter, None)  # ranks of a failed engine wait for no average
         if hasattr(self.value, "_distribute_again"):
             self.value._distribute_again()
 
