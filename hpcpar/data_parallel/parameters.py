@@ -80,8 +80,8 @@ def agree_on_parameters(named: Sequence[Named], comm: Communicator, what: str = 
             both = sorted({*comm.world_ranks} & {*other.world_ranks})
             if len(both) > 1:
                 raise MismatchError(
-                    f"{name} is split over {other.name!r}: ranks {both} of the job have different parts of it, "
-                    f"but are in {comm.name!r}, too, whose ranks are to have the same {what}; pass the "
+                    f"{name} is split over {other.name!r}: ranks {both} of the job have different parts of "
+                    f"it, but are in {comm.name!r}, too, whose ranks are to have the same {what}; pass the "
                     f"communicator of replicas, such as mesh.dp"
                 )
     mine = [describe(pair) for pair in named]

@@ -1,7 +1,8 @@
 """A look at what ranks must hold alike: the same batch, random numbers and gradients outside of split layers.
 
-    column layer    its input; embedding: its tokens           forward
-    row layer       the gradient of its output                 backward: other labels, other masks of dropout
+    column layer    its input; embedding: its tokens                       in forward
+    row layer       its bias, and norms: their weights                     in forward
+                    the gradient of its output: by other labels, masks     in backward
 
 Ranks with different batches or seeds would train on a mixture, and what is replicated would drift apart.
 So a tensor's fingerprint is compared over the ranks, in a layer's first calls and then now and then.

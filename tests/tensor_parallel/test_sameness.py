@@ -18,7 +18,9 @@ from hpcpar.tensor_parallel import (
     Gather,
     Norm,
     Plan,
+    RMSNorm,
     Row,
+    RowParallelLinear,
     Scatter,
     TensorParallel,
     VocabularyEmbedding,
@@ -73,6 +75,20 @@ def with_other_dropout(comm: Communicator) -> None:
     (parallelize(mlp(), MLP, comm)(ROWS) * mask).sum().backward()
 
 
+def with_another_bias(comm: Communicator) -> None:
+    row = RowParallelLinear(8, 4, comm)
+    with torch.no_grad():
+        row.bias.fill_(comm.rank)
+    row(torch.ones(2, 4))
+
+
+def with_another_norm(comm: Communicator) -> None:
+    norm = RMSNorm(8, 1e-6, comm)
+    with torch.no_grad():
+        norm.weight.add_(0.01 * comm.rank)
+    norm(torch.ones(2, 8))
+
+
 def on_other_tokens(comm: Communicator) -> None:
     model = nn.Sequential(nn.Embedding(10, 8))
     with torch.no_grad():
@@ -107,6 +123,8 @@ def with_other_labels_of_sequences(comm: Communicator) -> None:
         (on_other_rows_of_a_row_layer, "the input of a row-parallel layer"),
         (with_other_labels, "the gradient of a row-parallel layer's output"),
         (with_other_dropout, "the gradient of a row-parallel layer's output"),
+        (with_another_bias, "the bias of a row-parallel layer"),
+        (with_another_norm, "the weight of an RMSNorm"),
         (on_other_tokens, "the tokens of a vocabulary-parallel embedding"),
         (on_other_targets, "the targets of a vocabulary-parallel loss"),
         (on_other_sequences, r"what torch\.nn\.modules\.linear\.Identity gets whole, to be scattered,"),

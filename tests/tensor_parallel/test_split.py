@@ -158,16 +158,26 @@ def test_a_part_is_no_whole() -> None:
         split_evenly(12, 2).shard(torch.zeros(6, 3), 0)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+DIVIDED = {**LAYERS, "column": lambda comm: ColumnParallelLinear(6, 12, comm)}
+
+
+def test_rows_that_all_ranks_hold_are_a_state_as_any() -> None:
+    def shapes(comm: Communicator) -> list[int]:
+        return list(LAYERS["column"](comm).state_dict()["weight"].shape)
+
+    assert run_loopback(2, shapes) == [[6, 6]] * 2
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
 def test_a_state_of_shards_is_refused_and_to_be_had_by_name(kind: str) -> None:
     def found(comm: Communicator) -> tuple[str, dict[str, list[int]]]:
-        model = nn.Sequential(LAYERS[kind](comm), nn.LayerNorm(4))
+        model = nn.Sequential(DIVIDED[kind](comm), nn.LayerNorm(4))
         with pytest.raises(ShardedParameterError, match=r"0\.weight this is one of 2 shards") as caught:
             model.state_dict()
         shards = shard_state_dict(model)
         with pytest.raises(ShardedParameterError):
             torch.save(model.state_dict(), "never written")
-        again = nn.Sequential(LAYERS[kind](comm), nn.LayerNorm(4))
+        again = nn.Sequential(DIVIDED[kind](comm), nn.LayerNorm(4))
         again.load_state_dict(shards)
         assert all(torch.equal(shards[name], own) for name, own in again.named_parameters())
         return str(caught.value), {name: list(value.shape) for name, value in shards.items()}
@@ -181,20 +191,20 @@ def test_a_state_of_shards_is_refused_and_to_be_had_by_name(kind: str) -> None:
 def test_a_layer_on_one_rank_has_a_state_as_any() -> None:
     alone = Communicator.alone()
     assert all(
-        list(layer(alone).state_dict()) == list(shard_state_dict(layer(alone))) for layer in LAYERS.values()
+        list(layer(alone).state_dict()) == list(shard_state_dict(layer(alone))) for layer in DIVIDED.values()
     )
 
 
 @pytest.mark.parametrize("options", [{}, {"assign": True}, {"strict": False}], ids=str)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", DIVIDED)
 def test_of_a_whole_state_each_rank_keeps_its_part(kind: str, options: dict[str, bool]) -> None:
     whole = {
         name: torch.randn(value.shape)
-        for name, value in LAYERS[kind](Communicator.alone()).state_dict().items()
+        for name, value in DIVIDED[kind](Communicator.alone()).state_dict().items()
     }
 
     def loaded(comm: Communicator) -> dict[str, Tensor]:
-        layer = LAYERS[kind](comm)
+        layer = DIVIDED[kind](comm)
         assert not any(layer.load_state_dict(whole, **options))
         with pytest.raises(RuntimeError, match="size mismatch"):
             layer.load_state_dict({name: value[:2] for name, value in whole.items()}, strict=False)
