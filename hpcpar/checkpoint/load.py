@@ -28,6 +28,7 @@ from hpcpar.checkpoint.writers import Coordinates
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.fully_sharded import sharding_of
 from hpcpar.data_parallel.parameters import OwnPiece
+from hpcpar.data_parallel.publication import wait_for_new
 from hpcpar.data_parallel.sharded_step import MASTER
 from hpcpar.errors import CheckpointError
 
@@ -88,8 +89,7 @@ def load(
         own_choice = _choose(Path(path)) if comm.rank == 0 else None
     chosen = Path(comm.broadcast_object(None if own_choice is None else str(own_choice)))
     doing = f"loading the checkpoint {chosen}"
-    for each in distributed:
-        each.wait_for_parameters()
+    wait_for_new(model.parameters())
     with comm.together(doing):
         manifest = Manifest.read(chosen)
         manifest.check_content(chosen, rank=comm.rank, size=comm.size)

@@ -38,6 +38,7 @@ from hpcpar.checkpoint.writers import Coordinates, Writer
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.fully_sharded import sharding_of
 from hpcpar.data_parallel.parameters import in_memory_order
+from hpcpar.data_parallel.publication import wait_for_new
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError
 
@@ -87,11 +88,10 @@ def save(
     doing = f"saving the checkpoint {final}"
     with comm.together(doing):
         state = ModelState(model)
-        distributed = distributed_of(model, optimizer)
+        distributed_of(model, optimizer)
         groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
         own_random = _random_states(model)
-    for each in distributed:
-        each.wait_for_parameters()
+    wait_for_new(model.parameters())
     positions = Positions.agree(Member(state.names, groups), comm, doing)
     position = positions.of_ranks[comm.rank]
     with comm.together(doing):

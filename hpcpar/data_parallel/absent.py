@@ -32,8 +32,10 @@ class AbsentParameter(HeldParameter):
         if not is_use:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            # Whatever is no tensor (its size, its type) says nothing about values.
-            is_use = func not in _HARMLESS and any(isinstance(each, Tensor) for each in _flattened(result))
+            # Whatever is no tensor (its size, its type) says nothing about values, nor does the parameter
+            # itself, which model.to(device) returns where nothing is to be moved.
+            made = [each for each in _flattened(result) if isinstance(each, Tensor) and each is not absent]
+            is_use = func not in _HARMLESS and bool(made)
         if is_use:
             raise ShardedParameterError(
                 f"{absent.hpcpar_name} was used by {doing} outside of its unit "

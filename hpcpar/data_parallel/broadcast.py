@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, Bucket, assign
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
+from hpcpar.data_parallel.publication import wait_for_new
 from hpcpar.data_parallel.traffic import broadcast_nbytes
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def broadcast_parameters(
     travel in flat buckets, so that a thousand small tensors are a few messages.
     Raises MismatchError on every rank when the ranks' modules differ in names, shapes or types.
     """
+    wait_for_new(module.parameters())
     agree_on_parameters(_everything(module), comm, "parameters and buffers")
     tensors = [tensor.detach() for tensor in _in_memory(module)]
     for bucket in _assigned(tensors, bucket_bytes):

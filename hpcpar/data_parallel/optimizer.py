@@ -35,7 +35,7 @@ from hpcpar.data_parallel.parameters import (
     view_as,
 )
 from hpcpar.data_parallel.precision import LossScaler, Precision
-from hpcpar.data_parallel.publication import Publication
+from hpcpar.data_parallel.publication import Publication, wait_for_new
 from hpcpar.data_parallel.reduction import Averaging, Reduction
 from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
 from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened, is_elementwise, part_of
@@ -178,6 +178,7 @@ class DistributedOptimizer(Optimizer):
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
         install()
+        wait_for_new(parameter for _, parameter in self._named)
         self._build()
 
     def __getattr__(self, name: str) -> Any:

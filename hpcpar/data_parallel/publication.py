@@ -10,7 +10,7 @@ forward                         embed ─┴ layers ───┴ head       each
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ class Publication:
         """Not empty: it is in _UNDER_WAY, and outlives the optimizer that began it."""
         self._started: set[int] = set()
         self._hooks: list[Any] = []
+        self._parameters = set(map(id, parameters))
         if model is not None:
             self._watch(model, parameters)
 
@@ -112,6 +113,14 @@ class Publication:
 
 _UNDER_WAY: set[Publication] = set()
 """The model's hooks know them weakly; each is kept here until its blocks have come."""
+
+
+def wait_for_new(parameters: Iterable[Tensor]) -> None:
+    """Return when parameters that are on their way are here, also those of an optimizer that is gone."""
+    looked_at = set(map(id, parameters))
+    for publication in list(_UNDER_WAY):
+        if not publication._parameters.isdisjoint(looked_at):
+            publication.wait()
 
 
 class _Wait:

@@ -219,8 +219,7 @@ def test_a_model_is_converted_with_its_gradients_as_torch_does(kind: str) -> Non
     model, optimizer = distributed(kind, Communicator.alone())
     backward(model, Communicator.alone())
     optimizer.step()
-    with summon_full_parameters(model):
-        model.double()
+    model.to("cpu").double()
     assert next(model.parameters()).grad is not None
 
 

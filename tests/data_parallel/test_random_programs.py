@@ -129,8 +129,8 @@ class World:
         """Have whole and new parameters."""
         if self.kind is None:
             return nullcontext()
-        if "overlapping" in self.kind and self.optimizer is not None:
-            self.optimizer.wait_for_parameters()
+        if "overlapping" in self.kind:  # state_dict() waits, too
+            (self.model.state_dict if self.optimizer is None else self.optimizer.wait_for_parameters)()
         return summon_full_parameters(self.model)
 
     def backward(self, samples: int, seed: int, *, microbatches: int = 1, factor: float = 1.0) -> None:
@@ -246,14 +246,17 @@ class World:
         self.optimizer.step()
         self.optimizer = None
         gc.collect()
-        yield self.model(torch.arange(7)).detach()
-        if self.kind is not None:
-            self.comm.barrier()
+        if seed % 3:
+            yield self.model(torch.arange(7)).detach()
+        if seed % 2:
+            self.make()
+            self.optimizer.zero_grad()
         with self.whole():
             yield from (value.clone() for value in self.model.state_dict().values())
         for parameter in self.model.parameters():
             parameter.grad = None
-        self.make()
+        if self.optimizer is None:
+            self.make()
 
 
 def course_of(world: World, seed: int) -> list[tuple[str, list[Tensor]]]:
