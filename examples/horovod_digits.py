@@ -69,7 +69,7 @@ def train_epoch(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Opt
     losses = []
     for images, labels in loader:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
+        loss = F.cross_entropy(model(images), labels)  # of as many images on every rank
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())

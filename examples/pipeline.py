@@ -80,6 +80,7 @@ def main() -> None:
     )
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        # The mean, as all microbatches are equal; of unequal ones it would be sums times loss_factor.
         return functional.cross_entropy(outputs, targets) / options.microbatches
 
     pipeline = Pipeline(stages, schedule, mesh.pp, loss=loss)

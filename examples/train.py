@@ -38,7 +38,7 @@ def main() -> None:
 
     for step in range(STEPS):
         tokens, targets = dataset.batch(sampler.shard(step, world.rank, world.size))
-        loss = next_token_loss(model(tokens), targets)
+        loss = next_token_loss(model(tokens), targets)  # of as many tokens on every rank
         loss.backward()  # each bucket of gradients leaves as soon as it is full
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()

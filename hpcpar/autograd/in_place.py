@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import getattr_static
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,8 @@ def adding_in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for layer in {layer for module in modules for layer in module.modules()}:
-            forward = FORWARDS.get(type(layer).forward)
+            # As it is written in the class: to ask torch.jit's scripted layers for it is an error.
+            forward = FORWARDS.get(getattr_static(type(layer), "forward", None))
             if forward is not None and "forward" not in vars(layer):
                 layer.forward = partial(forward, layer)
                 stack.callback(delattr, layer, "forward")

@@ -39,6 +39,7 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.fully_sharded import sharding_of
 from hpcpar.data_parallel.parameters import in_memory_order
 from hpcpar.data_parallel.publication import wait_for_new
+from hpcpar.data_parallel.running_statistics import agree_on_buffers, digest_of_buffers
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError
 
@@ -70,7 +71,8 @@ def save(
             functions of it
     extra   whatever JSON can hold and the caller wants back: config, scheduler, data position
     model   parameters and buffers have the names of the whole model, of which this may be a few layers; of
-            what is tied across ranks, `tied_names` tells
+            what is tied across ranks, `tied_names` tells. Running statistics of BatchNorm and InstanceNorm
+            that differ between replicas become their averages, here, too
     comm    of all ranks that model and optimizer are split, sharded or spread over, and their replicas;
             `directory` is the same for all
     keep    checkpoints to keep, this one included; None keeps all
@@ -96,8 +98,11 @@ def save(
     position = positions.of_ranks[comm.rank]
     with comm.together(doing):
         own_coordinates = Coordinates.of(model, optimizer, position)
+        digest = digest_of_buffers(model)
     random_states = comm.gather_object(own_random)
-    coordinates = comm.allgather_object(own_coordinates)
+    told = comm.allgather_object((own_coordinates, digest))
+    coordinates = [each for each, _ in told]
+    _agree_on_buffers(model, told, comm)
     with ExitStack() as to_be_named:
         staging = None
         with comm.together(doing):
@@ -201,6 +206,19 @@ class _Ranks:
             "names": self.positions.digests,
             "extra": extra,
         }
+
+
+def _agree_on_buffers(
+    model: nn.Module, told: Sequence[tuple[Coordinates, bytes]], comm: Communicator
+) -> None:
+    """Of ranks with the same layers, or the same part of them, the buffers, if any differ. Collective."""
+    places = [(each.position, each.tp_rank) for each, _ in told]
+    if len(set(zip(places, [digest for _, digest in told], strict=True))) == len(set(places)):
+        return
+    replicas = comm.split(places.index(places[comm.rank]), name="replicas")
+    assert replicas is not None, "every rank has a place"
+    agree_on_buffers(model, replicas)
+    replicas.free()
 
 
 def _counted(step: int) -> int:

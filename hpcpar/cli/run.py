@@ -1,6 +1,6 @@
 """`hpcpar run -n 4 train.py --lr 0.1`: start a job, see it to its end, tell the truth about it.
 
-The options of Horovod's launcher that have a meaning here are understood under its names.
+The options of Horovod's launcher are understood under its names, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -12,59 +12,13 @@ from typing import Any
 
 import click
 
+import hpcpar
+from hpcpar.cli.horovod_options import horovod_options, variables
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.launch import node_copies, supervise
-from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile
-from hpcpar.launch.knobs import LOG_LEVELS
+from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile, ssh_variables
+from hpcpar.launch.knobs import start_limit_s
 from hpcpar.launch.supervise import Wishes
-from hpcpar.units import MiB
-
-Command = Callable[..., Any]
-
-# Option of Horovod's launcher -> (variable, type, what it does).
-KNOBS: dict[str, tuple[str, Any, str]] = {
-    "--fusion-threshold-mb": (
-        "HOROVOD_FUSION_THRESHOLD",
-        click.IntRange(min=0),
-        "Most MiB of tensors that travel as one; 0: each alone.",
-    ),
-    "--cycle-time-ms": (
-        "HOROVOD_CYCLE_TIME",
-        click.FloatRange(min=0),
-        "How long requests are gathered before they are sent.",
-    ),
-    "--timeline-filename": ("HOROVOD_TIMELINE", str, "Write a Chrome trace into this file."),
-    "--stall-check-warning-time-seconds": (
-        "HOROVOD_STALL_CHECK_TIME_SECONDS",
-        click.FloatRange(min=0, min_open=True),
-        "Name ranks that others wait for after this time.",
-    ),
-    "--stall-check-shutdown-time-seconds": (
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        click.FloatRange(min=0),
-        "End the job after waiting for so long; 0: never.",
-    ),
-    "--log-level": (
-        "HOROVOD_LOG_LEVEL",
-        click.Choice(LOG_LEVELS, case_sensitive=False),
-        "Least serious message that is shown.",
-    ),
-}
-FLAGS = {
-    "--timeline-mark-cycles": ("HOROVOD_TIMELINE_MARK_CYCLES", "Show the engine's cycles in the trace."),
-    "--no-stall-check": ("HOROVOD_STALL_CHECK_DISABLE", "Do not look for ranks that others wait for."),
-    "--hierarchical-allreduce": ("HOROVOD_HIERARCHICAL_ALLREDUCE", "Sum within nodes first."),
-    "--hierarchical-allgather": ("HOROVOD_HIERARCHICAL_ALLGATHER", "Gather within nodes first."),
-}
-
-
-def knob_options(command: Command) -> Command:
-    """Horovod's settings as options; each is named in the function by its variable."""
-    for option, (variable, text) in reversed(FLAGS.items()):
-        command = click.option(option, variable, is_flag=True, help=f"{text} [{variable}]")(command)
-    for option, (variable, kind, text) in reversed(KNOBS.items()):
-        command = click.option(option, variable, type=kind, help=f"{text} [{variable}]")(command)
-    return command
 
 
 def _check_build(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
@@ -72,6 +26,14 @@ def _check_build(context: click.Context, parameter: click.Parameter, asked: bool
         from hpcpar.cli.doctor import print_build
 
         print_build()
+        context.exit()
+
+
+def _print_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        from hpcpar.horovod.alias import INTERFACE_VERSION
+
+        click.echo(f"hpcpar {hpcpar.__version__}, in the place of Horovod {INTERFACE_VERSION}")
         context.exit()
 
 
@@ -89,15 +51,21 @@ def _check_build(context: click.Context, parameter: click.Parameter, asked: bool
     help="auto: srun inside a Slurm allocation, else mpiexec.",
 )
 @click.option("--options", "--mpi-args", default="", help="More words for the launcher, in one string.")
+@click.option("--binding-args", default="", help="The same, about cores.")
 @click.option("--as-horovod", is_flag=True, help="`import horovod` means hpcpar's: for an unchanged script.")
 @click.option("--output-filename", metavar="DIR", help="Each rank writes DIR/rank.<rank>/stdout and stderr.")
 @click.option(
-    "--network-interfaces", "--network-interface", default="", help="For MPI's traffic: eth0,eth1 (mpiexec)."
+    "--network-interfaces",
+    "--network-interface",
+    multiple=True,
+    help="For MPI's traffic: eth0,eth1, or several times (mpiexec).",
 )
+@click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), help="Where mpiexec's ssh connects to.")
+@click.option("-i", "--ssh-identity-file", metavar="FILE", help="The private key for it.")
 @click.option(
     "--start-timeout",
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds that srun may wait for nodes.",
+    help="Seconds that srun may wait for nodes. [HOROVOD_START_TIMEOUT]",
 )
 @click.option(
     "--broadcast-env", is_flag=True, help="Start the ranks from copies of this Python on the nodes."
@@ -105,8 +73,15 @@ def _check_build(context: click.Context, parameter: click.Parameter, asked: bool
 @click.option(
     "--broadcast-to", metavar="DIR", default="", help="The same, and where the copies go (see below)."
 )
+@click.option(
+    "--max-np", "--max-num-proc", "most", type=click.IntRange(min=1), help="No more ranks than so many."
+)
 @click.option("--verbose", is_flag=True, help="Show the variables that the options set, too.")
 @click.option(
+    "-v", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, hidden=True
+)
+@click.option(
+    "-cb",
     "--check-build",
     is_flag=True,
     is_eager=True,
@@ -114,7 +89,7 @@ def _check_build(context: click.Context, parameter: click.Parameter, asked: bool
     callback=_check_build,
     help="Show frameworks, controllers and tensor operations, and stop.",
 )
-@knob_options
+@horovod_options
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def run(
     ranks: int | None,
@@ -122,20 +97,24 @@ def run(
     hostfile: str,
     launcher: str,
     options: str,
+    binding_args: str,
     as_horovod: bool,
     output_filename: str | None,
-    network_interfaces: str,
+    network_interfaces: tuple[str, ...],
+    ssh_port: int | None,
+    ssh_identity_file: str | None,
     start_timeout: float | None,
     broadcast_env: bool,
     broadcast_to: str,
+    most: int | None,
     verbose: bool,
     program: tuple[str, ...],
     **knobs: Any,
 ) -> int:
     """Start PROGRAM (script.py, -m module, -c code, or a command) on several ranks.
 
-    Without -n there are as many ranks as the hosts have slots. Horovod's --config-file is not read:
-    hpcpar needs no YAML package; write the options.
+    Without -n there are as many ranks as the hosts have slots. Options of horovodrun that ask for what is
+    so here anyway are taken, too (--mpi, --no-autotune, …); those for what cannot be done say why.
 
     With --broadcast-env every node first gets a copy of the Python environment on its own disk, in DIR,
     $SLURM_TMPDIR, $TMPDIR or /tmp, and the ranks start from there: thousands that import from a shared file
@@ -146,12 +125,15 @@ def run(
     try:
         argv = program_words(program, as_horovod)
         places = host_list(hosts, hostfile)
+        size = ranks or number_of(places)
+        if most is not None and most < size:
+            raise ConfigError(f"--max-np {most}, but {size} ranks were asked for: give -np alone")
         wishes = Wishes(
             hosts=places,
-            interfaces=tuple(filter(None, network_interfaces.split(","))),
-            start_limit_s=start_timeout,
+            interfaces=tuple(dict.fromkeys(filter(None, ",".join(network_interfaces).split(",")))),
+            start_limit_s=start_limit_s() if start_timeout is None else start_timeout,
             output_directory=output_filename,
-            variables=variables(knobs),
+            variables={**variables(knobs), **ssh_variables(ssh_port, ssh_identity_file)},
         )
         if verbose:
             for name, value in wishes.variables.items():
@@ -160,11 +142,11 @@ def run(
         if broadcast_env or broadcast_to:
             start = partial(node_copies.run, wanted=broadcast_to)
         return start(
-            ranks or number_of(places),
+            size,
             argv,
             say=say,
             launcher=launcher,
-            options=launcher_words(options),
+            options=[*launcher_words(options), *launcher_words(binding_args)],
             wishes=wishes,
         )
     except HpcparError as error:
@@ -208,12 +190,3 @@ def number_of(hosts: Sequence[Host]) -> int:
     if not hosts:
         raise ConfigError("how many ranks? say -n 4, or name hosts with their slots: -H node1:2,node2:2")
     return sum(host.slots for host in hosts)
-
-
-def variables(knobs: dict[str, Any]) -> dict[str, str]:
-    """HOROVOD_* variables for the options that were given."""
-    given = {name: value for name, value in knobs.items() if value is not None and value is not False}
-    mebibytes = given.pop("HOROVOD_FUSION_THRESHOLD", None)
-    if mebibytes is not None:
-        given["HOROVOD_FUSION_THRESHOLD"] = mebibytes * MiB
-    return {name: "1" if value is True else f"{value}" for name, value in sorted(given.items())}

@@ -9,6 +9,8 @@ from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.memory import MemoryReport, memory_report
 from hpcpar.data_parallel.optimizer import DistributedOptimizer
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.running_statistics import average_running_statistics
+from hpcpar.data_parallel.sync_batch_norm import SyncBatchNorm
 from hpcpar.data_parallel.traffic import allreduce_nbytes, expected_nbytes
 
 __all__ = [
@@ -16,7 +18,9 @@ __all__ = [
     "GradientSynchronizer",
     "MemoryReport",
     "Precision",
+    "SyncBatchNorm",
     "allreduce_nbytes",
+    "average_running_statistics",
     "broadcast_parameters",
     "expected_broadcast_nbytes",
     "expected_nbytes",

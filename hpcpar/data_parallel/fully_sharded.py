@@ -37,6 +37,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from hpcpar.autograd.held_parameter import HeldParameter
 from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.absent import AbsentParameter
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
@@ -51,6 +52,8 @@ from hpcpar.data_parallel.parameters import (
     view_as,
 )
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.replicas import refuse_renormalized
+from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.scattered import ScatteredGradients
 from hpcpar.data_parallel.shards import pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
@@ -136,6 +139,7 @@ class Unit:
         self.is_gathered = once is not None
         self.gathered = Gathered()
         self.is_coming = False
+        self._versions: list[int] = []
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +182,17 @@ class Unit:
                     parameter.__class__ = HeldParameter
                     parameter.data = view
             self.is_coming, self.is_gathered = False, True
+            self.accept_writes()
+
+    def accept_writes(self) -> None:
+        """What has been written to its gathered parameters is to go with them, or was taken."""
+        self._versions = [parameter._version for each in self.held for parameter in each.parameters]
+
+    def _written(self) -> str | None:
+        """The name of a parameter that was written to since, whose shards do not hear of it."""
+        parameters = [parameter for each in self.held for parameter in each.parameters]
+        pairs = zip(parameters, self._versions, strict=True)
+        return next((p.hpcpar_name for p, seen in pairs if p._version != seen), None)  # type: ignore[attr-defined]
 
     def changed(self) -> None:
         """This rank has new values in its shards of the node's memory: who uses them waits for all ranks."""
@@ -189,6 +204,7 @@ class Unit:
         if self._once is not None or self.pins or not self.is_here:
             return
         self.gather()  # what others still write to may not be given back
+        written = self._written()
         for each in self.held:
             for parameter, absent in zip(each.parameters, each.absent, strict=True):
                 parameter.data = absent
@@ -196,6 +212,13 @@ class Unit:
             each.flat.untyped_storage().resize_(0)
         self.is_gathered = False
         self.gathered.remove(self)
+        if written is not None:
+            raise OperationError(
+                f"{written} was written to while unit {self.name!r} was gathered, which would be lost: every "
+                "rank keeps its shard. Write between steps, on every rank, inside hpcpar.summon_full_"
+                "parameters(model, write_back=True); a layer whose forward writes to its weights (max_norm) "
+                "cannot be sharded"
+            )
 
 
 def _differentiable(value: Any) -> list[Tensor]:
@@ -319,6 +342,7 @@ class Sharding:
             self._loan.comm,
             dtype=None if precision is None else precision.reduction,
             layouts=self.layouts,
+            replicated=False,
         )
         self.gradients.gone = self._on_gone
         self.on_loaded: Callable[[], Callable[[], None] | None] = lambda: None
@@ -595,6 +619,7 @@ class Sharding:
         finally:
             for unit in self.units:
                 unit.pins -= 1
+                unit.accept_writes()
             try:
                 if write_back:
                     self._write_back()
@@ -668,18 +693,21 @@ def fully_shard(
     the units in the same order, in the same number of forwards and backwards. Which parameters of a unit get
     a gradient may differ, as experts do, and so may whose outputs a loss is made of.
 
-    What a forward writes to its parameters, as torch.nn.Embedding's max_norm makes it, goes with the gathered
-    values: the shards do not hear of it.
+    A forward may not write to its parameters, as torch.nn.Embedding's max_norm makes it: that would go with
+    the gathered values, and the shards would not hear of it.
 
     A backward with create_graph=True, as for a gradient penalty, gathers the whole model and keeps it until
     the end of the next one without, or the step: differentiate the sum of all penalties, once.
-    errors   OperationError for a model that is sharded already or a policy that makes no sense;
-             MismatchError on every rank when models differ
+    errors   OperationError for a model that is sharded already, a layer with max_norm, or a policy that makes
+             no sense; MismatchError on every rank when models differ
     """
     if prefetch < 0:
         raise OperationError(f"prefetch={prefetch}; give 0 or more units")
     if any(hasattr(parameter, "hpcpar_sharding") for parameter in model.parameters()):
         raise OperationError("the model is fully sharded already")
+    refuse_scripted(model, "take zero_stage=2 without model=")
+    refuse_renormalized(model)
+    warn_of_local_batches(model, dp_comm)
     precision = Precision.of(precision)
     plans = plan_units(model, policy)
     agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters], dp_comm)

@@ -34,6 +34,7 @@ from hpcpar.data_parallel.parameters import (
     watch_gradients,
 )
 from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
+from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
 from hpcpar.data_parallel.traffic import expected_nbytes
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 
@@ -136,6 +137,8 @@ class GradientSynchronizer:
         self._cut_views()
         self._accumulating = False
         self.used: list[int] = []
+        own, values = [name for name, _ in everything], [tensor for _, tensor in everything]
+        self._writes = Writes(own, values, dp_comm if held else None)
         self.used_up = False
         """Nothing may be added to the averages before the next `zero`."""
         self._hidden = False
@@ -174,7 +177,7 @@ class GradientSynchronizer:
 
         Raises OperationError inside `no_sync`, when called twice without a backward between, and on a rank
         where gradients on their way were written to, or set to None; they are averages of nobody knows what
-        then.
+        then. On every rank where ranks have written different values to parameters since the last step.
         """
         require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
         self._refuse_thawed()
@@ -244,6 +247,11 @@ class GradientSynchronizer:
     def round_open(self) -> bool:
         """Whether an averaging backward has begun whose averages nobody has waited for yet."""
         return self._round_open
+
+    def next_step(self) -> None:
+        """A step has been taken: there is something to average again, also where no backward follows."""
+        self.synchronized = False
+        self._writes.next_step()
 
     def recount(self) -> None:
         """Count the backwards from zero again, where no averaging is under way."""
@@ -407,7 +415,8 @@ class GradientSynchronizer:
         return [name for gave, name, parameter in given if gave and own_gradient(parameter) is None]
 
     def _start_usage_map(self) -> None:
-        self._usage_bits = np.packbits(np.array(self._gave, dtype=bool))
+        used = np.packbits(np.array(self._gave, dtype=bool))
+        self._usage_bits = np.concatenate([used, self._writes.digest()])
         self._usage_handle = self._reduction.start_map(self._usage_bits)
 
     def _complete_round(self) -> None:
@@ -432,8 +441,10 @@ class GradientSynchronizer:
                         f"rank {self.dp_comm.rank}: the gradient of {self.names[index]} was set to another "
                         f"tensor while its average was under way; call synchronize() first, then change it"
                     )
+        told = self._usage_bits[-TOLD_NBYTES:]
         self._begin_round()
         self.synchronized = True
+        self._writes.require_same(told)
 
     def _refuse_thawed(self) -> None:
         for name, parameter in self._frozen:

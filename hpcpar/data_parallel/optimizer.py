@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hpcpar.autograd.held_parameter import holder_of, own_gradient, set_holder, set_own_gradient
 from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.autograd.split_norms import wide
 from hpcpar.autograd.torch_clipping import install, note_split_over
 from hpcpar.data_parallel.blocks import Block, gather_into_blocks
@@ -37,6 +38,8 @@ from hpcpar.data_parallel.parameters import (
 from hpcpar.data_parallel.precision import LossScaler, Precision
 from hpcpar.data_parallel.publication import Publication, wait_for_new
 from hpcpar.data_parallel.reduction import Averaging, Reduction
+from hpcpar.data_parallel.replicas import refuse_renormalized
+from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
 from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened, is_elementwise, part_of
 from hpcpar.data_parallel.shards import Piece
@@ -74,8 +77,10 @@ class DistributedOptimizer(Optimizer):
     The optimizer is held, not copied: its groups are this one's, so learning-rate schedulers see no
     difference. From stage 1 on, and with precision or offload, it steps on flat pieces of parameters, and
     must treat each element by itself. Of `named_parameters` those that the optimizer holds are averaged; it
-    may name more. With k microbatches, divide each loss by k. All ranks must start with the same parameters
-    (`broadcast_parameters`).
+    may name more. All ranks must start with the same parameters (`broadcast_parameters`).
+
+    An average of means is the mean where all are of equally many: then divide the loss of each of k
+    microbatches by k. Of unequal ones, such as batches with ignored tokens, take sums, and `loss_factor`.
 
     zero_stage         0 to 3; None: 3 for a model that is fully sharded, else 0
     precision          "bfloat16", "float16" or a `Precision`: parameters and gradients of that type, and
@@ -99,6 +104,8 @@ class DistributedOptimizer(Optimizer):
     split_over         by name, communicators over whose ranks parameters of layers of your own are split.
                        Those of tensor-parallel layers, of `parallelize` and of a `Pipeline` know theirs. The
                        norm is of all parts, and ranks skip a step together in which one has an overflow
+    elementwise        True: the user's word that an optimizer which hpcpar does not know treats each element
+                       by itself, for what steps on pieces; torch's own need none
     tied               names of parameters that ranks outside `dp_comm` have copies of, and whether this
                        rank's is the one that counts in the norm: their gradients are averaged last, once
                        `synchronize` is called, so that before it they can be summed over the copies
@@ -115,7 +122,7 @@ class DistributedOptimizer(Optimizer):
     works in stage 0, and is refused beyond: `precision="float16"` scales by itself.
 
     Making one is collective. Raises OperationError for parameters without a name or with the same
-    name, for an optimizer that needs whole tensors; MismatchError (on every rank) when ranks hold
+    name, for an optimizer that needs whole tensors or may; MismatchError (on every rank) when ranks hold
     different parameters; OffloadError, SharedMemoryError.
     source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, sections 5 and 7
     """
@@ -139,6 +146,7 @@ class DistributedOptimizer(Optimizer):
         backward_passes_per_step: int = 1,
         split_over: SplitOver | None = None,
         tied: Mapping[str, bool] | None = None,
+        elementwise: bool = False,
         bucket_bytes: int | None = None,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         algorithm: str | None = None,
@@ -169,6 +177,7 @@ class DistributedOptimizer(Optimizer):
         self.backward_passes_per_step = _number_of_passes(backward_passes_per_step)
         self._note_split_over(split_over or {})
         self._tied = dict(tied or {})
+        self._is_said_elementwise = elementwise
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._refuse_contradictions(precision)
         self._overflow: bool | None = None
@@ -177,6 +186,11 @@ class DistributedOptimizer(Optimizer):
         self._loan: Loan | None = None
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
+        if model is not None:
+            refuse_scripted(model, "leave model= out")
+        if model is not None and dp_comm.size > 1:
+            refuse_renormalized(model)
+            warn_of_local_batches(model, dp_comm)
         install()
         wait_for_new(parameter for _, parameter in self._named)
         self._build()
@@ -273,6 +287,28 @@ class DistributedOptimizer(Optimizer):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale that keeps float16 gradients from underflow: call backward() on that."""
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
+
+    @uncompiled
+    def loss_factor(self, count: float | Tensor) -> float:
+        """The factor by which sums of losses become the mean over all ranks and microbatches. Collective.
+
+            factor = optimizer.loss_factor((labels != -100).sum())    # in all microbatches until the step
+            for inputs, targets in microbatches:
+                total = cross_entropy(model(inputs), targets, ignore_index=-100, reduction="sum")
+                optimizer.scale_loss(total * factor).backward()
+
+        count    of what this rank will sum over until the step: tokens, samples, or weights; 0 is one, too
+        returns  ranks over the count of all of them, the same on every rank; 0 where there is nothing
+        errors   OperationError on every rank for a count below 0 or none that is finite on some rank
+        """
+        counts = self.dp_comm.allgather(torch.tensor([float(count)], dtype=torch.float64)).reshape(-1)
+        if not (counts.isfinite() & (counts >= 0)).all():
+            raise OperationError(
+                f"loss_factor() was given counts {counts.tolist()}, by rank; give how many tokens or samples "
+                "each rank sums its losses over until the step, 0 or more"
+            )
+        total = counts.sum().item()
+        return self.dp_comm.size / total if total else 0.0
 
     @uncompiled
     def synchronize(self) -> None:
@@ -502,8 +538,7 @@ class DistributedOptimizer(Optimizer):
             outcome = None if self._is_skipped() else self.inner.step()
         else:
             outcome = self.inner.step(lambda: self._averaged(closure))
-        # One synchronization for each step, also where a rank's next backward brings no gradient.
-        self._synchronizer.synchronized = False
+        self._synchronizer.next_step()
         return outcome
 
     def _step_on_shards(self, update: ShardedStep) -> None:
@@ -825,7 +860,7 @@ class DistributedOptimizer(Optimizer):
                 "2 go on under the next forward of model=; give both, or leave it out"
             )
         if self._is_managed:
-            require_elementwise(self.inner)
+            require_elementwise(self.inner, said=self._is_said_elementwise)
 
     @property
     def _is_managed(self) -> bool:

@@ -28,6 +28,7 @@ from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.gradients import require_new_gradients
 from hpcpar.data_parallel.parameters import Layout, layout_of, offer_rooms, view_as, watch_gradients
+from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 from hpcpar.units import MiB
 
@@ -88,6 +89,7 @@ class ScatteredGradients:
     buckets             of these parameters, padded for the ranks of `dp_comm`; they leave in this order
     dtype               of the sums and of the shards; None: of the gradients
     layouts             of the parameters; None: as they lie now
+    replicated          every rank has the parameters themselves
 
     shards   of each bucket this rank's part of the sum of all averages since the last `zero`
     used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`;
@@ -105,6 +107,7 @@ class ScatteredGradients:
         dtype: torch.dtype | None = None,
         algorithm: str | None = None,
         layouts: Sequence[Layout] | None = None,
+        replicated: bool = True,
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
@@ -127,6 +130,7 @@ class ScatteredGradients:
         self._layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
         self._rooms = self._make_rooms(types, devices)
         self.used: list[int] = [0] * len(self.parameters)
+        self._writes = Writes(self.names, self.parameters, dp_comm) if replicated else Writes([], [])
         self.used_up = False
         """Nothing may be added to the averages before the next `zero`."""
         self.synchronized = False
@@ -193,7 +197,7 @@ class ScatteredGradients:
         require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
         self.complete_backward()
         self._harvest_all()
-        bits = np.packbits(np.array(self._had, dtype=bool))
+        bits = np.concatenate([np.packbits(np.array(self._had, dtype=bool)), self._writes.digest()])
         self.dp_comm.allreduce(bits, "or")
         self.used = np.unpackbits(bits, count=len(self.parameters)).tolist()
         self._had = [bool(used) for used in self.used]
@@ -202,6 +206,12 @@ class ScatteredGradients:
                 hold(parameter)
         self._backwards = 0
         self.synchronized = True
+        self._writes.require_same(bits[-TOLD_NBYTES:])
+
+    def next_step(self) -> None:
+        """A step has been taken."""
+        self.synchronized = False
+        self._writes.next_step()
 
     def zero(self, *, set_to_none: bool = True) -> None:
         """Forget all gradients; what is under way is awaited first, with all other ranks.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpcpar.comm.select import ANY, NATIVE
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.replicas import TOLD_NBYTES
 from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
@@ -116,8 +117,8 @@ def expected_nbytes(
 ) -> int:
     """Bytes that all ranks of `comm` together send to average these buckets of gradients so many times.
 
-    Per synchronization every bucket is all-reduced once, and a map with one bit for each parameter;
-    inner microbatches send nothing, so synchronizations are optimizer steps.
+    Per synchronization every bucket is all-reduced once, and a map with one bit for each parameter and 16
+    bytes beside it; inner microbatches send nothing, so synchronizations are optimizer steps.
     """
     steps = expected_traffic(comm, tuple(buckets), stage=0, steps=synchronizations, algorithm=algorithm)
     return steps.get("allreduce", 0)
@@ -152,7 +153,7 @@ def expected_traffic(
     dtype       in which gradients are summed; None: their own
     gathered    parameters travel; no: all ranks have them in common
 
-    In every stage a map with one bit for each parameter is all-reduced once a step.
+    In every stage a map with one bit for each parameter, and 16 bytes beside it, is all-reduced once a step.
     """
     held = list(buckets)
     parameters = sum(len(bucket.members) for bucket in held)
@@ -211,5 +212,5 @@ def is_on_gpu(bucket: Bucket) -> bool:
 
 
 def usage_map_nbytes(parameters: int) -> int:
-    """Bytes of a map with one bit per parameter."""
-    return math.ceil(parameters / 8)
+    """Bytes of a map with one bit per parameter, and of what ranks tell of writes to them beside it."""
+    return math.ceil(parameters / 8) + TOLD_NBYTES

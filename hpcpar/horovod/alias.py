@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from hpcpar.errors import HpcparError
@@ -28,6 +28,7 @@ INTERFACE_VERSION = "0.28.1"
 HOMES = {
     "horovod.torch": "hpcpar.horovod.torch",
     "horovod.common.basics": "hpcpar.horovod.basics",
+    "horovod.common.elastic": "hpcpar.horovod.torch.elastic",
     "horovod.common.exceptions": "hpcpar.horovod.exceptions",
     "horovod.common.process_sets": "hpcpar.horovod.process_sets",
     "horovod.common.util": "hpcpar.horovod.util",
@@ -97,6 +98,8 @@ class _Finder(MetaPathFinder):
         own = own_name(name)
         found = own and importlib.util.find_spec(own)
         if not own or not found:
+            if not _is_imported_by(sys._getframe(1)):
+                return None  # who only asks whether there is such a module is told that there is none
             raise ModuleNotFoundError(
                 f"{name} is not part of hpcpar, which stands in Horovod's place here: it has horovod.torch, "
                 f"horovod.common and horovod.run; for other frameworks install Horovod itself",
@@ -105,6 +108,13 @@ class _Finder(MetaPathFinder):
         spec = ModuleSpec(name, _Home(own), origin=found.origin)
         spec.submodule_search_locations = found.submodule_search_locations
         return spec
+
+
+def _is_imported_by(caller: FrameType | None) -> bool:
+    """Tell an import from a question (importlib.util.find_spec), which the protocol does not."""
+    while caller is not None and caller.f_code.co_name == "_find_spec":
+        caller = caller.f_back
+    return caller is not None and caller.f_code.co_name == "_find_and_load_unlocked"
 
 
 def own_name(name: str) -> str | None:

@@ -9,16 +9,22 @@ import atexit
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hpcpar
 from hpcpar.comm import Communicator
-from hpcpar.errors import LaunchError
+from hpcpar.errors import OperationError
 from hpcpar.horovod import process_sets as sets
 from hpcpar.horovod.engine import Crew, Engine
-from hpcpar.horovod.process_sets import ProcessSet, global_process_set
+from hpcpar.horovod.process_sets import (
+    ProcessSet,
+    global_process_set,
+    ranks_of_communicator,
+    whole_ranks,
+)
 from hpcpar.horovod.timeline import Timeline
 from hpcpar.launch.knobs import Knobs
 from hpcpar.launch.settings import Settings
@@ -98,41 +104,165 @@ _is_exit_registered = False
 
 
 def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> None:
-    """Start. Collective over all ranks of the job; a second call does nothing.
+    """Start. Collective over all ranks of the job; it fails on all of them, and leaves nothing started.
 
     Sets HOROVOD_RANK, HOROVOD_SIZE and their LOCAL_ and CROSS_ relatives, by which other libraries tell that
-    Horovod is there.
+    Horovod is there. A second call only adds process sets that are not there yet, or makes them dynamic.
 
     comm           None: all ranks; a list of ranks: those, in that order, and every other process is alone;
                    an mpi4py communicator: its ranks
     process_sets   sets to register at once (ProcessSet, or lists of ranks), or "dynamic": they may come
                    and go later
     errors         LaunchError when launcher and MPI disagree, ConfigError for a HOROVOD_* or HPCPAR_*
-                   variable that is not understood, ValueError for impossible process sets
+                   variable that is not understood, ValueError for impossible ranks or process sets, and in a
+                   second call for other ranks than there are
     """
     global _context, _is_exit_registered  # that is what init is for
     if _context is not None:
+        _init_again(_context, comm, process_sets)
         return
-    knobs = Knobs.from_environ()
+    asked, knobs, failure = _Asked(), Knobs(), None
+    try:
+        asked, knobs = _Asked.of(comm, process_sets), Knobs.from_environ()
+    except ValueError as error:  # raised once the other ranks know of it
+        failure = error
     log.setLevel(_LEVELS[knobs.log_level])
     # Unlike elsewhere a wait may last for ever, as in Horovod: the stall inspector tells of it.
     patience_s = Settings.from_environ(patience_s=math.inf).timeout_s
     world = hpcpar.init(timeout_s=patience_s, check=False)
-    context = Context(_chosen(world, comm), knobs, dynamic=process_sets == "dynamic")
+    _fail_together(world, failure)
+    base, dynamic = _agreed(world, asked)
+    context = Context(base, knobs, dynamic=dynamic)
+    try:
+        _begin(context, world, asked)
+    except BaseException:
+        _end(context, "hvd.init() could not do what it was asked for")
+        raise
     _context = context
+    _remember_communicator(comm)
     local, cross = (context.local_rank, context.local_size), (context.cross_rank, context.cross_size)
     announce_rank(context.rank, context.size, local, cross)
-    if knobs.timeline and knobs.timeline != DYNAMIC:
-        with context.base.together("opening the timeline"):
-            context.start_timeline(knobs.timeline, knobs.timeline_mark_cycles)
     if knobs.ignored and context.rank == 0:
         log.warning("of no meaning here, and ignored: %s", ", ".join(knobs.ignored))
-    if process_sets is not None and process_sets != "dynamic":
-        sets.register(context, process_sets)
     if not _is_exit_registered:
         _is_exit_registered = True
         atexit.register(shutdown)
         os.register_at_fork(after_in_child=_leave_ranks_to_parent)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the arguments of `init` say.
+
+    ranks          of the whole job, in their order; None: all
+    process_sets   to register at once
+    dynamic        others may come later
+    """
+
+    ranks: tuple[int, ...] | None = None
+    process_sets: tuple[Any, ...] = ()
+    dynamic: bool = False
+
+    @classmethod
+    def of(cls, comm: Any, process_sets: Any) -> _Asked:
+        """Read them; ValueError for what `init` does not take."""
+        dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+        if dynamic or process_sets is None:
+            return cls(_ranks_of(comm), (), dynamic)
+        if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
+            raise OperationError(
+                f"init(process_sets={process_sets!r}): give a list of process sets, such as "
+                f'[hvd.ProcessSet([0, 1])], or "dynamic"'
+            )
+        return cls(_ranks_of(comm), tuple(process_sets))
+
+    def part_of(self, rank: int) -> tuple[int, ...] | None:
+        """Return the ranks that this rank of the job starts with, itself among them; None: all."""
+        return self.ranks if self.ranks is None or rank in self.ranks else (rank,)
+
+
+def _ranks_of(comm: Any) -> tuple[int, ...] | None:
+    """The ranks of the job that `init(comm=…)` is to start on; None: all."""
+    if comm is None:
+        return None
+    if hasattr(comm, "Get_rank"):
+        return tuple(ranks_of_communicator(comm, "init(comm=…)"))
+    ranks = whole_ranks(comm, f"init(comm={comm!r})")
+    if len(set(ranks)) < len(ranks):
+        raise OperationError(f"init(comm={ranks}): a rank comes twice; name each once")
+    return tuple(ranks) or None
+
+
+def _fail_together(world: Communicator, failure: Exception | None) -> None:
+    """Raise the same on all ranks where any has failed. Collective."""
+    told = world.unchecked("horovod").allgather_object("" if failure is None else str(failure))
+    texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+    if failure is not None and len(texts) == world.size and len(set(told)) == 1:
+        raise failure
+    if texts:
+        raise OperationError("hvd.init() failed. " + "; ".join(texts[:4])) from failure
+
+
+def _agreed(world: Communicator, asked: _Asked) -> tuple[Communicator, bool]:
+    """The communicator of the ranks that start together, and whether any says "dynamic". Collective.
+
+    errors   OperationError on every rank for ranks that are not there, and where ranks gave different ones
+    """
+    told = world.unchecked("horovod").allgather_object((asked.ranks, asked.dynamic))
+    everyone = tuple(range(world.size))
+    parts = [_Asked(ranks).part_of(rank) or everyone for rank, (ranks, _) in enumerate(told)]
+    away = [list(ranks) for ranks, _ in told if ranks is not None and not set(ranks) <= set(everyone)]
+    if away:
+        raise OperationError(f"init(comm={away[0]}): there are ranks 0 to {world.size - 1} only")
+    for rank, part in enumerate(parts):
+        for other in part:
+            if parts[other] != part:
+                raise OperationError(
+                    f"hvd.init() was to start on ranks {list(part)} by rank {rank}, and on ranks "
+                    f"{list(parts[other])} by rank {other}; all of a list must give the same list"
+                )
+    own = parts[world.rank]
+    dynamic = any(told[rank][1] for rank in own)
+    if own == everyone:
+        return world, dynamic
+    base = world.split(min(own), own.index(world.rank), "horovod")
+    assert base is not None, "every rank has a color"
+    return base, dynamic
+
+
+def _begin(context: Context, world: Communicator, asked: _Asked) -> None:
+    """Open the timeline and make the process sets; what fails in one part of the job fails in all."""
+    failure: Exception | None = None
+    try:
+        if context.knobs.timeline and context.knobs.timeline != DYNAMIC:
+            with context.base.together("opening the timeline"):
+                context.start_timeline(context.knobs.timeline, context.knobs.timeline_mark_cycles)
+        sets.register(context, asked.process_sets)
+    except Exception as error:  # of whatever kind: the other ranks must hear of it
+        failure = error
+    _fail_together(world, failure)
+
+
+def _init_again(context: Context, comm: Any, process_sets: Any) -> None:
+    """Do what a second call of `init` asks for, or refuse it. Collective where it names new process sets."""
+    asked = _Asked.of(comm, process_sets)
+    here = context.base.world_ranks
+    if asked.part_of(here[context.rank]) not in (None, here):
+        raise OperationError(
+            f"init(comm={list(asked.ranks or ())}), but Horovod has been initialized on ranks {list(here)} "
+            f"of the job; call hvd.shutdown() first, on all of them"
+        )
+    context.dynamic = context.dynamic or asked.dynamic
+    known = list(context.process_sets.values())
+    new = [one for one in asked.process_sets if not any(one is other for other in known)]
+    if new:
+        sets.register(context, new)
+    _remember_communicator(comm)
+
+
+def _remember_communicator(comm: Any) -> None:
+    if hasattr(comm, "Get_rank"):
+        global_process_set.mpi_comm = comm
 
 
 def _leave_ranks_to_parent() -> None:
@@ -151,11 +281,17 @@ def shutdown() -> None:
     if _context is None:
         return
     context, _context = _context, None
+    _end(context, "Horovod has been shut down: by shutdown(), or at the program's end")
+
+
+def _end(context: Context, reason: str) -> None:
+    """Let go of everything: what is under way fails for this reason."""
     context.stop_timeline()
     for engine in context.crew.engines:
-        engine.close("Horovod has been shut down: by shutdown(), or at the program's end")
+        engine.close(reason)
     for process_set in context.process_sets.values():
         process_set._detach()
+    global_process_set.mpi_comm = None
     context.base.depart()
 
 
@@ -248,27 +384,6 @@ def cuda_built() -> bool:
     return bool(torch.version.cuda)
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set. Collective over all ranks, members or not.
-
-    errors   ValueError unless HOROVOD_DYNAMIC_PROCESS_SETS=1 or init(process_sets="dynamic"), and for a
-             set that exists already or of ranks that do not
-    """
-    context = the_context()
-    _require_dynamic(context)
-    return sets.register(context, [process_set])[0]
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a process set. Collective over all ranks; False for that of all ranks and unknown ones.
-
-    errors   ValueError unless process sets are dynamic, see `add_process_set`
-    """
-    context = the_context()
-    _require_dynamic(context)
-    return sets.remove(context, process_set)
-
-
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to write a timeline; rank 0 does.
 
@@ -282,14 +397,6 @@ def stop_timeline() -> None:
     _require_dynamic_timeline().stop_timeline()
 
 
-def _require_dynamic(context: Context) -> None:
-    if not context.dynamic:
-        raise ValueError(
-            "process sets can be added and removed only with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the "
-            'environment, or after hvd.init(process_sets="dynamic")'
-        )
-
-
 def _require_dynamic_timeline() -> Context:
     context = the_context()
     if context.knobs.timeline != DYNAMIC:
@@ -299,24 +406,35 @@ def _require_dynamic_timeline() -> Context:
     return context
 
 
-def _chosen(world: Communicator, comm: Any) -> Communicator:
-    """The communicator of the ranks that are meant. Collective over the world."""
-    if comm is None or comm == []:
-        return world
-    if hasattr(comm, "Get_rank"):
-        ranks = comm.allgather(world.rank)
-    else:
-        ranks = list(comm)
-        missing = [rank for rank in ranks if not 0 <= rank < world.size]
-        if missing:
-            raise LaunchError(f"init(comm={ranks}): there are ranks 0 to {world.size - 1} only")
-    if world.rank in ranks:
-        color, key = min(ranks), ranks.index(world.rank)
-    else:
-        color, key = world.size + world.rank, 0
-    part = world.split(color, key, "horovod")
-    assert part is not None
-    return part
+class HorovodBasics:
+    """The calls of this module as methods, and the operations by name, as `horovod.common.basics` has them.
+
+    Its arguments, by which Horovod finds its library, mean nothing here.
+    """
+
+    Average, Sum, Adasum, Min, Max, Product = range(6)
+
+    def __init__(self, pkg_path: str = "", *args: str) -> None:
+        """Nothing is loaded."""
+
+    init = staticmethod(init)
+    shutdown = staticmethod(shutdown)
+    is_initialized = staticmethod(is_initialized)
+    start_timeline = staticmethod(start_timeline)
+    stop_timeline = staticmethod(stop_timeline)
+    size = staticmethod(size)
+    local_size = staticmethod(local_size)
+    cross_size = staticmethod(cross_size)
+    rank = staticmethod(rank)
+    local_rank = staticmethod(local_rank)
+    cross_rank = staticmethod(cross_rank)
+    is_homogeneous = staticmethod(is_homogeneous)
+    mpi_threads_supported = staticmethod(mpi_threads_supported)
+    mpi_enabled = staticmethod(mpi_enabled)
+    mpi_built = staticmethod(mpi_built)
+    gloo_enabled = gloo_built = ddl_built = ccl_built = rocm_built = staticmethod(_not_here)
+    nccl_built = staticmethod(nccl_built)
+    cuda_built = staticmethod(cuda_built)
 
 
 _LEVELS = {

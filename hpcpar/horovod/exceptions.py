@@ -20,5 +20,17 @@ class HostsUpdatedInterrupt(HpcparError, RuntimeError):
         self.skip_sync = skip_sync
 
 
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """Say that a framework is installed in one version, and that Horovod was built for another."""
+    return (
+        f"{name} {version} is installed, but Horovod was built for {name} {installed_version}: install that "
+        f"version, or build Horovod anew"
+    )
+
+
 class HorovodVersionMismatchError(HpcparError, ImportError):
     """An extension that was built for another version of its framework; ours has nothing to build."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name, self.version, self.installed_version = name, version, installed_version

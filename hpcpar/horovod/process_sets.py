@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ class ProcessSet:
     mpi_comm         the communicator that it was made of, if it was
 
     It becomes usable by `init(process_sets=[…])` or `add_process_set`.
-    errors   ValueError for ranks that are no whole numbers
+    errors   ValueError for what is neither, and for ranks that are no whole numbers
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
@@ -30,10 +32,7 @@ class ProcessSet:
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
             return
-        ranks = list(ranks_or_comm)
-        wrong = [rank for rank in ranks if isinstance(rank, bool) or not isinstance(rank, int)]
-        if wrong:
-            raise ValueError(f"a process set is made of ranks, whole numbers; found {wrong[0]!r}")
+        ranks = whole_ranks(ranks_or_comm, "a process set")
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
@@ -70,18 +69,89 @@ class ProcessSet:
         self._context = self._engine = self.process_set_id = None
 
 
+def whole_ranks(asked: Any, what: str) -> list[int]:
+    """Return the ranks of a list, also of NumPy's numbers; ValueError for all that is none."""
+    with suppress(TypeError):
+        ranks = list(asked)
+        if not any(isinstance(rank, bool) for rank in ranks):
+            return [operator.index(rank) for rank in ranks]
+    raise ValueError(
+        f"{what}: found {asked!r} where a list of ranks, whole numbers, such as [0, 1], or an mpi4py "
+        f"communicator belongs"
+    )
+
+
+def ranks_of_communicator(comm: Any, what: str) -> list[int]:
+    """Return the ranks in the whole job of an mpi4py communicator's processes, without asking them.
+
+    errors   ValueError for one that has been freed, that is of two groups, or of other jobs' processes, too
+    """
+    if not comm or comm.Is_inter():
+        raise ValueError(
+            f"{what}: found MPI.COMM_NULL, a communicator that has been freed, or one of two groups; a "
+            f"process that is to be alone gives MPI.COMM_SELF"
+        )
+    from hpcpar.transport.mpi import ranks_in_world
+
+    ranks = list(ranks_in_world(comm))
+    if min(ranks) < 0:
+        raise ValueError(f"{what}: {comm!r} has processes that are not of this job; give one of its ranks")
+    return ranks
+
+
 global_process_set = ProcessSet([])
 """All ranks."""
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set. Collective over all ranks, members or not.
+
+    errors   ValueError unless HOROVOD_DYNAMIC_PROCESS_SETS=1 or init(process_sets="dynamic"), and for a
+             set that exists already or of ranks that do not
+    """
+    return register(_dynamic_context(), [process_set])[0]
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Unregister a process set. Collective over all ranks; False for that of all ranks and unknown ones.
+
+    errors   ValueError unless process sets are dynamic, see `add_process_set`
+    """
+    return remove(_dynamic_context(), process_set)
+
+
+def _dynamic_context() -> Context:
+    from hpcpar.horovod.basics import the_context
+
+    context = the_context()
+    if not context.dynamic:
+        raise ValueError(
+            "process sets can be added and removed only with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the "
+            'environment, or after hvd.init(process_sets="dynamic")'
+        )
+    return context
 
 
 def register(context: Context, asked: Sequence[ProcessSet | Sequence[int] | Any]) -> list[ProcessSet]:
     """Make process sets usable. Collective over all ranks, which must ask for the same, in the same order.
 
     A set by an mpi4py communicator is the one that each rank is in: ranks may name different ones.
-    errors   ValueError on every rank: for ranks that are not there or come twice, for a set that exists
-             already, and where ranks ask for different ones
+    errors   ValueError on every rank, and no set is made: for ranks that are not there or come twice, for a
+             set that exists already, and where ranks ask for different ones
     """
-    return [_register(context, one) for one in asked]
+    counts = context.engine.allgather_object(len(asked))
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"ranks asked for different numbers of process sets in the same place: {counts}; all ranks must "
+            f"add the same ones in the same order"
+        )
+    known = set(context.process_sets)
+    try:
+        return [_register(context, one) for one in asked]
+    except ValueError:
+        for made in [one for number, one in context.process_sets.items() if number not in known]:
+            remove(context, made)
+        raise
 
 
 def _register(context: Context, asked: ProcessSet | Sequence[int] | Any) -> ProcessSet:
@@ -89,7 +159,7 @@ def _register(context: Context, asked: ProcessSet | Sequence[int] | Any) -> Proc
     try:
         chosen = asked if isinstance(asked, ProcessSet) else ProcessSet(asked)
         if chosen.mpi_comm is not None:
-            chosen.ranks = sorted(chosen.mpi_comm.allgather(context.rank))
+            chosen.ranks = _ranks_by_comm(context, chosen.mpi_comm)
         complaint = _complaint(context, chosen.ranks or [])
     except ValueError as error:
         complaint = str(error)
@@ -114,6 +184,18 @@ def _register(context: Context, asked: ProcessSet | Sequence[int] | Any) -> Proc
         one_of_them._attach(context, number, ranks, engine)
         context.process_sets[number] = one_of_them
     return chosen
+
+
+def _ranks_by_comm(context: Context, comm: Any) -> list[int]:
+    ranks = ranks_of_communicator(comm, "a process set")
+    places = {rank: place for place, rank in enumerate(context.base.world_ranks)}
+    away = [rank for rank in ranks if rank not in places]
+    if away:
+        raise ValueError(
+            f"a process set: ranks {away} of the job are in the communicator, but not among Horovod's; give "
+            f"one of some of these"
+        )
+    return sorted(places[rank] for rank in ranks)
 
 
 def _complaint(context: Context, ranks: Sequence[int]) -> str:

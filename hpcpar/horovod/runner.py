@@ -34,7 +34,8 @@ from hpcpar.horovod.threads import in_thread
 from hpcpar.launch import supervise, variables
 from hpcpar.launch.allocation import has_several_hosts
 from hpcpar.launch.environment import detect
-from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile
+from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile, ssh_variables
+from hpcpar.launch.knobs import start_limit_s
 
 Address = str | tuple[str, int]
 
@@ -43,48 +44,69 @@ log = logging.getLogger("hpcpar")
 TALK_LIMIT_S = 10.0
 """A rank has ended, but something that it has started may still hold its line."""
 
-ELASTIC = {"min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range"}
-WITHOUT_MEANING = {"ssh_port", "ssh_identity_file", "disable_cache", "use_gloo", "use_mpi"}
-
 
 def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
     num_proc: int = 1,
-    *,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
+    host_discovery_script: str | None = None,
     start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
     output_filename: str | None = None,
     verbose: bool | int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
     executable: str | None = None,
     np: int | None = None,
-    **others: Any,
+    min_np: int | None = None,
+    max_np: int | None = None,
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` on num_proc new ranks; what each returned, by rank.
 
     num_proc           ranks (np: its older name)
     hosts, hostfile    where: "host1:2,host2:2", or a file of such; default: where the launcher puts them
-    start_timeout      seconds that srun may wait for its nodes
+    start_timeout      seconds that srun may wait for its nodes; default: HOROVOD_START_TIMEOUT
+    ssh_port, ssh_identity_file   for mpiexec's connections to other hosts
     output_filename    directory for files with each rank's output
     verbose            show the command that starts the job
     mpi_args           more words for mpiexec or srun, in one string
-    network_interface  for MPI's traffic, "eth0" or "eth0,eth1"
+    network_interfaces for MPI's traffic: ["eth0", "eth1"] (network_interface: its older name, "eth0,eth1")
     executable         the ranks' Python (default: this one)
-    others             Horovod's further arguments: those for ssh, caching and the choice of MPI or Gloo have
-                       no meaning here and are passed over; those of elastic jobs are refused
-    errors             PeerFailedError names the rank that raised, with its traceback, from its exception
-                       where that can be pickled; or says that the job ended before all had returned
-                       ConfigError for arguments that make no sense
+    max_num_proc       at least num_proc; a job of this kind keeps its number of ranks
+    min_num_proc, host_discovery_script   ask for an elastic job, and are refused
+    slots, reset_limit, cooldown_range    of an elastic job; nothing without one, as in Horovod
+    disable_cache, use_mpi, use_gloo      nothing: MPI carries all of it, and no checks are remembered
+    errors   PeerFailedError names the rank that raised, with its traceback, from its exception
+             where that can be pickled; or says that the job ended before all had returned
+             ConfigError for arguments that make no sense
 
     The function, its arguments and its results travel by cloudpickle (`pip install hpcpar[horovod]`).
     """
-    size = _number_of_ranks(num_proc, np)
-    _check_others(others)
+    if use_gloo and use_mpi:
+        raise ConfigError("both use_gloo and use_mpi were given: leave both out, MPI carries all of it here")
+    size = _renamed("num_proc", num_proc, np, default=1)
+    _require_fixed(
+        size,
+        _renamed("min_num_proc", min_num_proc, min_np),
+        _renamed("max_num_proc", max_num_proc, max_np),
+        host_discovery_script,
+    )
     places = _places(hosts, hostfile)
+    interfaces = _interfaces(network_interface, network_interfaces)
+    limit_s = start_limit_s() if start_timeout is None else start_timeout
     said: list[str] = []
     job = _pickled_job(func, args, kwargs or {})
     with tempfile.TemporaryDirectory(prefix="hpcpar-desk-") as directory:
@@ -92,10 +114,10 @@ def run(
         desk = _Desk(_desk_address(places, directory), token.encode(), job)
         wishes = supervise.Wishes(
             hosts=places,
-            interfaces=tuple((network_interface or "").split(",")) if network_interface else (),
-            start_limit_s=start_timeout,
+            interfaces=interfaces,
+            start_limit_s=limit_s,
             output_directory=output_filename,
-            variables={variables.TOKEN: token},
+            variables={variables.TOKEN: token, **ssh_variables(ssh_port, ssh_identity_file)},
         )
         try:
             status = supervise.run(
@@ -170,23 +192,40 @@ class _Desk:
         self._listener.close()
 
 
-def _number_of_ranks(num_proc: int, np: int | None) -> int:
-    if np is None:
-        return num_proc
-    warnings.warn("`np` is the older spelling: give `num_proc`", DeprecationWarning, stacklevel=3)
-    return np if num_proc == 1 else num_proc
+def _renamed(name: str, value: Any, older: Any, default: Any = None) -> Any:
+    """The value of an argument that may come under its older name, too."""
+    if older is None:
+        return value
+    was = name.replace("num_proc", "np")
+    warnings.warn(f"`{was}` is the older spelling: give `{name}`", DeprecationWarning, stacklevel=3)
+    if value not in (default, older):
+        raise ConfigError(f"both {name}={value} and {was}={older} were given: give {name} alone")
+    return older
 
 
-def _check_others(others: dict[str, Any]) -> None:
-    unknown = others.keys() - ELASTIC - WITHOUT_MEANING
-    if unknown:
-        raise TypeError(f"run() has no argument {', '.join(sorted(unknown))}")
-    elastic = sorted(name for name in others.keys() & ELASTIC if others[name] is not None)
-    if elastic:
+def _require_fixed(size: int, least: int | None, most: int | None, discovery: str | None) -> None:
+    """ConfigError where the number of ranks is to change."""
+    elastic = {"min_num_proc": least, "host_discovery_script": discovery}
+    asked = ", ".join(name for name, value in elastic.items() if value is not None)
+    if asked:
         raise ConfigError(
-            f"{', '.join(elastic)}: run() starts a job of a fixed number of ranks (num_proc); for elastic "
+            f"{asked}: run() starts a job of a fixed number of ranks (num_proc); for elastic "
             f"training see hpcpar.horovod.torch.elastic"
         )
+    if most is not None and most < size:
+        raise ConfigError(f"max_num_proc={most}, but num_proc={size}: give num_proc alone")
+
+
+def _interfaces(older: str | None, names: str | Sequence[str] | None) -> tuple[str, ...]:
+    if older is not None:
+        warnings.warn(
+            "`network_interface` is the older spelling: give `network_interfaces`, a list",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        names = older if names is None else names
+    listed = names.split(",") if isinstance(names, str) else names or ()
+    return tuple(dict.fromkeys(name for name in listed if name))
 
 
 def _places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:

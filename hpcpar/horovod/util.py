@@ -7,10 +7,14 @@ nothing has to be built.
 from __future__ import annotations
 
 import importlib.util
+import os
+import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache as _cache
 from typing import Any, TypeVar
 
+from hpcpar.horovod.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
 from hpcpar.launch.variables import env
 from hpcpar.partition import bounds
 
@@ -20,15 +24,22 @@ EXTENSIONS = ("torch",)
 
 __all__ = [
     "EXTENSIONS",
+    "HorovodVersionMismatchError",
+    "_cache",
     "ccl_built",
     "check_extension",
+    "check_installed_version",
     "ddl_built",
     "env",
     "extension_available",
     "get_average_backwards_compatibility_fun",
+    "get_ext_suffix",
+    "get_extension_full_path",
+    "get_version_mismatch_message",
     "gloo_built",
     "gpu_available",
     "is_iterable",
+    "is_version_greater_equal_than",
     "mpi_built",
     "nccl_built",
     "num_rank_is_power_2",
@@ -48,6 +59,29 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
             f"{ext_name} is not part of hpcpar, which speaks PyTorch alone: use horovod.torch "
             f"(hpcpar.horovod.torch), or install Horovod itself for other frameworks"
         )
+
+
+def check_installed_version(name: str, version: str, exception: BaseException | None = None) -> None:
+    """Return: nothing was built for one version of a framework, so that any fits."""
+
+
+def get_ext_suffix() -> str:
+    """Return the ending of this Python's extension modules."""
+    return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+
+
+def get_extension_full_path(pkg_path: str, *args: str) -> str:
+    """Return where an extension of the package at `pkg_path` would be: directories, then its name."""
+    return os.path.join(os.path.dirname(pkg_path), *args) + get_ext_suffix()
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Compare two versions; ValueError unless both are text and the target has three parts, as "2.5.0"."""
+    if not isinstance(ver, str) or not isinstance(target, str) or len(target.split(".")) != 3:
+        raise ValueError(f"versions {ver!r} and {target!r}: give text, and a target such as '2.5.0'")
+    from packaging import version
+
+    return version.parse(ver) >= version.parse(target)
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:

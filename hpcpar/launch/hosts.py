@@ -178,6 +178,21 @@ def _srun_placing(placed: Sequence[Host], file: str, job_nodes: Sequence[str]) -
     return Placing(("--distribution=arbitrary",), {"SLURM_HOSTFILE": file}, lines)
 
 
+def ssh_variables(port: int | None, identity_file: str | None) -> dict[str, str]:
+    """Variables by which each mpiexec calls ssh with a port and a private key; none where neither is given.
+
+    source   MPICH's and Intel MPI's Hydra, Open MPI's plm/rsh, PRRTE's plm/ssh. srun needs no ssh
+    """
+    words = [f"-p {port}"] * (port is not None) + [f"-i {identity_file}"] * (identity_file is not None)
+    names = (
+        "HYDRA_LAUNCHER_EXTRA_ARGS",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
+        "OMPI_MCA_plm_rsh_args",
+        "PRTE_MCA_plm_ssh_args",
+    )
+    return dict.fromkeys(names, " ".join(words)) if words else {}
+
+
 def interface_words(kind: str, interfaces: Sequence[str]) -> tuple[str, ...]:
     """The launcher's words for the network interfaces to use; ConfigError where it has none."""
     if not interfaces:

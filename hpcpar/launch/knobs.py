@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpcpar.errors import ConfigError
-from hpcpar.launch.settings import as_number, flag, seconds
+from hpcpar.launch.settings import NO, YES, as_number, flag, seconds
 from hpcpar.units import MiB
 
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -28,6 +29,9 @@ _HONOURED = {
     "HOROVOD_LOG_LEVEL",
 }
 
+# Of a meaning to who starts the job: see start_limit_s.
+_READ_BY_LAUNCHERS = {"HOROVOD_START_TIMEOUT"}
+
 # What a launcher sets for its ranks: nobody asked for anything by it.
 _SET_BY_LAUNCHERS = {
     "HOROVOD_RANK",
@@ -40,6 +44,10 @@ _SET_BY_LAUNCHERS = {
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HOROVOD_GLOO_IFACE",
+    "HOROVOD_GLOO_GET_RANK_AND_SIZE",
+    "HOROVOD_SECRET_KEY",
+    "HOROVOD_SPARK_PYTHONPATH",
+    "HOROVOD_SPARK_WORK_DIR",
 }
 
 # What building Horovod reads: of no meaning to a program that runs, under Horovod as here.
@@ -53,12 +61,23 @@ _READ_BY_BUILDS = (
     "HOROVOD_ROCM_",
     "HOROVOD_NCCL_",
     "HOROVOD_DEBUG",
+    "HOROVOD_MPICXX_SHOW",
     "HOROVOD_SKIP_COMPILE",
     "HOROVOD_VERSION",
 )
 
-# Asking for what is done here anyway.
-_AS_IT_IS = {("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi")}
+# Asking for what is done here anyway, by these values.
+_AS_IT_IS = {
+    "HOROVOD_CONTROLLER": ("mpi",),
+    "HOROVOD_CPU_OPERATIONS": ("mpi",),
+    "HOROVOD_AUTOTUNE": NO,
+    "HOROVOD_TORUS_ALLREDUCE": NO,
+    "HOROVOD_MPI_THREADS_DISABLE": NO,
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": NO,
+    "HOROVOD_ENABLE_XLA_OPS": NO,
+    "HOROVOD_DISABLE_NVTX_RANGES": YES,
+    "HOROVOD_LOG_HIDE_TIME": YES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +139,12 @@ class Knobs:
         )
 
 
+def start_limit_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Seconds in which a job's launcher is to have started it, by HOROVOD_START_TIMEOUT; None: not said."""
+    limit_s = seconds(environ, "HOROVOD_START_TIMEOUT", math.inf)
+    return None if limit_s == math.inf else limit_s
+
+
 def _nbytes(environ: Mapping[str, str], name: str, default: int) -> int:
     found = _not_negative(environ, name, float(default), "bytes")
     if found != int(found):
@@ -155,6 +180,6 @@ def _log_level(environ: Mapping[str, str]) -> str:
 def _is_ignored(name: str, value: str) -> bool:
     if not value or not name.startswith("HOROVOD_") or name.startswith(_READ_BY_BUILDS):
         return False
-    if name in _HONOURED or name in _SET_BY_LAUNCHERS:
+    if name in _HONOURED or name in _SET_BY_LAUNCHERS or name in _READ_BY_LAUNCHERS:
         return False
-    return (name, value.strip().lower()) not in _AS_IT_IS
+    return value.strip().lower() not in _AS_IT_IS.get(name, ())

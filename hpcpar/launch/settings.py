@@ -12,8 +12,8 @@ from hpcpar.errors import ConfigError
 
 DEVICE_WAYS = ("auto", "pull", "mpi", "staged", "none")
 
-_YES = ("1", "true", "yes", "on")
-_NO = ("0", "false", "no", "off", "")
+YES = ("1", "true", "yes", "on")
+NO = ("0", "false", "no", "off", "")
 
 CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
 """What an MPI may take device pointers for; see `hpcpar.launch.cuda_awareness`."""
@@ -118,9 +118,9 @@ def flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
     text = environ.get(name)
     if text is None:
         return default
-    if text.strip().lower() in _YES:
+    if text.strip().lower() in YES:
         return True
-    if text.strip().lower() in _NO:
+    if text.strip().lower() in NO:
         return False
     raise ConfigError(f"{name}={text!r} is neither yes nor no: set it to 1 or 0")
 
@@ -130,8 +130,8 @@ def capabilities(environ: Mapping[str, str], name: str) -> tuple[str, ...] | Non
     text = environ.get(name, "").strip().lower()
     if not text:
         return None
-    if text in _YES or text in _NO:
-        return CAPABILITIES if text in _YES else ()
+    if text in YES or text in NO:
+        return CAPABILITIES if text in YES else ()
     asked = {word.strip().replace("-", "_") for word in text.split(",")} - {""}
     if not asked or not asked <= set(CAPABILITIES):
         raise ConfigError(

@@ -73,6 +73,7 @@ SENT = (
     "OMP_NUM_THREADS",
     "HPCPAR_",
     "HOROVOD_",
+    "MPI4PY_",
     "UCX_",
     *cuda_wheels.VARIABLES,
 )

@@ -5,7 +5,9 @@
     optimizer.step()
 
     losses       of the microbatches, where the last stage is; None on other ranks
-    gradients    of the sum of the microbatches' losses: have `loss` divide by their number for the mean
+    gradients    of the sum of the microbatches' losses: have `loss` divide by their number for the mean. Of
+                 unequal ones, such as some with ignored tokens, have it return sums times the factor that
+                 `DistributedOptimizer.loss_factor` gives where the last stage is
 
 With data parallelism: give the DistributedOptimizer backward_passes_per_step=m, and every parameter's average
 leaves with its m-th gradient, in the cool-down. Where it was made for one backward, pass its `no_sync` here.
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.comm import Communicator
 from hpcpar.comm.agree import require_same
@@ -94,6 +97,8 @@ class Pipeline:
                     f"for it has stages {_numbers(schedule.stages_of(comm.rank))}: give {{number: module}} "
                     "for each of these"
                 )
+            for number, stage in stages.items():
+                refuse_scripted(stage, f"give stage {number} without it")
         self.schedule = schedule
         self.comm = comm
         self.stages = {number: Stage(number, stages[number]) for number in sorted(stages)}

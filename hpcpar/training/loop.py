@@ -50,6 +50,7 @@ from hpcpar.training.build import (
     tensor_parallel_of,
 )
 from hpcpar.training.config import Config, model_config_saved
+from hpcpar.training.memory_need import require_memory
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel, copies_here, require_known
 from hpcpar.training.schedule import learning_rate
@@ -151,6 +152,7 @@ class Run:
         self.sampler = Sampler(
             len(self.data.shards.train), config.train.sequence, config.train.global_batch, config.train.seed
         )
+        require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
         self.model: Llama | LlamaStages
         self.worker: WholeModel | PipelinedModel
         if self.mesh.pp.size == 1:

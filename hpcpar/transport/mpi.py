@@ -346,6 +346,16 @@ class _Control:
         return _Exchange([request], [self._comm.rank], 1, keep_lengths=False)
 
 
+def ranks_in_world(comm: MPI.Comm) -> tuple[int, ...]:
+    """Return each rank's rank in MPI_COMM_WORLD; a number below 0 for a process of another job."""
+    world = MPI.COMM_WORLD.Get_group()
+    mine = comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(mine, list(range(comm.Get_size())), world)
+    mine.Free()
+    world.Free()
+    return tuple(ranks)
+
+
 class MpiTransport:
     """The ranks of one MPI communicator, which belongs to hpcpar alone.
 
@@ -371,13 +381,8 @@ class MpiTransport:
         self.size = comm.Get_size()
         # Of MPI_COMM_WORLD, which alone has it in Open MPI: it holds for all.
         self.max_tag = min(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767, 2**31 - 1)
-        world = MPI.COMM_WORLD.Get_group()
-        mine = comm.Get_group()
-        world_ranks = MPI.Group.Translate_ranks(mine, list(range(self.size)), world)
-        self.world_ranks = tuple(world_ranks)
-        self.nodes = tuple(world_nodes[r] for r in world_ranks)
-        mine.Free()
-        world.Free()
+        self.world_ranks = ranks_in_world(comm)
+        self.nodes = tuple(world_nodes[r] for r in self.world_ranks)
 
     @classmethod
     def world(cls, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES) -> MpiTransport:

@@ -215,6 +215,161 @@ def test_interfaces_output_and_the_time_for_starting_are_handed_on(
     assert calls[0][3] == ["-x", "A"]
 
 
+def test_options_that_ask_for_what_is_so_anyway_are_taken(calls: list[Call], wishes: list[Wishes]) -> None:
+    words = (
+        "-np 2 --mpi --disable-cache --no-autotune --no-torus-allreduce --log-without-timestamp "
+        "--log-hide-timestamp --autotune-log-file a --autotune-warmup-samples 3 "
+        "--autotune-steps-per-sample 10 "
+        "--autotune-bayes-opt-max-samples 20 --autotune-gaussian-process-noise 0.8 --slots-per-host 2 "
+        "--elastic-timeout 600 --reset-limit 3 --blacklist-cooldown-range 60 300 --max-np 2"
+    )
+    call(*words.split(), "python", "train.py")
+    assert (calls[0][0], calls[0][1]) == (2, ("python", "train.py"))
+    assert wishes[0] == Wishes()
+
+
+def test_what_is_switched_off_goes_before_the_environment(calls: list[Call], wishes: list[Wishes]) -> None:
+    names = (
+        "hierarchical-allreduce",
+        "hierarchical-allgather",
+        "timeline-mark-cycles",
+        "mpi-threads-disable",
+    )
+    call("-np", "2", *(f"--no-{name}" for name in names), "--stall-check", "x.py")
+    assert wishes[0].variables == {
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+        "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
+        "MPI4PY_RC_THREADS": "1",
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+    }
+    assert Knobs.from_environ(wishes[0].variables) == Knobs()
+    call("-np", "2", "--mpi-threads-disable", "x.py")
+    assert wishes[1].variables == {"MPI4PY_RC_THREADS": "0"}
+
+
+def test_sizes_of_what_there_is_not_are_for_rank_0_to_name(calls: list[Call], wishes: list[Wishes]) -> None:
+    words = "--cache-capacity 1024 --num-nccl-streams 2 --thread-affinity 0 --gloo-timeout-seconds 30"
+    call("-np", "2", *words.split(), "x.py")
+    assert len(calls) == 1
+    assert Knobs.from_environ(wishes[0].variables).ignored == (
+        "HOROVOD_CACHE_CAPACITY",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+        "HOROVOD_NUM_NCCL_STREAMS",
+        "HOROVOD_THREAD_AFFINITY",
+    )
+
+
+CANNOT = {
+    "--autotune": "--fusion-threshold-mb",
+    "--torus-allreduce": "--hierarchical-allreduce",
+    "--gloo": "there is no Gloo here",
+    "--jsrun": "--launcher",
+    "--tcp": "UCX_TLS=tcp",
+    "--log-with-timestamp": "%(asctime)s",
+    "--prefix-output-with-timestamp": "--timestamp-output",
+    "-prefix-timestamp": "--timestamp-output",
+    "--min-np 1": "cannot be elastic",
+    "--host-discovery-script ./hosts.sh": "cannot be elastic",
+    "--max-np 1": "2 ranks were asked for",
+}
+
+
+@pytest.mark.parametrize("words", CANNOT)
+def test_options_that_ask_for_what_cannot_be_done_say_why(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = error(capsys, "-np", "2", *words.split(), "x.py")
+    assert said.startswith("Error: --")
+    assert CANNOT[words] in said
+
+
+def test_ssh_binding_and_several_interfaces_are_handed_on(calls: list[Call], wishes: list[Wishes]) -> None:
+    words = "-np 2 -p 2222 -i key --network-interface a --network-interface b,a --mpi-args=-l"
+    call(*words.split(), "--binding-args", "-bind-to none", "x.py")
+    assert wishes[0].interfaces == ("a", "b")
+    assert wishes[0].variables["OMPI_MCA_plm_rsh_args"] == "-p 2222 -i key"
+    assert calls[0][3] == ["-l", "-bind-to", "none"]
+
+
+def test_the_time_for_starting_may_come_from_the_environment(
+    calls: list[Call], wishes: list[Wishes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "45")
+    call("-np", "2", "x.py")
+    call("-np", "2", "--start-timeout", "20", "x.py")
+    assert [made.start_limit_s for made in wishes] == [45.0, 20.0]
+    assert len(calls) == 2
+
+
+CONFIG = """
+controller: mpi
+params: {fusion_threshold_mb: 32, cycle_time_ms: 5, cache_capacity: 2048, hierarchical_allreduce: true}
+autotune: {enabled: false, log_file: a.csv}
+timeline: {filename: t.json, mark_cycles: false}
+stall_check: {enabled: false, warning_time_seconds: 9}
+library_options: {mpi_threads_disable: true, num_nccl_streams: 2}
+logging: {level: INFO, with_timestamp: false}
+"""
+
+
+def test_a_config_file_is_read_and_the_command_line_goes_before_it(
+    tmp_path: Path, calls: list[Call], wishes: list[Wishes]
+) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    call("-np", "2", "--cycle-time-ms", "1", "--config-file", str(path), "--stall-check", "x.py", "-v")
+    assert calls[0][1] == ("x.py", "-v")
+    assert wishes[0].variables == {
+        "HOROVOD_FUSION_THRESHOLD": "33554432",
+        "HOROVOD_CYCLE_TIME": "1.0",
+        "HOROVOD_CACHE_CAPACITY": "2048",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "9.0",
+        "MPI4PY_RC_THREADS": "0",
+        "HOROVOD_NUM_NCCL_STREAMS": "2",
+        "HOROVOD_LOG_LEVEL": "info",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("autotune: {enabled: true}", "--autotune: nothing is tuned"),
+        ("controller: gloo", "there is no Gloo here"),
+        ("params: {fusion: 3}", "there is no setting for --fusion"),
+        ("parameters: {cycle_time_ms: 3}", "'parameters' is no section of params"),
+        ("[1, 2]", "is no list of sections"),
+        ("a: {", "cannot be read"),
+    ],
+)
+def test_a_config_file_that_cannot_be_followed_is_refused(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert said in error(capsys, "-np", "2", "--config-file", str(path), "x.py")
+
+
+def test_a_config_file_without_a_yaml_package_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert "`pip install pyyaml`" in error(capsys, "-np", "2", "--config-file", "config.yaml", "x.py")
+
+
+def test_the_version_is_ours_and_horovods(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "-v"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"hpcpar \S+, in the place of Horovod 0\.28\.1\n", capsys.readouterr().out)
+
+
 def test_a_horovod_script_is_run_as_one(calls: list[Call]) -> None:
     call("-np", "2", "--as-horovod", "python", "train.py", "--lr", "1")
     assert calls[0][1] == ["python", "-m", "hpcpar.horovod", "train.py", "--lr", "1"]
@@ -222,7 +377,7 @@ def test_a_horovod_script_is_run_as_one(calls: list[Call]) -> None:
 
 def test_mistakes_are_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert "say -n 4, or name hosts" in error(capsys, "x.py")
-    assert "there is no option --gloo" in error(capsys, "-np", "2", "--gloo", "x.py")
+    assert "there is no option --glue" in error(capsys, "-np", "2", "--glue", "x.py")
     assert "there is no option -margs" in error(capsys, "-n", "2", "-margs", "x")
     assert "both --hosts and --hostfile" in error(capsys, "-H", "a", "--hostfile", "b", "x.py")
     assert '--options "-genv \'FOO" cannot be divided into words: No closing quotation' in error(
@@ -241,9 +396,12 @@ def test_an_output_directory_that_cannot_be_made_is_said_once_before_anything_st
     assert re.fullmatch(r"Error: the directory .*out cannot be made \(Not a directory\): .*\n", done.stderr)
 
 
-def test_what_horovods_check_build_shows_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("spelling", ["-cb", "--check-build"])
+def test_what_horovods_check_build_shows_is_shown_alone(
+    spelling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["run", "--check-build"])
+        main(["run", spelling])
     said = capsys.readouterr().out
     assert caught.value.code == 0
     assert "    [X] PyTorch" in said

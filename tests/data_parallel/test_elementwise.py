@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +13,7 @@ from torch.optim import Optimizer
 
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.elementwise import WHOLE, require_elementwise
+from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.errors import OperationError
 
 
@@ -92,37 +94,133 @@ class Shaped(Signs):
         super().step()
 
 
-@pytest.mark.parametrize("name", sorted(set(WHOLE) & set(vars(torch.optim))))
-def test_optimizers_of_whole_tensors_are_refused_by_name_and_reason(name: str) -> None:
+class Large(Signs):
+    """Like one that factors its state from some size on, or clips at a norm: nothing to see in small ones."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    norm = parameter.grad.norm().clamp(min=8.0)
+                    parameter.sub_(group["lr"] * parameter.grad * (8.0 / norm))
+
+
+NEED_WHOLE_TENSORS = {
+    "LBFGS": "product of the gradients",
+    "SparseAdam": "sparse gradients",
+    "Adafactor": "rows and columns",
+    "CAME": "rows and columns",
+    "Muon": "orthogonal",
+    "MuonWithAuxAdam": "orthogonal",
+    "DistributedShampoo": "preconditioners",
+    "SOAP": "preconditioners",
+    "Prodigy": "estimates its rate",
+    "DAdaptAdam": "estimates its rate",
+    "FusedLAMB": "norms or means of layers",
+    "Lamb": "norms or means of layers",
+    "LARS": "norms or means of layers",
+    "NovoGrad": "norms or means of layers",
+    "AdamW8bit": "quantized by blocks",
+    "AdamWScheduleFree": "counts steps in a group",
+    "SophiaG": "curvature",
+}
+
+
+@pytest.mark.parametrize("name", NEED_WHOLE_TENSORS)
+def test_optimizers_of_whole_tensors_are_refused_by_name_and_reason_whatever_is_said(name: str) -> None:
     parameters = [nn.Parameter(torch.ones(4, 3))]
-    optimizer = getattr(torch.optim, name)(parameters)
-    with pytest.raises(OperationError, match=f"{name} cannot work on shards: {WHOLE[name]}"):
-        require_elementwise(optimizer)
-    heir = type("Mine", (type(optimizer),), {})(parameters)
-    with pytest.raises(OperationError, match=f"Mine cannot work on shards: {WHOLE[name]}"):
-        require_elementwise(heir)
+    kind = getattr(torch.optim, name, None) or type(name, (Signs,), {})
+    for heir in (kind, type("Mine", (kind,), {})):
+        with pytest.raises(
+            OperationError,
+            match=f"{heir.__name__} cannot work on shards: .*{NEED_WHOLE_TENSORS[name]}.*zero_stage=0",
+        ):
+            require_elementwise(heir(parameters), said=True)
 
 
-def test_every_other_optimizer_of_torch_passes_its_own_trial() -> None:
-    # They are taken by their names; the trial, which is for others, must agree.
+def test_no_optimizer_of_torch_is_taken_for_one_of_others_that_needs_whole_tensors() -> None:
     found = {
         name: kind
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type)
         and issubclass(kind, Optimizer)
         and kind is not Optimizer
-        and name not in WHOLE
+        and name not in NEED_WHOLE_TENSORS
     }
     assert len(found) >= 11
     for kind in found.values():
-        require_elementwise(type("Mine", (kind,), {})(weights()))
+        require_elementwise(kind(weights()))
+        # They are taken by their names; the trial, which is for others, must agree.
+        step = {"step": lambda self, closure=None, step=kind.step: step(self, closure)}
+        require_elementwise(type("Mine", (kind,), step)(weights()), said=True)
 
 
-def test_an_optimizer_that_treats_elements_by_themselves_is_accepted() -> None:
+def test_an_unknown_optimizer_is_taken_at_its_users_word_alone() -> None:
     optimizer = Signs(weights())
-    require_elementwise(optimizer)
+    with pytest.raises(
+        OperationError, match=r"Signs of .*test_elementwise is not known .*, elementwise=True\).*zero_stage=0"
+    ):
+        require_elementwise(optimizer)
+    require_elementwise(optimizer, said=True)
     assert not optimizer.state, "it was tried on other tensors"
     assert all(torch.equal(p, torch.ones_like(p)) for p in optimizer.param_groups[0]["params"])
+
+
+def test_lion_needs_no_word() -> None:
+    lion = type("Lion", (Signs,), {"__module__": "lion_pytorch.lion_pytorch"})
+    require_elementwise(lion(weights()))
+
+
+def test_an_heir_that_leaves_its_step_alone_is_as_well_known_as_torchs() -> None:
+    class Named(torch.optim.AdamW):
+        def __init__(self, params: Iterable[Any]) -> None:
+            super().__init__(params, lr=0.1)
+
+        def rates(self) -> list[float]:
+            return [group["lr"] for group in self.param_groups]
+
+    optimizer = Named(weights())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    require_elementwise(optimizer)
+
+
+def clipping(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def clipped(*args: Any, **options: Any) -> Any:
+        return step(*args, **options)
+
+    return clipped
+
+
+def test_an_heir_with_a_step_of_its_own_is_unknown() -> None:
+    class Mixin:
+        step = clipping(torch.optim.AdamW.step)
+
+    heirs = [
+        type("Mine", (torch.optim.AdamW,), {"step": clipping(torch.optim.AdamW.step)}),
+        type("Mine", (torch.optim.AdamW,), {"_init_group": clipping(torch.optim.AdamW._init_group)}),
+        type("Mine", (Mixin, torch.optim.AdamW), {}),
+    ]
+    for heir in heirs:
+        with pytest.raises(OperationError, match=r"Mine of .* is not known"):
+            require_elementwise(heir(weights()))
+
+
+def test_an_optimizer_whose_step_was_replaced_is_unknown() -> None:
+    for is_scheduled in (True, False):
+        optimizer = torch.optim.SGD(weights(), lr=0.1)
+        step = types.MethodType(clipping(torch.optim.SGD.step), optimizer)
+        optimizer.step = step  # type: ignore[method-assign]
+        if is_scheduled:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with pytest.raises(OperationError, match=r"SGD of .* is not known"):
+            require_elementwise(optimizer)
+
+
+def test_a_word_against_what_a_trial_shows_is_not_taken() -> None:
+    with pytest.raises(OperationError, match=r"Large cannot work on shards: tried .* different values"):
+        require_elementwise(Large(weights()), said=True)
 
 
 def test_an_optimizer_of_norms_is_refused_by_trial() -> None:
@@ -143,7 +241,7 @@ def test_a_learning_rate_that_is_still_zero_hides_nothing() -> None:
     with pytest.raises(OperationError, match="gives different values"):
         require_elementwise(optimizer)
     warming_up = Signs(weights(), lr=0.0)
-    require_elementwise(warming_up)
+    require_elementwise(warming_up, said=True)
     assert warming_up.param_groups[0]["lr"] == 0
 
 
@@ -152,7 +250,7 @@ def test_every_group_is_tried() -> None:
     groups = [{"params": [bias]}, {"params": [matrix], "matrices": True}]
     with pytest.raises(OperationError, match="gives different values"):
         require_elementwise(Chosen(groups))
-    require_elementwise(Chosen(groups[:1]))
+    require_elementwise(Chosen(groups[:1]), said=True)
 
 
 def test_an_optimizer_that_steps_on_nothing_of_its_own_is_refused() -> None:
@@ -173,14 +271,14 @@ def test_the_trial_calls_none_of_the_users_hooks() -> None:
     called: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
-    require_elementwise(optimizer)
+    require_elementwise(optimizer, said=True)
     assert called == []
 
 
 def test_an_optimizer_with_a_scheduler_is_tried_without_it() -> None:
     optimizer = Signs(weights())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    require_elementwise(optimizer)
+    require_elementwise(optimizer, said=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         scheduler.step()
@@ -206,7 +304,11 @@ def test_a_step_of_somebody_elses_optimizer_is_the_same_on_pieces() -> None:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         optimizer = DistributedOptimizer(
-            Signs(model.parameters()), model.named_parameters(), Communicator.alone(), zero_stage=stage
+            Signs(model.parameters()),
+            model.named_parameters(),
+            Communicator.alone(),
+            zero_stage=stage,
+            elementwise=True,
         )
         for _ in range(3):
             model(torch.arange(3.0)).square().sum().backward()

@@ -7,6 +7,7 @@ carry them on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +17,13 @@ from torch.nn import functional
 
 from hpcpar import partition
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
+from hpcpar.data_parallel import (
+    DistributedOptimizer,
+    broadcast_parameters,
+    fully_shard,
+    summon_full_parameters,
+)
+from hpcpar.errors import OperationError
 
 STEPS = 20
 SAMPLES = 36
@@ -149,3 +156,65 @@ def test_replicas_on_mpi_follow_one_process(world: Communicator, optimizer: str,
     course = parallel(world, OPTIMIZERS[optimizer], CLIP, microbatches, set_to_none=True)
     for found in world.allgather_object(course):
         assert_same_course(found, expected)
+
+
+IGNORED = -100
+
+VALID = (((7, 1), (0, 0)), ((0, 3), (5, 2)), ((0, 0), (0, 4)))
+"""Labels that count, by step, rank and microbatch, of 9 each."""
+
+
+def labels_of(step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + number)
+    inputs = torch.randn(9, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (9,), generator=generator)
+    labels[VALID[step][rank][number] :] = IGNORED
+    return inputs, labels
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sums_times_the_loss_factor_are_the_mean_of_unequal_parts(stage: int) -> None:
+    def body(comm: Communicator) -> list[Tensor]:
+        model = Branches(seed=0)
+        if stage == 3:
+            fully_shard(model, comm)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, zero_stage=stage)
+        for step in range(len(VALID)):
+            parts = [labels_of(step, comm.rank, number) for number in range(2)]
+            factor = optimizer.loss_factor(sum((labels != IGNORED).sum() for _, labels in parts))
+            for number, (inputs, labels) in enumerate(parts):
+                total = functional.cross_entropy(model(inputs), labels, ignore_index=IGNORED, reduction="sum")
+                with optimizer.no_sync() if number == 0 else nullcontext():
+                    (total * factor).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        with summon_full_parameters(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    model = Branches(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(len(VALID)):
+        parts = [labels_of(step, rank, number) for rank in range(2) for number in range(2)]
+        inputs, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        functional.cross_entropy(model(inputs), labels, ignore_index=IGNORED).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_loopback(2, body):
+        for mine, expected in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_loss_factor_of_nothing_is_none_and_of_no_counts_an_error_on_every_rank() -> None:
+    def body(comm: Communicator) -> float:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm)
+        for odd in (-1.0, float("nan")):
+            with pytest.raises(OperationError, match="loss_factor"):
+                optimizer.loss_factor(odd if comm.rank else 2)
+        return optimizer.loss_factor(torch.tensor(0))
+
+    assert run_loopback(2, body) == [0.0, 0.0]

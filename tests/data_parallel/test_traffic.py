@@ -34,15 +34,15 @@ def test_the_theory_of_every_algorithm_is_what_is_counted(size: int) -> None:
         assert sum(sent for sent, _ in of_ranks) == of_ranks[0][1]
 
 
-def test_a_synchronization_sends_every_bucket_and_one_bit_per_parameter() -> None:
+def test_a_synchronization_sends_every_bucket_one_bit_per_parameter_and_two_digests() -> None:
     buckets = [Bucket((2, 1), (0, 5, 8), 4, "float32"), Bucket((0,), (0, 1), 8, "float64")]
 
     def expected(comm: Communicator) -> tuple[int, int]:
         return expected_nbytes(comm, buckets, synchronizations=5, algorithm="ring"), expected_nbytes(comm, [])
 
-    assert run_loopback(3, expected) == [(5 * 4 * (32 + 8 + 1), 0)] * 3
+    assert run_loopback(3, expected) == [(5 * 4 * (32 + 8 + 1 + 16), 0)] * 3
     assert run_loopback(1, expected) == [(0, 0)]
-    assert [usage_map_nbytes(n) for n in (0, 1, 8, 9)] == [0, 1, 1, 2]
+    assert [usage_map_nbytes(n) for n in (0, 1, 8, 9)] == [16, 17, 17, 18]
 
 
 @pytest.mark.mpi

@@ -10,6 +10,7 @@ import pytest
 
 from hpcpar.horovod import util
 from hpcpar.horovod.alias import HOMES, ROOMS, own_name
+from hpcpar.horovod.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
 
 
 def python(code: str, *options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -67,12 +68,24 @@ from horovod.runner import run as run_too
 from horovod.runner.util.threads import in_thread
 from horovod.common import util
 from horovod.common.util import env, extension_available, gpu_available, split_list
+from horovod.common.util import _cache, check_installed_version, get_extension_full_path
+from horovod.common.util import is_version_greater_equal_than
+from horovod.common.basics import HorovodBasics
+from horovod.common.elastic import ObjectState, State, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.process_sets import add_process_set, remove_process_set
+from horovod.torch.mpi_ops import HorovodAllgather, HorovodAllreduce, HorovodAlltoall, HorovodBroadcast
+from horovod.torch.mpi_ops import HorovodGroupedAllgather, HorovodGroupedAllreduce
+from horovod.torch.mpi_ops import HorovodGroupedReducescatter, HorovodReducescatter
+from horovod.torch.mpi_ops import handle_average_backwards_compatibility, num_rank_is_power_2
 from horovod.torch.mpi_ops import rank, size, allreduce_async_, synchronize, Average
 assert run is run_too is horovod.run
 assert hvd.HorovodInternalError is HorovodInternalError
 assert hvd.ProcessSet is ProcessSet
+assert hvd.add_process_set is add_process_set
+assert hvd.elastic.run_fn is run_fn and issubclass(hvd.elastic.TorchState, ObjectState)
 print(horovod.__version__)
 """,
     "no part": missing("torch.nothing"),
@@ -130,6 +143,20 @@ def test_a_part_that_we_have_not_is_no_module_and_the_error_says_why(name: str) 
 
 def test_a_part_of_horovod_torch_that_we_have_not_is_no_module_either(told: dict[str, str]) -> None:
     require_explained(told["no part"], "torch.nothing")
+
+
+def test_who_asks_for_a_part_that_we_have_not_is_told_none() -> None:
+    code = """
+from importlib.util import find_spec
+names = "tensorflow keras mxnet spark ray common.x torch.nothing runner.launch".split()
+print([name for name in names if find_spec("horovod." + name) is not None])
+print(find_spec("horovod.torch.mpi_ops").name, find_spec("horovod.common.util") is not None)
+try:
+    __import__("importlib").import_module("horovod.keras")
+except ModuleNotFoundError as error:
+    print("install Horovod itself" in str(error))
+"""
+    assert aliased(code) == "[]\nhorovod.torch.mpi_ops True\nTrue"
 
 
 def test_looking_for_a_module_imports_no_torch() -> None:
@@ -211,6 +238,19 @@ def test_torch_is_the_only_framework() -> None:
     with pytest.raises(ImportError, match=r"horovod\.mxnet is not part of hpcpar"):
         util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
     assert not util.gpu_available("tensorflow")
+
+
+def test_helpers_of_builds_and_versions_answer() -> None:
+    util.check_installed_version("pytorch", "0.1")
+    path = util.get_extension_full_path("/site/horovod/torch/__init__.py", "lib", "mpi_lib")
+    assert path == f"/site/horovod/torch/lib/mpi_lib{util.get_ext_suffix()}"
+    assert util.is_version_greater_equal_than("2.10.0", "2.9.1")
+    assert not util.is_version_greater_equal_than("2.8", "2.9.1")
+    with pytest.raises(ValueError, match=r"'2\.5\.0'"):
+        util.is_version_greater_equal_than("2.8", "2.9")
+    error = HorovodVersionMismatchError("torch", "2.0", "1.0")
+    assert str(error) == get_version_mismatch_message("torch", "2.0", "1.0")
+    assert (error.name, error.version, error.installed_version) == ("torch", "2.0", "1.0")
 
 
 def test_lists_are_split_evenly_with_the_longer_pieces_first() -> None:

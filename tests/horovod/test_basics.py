@@ -13,7 +13,7 @@ from hpcpar import uncompiled
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.horovod import basics
 from hpcpar.horovod.basics import Context
-from hpcpar.horovod.process_sets import global_process_set
+from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.launch.knobs import Knobs
 
 
@@ -86,13 +86,86 @@ def test_nodes_are_homogeneous_when_all_have_as_many_ranks(hvd):
 
 
 @pytest.mark.mpi
-def test_a_second_init_does_nothing(hvd):
+def test_a_second_init_that_asks_for_what_there_is_does_nothing(hvd):
+    from mpi4py import MPI
+
     before = basics.the_context()
     hvd.init()
-    hvd.init(comm=[0], process_sets=[[0]])
+    for comm in (list(range(hvd.size())), [], MPI.COMM_WORLD):
+        hvd.init(comm=comm, process_sets=[])
+    by_comm = hvd.global_process_set.mpi_comm
+    vars(hvd.global_process_set).update(mpi_comm=None)
+    assert by_comm is MPI.COMM_WORLD
     assert basics.the_context() is before
     assert hvd.is_initialized() is True
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+WRONG = {
+    "a number": {"comm": 3},
+    "a word": {"comm": "01"},
+    "truths": {"comm": [True]},
+    "fractions": {"comm": torch.tensor([0.0])},
+    "twice": {"comm": [0, 0]},
+    "sets: a number": {"process_sets": 3},
+    "sets: a word": {"process_sets": "static"},
+    "sets: one": {"process_sets": ProcessSet([0])},
+    "sets: ranks": {"process_sets": [0]},
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("arguments", WRONG.values(), ids=WRONG)
+def test_what_init_does_not_take_is_a_value_error(hvd, error_of, arguments):
+    error = error_of(lambda: hvd.init(**arguments))
+    after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    assert isinstance(error, ValueError)
+    assert any(word in str(error) for word in ("init(comm=", "init(process_sets=", "process set"))
+    assert after == hvd.size()
+
+
+@pytest.mark.mpi
+def test_a_communicator_that_has_been_freed_is_refused(hvd, error_of):
+    from mpi4py import MPI
+
+    freed = MPI.COMM_WORLD.Dup()
+    freed.Free()
+    errors = [error_of(lambda: hvd.init(comm=freed)), error_of(lambda: hvd.add_process_set(freed))]
+    assert all(isinstance(error, ValueError) and "has been freed" in str(error) for error in errors)
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("needs_two")
+def test_a_second_init_on_other_ranks_is_refused_and_all_goes_on(hvd, error_of):
+    errors = [error_of(lambda comm=comm: hvd.init(comm=comm)) for comm in ([0], [hvd.size()])]
+    after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    assert all(isinstance(error, ValueError) for error in errors)
+    assert "init(comm=[0])" in str(errors[0])
+    assert "call hvd.shutdown() first" in str(errors[0])
+    assert after == hvd.size()
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("needs_two")
+def test_a_second_init_adds_the_process_sets_that_are_not_there(hvd, error_of):
+    """A library may have called it first, without them."""
+    one, two, twin = hvd.ProcessSet([0]), hvd.ProcessSet([1]), hvd.ProcessSet([0])
+    hvd.init(process_sets=[one])
+    hvd.init(process_sets=[one, two])
+    numbers = [one.process_set_id, two.process_set_id]
+    found = [hvd.allreduce(torch.ones(1), process_set=each).item() for each in (one, two) if each.included()]
+    three = hvd.ProcessSet([0, 1]) if hvd.size() > 2 else hvd.ProcessSet([hvd.size()])
+    error = error_of(lambda: hvd.init(process_sets=[three, twin]))
+    counts = error_of(lambda: hvd.init(process_sets=[[hvd.size() - 1]] * (hvd.rank() + 1)))
+    left = [three.process_set_id, twin.process_set_id, len(basics.the_context().process_sets)]
+    for each in (one, two):
+        hvd.remove_process_set(each)
+    assert None not in numbers
+    assert found == [1.0] * (hvd.rank() < 2)
+    assert type(error) is type(counts) is ValueError
+    assert "process set" in str(error)
+    assert "different numbers of process sets" in str(counts)
+    assert left == [None, None, 3]
 
 
 @pytest.mark.mpi
@@ -299,9 +372,13 @@ for name, comm in choices.items():
     place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
     found = [hvd.allgather(own).tolist(), hvd.broadcast(own, 0).tolist(), hvd.global_process_set.ranks]
     tell(**{name: [place, *found, hvd.join()]})
-    again = error_of(lambda: hvd.init(comm=[7]))  # does nothing
+    by_comm = hvd.global_process_set.mpi_comm
+    tell(**{f"{name}, comm": by_comm is (comm if hasattr(comm, "Get_rank") else None)})
+    if name == "the world":
+        tell(again=error_of(lambda: hvd.init(comm=[1, 0, 2])))
     hvd.shutdown()
-tell(again=again, wrong=error_of(lambda: hvd.init(comm=[0, 7])), is_initialized=hvd.is_initialized())
+tell(after=hvd.global_process_set.mpi_comm)
+tell(wrong=error_of(lambda: hvd.init(comm=[0, 7])), is_initialized=hvd.is_initialized())
 
 ends = hvd.ProcessSet([2, 0])
 split = hvd.ProcessSet(MPI.COMM_WORLD.Split(min(me, 1), 0))
@@ -318,9 +395,7 @@ tell(
 hvd.shutdown()
 tell(detached=[ends.process_set_id, ends.size()])
 tell(twice=error_of(lambda: hvd.init(process_sets=[[0], [0]])))
-hvd.shutdown()
 tell(whole=error_of(lambda: hvd.init(process_sets=[[0, 1, 2]])))
-hvd.shutdown()
 hvd.init(process_sets=[[1]])
 tell(sum=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
 """
@@ -346,8 +421,10 @@ def test_init_takes_ranks_communicators_and_process_sets(job):
             assert place == [own, size, own, size, 0, 1], name
             assert (gathered, cast, ranks) == (part, part[:1], list(range(size))), name
             assert 0 <= joined < size
+            assert of_rank[f"{name}, comm"]
     for of_rank in told:
-        assert of_rank["again"] is None
+        assert of_rank["after"] is None
+        assert of_rank["again"][0] == "OperationError"
         assert "7" in of_rank["wrong"][2]
         assert of_rank["is_initialized"] is False
     assert [of_rank["ranks"] for of_rank in told] == [[[0, 2], [0]], [[0, 2], [1, 2]], [[0, 2], [1, 2]]]
@@ -363,6 +440,61 @@ def test_init_takes_ranks_communicators_and_process_sets(job):
         }.items():
             assert of_rank[what][0] == "ValueError"
             assert word in of_rank[what][2]
+
+
+STARTS = """
+from mpi4py import MPI
+import numpy
+import torch
+import hpcpar.horovod.torch as hvd
+
+me = detect().rank
+calls = {
+    "a number": lambda: hvd.init(comm=3),
+    "no communicator on one rank": lambda: hvd.init(comm=MPI.COMM_NULL if me else MPI.COMM_SELF),
+    "beyond on one rank": lambda: hvd.init(comm=[0, 1, 2, 7] if me == 1 else None),
+    "other lists": lambda: hvd.init(comm=[0, 1] if me else None),
+    "sets: not there": lambda: hvd.init(process_sets=[[0], [5]]),
+    "sets: more on one rank": lambda: hvd.init(process_sets=[[0]] + [[1]] * (me == 1)),
+    "sets: a number on one rank": lambda: hvd.init(process_sets=3 if me else [[0]]),
+    "sets: not of who is alone": lambda: hvd.init(comm=[0, 1], process_sets=[[1]]),
+}
+errors, left = {}, {}
+for name, call in calls.items():
+    errors[name] = error_of(call)
+    one = hvd.global_process_set
+    announced = "HOROVOD_RANK" in os.environ
+    left[name] = [hvd.is_initialized(), one.process_set_id, one.size(), one.mpi_comm, announced]
+tell(errors=errors, left=left)
+corrected = hvd.ProcessSet(numpy.array([0, 2]))
+hvd.init(comm=numpy.arange(3), process_sets=[corrected])
+tell(members=corrected.ranks, sum=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+early = error_of(lambda: hvd.add_process_set([1]))
+hvd.init(process_sets="Dynamic")
+tell(early=early, late=hvd.add_process_set([1]).ranks)
+hvd.shutdown()
+hvd.init(process_sets="DYNAMIC" if me else None)
+tell(one_said_so=hvd.add_process_set([1]).ranks)
+"""
+
+
+def test_an_init_that_cannot_be_fails_on_every_rank_and_leaves_nothing_behind(job):
+    told = job(3, STARTS)
+    for name in told[0]["errors"]:
+        errors = [of_rank["errors"][name] for of_rank in told]
+        assert all(error is not None and "ValueError" in error[1] for error in errors), name
+        assert len({error[2] for error in errors}) == 1, name
+        assert [of_rank["left"][name] for of_rank in told] == [[False, None, None, None, False]] * 3, name
+    first = told[0]["errors"]
+    assert "init(comm=3): found 3 where a list of ranks" in first["a number"][2]
+    assert "MPI.COMM_SELF" in first["no communicator on one rank"][2]
+    assert "[0, 1, 2, 7]): there are ranks 0 to 2 only" in first["beyond on one rank"][2]
+    assert "ranks [0, 1, 2] by rank 0, and on ranks [0, 1] by rank 1" in first["other lists"][2]
+    assert "process_sets=3" in first["sets: a number on one rank"][2]
+    for of_rank in told:
+        assert (of_rank["members"], of_rank["sum"]) == ([0, 2], 3)
+        assert "HOROVOD_DYNAMIC_PROCESS_SETS" in of_rank["early"][2]
+        assert of_rank["late"] == of_rank["one_said_so"] == [1]
 
 
 TRACE = """
@@ -414,7 +546,6 @@ os.environ["HOROVOD_CYCLE_TIME"] = "0.5"
 os.environ["HOROVOD_TIMELINE"] = "/nowhere/timeline.json"
 tell(unwritable=error_of(lambda: hvd.init()))
 del os.environ["HOROVOD_TIMELINE"]
-hvd.shutdown()
 hvd.init()
 hvd.barrier()
 if hvd.rank() == 0:

@@ -20,7 +20,7 @@ def test_a_set_that_is_not_registered_knows_its_ranks_and_nothing_else():
     assert "[0, 2, 4]" in str(one)
 
 
-@pytest.mark.parametrize("wrong", [[0, "1"], [0.0], [None], ["0"], [[0]]], ids=str)
+@pytest.mark.parametrize("wrong", [[0, "1"], [0.0], [None], ["0"], [[0]], 3, None, "01"], ids=str)
 def test_ranks_are_whole_numbers(wrong):
     with pytest.raises(ValueError, match="rank"):
         ProcessSet(wrong)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from hpcpar.errors import ConfigError, PeerFailedError
 from hpcpar.horovod.runner import run
 from hpcpar.launch import supervise
+from hpcpar.launch.supervise import Wishes
 
 pytest.importorskip("cloudpickle")
 pytestmark = pytest.mark.skipif(
@@ -127,11 +130,87 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervise, "run", lambda *_, **__: pytest.fail("started"))
-    with pytest.raises(TypeError, match="no argument nodes"):
-        run(_octets, nodes=3)
+    with pytest.raises(TypeError, match="nodes"):
+        run(_octets, nodes=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"min_num_proc: .* fixed number of ranks"):
         run(_octets, min_num_proc=2)
+    with pytest.raises(ConfigError, match=r"host_discovery_script: .* fixed number of ranks"):
+        run(_octets, host_discovery_script="./hosts.sh")
+    with pytest.raises(ConfigError, match="max_num_proc=2, but num_proc=3"):
+        run(_octets, num_proc=3, max_num_proc=2)
+    with pytest.raises(ConfigError, match="both use_gloo and use_mpi"):
+        run(_octets, use_gloo=True, use_mpi=True)
+    with (
+        pytest.warns(DeprecationWarning, match="num_proc"),
+        pytest.raises(ConfigError, match="both num_proc=2 and np=3"),
+    ):
+        run(_octets, num_proc=2, np=3)
     with pytest.raises(ConfigError, match="both hosts and hostfile"):
         run(_octets, hosts="a:1", hostfile="b")
     with pytest.raises(ConfigError, match="is not like host"):
         run(_octets, hosts="a:one")
+
+
+HOROVODS = (
+    "func args=() kwargs=None num_proc=1 min_num_proc=None max_num_proc=None slots=None reset_limit=None "
+    "cooldown_range=None hosts=None hostfile=None host_discovery_script=None start_timeout=None "
+    "ssh_port=None ssh_identity_file=None disable_cache=None output_filename=None verbose=None use_gloo=None "
+    "use_mpi=None mpi_args=None network_interface=None network_interfaces=None executable=None np=None "
+    "min_np=None max_np=None"
+)
+
+
+def test_the_arguments_are_named_and_ordered_as_in_horovod() -> None:
+    found = [
+        name if parameter.default is inspect.Parameter.empty else f"{name}={parameter.default}"
+        for name, parameter in inspect.signature(run).parameters.items()
+    ]
+    assert " ".join(found) == HOROVODS
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wishes]:
+    """Call `run` with options, whose job ends at once; returns what was wished for."""
+    found: list[Wishes] = []
+
+    def start(n: int, argv: Sequence[str], *, wishes: Wishes, **_: Any) -> int:
+        found.append(wishes)
+        return 1
+
+    monkeypatch.setattr(supervise, "run", start)
+
+    def call(**options: Any) -> Wishes:
+        with pytest.raises(PeerFailedError):
+            run(_octets, (1,), **options)
+        return found[-1]
+
+    return call
+
+
+def test_interfaces_are_a_list_or_have_the_older_spelling(started: Callable[..., Wishes]) -> None:
+    assert started(network_interfaces=["eth0", "eth1", "eth0"]).interfaces == ("eth0", "eth1")
+    assert started(network_interfaces="eth0,eth1").interfaces == ("eth0", "eth1")
+    assert started().interfaces == ()
+    with pytest.warns(DeprecationWarning, match="network_interfaces"):
+        assert started(network_interface="eth0,eth1").interfaces == ("eth0", "eth1")
+
+
+def test_what_a_job_of_fixed_size_has_anyway_may_be_asked_for(started: Callable[..., Wishes]) -> None:
+    started(num_proc=2, max_num_proc=3, use_mpi=True, disable_cache=True, slots=2, reset_limit=3)
+
+
+def test_the_time_for_starting_may_come_from_the_environment(
+    started: Callable[..., Wishes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "45")
+    assert started().start_limit_s == 45.0
+    assert started(start_timeout=20).start_limit_s == 20
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="HOROVOD_START_TIMEOUT='soon'"):
+        run(_octets)
+
+
+def test_ssh_is_told_its_port_and_key(started: Callable[..., Wishes]) -> None:
+    wishes = started(ssh_port=2222, ssh_identity_file="/keys/own")
+    assert wishes.variables["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-p 2222 -i /keys/own"
+    assert "HYDRA_LAUNCHER_EXTRA_ARGS" not in started().variables

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from hpcpar.errors import ConfigError, LaunchError
-from hpcpar.launch.hosts import Host, interface_words, kind_of, parse_hosts, place, placing, read_hostfile
+from hpcpar.launch.hosts import (
+    Host,
+    interface_words,
+    kind_of,
+    parse_hosts,
+    place,
+    placing,
+    read_hostfile,
+    ssh_variables,
+)
 
 TWO = (Host("a", 2), Host("b", 2))
 
@@ -135,3 +144,17 @@ def test_network_interfaces_are_said_to_those_that_can_hear_it() -> None:
         interface_words("mpich", ("ib0", "ib1"))
     with pytest.raises(ConfigError, match="srun has no option"):
         interface_words("srun", ("ib0",))
+
+
+def test_ssh_is_told_its_port_and_key_by_every_mpiexecs_variable() -> None:
+    assert ssh_variables(None, None) == {}
+    assert set(ssh_variables(None, "key").values()) == {"-i key"}
+    assert ssh_variables(22, "key") == dict.fromkeys(
+        (
+            "HYDRA_LAUNCHER_EXTRA_ARGS",
+            "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
+            "OMPI_MCA_plm_rsh_args",
+            "PRTE_MCA_plm_ssh_args",
+        ),
+        "-p 22 -i key",
+    )

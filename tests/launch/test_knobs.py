@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from hpcpar.errors import ConfigError
-from hpcpar.launch.knobs import Knobs
+from hpcpar.launch.knobs import Knobs, start_limit_s
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -103,6 +103,38 @@ def test_what_launchers_set_what_builds_read_and_what_is_done_anyway_is_not_repo
     environ = {f"HOROVOD_{name}": "1" for name in (*names, "WITH_PYTORCH", "WITHOUT_MPI", "GPU_OPERATIONS")}
     environ |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "MPI", "HPCPAR_CHECK": "1"}
     assert Knobs.from_environ(environ).ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "as_here", "other"),
+    [
+        ("HOROVOD_AUTOTUNE", "0", "1"),
+        ("HOROVOD_TORUS_ALLREDUCE", "false", "1"),
+        ("HOROVOD_MPI_THREADS_DISABLE", "0", "1"),
+        ("HOROVOD_ENABLE_ASYNC_COMPLETION", "0", "1"),
+        ("HOROVOD_LOG_HIDE_TIME", "1", "0"),
+        ("HOROVOD_DISABLE_NVTX_RANGES", "1", "0"),
+    ],
+)
+def test_a_variable_that_asks_for_what_is_so_anyway_is_not_reported(
+    name: str, as_here: str, other: str
+) -> None:
+    assert Knobs.from_environ({name: as_here}).ignored == ()
+    assert Knobs.from_environ({name: other}).ignored == (name,)
+
+
+def test_what_starts_a_job_and_what_launchers_tell_each_other_is_not_reported() -> None:
+    names = ("START_TIMEOUT", "SECRET_KEY", "GLOO_GET_RANK_AND_SIZE", "SPARK_PYTHONPATH", "SPARK_WORK_DIR")
+    assert Knobs.from_environ({f"HOROVOD_{name}": "30" for name in names}).ignored == ()
+
+
+def test_the_time_for_starting_is_seconds_or_not_said() -> None:
+    name = "HOROVOD_START_TIMEOUT"
+    assert start_limit_s({}) is start_limit_s({name: ""}) is start_limit_s({name: "inf"}) is None
+    assert start_limit_s({name: "90"}) == 90.0
+    for wrong in ("soon", "0", "-1"):
+        with pytest.raises(ConfigError, match=name):
+            start_limit_s({name: wrong})
 
 
 def test_every_field_is_documented() -> None:

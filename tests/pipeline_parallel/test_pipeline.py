@@ -728,6 +728,44 @@ def test_the_last_gradients_of_a_row_are_those_that_come_once():
     assert late_from(by_rows("0F0 0F1 0B0 0W0 0B1"), 0) == 4
 
 
+@pytest.mark.parametrize("schedule", [SPLIT, V], ids=["split", "v"])
+def test_unequal_microbatches_of_two_pipelines_make_the_mean_by_the_loss_factor(schedule: Schedule) -> None:
+    count = schedule.microbatches
+    ignored = -100
+
+    def labelled(rank: int) -> tuple[Tensor, Tensor]:
+        """The first microbatches have no label that counts, the others more and more."""
+        x, _ = batch(rank, count)
+        labels = torch.arange(2 * count) % WIDTH
+        labels[: count + rank] = ignored
+        return x, labels
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(output, labels, ignore_index=ignored, reduction="sum")
+
+    def on_rank(world: Communicator) -> dict[str, Tensor]:
+        mesh = Mesh(world, pp=2, dp=2)
+        stages = own_stages(schedule, mesh.pp.rank)
+        named = named_parameters(stages)
+        inner = torch.optim.SGD(named.values(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, named.items(), mesh.dp, backward_passes_per_step=count)
+        x, labels = labelled(mesh.dp.rank)
+        factor = optimizer.loss_factor((labels != ignored).sum()) if schedule.stages - 1 in stages else 0.0
+        pipeline = Pipeline(stages, schedule, mesh.pp, loss=lambda out, y: loss(out, y) * factor)
+        pipeline.step(x, labels)
+        optimizer.synchronize()
+        return {name: parameter.grad for name, parameter in named.items()}
+
+    whole = dict(enumerate(layers(schedule.stages)))
+    x, labels = (torch.cat(parts) for parts in zip(labelled(0), labelled(1), strict=True))
+    output = nn.Sequential(*whole.values())(x)
+    functional.cross_entropy(output, labels, ignore_index=ignored).backward()
+    expected = {name: parameter.grad for name, parameter in named_parameters(whole).items()}
+    for found in run(4, on_rank):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("by", ["passes", "no_sync"])
 @pytest.mark.parametrize("schedule", [SPLIT, V], ids=["split", "v"])
 def test_two_pipelines_side_by_side_average_their_gradients(schedule, by):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES, Bucket
 from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, view_like
+from hpcpar.data_parallel.traffic import usage_map_nbytes
 from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod.gpu_streams import in_this_stream
 from hpcpar.horovod.negotiation import Request
@@ -57,6 +58,7 @@ class Ways:
     predivide      what a gradient is divided by before the sum; the average is divided by the rest after it
     bucket_bytes   most bytes of a bucket
     groups         gradients that are to be reduced together
+    sparse_as_dense  sparse gradients travel as dense ones; the optimizer sees sparse ones all the same
     """
 
     op: str
@@ -68,10 +70,15 @@ class Ways:
 
     def reduce(self, comm: Communicator, packed: Tensor, dtype: torch.dtype) -> Any:
         """Begin the reduction of gradients of this type that have been compressed."""
+        op, before = self.scaled(packed, dtype, comm.size)
+        return comm.start_allreduce(packed, op, prescale_factor=before, postscale_factor=self.predivide)
+
+    def scaled(self, packed: Tensor, dtype: torch.dtype, size: int) -> tuple[str, float]:
+        """Return the operation on compressed gradients of this type, and the factor before it."""
         op, before = self.op, 1.0 / self.predivide
         if op == "average" and may_overflow(packed.dtype, dtype):
-            op, before = "sum", before / comm.size
-        return comm.start_allreduce(packed, op, prescale_factor=before, postscale_factor=self.predivide)
+            op, before = "sum", before / size
+        return op, before
 
     def __str__(self) -> str:
         """As ranks compare it."""
@@ -237,7 +244,7 @@ class _Zeros:
         for shape, dtype, device in self.buckets:
             packed, _ = self.ways.compression.compress(torch.zeros(shape, dtype=dtype, device=device))
             self.ways.reduce(comm, packed, dtype)
-        comm.start_allreduce(np.zeros(-(-self.parameters // 8) + 1, dtype=np.uint8), "or")
+        comm.start_allreduce(np.zeros(usage_map_nbytes(self.parameters) + 1, dtype=np.uint8), "or")
 
 
 class Gradients:
@@ -317,7 +324,7 @@ class Gradients:
         """A step has been taken: there is something to reduce again, also where no backward follows."""
         self._are_sparse_reduced = False
         for synchronizer, _ in self._synchronizers:
-            synchronizer.synchronized = False
+            synchronizer.next_step()
 
     def zero(self, *, set_to_none: bool) -> None:
         """Forget the gradients, and count backwards anew."""
@@ -397,7 +404,7 @@ class Gradients:
             first_bucket_bytes=min(most, FIRST_BUCKET_BYTES),
             passes=self.passes,
             groups=self._ways.groups if self._ways.compression in _ELEMENTWISE else (),
-            sparse_as_dense=self._ways.sparse_as_dense,
+            sparse_as_dense=True,  # where another rank's is dense, and in a later step: so the sum is, too
             reduction=schedule,
             advice=ADVICE,
         )
@@ -439,16 +446,16 @@ class Gradients:
         kinds = np.zeros(len(fresh), dtype=np.uint8)
         for index, (_, parameter) in enumerate(fresh):
             if parameter.grad is not None:
-                is_sparse = parameter.grad.is_sparse and not self._ways.sparse_as_dense
-                kinds[index] = _SPARSE if is_sparse else _DENSE
+                kinds[index] = _SPARSE if parameter.grad.is_sparse else _DENSE
         self._engine.setup.allreduce(kinds, "or")
-        for kind, (name, _) in zip(kinds, fresh, strict=True):
-            if kind == _SPARSE | _DENSE:
-                raise BufferTypeError(
-                    f"the gradient of {name} is sparse on one rank and dense on another; make it one of the "
-                    f"two on all, or pass sparse_as_dense=True"
-                )
-        agreed: list[int] = kinds.tolist()
+        is_mixed = kinds == _SPARSE | _DENSE
+        if is_mixed.any() and not self._ways.sparse_as_dense:
+            name, _ = fresh[int(is_mixed.argmax())]
+            raise BufferTypeError(
+                f"the gradient of {name} is sparse on one rank and dense on another; make it one of the "
+                f"two on all, or pass sparse_as_dense=True"
+            )
+        agreed: list[int] = np.where(is_mixed, _DENSE, kinds).tolist()
         return agreed
 
     def _count_those_without_bucket(self) -> None:
@@ -477,29 +484,37 @@ class Gradients:
             )
 
     def _start_sparse(self, sparse: Sequence[Named]) -> list[Callable[[], None]]:
-        """Begin to reduce sparse gradients; returns what waits for them, in this order."""
+        """Begin to reduce the gradients of parameters that had sparse ones; returns what waits for each.
+
+        One all-reduce tells first of what form each is in this step, also to ranks that have none of it.
+        """
         if not sparse:
             return []
-        used = torch.tensor([p.grad is not None for _, p in sparse], dtype=torch.uint8)
-        told = mpi_ops.allreduce_async_(
-            used, name=f"{self._name}.sparse", op=mpi_ops.Max, process_set=self._process_set
+        told = mpi_ops.allreduce(
+            torch.tensor([_form(parameter.grad) for _, parameter in sparse], dtype=torch.uint8, device="cpu"),
+            name=f"{self._name}.sparse",
+            op=mpi_ops.Max,
+            process_set=self._process_set,
         )
-        waits = [self._start_one_sparse(name, parameter) for name, parameter in sparse]
+        waits = []
+        for (name, parameter), (is_dense, sparse_dims) in zip(sparse, told.tolist(), strict=True):
+            if is_dense:
+                wait = self._start_dense(name, parameter)
+            elif not sparse_dims:
+                continue  # no rank has one
+            elif self._ways.sparse_as_dense:
+                wait = self._start_as_dense(name, parameter, sparse_dims)
+            else:
+                wait = self._start_one_sparse(name, parameter, sparse_dims)
+            waits.append(_set_by(wait, parameter))
+        return waits
 
-        def finish() -> None:
-            mpi_ops.synchronize(told)
-            for (_, parameter), wait, is_used in zip(sparse, waits, used.tolist(), strict=True):
-                total = wait()
-                parameter.grad = total if is_used else None
-
-        return [finish]
-
-    def _start_one_sparse(self, name: str, parameter: Tensor) -> Callable[[], Tensor]:
+    def _start_one_sparse(self, name: str, parameter: Tensor, sparse_dims: int) -> Callable[[], Tensor]:
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64),
-                parameter.new_empty((0, *parameter.shape[1:])),
+                torch.empty((sparse_dims, 0), dtype=torch.int64, device=parameter.device),
+                parameter.new_empty((0, *parameter.shape[sparse_dims:])),
                 parameter.shape,
                 is_coalesced=True,
                 check_invariants=False,
@@ -513,6 +528,58 @@ class Gradients:
             return reduced
 
         return finish
+
+    def _start_dense(self, name: str, parameter: Tensor) -> Callable[[], Tensor]:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+        packed, context = self._ways.compression.compress(gradient)
+        op, before = self._ways.scaled(packed, gradient.dtype, self._process_set.size() or 1)
+        handle = mpi_ops.allreduce_async(
+            packed,
+            name=f"{self._name}.{name}",
+            op=mpi_ops.Average if op == "average" else mpi_ops.Sum,
+            prescale_factor=before,
+            postscale_factor=self._ways.predivide,
+            process_set=self._process_set,
+        )
+
+        def finish() -> Tensor:
+            reduced: Tensor = self._ways.compression.decompress(mpi_ops.synchronize(handle), context)
+            return reduced
+
+        return finish
+
+    def _start_as_dense(self, name: str, parameter: Tensor, sparse_dims: int) -> Callable[[], Tensor]:
+        """Reduce a dense copy; the result has every row that a rank's has, also those that add up to 0."""
+        gradient = parameter.grad
+        present = torch.zeros(parameter.shape[:sparse_dims], dtype=torch.uint8, device=parameter.device)
+        if gradient is not None:
+            present[tuple(gradient._indices())] = 1
+        wait = self._start_dense(name, parameter)
+        handle = mpi_ops.allreduce_async_(
+            present, name=f"{self._name}.{name}.rows", op=mpi_ops.Max, process_set=self._process_set
+        )
+
+        def finish() -> Tensor:
+            total = wait()
+            rows = mpi_ops.synchronize(handle).nonzero().t()
+            return torch.sparse_coo_tensor(
+                rows, total[tuple(rows)], total.shape, is_coalesced=True, check_invariants=False
+            )
+
+        return finish
+
+
+def _form(gradient: Tensor | None) -> tuple[int, int]:
+    """Whether it is dense, and its number of sparse dimensions; (0, 0): there is none."""
+    sparse_dims = 0 if gradient is None or not gradient.is_sparse else gradient.sparse_dim()
+    return int(gradient is not None and not sparse_dims), sparse_dims
+
+
+def _set_by(wait: Callable[[], Tensor], parameter: Tensor) -> Callable[[], None]:
+    def finish() -> None:
+        parameter.grad = wait()
+
+    return finish
 
 
 def may_overflow(packed: torch.dtype, given: torch.dtype) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hpcpar.horovod import adasum, basics
 from hpcpar.horovod.basics import (
-    add_process_set,
+    HorovodBasics,
     ccl_built,
     cross_rank,
     cross_size,
@@ -41,7 +41,6 @@ from hpcpar.horovod.basics import (
     mpi_threads_supported,
     nccl_built,
     rank,
-    remove_process_set,
     rocm_built,
     shutdown,
     size,
@@ -51,9 +50,15 @@ from hpcpar.horovod.basics import (
 from hpcpar.horovod.engine import Engine
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import Request
-from hpcpar.horovod.process_sets import ProcessSet, global_process_set
+from hpcpar.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from hpcpar.horovod.responses import Ticket
 from hpcpar.horovod.torch.compression import Compression
+from hpcpar.horovod.util import get_average_backwards_compatibility_fun, num_rank_is_power_2
 from hpcpar.uncompiled import uncompiled
 
 __all__ = [
@@ -117,7 +122,9 @@ __all__ = [
     "synchronize",
 ]
 
+_basics = HorovodBasics()
 Average, Sum, Adasum, Min, Max, Product = range(6)
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 _OPS = ("average", "sum", "adasum", "min", "max", "product")
 _REDUCIBLE = {
     torch.uint8,
@@ -280,7 +287,7 @@ def allreduce(
     if packed is not tensor:
         arguments = _held(packed, tensor, arguments)
     if packed.requires_grad and torch.is_grad_enabled():
-        reduced = _Allreduce.apply(packed, *arguments)  # type: ignore[no-untyped-call]
+        reduced = HorovodAllreduce.apply(packed, *arguments)  # type: ignore[no-untyped-call]
     else:
         reduced = synchronize(allreduce_async(packed, *arguments))
     result: Tensor = compression.decompress(reduced, context)
@@ -325,7 +332,7 @@ def grouped_allreduce(
     if len(kinds) == 1:
         arguments = _held(packed[0], tensors[0], arguments)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
-        reduced = _GroupedAllreduce.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
+        reduced = HorovodGroupedAllreduce.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
     else:
         reduced = synchronize(grouped_allreduce_async(packed, *arguments))
     return [
@@ -412,7 +419,7 @@ def allgather(
     errors   ValueError for a tensor without dimensions or of a type that cannot be sent
     """
     if tensor.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+        result: Tensor = HorovodAllgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
         return result
     found: Tensor = synchronize(allgather_async(tensor, name, process_set))
     return found
@@ -424,7 +431,7 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """All-gathers that are done together."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return list(_GroupedAllgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+        return list(HorovodGroupedAllgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
     found: list[Tensor] = synchronize(grouped_allgather_async(tensors, name, process_set))
     return found
 
@@ -464,7 +471,7 @@ def broadcast(
     errors   ValueError for a root that is not in the process set
     """
     if tensor.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+        result: Tensor = HorovodBroadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
         return result
     found: Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
     return found
@@ -515,7 +522,7 @@ def alltoall(
               from each (int32). Its gradient goes the way back
     """
     if tensor.requires_grad and torch.is_grad_enabled():
-        output, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+        output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     else:
         output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
     return output if splits is None else (output, received)
@@ -568,7 +575,7 @@ def reducescatter(
     packed, context = compression.compress(tensor)
     arguments = (name, op, process_set, prescale_factor, postscale_factor)
     if packed.requires_grad and torch.is_grad_enabled():
-        reduced = _Reducescatter.apply(packed, *arguments)  # type: ignore[no-untyped-call]
+        reduced = HorovodReducescatter.apply(packed, *arguments)  # type: ignore[no-untyped-call]
     else:
         reduced = synchronize(reducescatter_async(packed, *arguments))
     result: Tensor = compression.decompress(reduced, context)
@@ -590,7 +597,7 @@ def grouped_reducescatter(
     packed = [tensor for tensor, _ in pairs]
     arguments = (name, op, process_set, prescale_factor, postscale_factor)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
-        reduced = _GroupedReducescatter.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
+        reduced = HorovodGroupedReducescatter.apply(*arguments, *packed)  # type: ignore[no-untyped-call]
     else:
         reduced = synchronize(grouped_reducescatter_async(packed, *arguments))
     return [
@@ -843,7 +850,7 @@ def require_adasum(process_set: ProcessSet) -> None:
     """Refuse Adasum where it is not defined: NotImplementedError."""
     if process_set is not global_process_set:
         raise NotImplementedError("Adasum is defined over all ranks here; it was asked for on a process set")
-    if size() & (size() - 1):
+    if not num_rank_is_power_2(size()):
         raise NotImplementedError(
             f"Adasum needs a number of ranks that is a power of two; there are {size()}"
         )
@@ -927,7 +934,7 @@ def _held(packed: Tensor, given: Tensor, arguments: _Arguments) -> _Arguments:
     return None, name, Sum, before / (process_set.size() or 1), after, process_set
 
 
-class _Allreduce(torch.autograd.Function):
+class HorovodAllreduce(torch.autograd.Function):
     """Horovod's convention: the gradient is all-reduced by the same operation and factors."""
 
     @staticmethod
@@ -950,7 +957,7 @@ class _Allreduce(torch.autograd.Function):
         return reduced, None, None, None, None, None, None
 
 
-class _GroupedAllreduce(torch.autograd.Function):
+class HorovodGroupedAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         ctx.arguments, tensors = given[:6], given[6:]
@@ -970,7 +977,7 @@ class _GroupedAllreduce(torch.autograd.Function):
         return (*(None,) * 6, *reduced)
 
 
-class _Allgather(torch.autograd.Function):
+class HorovodAllgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
         result: Tensor = synchronize(allgather_async(tensor, name, process_set))
@@ -982,7 +989,7 @@ class _Allgather(torch.autograd.Function):
         return _own_rows(gradient, ctx.rows, ctx.process_set), None, None
 
 
-class _GroupedAllgather(torch.autograd.Function):
+class HorovodGroupedAllgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
@@ -1012,7 +1019,7 @@ def _averaged(gradient: Tensor, process_set: ProcessSet) -> Tensor:
     return allreduce(gradient, op=Average, process_set=process_set)
 
 
-class _Broadcast(torch.autograd.Function):
+class HorovodBroadcast(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
@@ -1030,7 +1037,7 @@ class _Broadcast(torch.autograd.Function):
         return reduced, None, None, None
 
 
-class _Alltoall(torch.autograd.Function):
+class HorovodAlltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
         output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
@@ -1046,7 +1053,7 @@ class _Alltoall(torch.autograd.Function):
         return back, None, None, None
 
 
-class _Reducescatter(torch.autograd.Function):
+class HorovodReducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
         ctx.arguments = arguments
@@ -1058,7 +1065,7 @@ class _Reducescatter(torch.autograd.Function):
         return _scattered_back(ctx.arguments, gradient), None, None, None, None, None
 
 
-class _GroupedReducescatter(torch.autograd.Function):
+class HorovodGroupedReducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         ctx.arguments, tensors = given[:5], given[5:]

@@ -23,7 +23,7 @@ from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.gradients import Gradients, Ways
 from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
-from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
+from hpcpar.horovod.torch.wrapped import Wrapped
 from hpcpar.horovod.torch.zero import ShardedOptimizer, options_for
 from hpcpar.uncompiled import uncompiled
 
@@ -49,6 +49,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     overlap_allgather: bool = False,
     nonfinite: str = "error",
     shared_parameters: bool = False,
+    elementwise: bool = False,
 ) -> Optimizer:
     """The optimizer, made to average gradients over all ranks before each step.
 
@@ -60,13 +61,15 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     gradient_predivide_factor  with Average: divide by it before the sum, and by the rest after it
     groups           so many groups, or lists of parameters whose gradients are to be reduced together
     num_groups       old name for a number of groups
-    sparse_as_dense  make sparse gradients dense before they are reduced
+    sparse_as_dense  let sparse gradients travel as dense ones; the optimizer sees sparse ones all the same
     process_set      the ranks that train together; others train by themselves
     zero_stage       1: each rank keeps its shard of the optimizer's state, 2: of gradients, too; None, 0: all
-    precision, offload, model, overlap_allgather, nonfinite, shared_parameters
+    precision, offload, model, overlap_allgather, nonfinite, shared_parameters, elementwise
                      of hpcpar.DistributedOptimizer, for zero_stage 1 and 2
     returns          an instance of a class of the optimizer's own name that is a subclass of its class, with
-                     `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`
+                     `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`; the attributes
+                     `op`, `gradient_predivide_factor`, `sparse_as_dense` and `process_set` tell what was
+                     given, and `backward_passes_per_step` may be set, too
     errors           ValueError for impossible arguments and parameters without or with the same name
 
     zero_stage and what follows it are hpcpar's own: Horovod has none such. With zero_stage 1 or 2 the
@@ -105,6 +108,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
         overlap_allgather=overlap_allgather,
         nonfinite=nonfinite,
         shared_parameters=shared_parameters,
+        elementwise=elementwise,
     )
     return _wrap(optimizer, named_parameters, {**settings, **options})
 
@@ -223,9 +227,7 @@ class _AveragingOptimizer(_Distributed):
         super()._distribute_again()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum the gradients of so many backwards before they are reduced, from the next step on."""
-        require_passes(passes)
-        self._settings["backward_passes_per_step"] = passes
+        super().set_backward_passes_per_step(passes)
         if self._gradients is not None:
             self._gradients.set_passes(passes)
 
@@ -352,11 +354,6 @@ class _AdasumOptimizer(_Distributed):
         _grouped(self._settings["groups"], self)
         if not self._is_alone:
             mpi_ops.require_adasum(self._process_set)
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """For compatibility: gradients add up locally until `step`, however often."""
-        require_passes(passes)
-        self._settings["backward_passes_per_step"] = passes
 
     def synchronize(self) -> None:
         """Nothing: what is combined is made by `step`."""

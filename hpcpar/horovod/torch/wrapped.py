@@ -13,8 +13,29 @@ from hpcpar.horovod import basics
 from hpcpar.horovod.process_sets import ProcessSet
 
 
+class _Setting:
+    """An argument of DistributedOptimizer, to be read as an attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+        return self if optimizer is None else optimizer._settings[self._name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{self._name} of a DistributedOptimizer is fixed: {self._name}={value!r} is for "
+            f"hvd.DistributedOptimizer(optimizer, {self._name}=…), around the optimizer itself"
+        )
+
+
 class Wrapped(Optimizer):
     """The optimizer's own attributes, names of parameters, and the ranks that train together."""
+
+    op = _Setting()
+    gradient_predivide_factor = _Setting()
+    sparse_as_dense = _Setting()
+    process_set = _Setting()
 
     _wrapped: Optimizer
     _settings: dict[str, Any]
@@ -38,6 +59,15 @@ class Wrapped(Optimizer):
         """Backwards whose gradients are summed before they are reduced."""
         passes: int = self._settings["backward_passes_per_step"]
         return passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum the gradients of so many backwards before they are reduced, from the next step on."""
+        require_passes(passes)
+        self._settings["backward_passes_per_step"] = passes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped optimizer, too: a scheduler that was made with it has hold of that one."""
@@ -104,5 +134,5 @@ def _named(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict
 
 def require_passes(passes: int) -> None:
     """ValueError for a number of backwards that there cannot be."""
-    if passes <= 0:
-        raise ValueError(f"backward_passes_per_step={passes}: there must be at least 1")
+    if not hasattr(passes, "__index__") or passes <= 0:
+        raise ValueError(f"backward_passes_per_step={passes!r}: give a whole number, at least 1")

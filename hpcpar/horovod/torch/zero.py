@@ -50,6 +50,7 @@ def options_for(
     overlap_allgather: bool,
     nonfinite: str,
     shared_parameters: bool,
+    elementwise: bool,
 ) -> dict[str, Any]:
     """What hpcpar's own optimizer is to be given; nothing for the stages None and 0.
 
@@ -72,6 +73,7 @@ def options_for(
         "overlap_allgather": overlap_allgather,
         "nonfinite": nonfinite,
         "shared_parameters": shared_parameters,
+        "elementwise": elementwise,
     }
     if not zero_stage:
         given = [name for name, value in options.items() if value not in (None, False, "error")]
@@ -100,7 +102,7 @@ def options_for(
         if is_wrong:
             raise ValueError(f"{what} does not work with zero_stage={zero_stage}: {instead}")
     Precision.of(precision)
-    require_elementwise(optimizer)
+    require_elementwise(optimizer, said=elementwise)
     return {"zero_stage": zero_stage, **options}
 
 
@@ -252,6 +254,7 @@ class ShardedOptimizer(Wrapped):
                     "overlap_allgather",
                     "nonfinite",
                     "shared_parameters",
+                    "elementwise",
                     "backward_passes_per_step",
                 )
             },

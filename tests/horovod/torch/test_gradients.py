@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 import hpcpar.horovod.torch as hvd
+from hpcpar.errors import OperationError
 from hpcpar.horovod.basics import the_context
 from hpcpar.horovod.torch.compression import Compressor
 
@@ -430,44 +431,107 @@ def not_wrapped(optimizer: Optimizer, _: str) -> Any:
     "loss", [lookup_loss, absent_loss], ids=["rows everywhere", "no rows on some ranks or all"]
 )
 @pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE)
-def test_sparse_gradients_are_those_of_one_process(
-    make: Callable[[Bag, Any], Optimizer], passes: int, loss: Callable[[nn.Module, int, int], Tensor]
+def test_sparse_gradients_are_those_of_one_process_and_sparse_however_they_travel(
+    make: Callable[[Bag, Any], Optimizer],
+    as_dense: bool,
+    passes: int,
+    loss: Callable[[nn.Module, int, int], Tensor],
 ) -> None:
     model, reference = Bag(sparse=True), Bag(sparse=True)
+    options = {"backward_passes_per_step": passes, "sparse_as_dense": as_dense}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(
-            model,
-            make(model, wrapping(model, backward_passes_per_step=passes)),
-            here(),
-            passes=passes,
-            loss=loss,
-        )
-    is_sparse = model.table.weight.grad.is_sparse
+        train(model, make(model, wrapping(model, **options)), here(), passes=passes, loss=loss)
+    gradient = model.table.weight.grad
     train(reference, make(reference, not_wrapped), all_ranks(), passes=passes, loss=loss)
     assert_as_alone(model, reference)
-    assert is_sparse
+    assert gradient.layout is torch.sparse_coo
+    assert gradient.sparse_dim() == reference.table.weight.grad.sparse_dim() == 1
 
 
-@pytest.mark.parametrize(
-    "loss", [lookup_loss, absent_loss], ids=["rows everywhere", "no rows on some ranks or all"]
-)
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_sparse_as_dense_is_training_with_dense_gradients(
-    make: Callable[[Any], Optimizer], passes: int, loss: Callable[[nn.Module, int, int], Tensor]
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_rows_of_sparse_gradients_that_add_up_to_zero_are_there_as_in_one_process(as_dense: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(5, 2))
+    optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=1.0), op=hvd.Sum, sparse_as_dense=as_dense)
+    sign = {0: 1.0, 1: -1.0}.get(hvd.rank(), 0.0)
+    (F.embedding(torch.tensor([2, 4]), parameter, sparse=True) * sign).sum().backward()
+    optimizer.synchronize()
+    expected = 0.0 if hvd.size() > 1 else 1.0
+    found = parameter.grad.coalesce()
+    assert found.indices().tolist() == [[2, 4]]
+    assert found.values().tolist() == [[expected] * 2] * 2
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_gradients_that_are_sparse_in_all_dimensions_need_not_be_on_every_rank(as_dense: bool) -> None:
+    def steps(parameter: nn.Parameter, optimizer: Optimizer, ranks: list[int]) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in ranks:
+                if rank == step % hvd.size() or rank == 0:
+                    places = torch.tensor([[rank % 2, 2]])
+                    loss = torch.gather(parameter, 1, places, sparse_grad=True).sum() * (1 + rank)
+                    (loss / hvd.size()).backward()
+            optimizer.step()
+
+    one, two = (nn.Parameter(torch.ones(2, 3, dtype=torch.float64)) for _ in range(2))
+    wrapped = hvd.DistributedOptimizer(SGD([one], lr=0.5), op=hvd.Sum, sparse_as_dense=as_dense)
+    steps(one, wrapped, here())
+    steps(two, SGD([two], lr=0.5), all_ranks())
+    assert torch.allclose(one, two, rtol=0, atol=ROUNDING)
+    assert (one.grad is None) == (two.grad is None)
+    if one.grad is not None:
+        assert one.grad.sparse_dim() == two.grad.sparse_dim() == 2
+
+
+FORMS = {
+    "sparse, dense, sparse": [[True], [False], [True]],
+    "dense, sparse, dense": [[False], [True], [False]],
+    "sparse, then dense on the last rank": [[True], [True, False], [True]],
+    "dense, then sparse on the last rank": [[False], [False, True], [False]],
+}
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_gradients_may_be_sparse_in_one_step_and_dense_in_another(
+    forms: list[list[bool]], as_dense: bool
 ) -> None:
-    model, reference = Bag(sparse=True), Bag(sparse=False)
-    optimizer = hvd.DistributedOptimizer(
-        make(model.parameters()), sparse_as_dense=True, backward_passes_per_step=passes
+    """Over ranks as over the backwards of one process: what is dense somewhere is dense in sum."""
+
+    def steps(parameter: nn.Parameter, optimizer: Optimizer, ranks: list[int]) -> list[bool]:
+        found = []
+        for step, form in enumerate(forms):
+            optimizer.zero_grad()
+            for rank in ranks:
+                is_sparse = form[-1] if rank == hvd.size() - 1 else form[0]
+                rows = F.embedding(torch.tensor([step, rank % 4]), parameter, sparse=is_sparse)
+                (rows.square().sum() / hvd.size()).backward()
+            optimizer.step()
+            assert parameter.grad is not None
+            found.append(parameter.grad.is_sparse)
+        return found
+
+    one, two = (nn.Parameter(torch.ones(4, 2, dtype=torch.float64)) for _ in range(2))
+    told = steps(
+        one, hvd.DistributedOptimizer(SGD([one], lr=0.1), op=hvd.Sum, sparse_as_dense=as_dense), here()
     )
-    if hvd.size() == 1:
-        return  # one rank reduces nothing, and its optimizer would see sparse gradients
-    train(model, optimizer, here(), passes=passes, loss=loss)
-    train(reference, make(reference.parameters()), all_ranks(), passes=passes, loss=loss)
-    assert_as_alone(model, reference)
-    assert not model.table.weight.grad.is_sparse
+    expected = steps(two, SGD([two], lr=0.1), all_ranks())
+    assert torch.allclose(one, two, rtol=0, atol=ROUNDING)
+    # What has a bucket stays dense.
+    assert told == (expected if forms[0] == [True] or hvd.size() == 1 else [False] * 3)
+
+
+def test_sparse_on_one_rank_and_dense_on_another_is_dense_as_dense_ones(needs_two: None) -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=1.0), sparse_as_dense=True)
+    values = torch.ones(3, 2)
+    parameter.grad = values if hvd.rank() == 0 else values.to_sparse()
+    optimizer.step()
+    assert parameter.grad.layout is torch.strided
+    assert parameter.tolist() == (-values).tolist()
 
 
 def test_sparse_gradients_can_be_summed() -> None:
@@ -1142,3 +1206,20 @@ def test_an_optimizer_that_some_ranks_have_forgotten_already_does_no_harm(withou
     train(second, its_optimizer, here())
     assert_as_alone(second, alone(seed=1))
     assert (kept is None) == (hvd.rank() > 0)
+
+
+def test_a_forward_that_writes_to_its_weights_by_the_batch_is_an_error_on_every_rank() -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(2 * hvd.size(), 4, max_norm=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    told = ""
+    try:
+        for _ in range(2):  # the first step's gradients are reduced before there are buckets
+            optimizer.zero_grad()
+            model(torch.arange(2) + 2 * hvd.rank()).square().sum().backward()
+            optimizer.step()
+    except OperationError as error:
+        told = str(error)
+    found = hvd.allgather_object(told)
+    expected = "written to (to weight here), and ranks now have different values"
+    assert all(expected in each for each in found) == (hvd.size() > 1)

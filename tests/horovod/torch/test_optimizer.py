@@ -935,6 +935,35 @@ def test_a_step_after_synchronize_reduces_sparse_gradients_and_newcomers_once(ne
 
 
 @pytest.mark.mpi
+def test_what_an_optimizer_was_wrapped_with_can_be_read_and_the_passes_set() -> None:
+    model, optimizer = wrapped(gradient_predivide_factor=2.0, sparse_as_dense=True)
+    told = (optimizer.op, optimizer.gradient_predivide_factor, optimizer.sparse_as_dense)
+    assert told == (hvd.Average, 2.0, True)
+    assert optimizer.process_set is hvd.global_process_set
+    for name in ("op", "gradient_predivide_factor", "sparse_as_dense", "process_set"):
+        with pytest.raises(AttributeError, match=rf"{name}=None is for hvd\.DistributedOptimizer"):
+            setattr(optimizer, name, None)
+    for wrong in (0, 1.5, "2"):
+        with pytest.raises(ValueError, match="backward_passes_per_step="):
+            optimizer.backward_passes_per_step = wrong
+    for step in range(2):
+        optimizer.backward_passes_per_step = step + 1
+        optimizer.zero_grad()
+        for number in range(step + 1):
+            backward(model, part, 10 * step + number, "mean")
+        optimizer.step()
+    assert optimizer.backward_passes_per_step == 2
+    reference = model_of()
+    other = OPTIMIZERS["SGD"](reference.parameters())
+    for step in range(2):
+        other.zero_grad()
+        for number in range(step + 1):
+            backward(reference, whole, 10 * step + number, "mean")
+        other.step()
+    assert_as_alone(model, reference)
+
+
+@pytest.mark.mpi
 def test_an_optimizers_own_zero_grad_need_not_know_arguments() -> None:
     class Own(SGD):
         def zero_grad(self) -> None:

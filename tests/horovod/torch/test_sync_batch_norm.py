@@ -194,15 +194,35 @@ def test_two_layers_in_a_row_equal_two_of_one_process() -> None:
 @pytest.mark.mpi
 def test_evaluation_exchanges_nothing() -> None:
     ours, plain = layers(nn.BatchNorm1d)
-    without = hvd.SyncBatchNorm(3, track_running_stats=False).eval()
     x = torch.randn(4, 3) * (hvd.rank() + 1)
-    found = expected = alone = None
+    found = expected = None
     if hvd.rank() == 0:  # the others would be missed
-        found, expected, alone = ours.eval()(x), plain.eval()(x), without(x)
+        found, expected = ours.eval()(x), plain.eval()(x)
     hvd.barrier()
     if hvd.rank() == 0:
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(alone, nn.BatchNorm1d(3, affine=False)(x))
+
+
+@pytest.mark.mpi
+def test_evaluation_without_running_statistics_goes_by_all_ranks_batches() -> None:
+    ours, plain = layers(nn.BatchNorm1d, track_running_stats=False, dtype=torch.float64)
+    compare(ours.eval(), plain.eval(), of_this_size(ROWS[0]), (3,), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.mpi
+def test_statistics_that_are_tracked_no_more_stay() -> None:
+    ours, plain = layers(nn.BatchNorm1d, dtype=torch.float64)
+    ours.track_running_stats = plain.track_running_stats = False
+    compare(ours, plain, of_this_size(ROWS[0]), (3,), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.mpi
+def test_a_model_is_converted_with_its_parameters_and_statistics() -> None:
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None)).double()
+    ours = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    ours.load_state_dict(plain.state_dict())
+    assert type(ours[1]) is hvd.SyncBatchNorm
+    compare(ours, plain, of_this_size(ROWS[0]), (3,), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.mpi

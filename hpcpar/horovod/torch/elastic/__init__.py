@@ -28,9 +28,9 @@ from hpcpar.errors import HpcparError, LaunchError
 from hpcpar.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.elastic.sampler import ElasticSampler
-from hpcpar.horovod.torch.elastic.state import TorchState
+from hpcpar.horovod.torch.elastic.state import ObjectState, State, TorchState
 
-__all__ = ["ElasticSampler", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run", "run_fn"]
 
 T = TypeVar("T")
 log = logging.getLogger("hpcpar")
@@ -55,8 +55,14 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
              LaunchError when Horovod cannot start again on the same ranks: MPI neither adds nor replaces
     """
 
+    return run_fn(func, _reset)
+
+
+def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]:
+    """Do what `run` does with a function of one's own that shuts Horovod down and starts it again."""
+
     @functools.wraps(func)
-    def call(state: TorchState, *args: Any, **kwargs: Any) -> T:
+    def call(state: State, *args: Any, **kwargs: Any) -> T:
         idle, skip_sync, commits = 0, False, state.commit_count
         while True:
             try:
@@ -70,7 +76,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             except HostsUpdatedInterrupt as interrupt:
                 failure = interrupt
                 skip_sync = interrupt.skip_sync
-            _start_again(failure)
+            _start_again(failure, reset)
             idle = 0 if _any_rank(state.commit_count > commits) else idle + 1
             commits = state.commit_count
             if idle == RESTARTS_WITHOUT_COMMIT:
@@ -81,12 +87,16 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def _start_again(failure: HpcparError) -> None:
+def _reset() -> None:
+    mpi_ops.shutdown()
+    mpi_ops.init()
+
+
+def _start_again(failure: HpcparError, reset: Callable[[], Any]) -> None:
     """Shut Horovod down and start it on the same ranks. Collective."""
     size = mpi_ops.size() if mpi_ops.is_initialized() else None
-    mpi_ops.shutdown()
     try:
-        mpi_ops.init()
+        reset()
     except HpcparError as error:
         raise LaunchError(
             f"elastic training cannot start again on the {size} ranks that it had: {error}. It was stopped "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hpcpar.horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hpcpar.horovod.torch.mpi_ops import Max, allreduce
+from hpcpar.horovod.torch.mpi_ops import Max, allreduce, rank
 
 ROOT = 0
 ONLY_REMOVED = 1
@@ -136,75 +136,39 @@ def set_handler_registry(registry: Sequence[tuple[type, type[StateHandler]]]) ->
     _registry = list(registry)
 
 
-class TorchState:
-    """Model, optimizer and whatever else a training needs in order to go on, as attributes.
+def _broadcast_named(value: Any) -> Any:
+    return broadcast_object(value, ROOT, "elastic.objects")
 
-        state = TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0)
-        state.epoch += 1
-        state.commit()
 
-    Modules, optimizers, their schedulers, gradient scalers and ElasticSamplers are handled as what they are
-    (see `get_handler_registry`), in their places; all else is copied and sent as a Python object. Saved at
-    once, and by every `sync`.
-    Raises ValueError for a name that a state itself uses.
+class State:
+    """What a training needs in order to go on: `save`, `restore` and `sync` are a subclass's own.
 
-    commit_count   how often `commit` was called
+    bcast_object             what returns rank 0's object on every rank
+    get_rank                 for compatibility
+    commit_count             how often `commit` was called
     """
 
     commit_count = 0
 
     def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
+        self, bcast_object: Callable[[Any], Any] = _broadcast_named, get_rank: Callable[[], int] = rank
     ) -> None:
-        taken = [name for name in kwargs if hasattr(type(self), name) or name.startswith("_")]
-        if taken:
-            raise ValueError(f"TorchState uses {', '.join(taken)} itself; choose other names for your values")
-        self._handlers: dict[str, StateHandler] = {}
-        self._objects: list[str] = []
-        self._saved: dict[str, Any] = {}
+        self._bcast_object = bcast_object
+        self._rank = get_rank
         self._hosts_changed = 0
         self._reset_callbacks: list[Callable[[], Any]] = []
-        for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
-            setattr(self, name, value)
-            kind = _handler_for(value)
-            if kind is not None:
-                self._handlers[name] = kind(value)
-            elif name in kwargs:
-                self._objects.append(name)
-        self.save()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        handler = self.__dict__.get("_handlers", {}).get(name)
-        if handler is not None:
-            handler.set_value(value)
 
     def save(self) -> None:
         """Keep a copy of everything in this rank's memory."""
-        for handler in self._handlers.values():
-            handler.save()
-        self._saved = copy.deepcopy({name: getattr(self, name) for name in self._objects})
 
     def restore(self) -> None:
         """Go back to what was saved last, on this rank."""
-        for name, handler in self._handlers.items():
-            handler.restore()
-            super().__setattr__(name, handler.value)
-        for name, value in copy.deepcopy(self._saved).items():
-            setattr(self, name, value)
 
     def sync(self) -> None:
         """Take rank 0's values, and save them. Collective."""
-        for name, handler in self._handlers.items():
-            handler.sync()
-            super().__setattr__(name, handler.value)
-        values = {name: getattr(self, name) for name in self._objects}
-        for name, value in broadcast_object(values, ROOT, "elastic.objects").items():
-            setattr(self, name, value)
-        self.save()
+
+    def reset(self) -> None:
+        """Horovod has started anew. Collective."""
 
     def commit(self) -> None:
         """Save, as a point to go back to; then `check_host_updates`. Collective, because of that."""
@@ -235,12 +199,109 @@ class TorchState:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Horovod has started anew: connect optimizers and samplers to it, call the callbacks. Collective."""
+        """Horovod has started anew: `reset`, and then the callbacks. Collective."""
         self._hosts_changed = 0
-        for handler in self._handlers.values():
-            handler.reset()
+        self.reset()
         for callback in self._reset_callbacks:
             callback()
+
+
+class ObjectState(State):
+    """Python objects as attributes, copied when they are saved and sent as objects.
+
+    Raises ValueError for a name that a state itself uses.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = _broadcast_named,
+        get_rank: Callable[[], int] = rank,
+        **kwargs: Any,
+    ) -> None:
+        self._require_free(kwargs)
+        super().__init__(bcast_object, get_rank)
+        self._objects = list(kwargs)
+        self._set(kwargs)
+        ObjectState.save(self)
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy({name: getattr(self, name) for name in self._objects})
+
+    def restore(self) -> None:
+        self._set(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        values = {name: getattr(self, name) for name in self._objects}
+        self._set(self._bcast_object(values))
+        self.save()
+
+    def _require_free(self, names: Iterable[str]) -> None:
+        taken = [name for name in names if hasattr(type(self), name) or name.startswith("_")]
+        if taken:
+            raise ValueError(
+                f"{type(self).__name__} uses {', '.join(taken)} itself; choose other names for your values"
+            )
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class TorchState(ObjectState):
+    """Model, optimizer and whatever else a training needs in order to go on, as attributes.
+
+        state = TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0)
+        state.epoch += 1
+        state.commit()
+
+    Modules, optimizers, their schedulers, gradient scalers and ElasticSamplers are handled as what they are
+    (see `get_handler_registry`), in their places; all else is copied and sent as a Python object. Saved at
+    once, and by every `sync`.
+    Raises ValueError for a name that a state itself uses.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._require_free(kwargs)
+        self._handlers: dict[str, StateHandler] = {}
+        values = {"model": model, "optimizer": optimizer, **kwargs}
+        kinds = {name: kind for name, value in values.items() if (kind := _handler_for(value)) is not None}
+        super().__init__(**{name: value for name, value in kwargs.items() if name not in kinds})
+        self._set({name: value for name, value in values.items() if name not in self._objects})
+        self._handlers = {name: kind(values[name]) for name, kind in kinds.items()}
+        self.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        handler = self.__dict__.get("_handlers", {}).get(name)
+        if handler is not None:
+            handler.set_value(value)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for name, handler in self._handlers.items():
+            handler.restore()
+            super().__setattr__(name, handler.value)
+        super().restore()
+
+    def sync(self) -> None:
+        for name, handler in self._handlers.items():
+            handler.sync()
+            super().__setattr__(name, handler.value)
+        super().sync()
+
+    def reset(self) -> None:
+        """Horovod has started anew: connect optimizers and samplers to it. Collective."""
+        for handler in self._handlers.values():
+            handler.reset()
 
 
 def _handler_for(value: Any) -> type[StateHandler] | None:

@@ -431,6 +431,48 @@ def test_other_exceptions_pass() -> None:
 
 
 @pytest.mark.mpi
+def test_a_state_of_ones_own_and_a_reset_of_ones_own_will_do() -> None:
+    class Counter(elastic.State):
+        value = saved = hvd.rank()
+
+        def save(self) -> None:
+            self.saved = self.value
+
+        def restore(self) -> None:
+            self.value = self.saved
+
+        def sync(self) -> None:
+            self.value = self._bcast_object(self.value)
+
+        def reset(self) -> None:
+            resets.append(hvd.size())
+
+    resets: list[int] = []
+    state = Counter()
+    objects = elastic.ObjectState(hvd.broadcast_object, hvd.rank, seen=[hvd.rank()])
+    objects.sync()
+
+    def restart() -> None:
+        hvd.shutdown()
+        hvd.init(process_sets="dynamic")
+
+    def train(state: Counter) -> int:
+        objects.seen.append(state.value)
+        if not resets:
+            state.value = 7
+            state.commit()
+            state.value = 8
+            raise hvd.HorovodInternalError("once")
+        objects.restore()
+        return state.value
+
+    assert elastic.run_fn(train, restart)(state) == 7
+    assert (resets, objects.seen) == ([hvd.size()], [0])
+    with pytest.raises(ValueError, match="ObjectState uses commit itself"):
+        elastic.ObjectState(commit=1)
+
+
+@pytest.mark.mpi
 def test_samples_are_read_once_also_after_an_interrupt() -> None:
     size = hvd.size()
     sampler = elastic.ElasticSampler(range(12 * size), seed=2)
