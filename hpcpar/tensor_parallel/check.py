@@ -42,7 +42,7 @@ NOISE = 0.1
 
 @dataclass
 class Pass:
-    """What a forward and backward left.
+    """The results of a forward and backward.
 
     made        each module's outputs, in the order in which modules were done
     outputs     of the whole model
@@ -140,7 +140,7 @@ def _varied(model: nn.Module) -> nn.Module:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Also where a forward asks for it whatever its module's mode."""
+    """Skip dropout, also where a forward asks for it whatever its module's mode."""
 
     DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"})
 
@@ -207,7 +207,7 @@ def _run(model: nn.Module, arguments: Any, keywords: Any, comm: Communicator, se
 
 
 def part(whole: Tensor, shape: torch.Size, comm: Communicator) -> Tensor | None:
-    """Of a whole tensor, what has this shape: all of it, or this rank's slice along one dim; None: neither.
+    """Cut from a whole tensor what has this shape: all, or this rank's slice along one dim; None: neither.
 
     A slice that goes beyond the whole, as in a padded vocabulary, ends in zeros.
     """
@@ -227,7 +227,7 @@ def part(whole: Tensor, shape: torch.Size, comm: Communicator) -> Tensor | None:
 
 
 def _mapped(given: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with other tensors."""
+    """Copy a nested structure with other tensors."""
     if isinstance(given, Tensor):
         return change(given)
     if isinstance(given, Mapping):
@@ -238,7 +238,7 @@ def _mapped(given: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _tensors(given: object) -> Iterator[Tensor]:
-    """Those in tuples, lists, mappings and dataclasses, in order."""
+    """Yield the tensors in tuples, lists, mappings and dataclasses, in order."""
     if isinstance(given, Tensor):
         yield given
         return
@@ -395,7 +395,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _error(whole: Tensor, own: Tensor, comm: Communicator) -> float | None:
-    """As a multiple of what is tolerated; None where they cannot be compared."""
+    """The error as a multiple of what is tolerated; None where the two cannot be compared."""
     expected = part(whole, own.shape, comm)
     if expected is None:
         return None

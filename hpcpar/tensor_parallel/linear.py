@@ -181,7 +181,7 @@ class ColumnParallelLinear(Divided):
 
 
 class SharedInput:
-    """What the column layers of an `Enter` read: each tensor is entered once, whoever reads it first.
+    """Inputs of an `Enter`'s column layers: each tensor is entered once, whoever reads it first.
 
     So the gradients of what comes before the layers (a norm, a residual) are whole on every rank.
     """

@@ -318,7 +318,7 @@ _SHARDS_ASKED: ContextVar[bool] = ContextVar("shards asked for", default=False)
 
 
 def shard_state_dict(module: nn.Module) -> dict[str, Any]:
-    """What this rank has: its shards of parallel layers, all of the rest; for `load_state_dict` on this rank.
+    """Return this rank's shards of parallel layers, and all of the rest, for its own `load_state_dict`.
 
     Each rank's is another one, for the same number of ranks only: `hpcpar.checkpoint.save` writes what goes
     on in any number.
