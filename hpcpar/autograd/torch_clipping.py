@@ -3,6 +3,7 @@
     torch.nn.utils.clip_grad_norm_(parameters, …)    over the communicators that the parameters note
     torch.nn.utils.get_total_norm(gradients, …)      the same: gradients are known by whose `.grad` they are
     gradients of which this rank has a shard         their own `total_norm`
+    torch.amp.GradScaler                             an overflow on one of those ranks skips the step on all
     parameters that note nothing                     torch's own function
 
 `clip_grads_with_norm_` and `clip_grad_value_` look at each element by itself, and stay torch's. A rank alone
@@ -19,6 +20,7 @@ closure holds ours. So it also reaches `from torch.nn.utils import clip_grad_nor
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import types
@@ -28,9 +30,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
-from hpcpar.autograd.split_norms import combined_over, powers, require_norm_type, split_over_of
+from hpcpar.autograd.held_parameter import own_gradient
+from hpcpar.autograd.split_norms import (
+    combined_over,
+    in_common_order,
+    powers,
+    require_norm_type,
+    split_over_of,
+)
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -69,6 +79,9 @@ def install() -> None:
             cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
             cell.cell_contents = ours(cell.cell_contents)
             _INSTALLED.append(name)
+        if "_unscale_grads_" not in _INSTALLED:
+            GradScaler._unscale_grads_ = _unscale_grads_(GradScaler._unscale_grads_)  # type: ignore[method-assign]
+            _INSTALLED.append("_unscale_grads_")
 
 
 def _clip_grad_norm_(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -115,16 +128,30 @@ def _get_total_norm(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return get_total_norm
 
 
+def _unscale_grads_(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(torchs)
+    def unscale_grads_(self: GradScaler, optimizer: Any, *given: Any, **options: Any) -> Any:
+        found: dict[Any, Tensor] = torchs(self, optimizer, *given, **options)
+        kinds = {split_over_of(each): None for group in optimizer.param_groups for each in group["params"]}
+        for comm in in_common_order(list(kinds)):
+            overflow = torch.stack([torch.zeros(()), *(each.cpu() for each in found.values())]).max().view(1)
+            comm.allreduce(overflow, "max")
+            for each in found.values():
+                each.fill_(overflow.item())
+        return found
+
+    return unscale_grads_
+
+
 def _owners(tensors: list[Tensor]) -> dict[int, Tensor]:
-    """By the gradient's id, the parameters with a note that have these gradients, or are these themselves."""
+    """Map gradients, by id, to the parameters with a note that have them; parameters to themselves."""
     wanted = set(map(id, tensors))
     with _LOCK:
         noted = [parameter for held in _NOTED.values() if (parameter := held()) is not None]
     owners: dict[int, Tensor] = {}
     for parameter in noted:
         # Past a property of a subclass, which may refuse to be read.
-        gradient = vars(torch._C.TensorBase)["grad"].__get__(parameter)
-        for tensor in (parameter, gradient):
+        for tensor in (parameter, own_gradient(parameter)):
             if id(tensor) in wanted:
                 owners[id(tensor)] = parameter
     return owners

@@ -322,7 +322,8 @@ class Communicator(Objects):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise OperationError(
             f"communicator {self.name!r} cannot be copied, nor can a model whose layers have it by "
-            "copy.deepcopy; build the model once more and load the first one's state_dict()"
+            "copy.deepcopy; build the model once more and load the first one's state_dict(), or "
+            "shard_state_dict(model) where its layers are divided"
         )
 
     def __repr__(self) -> str:

@@ -58,7 +58,7 @@ class GradientNorm:
 
     @cached_property
     def _kinds(self) -> list[Kind]:
-        """Of all parameters, the ways in which they are split.
+        """The ways in which parameters are split, each once.
 
         First looked at when a norm is taken: a pipeline may be made of parameters after their optimizer.
         """

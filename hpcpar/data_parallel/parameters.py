@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.autograd.pieces import OfferedRoom
+from hpcpar.autograd.split_norms import split_over_of
 from hpcpar.data_parallel.buckets import Extent
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.uncompiled import uncompiled
@@ -71,8 +72,18 @@ def describe(named: Named) -> str:
 def agree_on_parameters(named: Sequence[Named], comm: Communicator, what: str = "parameters") -> None:
     """Hold every rank's list equal to rank 0's: names, order, shapes, element types, frozen or not.
 
-    Collective. Raises MismatchError on every rank, which names the ranks and their first difference.
+    Collective. Raises MismatchError on every rank, which names the ranks and their first difference; or a
+    parameter that is split over some of the ranks, whose parts are not to be averaged or overwritten.
     """
+    for name, parameter in named:
+        for other in split_over_of(parameter):
+            both = sorted({*comm.world_ranks} & {*other.world_ranks})
+            if len(both) > 1:
+                raise MismatchError(
+                    f"{name} is split over {other.name!r}: ranks {both} of the job have different parts of "
+                    f"it, but are in {comm.name!r}, too, whose ranks are to have the same {what}; pass the "
+                    f"communicator of replicas, such as mesh.dp"
+                )
     mine = [describe(pair) for pair in named]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(comm.allgather_object(digest))) == 1:

@@ -49,7 +49,8 @@ def hugging_face_llama_plan(config: LlamaConfig, *, gather_logits: bool = True) 
     With sequence parallelism the sequence must divide among the ranks, so `generate`, which goes token by
     token, is for models without it. Positions and masks are made for the whole sequence; so the embedding's
     output is whole, and scattered before the first layer.
-    Dropout of attention's shares, if any, draws from the process's own generator: seed ranks differently.
+    Dropout draws from the process's own generator: seed the ranks of a tp group alike, by mesh.dp.rank. Then
+    what all of them hold loses the same places on each; so do the shares of attention of each rank's heads.
     """
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -10,6 +10,7 @@ Letters: B batch, S sequence, V vocabulary, p ranks.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd import gather_from
 from hpcpar.errors import ConfigError, MismatchError
+from hpcpar.tensor_parallel.sameness import Sameness
 from hpcpar.tensor_parallel.split import Split, padded_length, split_evenly
 from hpcpar.uncompiled import uncompiled
 
@@ -67,6 +69,10 @@ def vocabulary_parallel_cross_entropy(
         raise ConfigError(f"label_smoothing={label_smoothing}; give a share from 0 to 1")
     if reduction not in ("mean", "sum", "none"):
         raise ConfigError(f"reduction={reduction!r}; there are 'mean', 'sum' and 'none'")
+    if comm.size > 1:
+        if comm not in _SAMENESS:
+            _SAMENESS[comm] = Sameness(comm, "the targets of a vocabulary-parallel loss")
+        _SAMENESS[comm].require(targets)
     counted = targets != ignore_index
     _require_known(targets, counted, vocabulary)
     wide = logits.float() if logits.element_size() < 4 else logits
@@ -75,6 +81,10 @@ def vocabulary_parallel_cross_entropy(
         return losses  # type: ignore[no-any-return]
     total: Tensor = losses.sum()
     return total / counted.sum() if reduction == "mean" else total
+
+
+_SAMENESS: weakref.WeakKeyDictionary[Communicator, Sameness] = weakref.WeakKeyDictionary()
+"""A function has no calls of its own to count."""
 
 
 def whole_logits(logits: Tensor, vocabulary: int, comm: Communicator) -> Tensor:

@@ -13,6 +13,7 @@ from hpcpar.autograd.exchange import require_dividing
 from hpcpar.errors import DataError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.products import SEQUENCE
+from hpcpar.tensor_parallel.sameness import Sameness
 from hpcpar.tensor_parallel.split import Divided, padded_length, place, require_divisible, split_evenly
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class VocabParallelEmbedding(Divided):
         self.split = split_evenly(vocabulary, size, padded=padded_length(vocabulary, size))
         self.weight = nn.Parameter(torch.empty(self.split.shard_length(self.tp.rank), hidden_size))
         place(self.weight, self.split, self.tp.comm)
+        self.sameness = Sameness(self.tp.comm, "the tokens of a vocabulary-parallel embedding")
         if draw:
             self.reset_parameters()
 
@@ -65,6 +67,7 @@ class VocabParallelEmbedding(Divided):
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.device.type == "cpu" and tokens.numel():
             self._require_known(tokens)
+        self.sameness.require(tokens)
         if self.tp.size == 1:
             return functional.embedding(tokens, self.weight, self.padding_token)
         first = self.split.parts[self.tp.rank][0][0]

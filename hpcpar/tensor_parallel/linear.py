@@ -22,6 +22,7 @@ from hpcpar.autograd.weight_gradients import stand_in
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel.axis import Sharers, TensorParallel
 from hpcpar.tensor_parallel.products import SEQUENCE, column_products, row_product
+from hpcpar.tensor_parallel.sameness import Sameness
 from hpcpar.tensor_parallel.split import (
     Divided,
     Heads,
@@ -99,6 +100,8 @@ class ColumnParallelLinear(Divided):
         distinct = None if self._sharers is None else self._sharers.distinct
         for parameter in self.parameters(recurse=False):
             place(parameter, self.split, self.tp.comm, distinct=distinct)
+        self.shared_input: SharedInput | None = None
+        self.sameness = Sameness(self.tp.comm, "the input of a column-parallel layer")
         if draw:
             self.reset_parameters()
 
@@ -118,6 +121,8 @@ class ColumnParallelLinear(Divided):
         if self.enter:
             (output,) = _project_together([self], x)
             return output
+        if self.shared_input is not None:
+            x = self.shared_input.entered(x)
         bias = None if self.bias is None else self.summed(self.bias)
         output = functional.linear(x, self.summed(self.weight), bias)
         return self.gathered(output) if self.gather_output else output
@@ -175,6 +180,40 @@ class ColumnParallelLinear(Divided):
         return f"{self.in_features}, {rows} of {self.split.length}, bias={self.bias is not None}"
 
 
+class SharedInput:
+    """Inputs of an `Enter`'s column layers: each tensor is entered once, whoever reads it first.
+
+    So the gradients of what comes before the layers (a norm, a residual) are whole on every rank.
+    """
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self._tp = tp
+        self._entered: list[tuple[Tensor, Tensor]] = []
+        self._sameness = Sameness(tp.comm, "the input of the column-parallel layers of an Enter")
+        self._is_open = False
+
+    def open(self) -> None:
+        """Remember what is entered from now on."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Forget it, so that its memory can go."""
+        self._is_open = False
+        self._entered.clear()
+
+    def entered(self, x: Tensor) -> Tensor:
+        """`x` for layers that each make something else of it: its gradient is summed over ranks, once."""
+        for given, entered in self._entered:
+            # A checkpoint may have entered it without a graph.
+            if given is x and entered.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
+                return entered
+        self._sameness.require(x)
+        entered = copy_to(x, self._tp.comm)
+        if self._is_open:
+            self._entered.append((x, entered))
+        return entered
+
+
 def project(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """What each of several layers makes of the same input: as `[layer(x) for layer in layers]`.
 
@@ -220,6 +259,8 @@ def _project_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> lis
                 f"a layer of {column.in_features} inputs got a tensor of shape {list(x.shape)}; its last "
                 f"dim must be {column.in_features} on every rank"
             )
+    if not tp.sequence_parallel:
+        columns[0].sameness.require(x)
     outputs = column_products(
         tp,
         x,
@@ -263,6 +304,9 @@ class RowParallelLinear(Divided):
         self.split = split_evenly(in_features, self.tp.size, dim=1)
         self.weight = nn.Parameter(torch.empty(out_features, in_features // self.tp.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.sameness = Sameness(self.tp.comm, "the gradient of a row-parallel layer's output")
+        self.sameness_of_bias = Sameness(self.tp.comm, "the bias of a row-parallel layer")
+        self.sameness_of_input = Sameness(self.tp.comm, "the input of a row-parallel layer")
         place(self.weight, self.split, self.tp.comm)
         if self.bias is not None:
             place(self.bias, replicated(out_features, self.tp.size), self.tp.comm)
@@ -280,6 +324,8 @@ class RowParallelLinear(Divided):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
+            if x.shape[-1] == self.in_features:
+                self.sameness_of_input.require(x)
             x = scatter_to(x, self.tp.comm, -1)
         if x.shape[-1] != self.weight.shape[1]:
             raise MismatchError(
@@ -290,6 +336,10 @@ class RowParallelLinear(Divided):
         if self.tp.sequence_parallel:
             require_dividing(x, self.tp.comm, SEQUENCE % x.dim(), "a sequence")
         output = row_product(self.tp, x, self.weight)
+        if not self.tp.sequence_parallel:
+            self.sameness.require_of_gradient(output)
+        if self.bias is not None:
+            self.sameness_of_bias.require(self.bias)
         return output if self.bias is None else output + on_own_tokens(self.bias, self.tp).to(output.dtype)
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.linear import on_own_tokens
+from hpcpar.tensor_parallel.sameness import Sameness
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -29,8 +30,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.epsilon = epsilon
         self.tp = None if tp is None else TensorParallel.of(tp)
+        self.sameness = None if self.tp is None else Sameness(self.tp.comm, "the weight of an RMSNorm")
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.sameness is not None:
+            self.sameness.require(self.weight)
         weight = self.weight if self.tp is None else on_own_tokens(self.weight, self.tp)
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
@@ -48,9 +52,11 @@ class LayerNorm(nn.LayerNorm):
     ) -> None:
         super().__init__(hidden_size, eps=epsilon)
         self.tp = None if tp is None else TensorParallel.of(tp)
+        self.sameness = None if self.tp is None else Sameness(self.tp.comm, "the weight of a LayerNorm")
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.tp is None:
+        if self.tp is None or self.sameness is None:
             return super().forward(input)
+        self.sameness.require(self.weight)
         weight, bias = (on_own_tokens(parameter, self.tp) for parameter in (self.weight, self.bias))
         return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)

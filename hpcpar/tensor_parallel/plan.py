@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from hpcpar.errors import LayoutError, MismatchError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.tensor_parallel.axis import TensorParallel
+from hpcpar.tensor_parallel.check import require_equal
 from hpcpar.tensor_parallel.split import Split, comm_of
 from hpcpar.tensor_parallel.styles import Column, Enter, Norm, Row, Style
 
@@ -40,12 +41,17 @@ Plan = Mapping[str, Style | Sequence[Style]]
 """Pattern of module names -> its style, or several, applied one after the other."""
 
 
-def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communicator) -> Module:
+def parallelize(
+    model: Module, plan: Plan, tp: Mesh | TensorParallel | Communicator, *, check: Any = None
+) -> Module:
     """The model, in place, with the modules that the plan names in their parallel form. Collective.
 
     plan     see this file's head; every pattern is to match some module, unless its style is optional, and no
              module two patterns
     tp       who shares the layers: a mesh's tp axis, a communicator, or a TensorParallel that says more
+    check    a small batch, the same on all ranks: a tensor, a tuple of the model's arguments, or a mapping of
+             them by name. A copy of the model in its parallel form must give on it the outputs and gradients
+             of the serial model, but for rounding. None: nothing is compared
 
     Every rank passes the whole model with the same values, before an optimizer is made of its parameters: of
     what is divided it keeps its shards, in memory of their own. Names, dtypes, devices, hooks of modules,
@@ -54,23 +60,22 @@ def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communica
     A parameter that is whole between a column and a row layer would get a part of its gradient on each rank:
     without a style it is refused in a module that is an `Enter` or has `LocalHeads`, and in a module
     registered between a column and a row layer of one container (an nn.PReLU in an nn.Sequential). Elsewhere
-    nothing tells that it lies there, and it trains wrong: give it the style Norm(of_heads=True).
+    no name tells that it lies there, nor that a layer there needs all features: a softmax, a norm, a gate
+    beside what it gates. `check` finds all of these, and should be given whenever a plan is new.
 
-    errors   LayoutError for a plan that does not fit the model, or a model that does not fit the ranks;
+    errors   LayoutError for a plan that does not fit the model, a model that does not fit the ranks, and a
+             parallel form that does not compute what the model does, with the first module that differs;
              MismatchError for ranks with different models, values or plans, and for parameters that are
              divided over another communicator. The model is then as it was.
     """
     tp = TensorParallel.of(tp.tp if isinstance(tp, Mesh) else tp)
     error: Exception | None = None
     told: dict[str, str] = {}
-    places: list[Place] = []
-    tied: list[list[str]] = []
     try:
         _require_one_communicator(model, tp)
         places = matched(model, plan)
         splits = _splits(places, tp.size)
-        tied = _tied(model)
-        _require_same_splits(tied, splits)
+        _require_same_splits(_tied(model), splits)
         _require_entered(places)
         _require_norms_whole(places, splits)
         _require_summed(model, places, splits)
@@ -80,6 +85,14 @@ def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communica
     except Exception as failure:  # whatever it is, the other ranks must hear of it
         error = failure
     _agree(told, error, tp.comm)
+    if check is not None and tp.size > 1:
+        require_equal(model, lambda twin: _make_parallel(twin, plan, tp), check, tp.comm)
+    _make_parallel(model, plan, tp)
+    return model
+
+
+def _make_parallel(model: nn.Module, plan: Plan, tp: TensorParallel) -> None:
+    places, tied = matched(model, plan), _tied(model)
     for place in places:
         module = place.module
         for style in place.styles:
@@ -90,7 +103,6 @@ def parallelize(model: Module, plan: Plan, tp: Mesh | TensorParallel | Communica
         parameter = model.get_parameter(first)
         for name in others:
             _put(model, name, parameter)
-    return model
 
 
 # --- which modules --------------------------------------------------------------------------------
@@ -250,16 +262,17 @@ def _require_summed(model: nn.Module, places: Sequence[Place], splits: Mapping[s
             divided = comm_of(parameter) is not None or name in splits
             if divided or covered.intersection(_around(name)[depth:]):
                 continue
-            give, other = "give its module", ""
+            give = "give its module"
             if module in regions:
                 where = f"is in {module}, where ranks work on different parts"
                 give = give if "." in own else "move it to a module of its own with"
             else:
-                where, other = "is between a column and a row layer", " or before the column layer"
+                where = "is between a column and a row layer"
             raise LayoutError(
                 f"the plan says nothing of {name}, which {where}: each rank would have a part of its "
-                f"gradient only; {give} a style: Norm(of_heads=True) adds the parts up, Column() and Row() "
-                f"divide it, and Norm() is for what comes after the row layer{other}"
+                f"gradient only; {give} a style: Norm(of_heads=True) adds the parts up where it comes "
+                f"between a column and a row layer, Column() and Row() divide it, and Norm() is for what "
+                f"comes before the column layer or after the row layer"
             )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from hpcpar.autograd.split_norms import split_over_of
 from hpcpar.autograd.torch_clipping import note_split_over
-from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.errors import LayoutError, MismatchError, ShardedParameterError
 from hpcpar.partition import bounds, offsets
 
 if TYPE_CHECKING:
@@ -265,7 +266,33 @@ class Divided(nn.Module):
 
     Others come where a model of the meta device gets its memory (`to_empty`), by `load_state_dict(…,
     assign=True)`, and where one of the same shape is assigned.
+
+    `load_state_dict` takes the whole parameters, of which each rank keeps its part, or this rank's shards.
+    `state_dict` would save one rank's shards as if they were the model, and is refused.
     """
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # With keep_vars they are the parameters themselves, which carry their split.
+        for name, parameter in self.named_parameters(recurse=False):
+            if keep_vars or _SHARDS_ASKED.get():
+                break
+            if split_over_of(parameter) and (comm := comm_of(parameter)) is not None:
+                raise ShardedParameterError(
+                    f"the state_dict() of a model was asked for of whose {prefix}{name} this is one of "
+                    f"{comm.size} shards, over {comm.name!r}; call whole_state_dict(model) on all ranks and "
+                    f"save that on one (save_pretrained takes it as state_dict=), or save checkpoints by "
+                    f"hpcpar.checkpoint.save; shard_state_dict(model) gives this rank's shards alone"
+                )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for name, parameter in self.named_parameters(recurse=False):
+            given, split = state_dict.get(prefix + name), split_of(parameter)
+            if split is None or not isinstance(given, Tensor) or given.shape == parameter.shape:
+                continue
+            if given.shape == split.whole_shape(parameter.shape):
+                state_dict[prefix + name] = own_shard(parameter, given)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         before = self._parameters.get(name)
@@ -285,6 +312,22 @@ def _note_again(before: nn.Parameter | None, now: nn.Parameter | None) -> None:
         return
     vars(now).update({note: value for note, value in vars(before).items() if note in NOTES})
     note_split_over(now, *split_over_of(before))
+
+
+_SHARDS_ASKED: ContextVar[bool] = ContextVar("shards asked for", default=False)
+
+
+def shard_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return this rank's shards of parallel layers, and all of the rest, for its own `load_state_dict`.
+
+    Each rank's is another one, for the same number of ranks only: `hpcpar.checkpoint.save` writes what goes
+    on in any number.
+    """
+    token = _SHARDS_ASKED.set(True)
+    try:
+        return module.state_dict()
+    finally:
+        _SHARDS_ASKED.reset(token)
 
 
 def split_over(module: nn.Module) -> dict[str, tuple[Communicator, ...]]:

@@ -30,8 +30,9 @@ from hpcpar.autograd.weight_gradients import stand_in
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.embedding import VocabParallelEmbedding
-from hpcpar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from hpcpar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, SharedInput
 from hpcpar.tensor_parallel.products import SEQUENCE
+from hpcpar.tensor_parallel.sameness import Sameness
 from hpcpar.tensor_parallel.split import (
     Heads,
     Section,
@@ -336,8 +337,10 @@ class Enter(Style):
 
     argument   the name of the input among the arguments of its forward; None: the first
 
-    Its gradient is summed over ranks once, instead of once a layer; with sequence parallelism the input is
-    gathered once.
+    The gradient of what they read is summed over ranks once, instead of once a layer. That is the input, or
+    what is made of it: a norm before them, and a residual around them, lie outside of what is divided. With
+    sequence parallelism the input is gathered once, and all of the module up to its row layer sees whole
+    sequences.
     """
 
     argument: str | None = None
@@ -349,12 +352,21 @@ class Enter(Style):
         return {}
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
-        def enter(x: Tensor) -> Tensor:
-            if tp.sequence_parallel:
-                return gather_from(x, tp.comm, SEQUENCE, "partial")
-            return copy_to(x, tp.comm)
+        if tp.sequence_parallel:
+            return _with_argument_changed(
+                module, self.argument, lambda x: gather_from(x, tp.comm, SEQUENCE, "partial")
+            )
+        shared = SharedInput(tp)
 
-        return _with_argument_changed(module, self.argument, enter)
+        def begin(module: nn.Module, arguments: object) -> None:
+            for layer in module.modules():
+                if isinstance(layer, ColumnParallelLinear) and not layer.enter:
+                    layer.shared_input = shared
+            shared.open()
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(lambda *_: shared.close(), always_call=True)
+        return module
 
 
 @dataclass(frozen=True)
@@ -401,7 +413,8 @@ class Norm(Style):
     Under sequence parallelism it sees this rank's tokens, and its parameters' gradients are summed.
     of_heads   it lies between a column and a row layer, and sees this rank's heads of all tokens (a norm of
                queries or keys): gradients are summed with and without sequence parallelism. Where ranks share
-               a head of keys, each has what its own queries contribute: the sum is the whole gradient, too
+               a head of keys, each has what its own queries contribute: the sum is the whole gradient, too.
+               Elsewhere every rank has the whole: a LayoutError in the first backward
     """
 
     of_heads: bool = False
@@ -423,7 +436,10 @@ class Scatter(Style):
         return {}
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
+        sameness = Sameness(tp.comm, f"what {_kind(module)} gets whole, to be scattered,")
+
         def scatter(x: Tensor) -> Tensor:
+            sameness.require(x)
             require_dividing(x, tp.comm, SEQUENCE % x.dim(), "a sequence")
             return scatter_to(x, tp.comm, SEQUENCE)
 
@@ -435,10 +451,14 @@ class Gather(Style):
     """After the module, every rank has the whole sequence again, for what is the same on all ranks."""
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
+        sameness = Sameness(tp.comm, f"the gradient of what is gathered after {_kind(module)}")
+
         def gather(module: nn.Module, arguments: object, output: Any) -> Any:
             if isinstance(output, tuple):
                 return (gather(module, arguments, output[0]), *output[1:])
-            return gather_from(output, tp.comm, SEQUENCE)
+            whole = gather_from(output, tp.comm, SEQUENCE)
+            sameness.require_of_gradient(whole)
+            return whole
 
         if tp.sequence_parallel:
             module.register_forward_hook(gather)
@@ -471,6 +491,7 @@ class OnOwnPart(nn.Module):
         # In a tuple, so that what is in it is not registered twice, under names of its own.
         self._module = (module,)
         # The very dicts: what `.to()` or a loaded state puts in one is in the other.
+        self._sameness = Sameness(tp.comm, f"a {_kind(module)}")
         self._parameters, self._buffers, self._modules = (
             module._parameters,
             module._buffers,
@@ -483,7 +504,12 @@ class OnOwnPart(nn.Module):
         summed = {
             name: copy_to(stand_in(parameter), self.tp.comm) for name, parameter in self.named_parameters()
         }
-        return functional_call(module, summed, arguments, keywords)
+        made = functional_call(module, summed, arguments, keywords)
+        given = next((each for each in (*arguments, *keywords.values()) if isinstance(each, Tensor)), None)
+        # Under sequence parallelism ranks have parts, of features or of tokens, wherever it lies.
+        if given is not None and isinstance(made, Tensor) and not self.tp.sequence_parallel:
+            self._sameness.require_parts(given, made)
+        return made
 
     def extra_repr(self) -> str:
         return f"{_kind(self._module[0])}, {self._module[0].extra_repr()}"

@@ -109,6 +109,27 @@ def test_a_norm_that_is_not_finite_on_one_rank_is_so_on_all() -> None:
     assert first == second
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_of_one_ranks_part_skips_the_step_on_all(fused: bool) -> None:
+    def stepped(comm: Communicator) -> list[tuple[bool, float]]:
+        model = parallelize(mlp(), MLP, comm).float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        found = []
+        for breaks in (False, True):
+            scaler.scale(model(INPUT.float()).square().sum()).backward()
+            if breaks and comm.rank == 1:
+                model[0].weight.grad[0, 0] = math.inf
+            before = model[3].weight.detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((not torch.equal(before, model[3].weight), scaler.get_scale()))
+        return found
+
+    assert run_loopback(2, stepped) == [[(True, 4.0), (False, 2.0)]] * 2
+
+
 def test_a_parameter_without_a_gradient_on_one_rank_keeps_no_rank_waiting() -> None:
     def norm(comm: Communicator) -> float:
         model = backward(parallelize(mlp()[:1], {"0": Column()}, comm))

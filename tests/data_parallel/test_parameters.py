@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters, fully_shard
 from hpcpar.data_parallel.parameters import agree_on_parameters, describe, distinct, view_like
 from hpcpar.errors import MismatchError, OperationError
+from hpcpar.mesh import Mesh
+from hpcpar.tensor_parallel import Column, parallelize
 
 
 def test_a_shared_tensor_is_kept_once_under_its_first_name() -> None:
@@ -91,3 +96,29 @@ def test_a_parameter_too_few_or_too_many_is_named() -> None:
 
 def test_equal_lists_are_agreed_on() -> None:
     run_loopback(3, lambda comm: agree_on_parameters([("a", torch.zeros(2))], comm))
+
+
+def test_parts_of_a_parameter_are_not_taken_for_replicas() -> None:
+    def body(world: Communicator) -> tuple[list[str], float]:
+        mesh = Mesh(world, tp=2)
+        linear = nn.Linear(2, 4, bias=False)
+        nn.init.ones_(linear.weight)
+        model = parallelize(nn.Sequential(linear), {"0": Column(gather_output=True)}, mesh)
+        programs: list[Callable[[], object]] = [
+            lambda: broadcast_parameters(model, world),
+            lambda: fully_shard(model, world),
+            lambda: DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), world
+            ),
+        ]
+        found = []
+        for program in programs:
+            with pytest.raises(MismatchError, match="pass the communicator of replicas") as error:
+                program()
+            found.append(str(error.value))
+        broadcast_parameters(model, mesh.dp)
+        return found, model[0].weight.sum().item()
+
+    for found, total in run_loopback(4, body):
+        assert all(text.startswith("0.weight is split over") for text in found)
+        assert total == 4.0

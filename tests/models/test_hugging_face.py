@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 
 from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
-from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.errors import LayoutError, MismatchError, ShardedParameterError
 from hpcpar.models.hugging_face import hugging_face_llama_plan
 from hpcpar.tensor_parallel import (
+    Column,
+    Row,
     TensorParallel,
+    Whole,
     gather_whole,
     parallelize,
     vocabulary_parallel_cross_entropy,
@@ -204,6 +208,57 @@ def test_its_whole_state_loads_into_a_serial_model() -> None:
         fresh.load_state_dict(state)
         assert state.keys() == serial.state_dict().keys()
         assert all(torch.equal(state[name], value) for name, value in serial.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Llama", {"attention_dropout": 0.5}),
+        ("Qwen2", {"attention_dropout": 0.5}),  # whose biases of keys have no gradient but rounding
+        ("Qwen3", {}),
+    ],
+)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_model_in_training_is_checked_against_itself(
+    kind: str, options: dict[str, Any], dtype: torch.dtype, sequence_parallel: bool
+) -> None:
+    models = [llama(kind=kind, **options).to(dtype).train() for _ in range(2)]
+    plan = hugging_face_llama_plan(models[0].config, gather_logits=not sequence_parallel)
+    batch = {"input_ids": tokens(), "attention_mask": (tokens() != 3).long()}
+    if not sequence_parallel:
+        batch["labels"] = tokens()
+    # Of the gate each rank would have its part, of what it gates the whole.
+    wrong = {name: style for name, style in plan.items() if ".mlp" not in name}
+    wrong |= {"model.layers.*.mlp.gate_proj": Column(), "model.layers.*.mlp.up_proj": Whole()}
+    wrong |= {"model.layers.*.mlp.down_proj": Row()}
+
+    def on_rank(comm: Communicator) -> None:
+        tp = TensorParallel(comm, sequence_parallel=sequence_parallel)
+        with pytest.raises(LayoutError, match="the parallel model fails where the serial one does not"):
+            parallelize(models[comm.rank], wrong, tp, check=batch)
+        parallelize(models[comm.rank], plan, tp, check=batch)
+
+    run(2, on_rank)
+
+
+def test_save_pretrained_wants_the_whole_state(tmp_path: Path) -> None:
+    models = [llama() for _ in range(2)]
+    expected = copy.deepcopy(models[0].state_dict())
+    plan = hugging_face_llama_plan(models[0].config)
+
+    def on_rank(comm: Communicator) -> None:
+        model = parallelize(models[comm.rank], plan, comm)
+        with pytest.raises(ShardedParameterError, match="save_pretrained takes it as state_dict="):
+            model.save_pretrained(tmp_path / f"refused-{comm.rank}")
+        state = whole_state_dict(model)
+        if comm.rank == 0:
+            model.save_pretrained(tmp_path / "whole", state_dict=state)
+
+    run(2, on_rank)
+    loaded = type(models[0]).from_pretrained(tmp_path / "whole").state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
 
 
 def test_parts_of_logits_give_the_same_loss() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.errors import LayoutError, MismatchError, ShardedParameterError
 from hpcpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from hpcpar.tensor_parallel.split import (
     Heads,
@@ -22,6 +22,7 @@ from hpcpar.tensor_parallel.split import (
     require_divisible,
     require_fitting,
     require_shareable,
+    shard_state_dict,
     split_evenly,
     split_over,
     split_sections,
@@ -113,9 +114,9 @@ def test_parameters_that_take_the_place_of_others_carry_their_split(kind: str, h
         with torch.device("meta"):
             layer = LAYERS[kind](comm)
         if how == "memory after meta":
-            layer.to_empty(device="cpu").load_state_dict(expected.state_dict())
+            layer.to_empty(device="cpu").load_state_dict(shard_state_dict(expected))
         elif how == "assigned on loading":
-            layer.load_state_dict(expected.state_dict(), assign=True)
+            layer.load_state_dict(shard_state_dict(expected), assign=True)
         else:
             for name, parameter in expected.named_parameters():
                 setattr(layer, name, nn.Parameter(parameter.detach()))
@@ -155,3 +156,59 @@ def test_degrees_that_are_advised_fit_queries_as_well_as_keys(
 def test_a_part_is_no_whole() -> None:
     with pytest.raises(MismatchError, match="which should have 12 elements"):
         split_evenly(12, 2).shard(torch.zeros(6, 3), 0)
+
+
+DIVIDED = {**LAYERS, "column": lambda comm: ColumnParallelLinear(6, 12, comm)}
+
+
+def test_rows_that_all_ranks_hold_are_a_state_as_any() -> None:
+    def shapes(comm: Communicator) -> list[int]:
+        return list(LAYERS["column"](comm).state_dict()["weight"].shape)
+
+    assert run_loopback(2, shapes) == [[6, 6]] * 2
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_a_state_of_shards_is_refused_and_to_be_had_by_name(kind: str) -> None:
+    def found(comm: Communicator) -> tuple[str, dict[str, list[int]]]:
+        model = nn.Sequential(DIVIDED[kind](comm), nn.LayerNorm(4))
+        with pytest.raises(ShardedParameterError, match=r"0\.weight this is one of 2 shards") as caught:
+            model.state_dict()
+        shards = shard_state_dict(model)
+        with pytest.raises(ShardedParameterError):
+            torch.save(model.state_dict(), "never written")
+        again = nn.Sequential(DIVIDED[kind](comm), nn.LayerNorm(4))
+        again.load_state_dict(shards)
+        assert all(torch.equal(shards[name], own) for name, own in again.named_parameters())
+        return str(caught.value), {name: list(value.shape) for name, value in shards.items()}
+
+    (first, shapes), (second, _) = run_loopback(2, found)
+    assert first == second
+    assert "call whole_state_dict(model) on all ranks" in first
+    assert shapes["0.weight"] == {"column": [6, 6], "row": [4, 3], "embedding": [4, 6]}[kind]
+
+
+def test_a_layer_on_one_rank_has_a_state_as_any() -> None:
+    alone = Communicator.alone()
+    assert all(
+        list(layer(alone).state_dict()) == list(shard_state_dict(layer(alone))) for layer in DIVIDED.values()
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"assign": True}, {"strict": False}], ids=str)
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_of_a_whole_state_each_rank_keeps_its_part(kind: str, options: dict[str, bool]) -> None:
+    whole = {
+        name: torch.randn(value.shape)
+        for name, value in DIVIDED[kind](Communicator.alone()).state_dict().items()
+    }
+
+    def loaded(comm: Communicator) -> dict[str, Tensor]:
+        layer = DIVIDED[kind](comm)
+        assert not any(layer.load_state_dict(whole, **options))
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            layer.load_state_dict({name: value[:2] for name, value in whole.items()}, strict=False)
+        return whole_state_dict(layer)
+
+    for found in run_loopback(2, loaded):
+        assert all(torch.equal(found[name], value) for name, value in whole.items())

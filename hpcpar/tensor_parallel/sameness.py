@@ -1,0 +1,138 @@
+"""A look at what ranks must hold alike: the same batch, random numbers and gradients outside of split layers.
+
+    column layer    its input; embedding: its tokens                       in forward
+    row layer       its bias, and norms: their weights                     in forward
+                    the gradient of its output: by other labels, masks     in backward
+
+Ranks with different batches or seeds would train on a mixture, and what is replicated would drift apart.
+So a tensor's fingerprint is compared over the ranks, in a layer's first calls and then now and then.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+FIRST = 2
+"""Calls that are all looked at."""
+
+EVERY = 128
+"""Of later calls, one in so many is."""
+
+TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.03, torch.float32: 1e-3, torch.float64: 1e-3}
+"""Of a tensor's norm: what rounding may differ by on unequal processors; whole numbers have none."""
+
+ADVICE = (
+    "ranks that share layers work on one batch, with the same random numbers: choose each rank's samples by "
+    "mesh.dp.rank of mesh.dp.size, and seed by mesh.dp.rank (torch.manual_seed(seed + mesh.dp.rank))"
+)
+
+
+class Sameness:
+    """Looks of one layer at tensors that are to be the same on all ranks.
+
+    what     names the tensor in errors: "the input of a column-parallel layer"
+    cost     for a look an all-gather of 40 bytes, counted as agreement, and one pass over the tensor
+    """
+
+    def __init__(self, comm: Communicator, what: str) -> None:
+        self._comm, self._what = comm, what
+        self._calls = 0
+
+    @uncompiled
+    def require(self, tensor: Tensor) -> None:
+        """Look at a tensor, if it is time. Collective.
+
+        errors   MismatchError on every rank where the tensors differ by more than rounding
+        """
+        if self._is_time():
+            self._compare(tensor)
+
+    @uncompiled
+    def require_of_gradient(self, tensor: Tensor) -> None:
+        """Look at a tensor's gradient, if it is time; errors as of `require`. Collective, in backward."""
+        if tensor.requires_grad and self._is_time():
+            tensor.register_hook(self._compare)  # type: ignore[no-untyped-call]
+
+    @uncompiled
+    def require_parts(self, given: Tensor, made: Tensor) -> None:
+        """Look at what a module was given and has made, of which each rank is to have its own part.
+
+        Ranks that share a head are given the same, but then gradients of what they make differ. Collective.
+        errors   in backward, LayoutError on every rank where both are the same on all
+        """
+        if not made.requires_grad or not self._is_time():
+            return
+        if different(fingerprints(given, self._comm), given.dtype) is None:
+            made.register_hook(self._require_parts)  # type: ignore[no-untyped-call]
+
+    def _require_parts(self, gradient: Tensor) -> None:
+        everyone = fingerprints(gradient, self._comm)
+        if everyone[0, 1] and different(everyone, gradient.dtype) is None:
+            raise LayoutError(
+                f"{self._what} has the style Norm(of_heads=True), which adds up the parts that ranks have of "
+                f"its parameters' gradients, but all {self._comm.size} ranks of {self._comm.name!r} have the "
+                f"whole: it lies before the column layers or after the row layer; give it the style Norm()"
+            )
+
+    def _is_time(self) -> bool:
+        if self._comm.size == 1:
+            return False
+        self._calls += 1
+        return self._calls <= FIRST or self._calls % EVERY == 0
+
+    def _compare(self, tensor: Tensor) -> None:
+        everyone = fingerprints(tensor, self._comm)
+        other = different(everyone, tensor.dtype)
+        if other is not None:
+            raise MismatchError(
+                f"{self._what} is not the same on all ranks of {self._comm.name!r}: of shape "
+                f"{list(tensor.shape)} here, with norm {everyone[0, 1]:.6g} on rank 0 and "
+                f"{everyone[other, 1]:.6g} on rank {other}; {ADVICE}"
+            )
+
+
+@uncompiled
+@torch.no_grad()
+def fingerprints(tensor: Tensor, comm: Communicator) -> Tensor:
+    """[ranks, 5] in float64: shape, norm, and sums with three sets of weights. Collective."""
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    elif not values.is_floating_point():
+        values = values.double()
+    length = values.shape[-1] if values.dim() else 1
+    rows = values.reshape(math.prod(values.shape[:-1]), length)
+    if rows.element_size() < 4:
+        rows = rows.float()
+    told = [float(zlib.crc32(repr(tuple(tensor.shape)).encode())), torch.linalg.vector_norm(rows).item()]
+    for frequency in (1.1, 7.7, 29.3):
+        left, right = (
+            torch.arange(1, count + 1, device=rows.device).mul(frequency).square().sin().to(rows.dtype)
+            for count in rows.shape
+        )
+        told.append((left @ (rows @ right)).item())
+    everyone: Tensor = comm.unchecked("agreement").allgather(torch.tensor(told, dtype=torch.float64))
+    return everyone.view(comm.size, -1)
+
+
+def different(everyone: Tensor, dtype: torch.dtype) -> int | None:
+    """The first rank whose fingerprint is not that of rank 0 but for rounding; None where all are."""
+    first = everyone[0]
+    margin = TOLERANCE.get(dtype, 1e-9) * first[1].abs()
+    for rank, other in enumerate(everyone):
+        # Infinities and NaN alike are alike: it is not for this to say what is wrong then.
+        close = torch.isclose(other, first, rtol=0.0, atol=float(margin.nan_to_num()), equal_nan=True)
+        if not close.all():
+            return rank
+    return None
