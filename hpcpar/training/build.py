@@ -148,6 +148,7 @@ def build_optimizer(
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
         model=None if section.zero_stage == 3 else model,
         overlap_allgather=section.zero_stage in (1, 2),
+        nonfinite="step",  # the run looks at the norms of many steps at once, and ends before it saves
         backward_passes_per_step=backwards,
         tied=tied,
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
