@@ -7,10 +7,12 @@ evaluation.
 
     rank 0   wrote    digest d0 of what it wrote to, and its complement ─┐
     rank 1   wrote    digest d1                      and its complement ─┤ or, with the map of used parameters
-    rank 2   nothing  zeros                                              ─┘
+    rank 2   nothing  zeros, and that it wrote nothing                   ─┘
 
-A bit that is set both among digests and among complements is one in which two digests differ.
-cost     16 bytes more in a message that leaves anyhow; a pass over parameters that were written to, none else
+A bit that is set both among digests and among complements is one in which two digests differ. Where some
+wrote and others did not, all tell of all parameters at the next step: one rank alone may take back what it
+wrote, or not.
+cost     17 bytes more in a message that leaves anyhow; a pass over parameters that were written to, none else
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from hpcpar.errors import OperationError
 
 _DIGEST_NBYTES = 8
 
-TOLD_NBYTES = 2 * _DIGEST_NBYTES
+TOLD_NBYTES = 2 * _DIGEST_NBYTES + 1
 
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,6 +45,7 @@ class Writes:
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         self._named = list(zip(names, parameters, strict=True))
         self._versions: list[int] = []
+        self._is_doubtful = False
         self.next_step()
 
     def next_step(self) -> None:
@@ -51,19 +54,20 @@ class Writes:
 
     def digest(self) -> NDArray[np.uint8]:
         """What this rank tells the others, of TOLD_NBYTES."""
-        written = self._written()
+        written = self._named if self._is_doubtful else self._written()
         if not written:
-            return np.zeros(TOLD_NBYTES, dtype=np.uint8)
+            return np.array([0] * (TOLD_NBYTES - 1) + [1], dtype=np.uint8)
         sums = [(name, sum_of_bits(parameter)) for name, parameter in written]
         text = "\n".join(f"{name} {total.item()}" for name, total in sums)
         digest = np.frombuffer(
             hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest(), dtype=np.uint8
         )
-        return np.concatenate([digest, ~digest])
+        return np.concatenate([digest, ~digest, np.zeros(1, dtype=np.uint8)])
 
     def require_same(self, told: NDArray[np.uint8]) -> None:
         """OperationError, on every rank, where two of them have told of different values."""
-        digests, complements = told[:_DIGEST_NBYTES], told[_DIGEST_NBYTES:]
+        digests, complements = told[:_DIGEST_NBYTES], told[_DIGEST_NBYTES:-1]
+        self._is_doubtful = bool(digests.any() and told[-1])
         if not (digests & complements).any():
             return
         names = [name for name, _ in self._written()]

@@ -117,7 +117,7 @@ def expected_nbytes(
 ) -> int:
     """Bytes that all ranks of `comm` together send to average these buckets of gradients so many times.
 
-    Per synchronization every bucket is all-reduced once, and a map with one bit for each parameter and 16
+    Per synchronization every bucket is all-reduced once, and a map with one bit for each parameter and 17
     bytes beside it; inner microbatches send nothing, so synchronizations are optimizer steps.
     """
     steps = expected_traffic(comm, tuple(buckets), stage=0, steps=synchronizations, algorithm=algorithm)
@@ -153,7 +153,7 @@ def expected_traffic(
     dtype       in which gradients are summed; None: their own
     gathered    parameters travel; no: all ranks have them in common
 
-    In every stage a map with one bit for each parameter, and 16 bytes beside it, is all-reduced once a step.
+    In every stage a map with one bit for each parameter, and 17 bytes beside it, is all-reduced once a step.
     """
     held = list(buckets)
     parameters = sum(len(bucket.members) for bucket in held)

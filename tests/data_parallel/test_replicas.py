@@ -135,6 +135,20 @@ def test_one_rank_may_write_what_it_takes_back(stage: int) -> None:
     run_loopback(2, body)
 
 
+def test_what_one_rank_alone_writes_and_keeps_is_refused_at_the_next_step() -> None:
+    # From stage 1 on the step itself brings every rank the same values, the owner's.
+    def body(comm: Communicator) -> None:
+        model = table()
+        optimizer = wrapped(model, comm)
+        if comm.rank == 0:
+            with torch.no_grad():
+                model.table.weight[7] += 1.0
+        for _ in range(2):
+            stepped(model, optimizer, MANY[:4])
+
+    refused(body, "ranks now have different values")
+
+
 def test_parameters_of_all_kinds_are_compared() -> None:
     def body(comm: Communicator) -> None:
         parameters = {

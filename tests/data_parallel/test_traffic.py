@@ -40,9 +40,9 @@ def test_a_synchronization_sends_every_bucket_one_bit_per_parameter_and_two_dige
     def expected(comm: Communicator) -> tuple[int, int]:
         return expected_nbytes(comm, buckets, synchronizations=5, algorithm="ring"), expected_nbytes(comm, [])
 
-    assert run_loopback(3, expected) == [(5 * 4 * (32 + 8 + 1 + 16), 0)] * 3
+    assert run_loopback(3, expected) == [(5 * 4 * (32 + 8 + 1 + 17), 0)] * 3
     assert run_loopback(1, expected) == [(0, 0)]
-    assert [usage_map_nbytes(n) for n in (0, 1, 8, 9)] == [16, 17, 17, 18]
+    assert [usage_map_nbytes(n) for n in (0, 1, 8, 9)] == [17, 18, 18, 19]
 
 
 @pytest.mark.mpi
