@@ -102,6 +102,9 @@ class ColumnParallelLinear(Divided):
             place(parameter, self.split, self.tp.comm, distinct=distinct)
         self.shared_input: SharedInput | None = None
         self.sameness = Sameness(self.tp.comm, "the input of a column-parallel layer")
+        self.sameness_of_gradient = Sameness(
+            self.tp.comm, "the gradient of a column-parallel layer's gathered output"
+        )
         if draw:
             self.reset_parameters()
 
@@ -157,6 +160,7 @@ class ColumnParallelLinear(Divided):
     def gathered(self, output: Tensor) -> Tensor:
         """All ranks' outputs in the order of the whole layer."""
         whole = gather_from(output, self.tp.comm, -1)
+        self.sameness_of_gradient.require_of_gradient(whole)
         if len(self.sections) == 1 and self._sharers is None:  # in order already, with padding at the end
             return whole[..., : self.split.length].contiguous()
         return whole.index_select(-1, self._order.to(whole.device))

@@ -23,6 +23,7 @@ from hpcpar.tensor_parallel import (
     RowParallelLinear,
     Scatter,
     TensorParallel,
+    Vocabulary,
     VocabularyEmbedding,
     parallelize,
     vocabulary_parallel_cross_entropy,
@@ -67,6 +68,11 @@ def with_other_labels(comm: Communicator) -> None:
     labels = torch.arange(24) % 8
     output = parallelize(mlp(), MLP, comm)(ROWS).flatten(0, 1)
     functional.cross_entropy(output, other(labels, comm)).backward()
+
+
+def with_other_labels_of_gathered_logits(comm: Communicator) -> None:
+    logits = parallelize(mlp()[:1], {"0": Vocabulary()}, comm)(ROWS).flatten(0, 1)
+    functional.cross_entropy(logits, other(torch.arange(24) % 12, comm)).backward()
 
 
 def with_other_dropout(comm: Communicator) -> None:
@@ -122,6 +128,7 @@ def with_other_labels_of_sequences(comm: Communicator) -> None:
         (on_other_rows_of_an_entered_layer, "the input of the column-parallel layers of an Enter"),
         (on_other_rows_of_a_row_layer, "the input of a row-parallel layer"),
         (with_other_labels, "the gradient of a row-parallel layer's output"),
+        (with_other_labels_of_gathered_logits, "the gradient of a column-parallel layer's gathered output"),
         (with_other_dropout, "the gradient of a row-parallel layer's output"),
         (with_another_bias, "the bias of a row-parallel layer"),
         (with_another_norm, "the weight of an RMSNorm"),
