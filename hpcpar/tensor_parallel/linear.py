@@ -309,7 +309,6 @@ class RowParallelLinear(Divided):
         self.weight = nn.Parameter(torch.empty(out_features, in_features // self.tp.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.sameness = Sameness(self.tp.comm, "the gradient of a row-parallel layer's output")
-        self.sameness_of_bias = Sameness(self.tp.comm, "the bias of a row-parallel layer")
         self.sameness_of_input = Sameness(self.tp.comm, "the input of a row-parallel layer")
         place(self.weight, self.split, self.tp.comm)
         if self.bias is not None:
@@ -342,8 +341,6 @@ class RowParallelLinear(Divided):
         output = row_product(self.tp, x, self.weight)
         if not self.tp.sequence_parallel:
             self.sameness.require_of_gradient(output)
-        if self.bias is not None:
-            self.sameness_of_bias.require(self.bias)
         return output if self.bias is None else output + on_own_tokens(self.bias, self.tp).to(output.dtype)
 
     def extra_repr(self) -> str:

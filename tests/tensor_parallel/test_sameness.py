@@ -84,8 +84,9 @@ def with_other_dropout(comm: Communicator) -> None:
 def with_another_bias(comm: Communicator) -> None:
     row = RowParallelLinear(8, 4, comm)
     with torch.no_grad():
+        row.weight.fill_(1.0)
         row.bias.fill_(comm.rank)
-    row(torch.ones(2, 4))
+    row(torch.ones(2, 4)).square().sum().backward()  # by what comes of it
 
 
 def with_another_norm(comm: Communicator) -> None:
@@ -130,7 +131,7 @@ def with_other_labels_of_sequences(comm: Communicator) -> None:
         (with_other_labels, "the gradient of a row-parallel layer's output"),
         (with_other_labels_of_gathered_logits, "the gradient of a column-parallel layer's gathered output"),
         (with_other_dropout, "the gradient of a row-parallel layer's output"),
-        (with_another_bias, "the bias of a row-parallel layer"),
+        (with_another_bias, "the gradient of a row-parallel layer's output"),
         (with_another_norm, "the weight of an RMSNorm"),
         (on_other_tokens, "the tokens of a vocabulary-parallel embedding"),
         (on_other_targets, "the targets of a vocabulary-parallel loss"),
