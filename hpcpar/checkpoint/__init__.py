@@ -23,7 +23,8 @@ and two of them have (see `model_state`).
 from __future__ import annotations
 
 from hpcpar.checkpoint.catalogue import checkpoint_path, latest
-from hpcpar.checkpoint.load import Loaded, load, read_extra
+from hpcpar.checkpoint.choice import read_extra
+from hpcpar.checkpoint.load import Loaded, load
 from hpcpar.checkpoint.save import save
 
 __all__ = ["Loaded", "checkpoint_path", "latest", "load", "read_extra", "save"]

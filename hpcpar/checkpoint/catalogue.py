@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
 from pathlib import Path
 
-from hpcpar.checkpoint.manifest import Manifest
+from hpcpar.checkpoint.manifest import MANIFEST, Manifest
 from hpcpar.durable import TEMPORARY_PREFIX
 from hpcpar.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+STATE = "state.json"
+"""The file of a checkpoint that is not of tensors."""
+
+NOT_FINITE = "not_finite"
+"""Its key for the first tensor with values that are no finite numbers; None or missing: there is none."""
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -29,48 +36,72 @@ def by_step(directory: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
-def latest(directory: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step; None when there is no checkpoint at all.
+def is_called_one(path: Path) -> bool:
+    """Tell whether a path is itself a checkpoint, or has the name of one, whole or not."""
+    return (path / MANIFEST).exists() or (_NAME.fullmatch(path.name) is not None and not by_step(path))
 
-    An incomplete one is passed over with a warning. CheckpointError when there are only such: to
-    begin anew then would be a surprise.
+
+def latest(directory: str | Path) -> Path | None:
+    """The sound checkpoint of the highest step; None when there is no checkpoint at all.
+
+    Others are passed over with a warning: those that are incomplete, were changed after they were written,
+    or hold values that are no finite numbers. Of what nobody changed, sizes alone are looked at: `load`
+    reads all. CheckpointError when there is no sound one: to begin anew then would be a surprise.
     """
     faults = []
     for path in reversed(by_step(Path(directory)).values()):
-        try:
-            Manifest.read(path).check_sizes(path)
-        except CheckpointError as error:
-            logger.warning("passed over an incomplete checkpoint: %s", error)
-            faults.append(str(error))
-        else:
+        fault = fault_of(path)
+        if fault is None:
             return path
+        logger.warning("passed over a checkpoint: %s", fault)
+        faults.append(fault)
     if faults:
-        raise CheckpointError(
-            f"none of the {len(faults)} checkpoints in {directory} is complete: {faults[0]}"
-        )
+        raise CheckpointError(none_is_sound(Path(directory), faults))
     return None
 
 
-def _is_complete(path: Path) -> bool:
+def none_is_sound(directory: Path, faults: list[str]) -> str:
+    """The text of an error; `faults` are of all checkpoints there, the newest first."""
+    return (
+        f"none of the {len(faults)} checkpoints in {directory} is sound: {faults[0]}; one that is whole is "
+        "loaded as it is where it is named itself"
+    )
+
+
+def fault_of(path: Path) -> str | None:
+    """Say why a checkpoint is not sound, as far as that shows without reading what nobody changed."""
     try:
-        Manifest.read(path).check_sizes(path)
-    except CheckpointError:
-        return False
-    return True
+        Manifest.read(path).check_changed(path)
+    except CheckpointError as error:
+        return str(error)
+    return not_finite(path)
+
+
+def not_finite(path: Path) -> str | None:
+    """Say which tensor of a whole checkpoint has values that are no finite numbers; None where none has."""
+    try:
+        name = json.loads((path / STATE).read_text()).get(NOT_FINITE)
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{path / STATE} cannot be read: {error}"
+    return None if name is None else f"{path} has values that are no finite numbers, the first in {name}"
 
 
 def prune(directory: Path, *, newest: Path, keep: int) -> None:
-    """Remove all but `newest`, which was just written, and the keep - 1 complete others of the highest steps.
+    """Remove all but `newest`, which was just written, and the keep - 1 sound others of the highest steps.
 
-    An incomplete one stays only where there are not so many, and remains of writers that were killed go. What
-    cannot be removed is told in a warning: the checkpoint that was written is whole all the same.
+    Those that are not sound stay only where there are not so many. While `newest` is not sound, the newest
+    sound one stays besides. Remains of writers that were killed go. What cannot be removed is told in a
+    warning: the checkpoint that was written is whole all the same.
     """
     others = [path for path in by_step(directory).values() if path != newest]
-    others.sort(key=_is_complete)
-    for path in others[: max(0, len(others) - (keep - 1))]:
-        # First the name goes, so that a removal that is cut short leaves no half of a checkpoint.
-        doomed = directory / f"{TEMPORARY_PREFIX}removed-{path.name}"
-        path.rename(doomed)
+    if len(others) > keep - 1:
+        sound = {path for path in others if fault_of(path) is None}
+        others.sort(key=sound.__contains__)
+        stay = max(keep - 1, 1) if sound and fault_of(newest) is not None else keep - 1
+        for path in others[: len(others) - stay]:
+            # First the name goes, so that a removal that is cut short leaves no half of a checkpoint.
+            doomed = directory / f"{TEMPORARY_PREFIX}removed-{path.name}"
+            path.rename(doomed)
     for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
         try:
             _remove(path)

@@ -6,6 +6,7 @@ Each rank then reads what it needs: of what it owns in pieces those elements alo
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpcpar.checkpoint import random_state, random_streams
-from hpcpar.checkpoint.catalogue import latest
+from hpcpar.checkpoint.catalogue import STATE
+from hpcpar.checkpoint.choice import choose_together
 from hpcpar.checkpoint.holding import holding_of
-from hpcpar.checkpoint.manifest import MANIFEST, Manifest
+from hpcpar.checkpoint.manifest import Manifest
 from hpcpar.checkpoint.model_state import ModelState, check_forms, check_names
 from hpcpar.checkpoint.optimizer_state import SavedStates, distributed_of, group_names
 from hpcpar.checkpoint.positions import Member, Positions
-from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM, STATE
+from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM
 from hpcpar.checkpoint.stored import Files, Stored, from_record
 from hpcpar.checkpoint.writers import Coordinates
 from hpcpar.data_parallel import DistributedOptimizer
@@ -61,11 +63,15 @@ def load(
     optimizer: Optimizer | None = None,
     comm: Communicator,
     restore_random: bool = True,
+    accept: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> Loaded:
     """Bring model, optimizer and random numbers to where a checkpoint left them. Collective.
 
-    path            a checkpoint, or a directory of them, of which the latest complete one is taken:
-                    rank 0's choice, for all. Every rank must see it
+    path            a checkpoint, or a directory of them. Of a directory the newest sound one is taken, the
+                    same on all ranks: every file of it as it was written, every value a finite number. Newer
+                    ones that are not are passed over with warnings. Every rank must see it
+    accept          called on every rank with the checkpoint and its `extra`, before anything is compared;
+                    what it raises, the same on all, ends the loading
     model           as for `save`; its ranks together have all that the checkpoint has
     restore_random  with another number of ranks than saved it, or other layers on them, only ranks that there
                     were then, with the same layers, find their states; the others keep theirs. What modules
@@ -81,20 +87,20 @@ def load(
     is not given become the parameters'. Nothing of model, optimizer or random numbers is touched unless every
     file was found whole, and by every rank to be of its model.
 
-    errors  CheckpointError that names the file, what was expected and what was found; of several
-            ranks, PeerFailedError on every one, with that text
+    errors  CheckpointError that names the file, what was expected, what was found and, where the checkpoint
+            was named itself, the newest sound one beside it; of several ranks, PeerFailedError on every one,
+            with that text
     """
     with comm.together(f"looking for a checkpoint in {path}"):
         distributed = distributed_of(model, optimizer)
-        own_choice = _choose(Path(path)) if comm.rank == 0 else None
-    chosen = Path(comm.broadcast_object(None if own_choice is None else str(own_choice)))
-    doing = f"loading the checkpoint {chosen}"
     wait_for_new(model.parameters())
+    chosen = choose_together(Path(path), comm)
+    doing = f"loading the checkpoint {chosen}"
     with comm.together(doing):
-        manifest = Manifest.read(chosen)
-        manifest.check_content(chosen, rank=comm.rank, size=comm.size)
+        content = _Content.read(chosen, Manifest.read(chosen))
+    if accept is not None:
+        accept(chosen, content.state["extra"])
     with comm.together(doing):
-        content = _Content.read(chosen, manifest)
         state = ModelState(model)
         groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
     positions = Positions.agree(Member(state.names, groups), comm, doing)
@@ -117,20 +123,6 @@ def load(
     return Loaded(chosen, content.state["step"], content.state["extra"], content.ranks, restored)
 
 
-def read_extra(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Which checkpoint `load` would take, and the `extra` of it; not collective, and no tensor is read.
-
-    errors  CheckpointError as of `load`, where files are missing or were cut short
-    """
-    chosen = _choose(Path(path))
-    manifest = Manifest.read(chosen)
-    manifest.check_sizes(chosen)
-    if STATE not in manifest.files:
-        raise CheckpointError(f"{chosen} is not a checkpoint of this program: it has no {STATE}")
-    extra: dict[str, Any] = json.loads((chosen / STATE).read_text())["extra"]
-    return chosen, extra
-
-
 def _restore_random(content: _Content, model: nn.Module, positions: Positions, comm: Communicator) -> bool:
     """Whether all that was saved for this rank is restored."""
     # A rank in another place would draw what another one drew.
@@ -145,18 +137,6 @@ def _restore_random(content: _Content, model: nn.Module, positions: Positions, c
     if at_home:
         random_streams.restore(model, saved)
     return at_home
-
-
-def _choose(path: Path) -> Path:
-    if (path / MANIFEST).exists():
-        return path
-    found = latest(path)
-    if found is None:
-        fault = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(
-            f"{path} {fault}: expected a directory with a {MANIFEST}, or one with step-… directories in it"
-        )
-    return found
 
 
 @dataclass(frozen=True)

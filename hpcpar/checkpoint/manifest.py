@@ -58,7 +58,12 @@ class Manifest:
             text = path.read_text()
             content = json.loads(text)
         except FileNotFoundError:
-            raise CheckpointError(f"{directory} is not a complete checkpoint: it has no {MANIFEST}") from None
+            fault = (
+                f"is not a complete checkpoint: it has no {MANIFEST}"
+                if directory.exists()
+                else "does not exist"
+            )
+            raise CheckpointError(f"{directory} {fault}") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
@@ -99,16 +104,30 @@ class Manifest:
         """
         self.check_sizes(directory)
         for name in parts({name: entry.nbytes for name, entry in self.files.items()}, size)[rank]:
-            expected = self.files[name].sha256
-            try:
-                found = sha256(directory / name)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {directory / name}: {error.strerror}") from error
-            if found != expected:
-                raise CheckpointError(
-                    f"{directory / name} is damaged: its SHA-256 should be {expected[:16]}…, "
-                    f"but is {found[:16]}…; {_ADVICE}"
-                )
+            self._check_file(directory, name)
+
+    def check_changed(self, directory: Path) -> None:
+        """CheckpointError where a file that changed after the manifest was written is not what it was.
+
+        The manifest is written last, so that of a checkpoint which nobody touched almost nothing is read.
+        """
+        self.check_sizes(directory)
+        written_ns = (directory / MANIFEST).stat().st_mtime_ns
+        for name in self.files:
+            if (directory / name).stat().st_mtime_ns >= written_ns:
+                self._check_file(directory, name)
+
+    def _check_file(self, directory: Path, name: str) -> None:
+        expected = self.files[name].sha256
+        try:
+            found = sha256(directory / name)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {directory / name}: {error.strerror}") from error
+        if found != expected:
+            raise CheckpointError(
+                f"{directory / name} is damaged: its SHA-256 should be {expected[:16]}…, "
+                f"but is {found[:16]}…; {_ADVICE}"
+            )
 
 
 def parts(nbytes: Mapping[str, int], size: int) -> list[list[str]]:

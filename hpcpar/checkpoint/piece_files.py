@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +44,20 @@ class Written:
 class PieceFiles:
     """Writes pieces into <stem>.rank<rank>.<number>.safetensors, one file after another.
 
-    entries   of the files that are complete, by name
-    written   the pieces in them
+    may_be_infinite   names of tensors in which an infinite number is none the worse, such as masks
+
+    entries      of the files that are complete, by name
+    written      the pieces in them
+    not_finite   the first tensor in them with values that are no finite numbers
     """
 
-    def __init__(self, directory: Path, stem: str, rank: int) -> None:
+    def __init__(
+        self, directory: Path, stem: str, rank: int, *, may_be_infinite: Container[str] = ()
+    ) -> None:
         self.entries: dict[str, Entry] = {}
         self.written: list[Written] = []
+        self.not_finite: str | None = None
+        self._may_be_infinite = may_be_infinite
         self._directory = directory
         self._stem = f"{stem}.rank{rank:05d}"
         self._waiting: dict[str, Tensor] = {}
@@ -77,6 +85,7 @@ class PieceFiles:
         if self._waiting:
             file = self._file
             self.entries[file] = write_tensors(self._waiting, self._directory / file)
+            self.not_finite = self.not_finite or first_not_finite(self._waiting, self._may_be_infinite)
             self._waiting, self._waiting_nbytes = {}, 0
 
     @property
@@ -89,6 +98,21 @@ def on_cpu(tensor: Tensor) -> Tensor:
     value = tensor.detach().cpu().contiguous()
     shares = value.untyped_storage().nbytes() != value.nbytes
     return value.clone() if shares else value
+
+
+def first_not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> str | None:
+    """The name of the first tensor with a value that is no number, or an infinite one where none may be."""
+    for name, value in tensors.items():
+        if not (value.is_floating_point() or value.is_complex()) or not value.numel():
+            continue
+        real = torch.view_as_real(value) if value.is_complex() else value
+        if real.element_size() == 1:
+            real = real.float()
+        # A tensor's extremes need no memory of its size, and are no numbers where one of its values is none.
+        lowest, highest = torch.stack(torch.aminmax(real)).double().tolist()
+        if math.isnan(lowest) or (name not in may_be_infinite and math.isinf(highest - lowest)):
+            return name
+    return None
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> Entry:

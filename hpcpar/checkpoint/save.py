@@ -8,6 +8,7 @@ rank 2                         writes ─┘
 from __future__ import annotations
 
 import json
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpcpar.checkpoint import random_state, random_streams
-from hpcpar.checkpoint.catalogue import checkpoint_path, prune
+from hpcpar.checkpoint.catalogue import (
+    NOT_FINITE,
+    STATE,
+    checkpoint_path,
+    fault_of,
+    not_finite,
+    prune,
+)
 from hpcpar.checkpoint.holding import holding_of, is_the_same_everywhere
 from hpcpar.checkpoint.manifest import MANIFEST, Entry, Manifest
 from hpcpar.checkpoint.model_state import ModelState
@@ -31,7 +39,14 @@ from hpcpar.checkpoint.optimizer_state import (
     group_options,
     write_states,
 )
-from hpcpar.checkpoint.piece_files import PieceFiles, Written, joined, on_cpu, write_tensors
+from hpcpar.checkpoint.piece_files import (
+    PieceFiles,
+    Written,
+    first_not_finite,
+    joined,
+    on_cpu,
+    write_tensors,
+)
 from hpcpar.checkpoint.positions import Member, Positions
 from hpcpar.checkpoint.stored import as_record
 from hpcpar.checkpoint.writers import Coordinates, Writer
@@ -46,11 +61,12 @@ from hpcpar.errors import CheckpointError
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
-MODEL, OPTIMIZER, RANDOM, STATE, PIECES = (
+logger = logging.getLogger(__name__)
+
+MODEL, OPTIMIZER, RANDOM, PIECES = (
     "model.safetensors",
     "optimizer.safetensors",
     "random.safetensors",
-    "state.json",
     "pieces.json",
 )
 
@@ -67,23 +83,27 @@ def save(
 ) -> Path:
     """Write the checkpoint of a step; returns its path, step-00000200 under `directory`. Collective.
 
-    step    optimizer steps taken so far, which is also the position in the data: samplers are
-            functions of it
-    extra   whatever JSON can hold and the caller wants back: config, scheduler, data position
+    step    optimizer steps taken so far
+    extra   whatever JSON can hold and the caller wants back: config, scheduler, data position, for with
+            another global batch the same step is another place in the data
     model   parameters and buffers have the names of the whole model, of which this may be a few layers; of
             what is tied across ranks, `tied_names` tells. Running statistics of BatchNorm and InstanceNorm
             that differ between replicas become their averages, here, too
     comm    of all ranks that model and optimizer are split, sharded or spread over, and their replicas;
             `directory` is the same for all
-    keep    checkpoints to keep, this one included; None keeps all
+    keep    checkpoints to keep, this one included; None keeps all. What is damaged or not finite goes first,
+            and the newest sound one stays whatever the number is
 
     What is split, sharded or spread is written by its owners, at the same time; of what is a replica the
     first rank's is written, and random-number states for every rank. The checkpoint appears whole or not at
-    all, and one of the same step is replaced.
+    all, and one of the same step is replaced. Where a parameter, a buffer or an optimizer's state has values
+    that are no numbers, or infinite ones outside of buffers, the checkpoint says so, and a warning: `load`
+    passes over it.
 
     errors  OSError (a full disk, no permission) or CheckpointError (a state that is no tensor, a part that
             no rank of `comm` has, layers or groups of ranks that do not fit together); of several ranks,
-            PeerFailedError on every one, with that text. CheckpointError for a step that is none
+            PeerFailedError on every one, with that text. CheckpointError for a step that is none, and for
+            values that are no finite numbers in the place of a sound checkpoint of the same step
     """
     step = _counted(step)
     final = checkpoint_path(Path(directory), step)
@@ -121,7 +141,10 @@ def save(
             if of_ranks is not None and random_states is not None:
                 ranks = _Ranks(positions, coordinates, random_states, of_ranks)
                 _write_common(staging, step, dict(extra or {}), ranks)
+                _refuse_to_replace_a_sound_one(final, ranks.not_finite)
                 to_be_named.close()
+                if ranks.not_finite is not None:
+                    logger.warning("%s; loading passes over it", not_finite(final))
                 if keep is not None:
                     prune(final.parent, newest=final, keep=keep)
     return final
@@ -136,6 +159,7 @@ class _Own:
     scalars            of states, what is no tensor
     options, tensors   of the optimizer's groups, and those that are tensors
     loss_scale         of the optimizer
+    not_finite         the first tensor of its with values that are no finite numbers
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -145,11 +169,13 @@ class _Own:
     options: list[dict[str, Any]] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     loss_scale: dict[str, float] | None = None
+    not_finite: str | None = None
 
     def take(self, files: PieceFiles) -> list[Written]:
         """The pieces in files that are complete now."""
         files.finish()
         self.entries |= files.entries
+        self.not_finite = self.not_finite or files.not_finite
         return files.written
 
     def every_option(self) -> dict[str, Any]:
@@ -171,6 +197,11 @@ class _Ranks:
     coordinates: Sequence[Coordinates]
     random_states: Sequence[random_state.Captured]
     wrote: Sequence[_Own]
+
+    @property
+    def not_finite(self) -> str | None:
+        """The first tensor of the first rank that has values which are no finite numbers."""
+        return next((own.not_finite for own in self.wrote if own.not_finite is not None), None)
 
     def require_same_options(self) -> None:
         """CheckpointError where positions would step by other numbers."""
@@ -204,6 +235,7 @@ class _Ranks:
             "random": [scalars for _, scalars in self.random_states],
             "tp": [(each.tp_rank, each.tp_size) for each in self.coordinates],
             "names": self.positions.digests,
+            NOT_FINITE: self.not_finite,
             "extra": extra,
         }
 
@@ -237,6 +269,14 @@ def _refuse_to_keep_none(keep: int | None) -> None:
         raise CheckpointError(f"keep={keep} would keep no checkpoint; give 1 or more, or None for all")
 
 
+def _refuse_to_replace_a_sound_one(final: Path, broken: str | None) -> None:
+    if broken is not None and final.exists() and fault_of(final) is None:
+        raise CheckpointError(
+            f"{final} is sound and stays: what was to replace it has values that are no finite numbers, the "
+            f"first in {broken}; save that under another step"
+        )
+
+
 def _write_own(
     staging: Path,
     model: nn.Module,
@@ -259,7 +299,9 @@ def _write_own(
 def _write_model(
     own: _Own, staging: Path, model: nn.Module, state: ModelState, writer: Writer, rank: int
 ) -> None:
-    files = PieceFiles(staging, "model", rank)
+    # A mask may be of infinite numbers.
+    masks = set(state.names.buffers)
+    files = PieceFiles(staging, "model", rank, may_be_infinite=masks)
     sharding = sharding_of(list(model.parameters()))
     # Without elements there is no piece either.
     sharded: set[int] = set()
@@ -284,6 +326,7 @@ def _write_model(
     own.model = own.take(files)
     if writer.writes_common:
         own.entries[MODEL] = write_tensors(common, staging / MODEL)
+        own.not_finite = own.not_finite or first_not_finite(common, masks)
 
 
 def _write_optimizer(
@@ -297,6 +340,7 @@ def _write_optimizer(
     own.optimizer = own.take(files)
     if writer.writes_common:
         own.entries[OPTIMIZER] = write_tensors(own.tensors | common, staging / OPTIMIZER)
+        own.not_finite = own.not_finite or first_not_finite(common)
 
 
 def _random_states(model: nn.Module) -> random_state.Captured:

@@ -24,7 +24,7 @@ from hpcpar.errors import (
     SharedMemoryError,
 )
 from hpcpar.launch import slurm
-from hpcpar.launch.signals import SIGNALS, START_AGAIN, EarlySignals
+from hpcpar.launch.signals import SIGNALS, EarlySignals
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -35,6 +35,9 @@ CANNOT_WORK = 2
 
 FAILED = 1
 """Exit status when the run went wrong on its way."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell has it."""
 
 ASKED_WRONGLY = (
     CheckpointError,
@@ -62,24 +65,36 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
     by `hpcpar run -n 4 -- -m hpcpar train CONFIG`; alone it trains on one rank.
 
     SIGUSR1 or SIGTERM has it save a checkpoint after the step and end with status 75: start it again.
+    So has Ctrl-C, with status 130, and a second one ends it at once. --resume goes on.
     A Slurm job that was put back into the queue goes on from its newest checkpoint by itself.
     """
     # What follows takes seconds, on many nodes minutes, in which a signal shall not end the job.
     with ExitStack() as stack:
         early = EarlySignals(SIGNALS)
         stack.callback(early.close)
-        return _train(config, overrides, resume, early, stack)
+        try:
+            import hpcpar
+            import hpcpar.training  # torch with it
+
+            world = hpcpar.init(sets_threads=True)
+        except KeyboardInterrupt:
+            click.echo("hpcpar train: Ctrl-C before the run began", err=True)
+            return INTERRUPTED
+        return _train(config, overrides, resume, world, early, stack)
 
 
 def _train(
-    config: Path, overrides: tuple[str, ...], resume: bool, early: EarlySignals, stack: ExitStack
+    config: Path,
+    overrides: tuple[str, ...],
+    resume: bool,
+    world: Communicator,
+    early: EarlySignals,
+    stack: ExitStack,
 ) -> int:
-    import hpcpar
     from hpcpar.cli.console import own_console
     from hpcpar.training import Preempted, Run, parse
     from hpcpar.training.config import read_text
 
-    world = hpcpar.init(sets_threads=True)
     logging.basicConfig(level=logging.WARNING, format=f"[{world.rank}/{world.size}] %(message)s")
     restarts = slurm.restarts()
     if restarts and not resume and world.rank == 0:
@@ -95,6 +110,9 @@ def _train(
     except ASKED_WRONGLY as error:
         _say_once(error, world)
         return CANNOT_WORK
+    except KeyboardInterrupt:
+        world.end_job("Ctrl-C before the first step: nothing is there to be saved yet", INTERRUPTED)
+        return INTERRUPTED
     except OSError as error:
         # What one of several ranks met alone the others do not know of.
         if world.size > 1:
@@ -102,7 +120,8 @@ def _train(
         _say_once(error, world)
         return CANNOT_WORK
     try:
-        return START_AGAIN if isinstance(run.train(), Preempted) else 0
+        with preemption.interruptible():
+            return preemption.exit_status if isinstance(run.train(), Preempted) else 0
     except (CheckpointError, DivergenceError) as error:
         _say_once(error, world)
         return FAILED
@@ -119,15 +138,13 @@ def _say_once(error: Exception, world: Communicator) -> None:
         click.echo(f"hpcpar train: {error}", err=True)
 
 
-def _preemption(
-    wanted: bool, world: Communicator, early: EarlySignals, stack: ExitStack
-) -> Preemption | None:
+def _preemption(wanted: bool, world: Communicator, early: EarlySignals, stack: ExitStack) -> Preemption:
     """From here on, and for what came early, a signal means what the configuration says. Collective."""
     from hpcpar.comm.preemption import Preemption
 
     heard = early.close()
-    preemption = stack.enter_context(Preemption(world, SIGNALS)) if wanted else None
-    if heard is not None and preemption is not None:
+    preemption = stack.enter_context(Preemption(world, SIGNALS if wanted else ()))
+    if heard is not None and wanted:
         preemption.request(heard.name)
     elif heard is not None:
         os.kill(os.getpid(), heard)

@@ -5,7 +5,7 @@
             train_one_step(step)
             if preemption.is_agreed():
                 save(step + 1)
-                sys.exit(preemption.exit_status)      # 75: start me again
+                sys.exit(preemption.exit_status)      # 75: start me again; 130 after Ctrl-C
 
 A rank that is signalled cannot stop at once: others may be a collective behind it, or may get their
 signal later, or none. So after each step all ranks reduce one byte to its maximum, "has any been asked to
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import numpy as np
@@ -32,6 +33,12 @@ from hpcpar.launch.signals import SAME_WITHIN_S, SIGNALS, START_AGAIN, SignalLis
 log = logging.getLogger("hpcpar")
 
 QUESTION_NBYTES = 1
+
+INTERRUPT_SAME_WITHIN_S = 0.3
+"""A terminal sends Ctrl-C to every process, and mpiexec hands it on; nobody presses it twice so soon."""
+
+START_IT_AGAIN, INTERRUPTED = 1, 2
+"""The answers that ask for a stop: by the machine, and by a person."""
 
 
 class Preemption:
@@ -48,19 +55,35 @@ class Preemption:
     delay       the step in which the signal arrives and one more
     """
 
-    exit_status = START_AGAIN
-
     def __init__(self, comm: Communicator, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         own = comm.split(0, name="preemption")
         assert own is not None, "every rank is in it"
         self.comm = own
         self.requested: str | None = None
-        self._agreed = False
+        self._agreed = 0
         self._question = np.zeros(QUESTION_NBYTES, dtype=np.uint8)
         self._answer: Handle | None = None
         self._listener = SignalListener(signals, self._hear, self._end_at_once) if signals else None
         if signals:
             tell_launcher()
+
+    @property
+    def exit_status(self) -> int:
+        """Status for a program that stops to end with: 75, "start me again", or 130 after Ctrl-C."""
+        return 128 + signal.SIGINT if self._agreed == INTERRUPTED else START_AGAIN
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Within it Ctrl-C asks for a stop, too, and a second one ends the job at once. Main thread only.
+
+        Where SIGINT is ignored, as in a shell's background, it stays so.
+        """
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            yield
+            return
+        within_s = INTERRUPT_SAME_WITHIN_S
+        with SignalListener((signal.SIGINT,), self._hear, self._end_at_once, same_within_s=within_s):
+            yield
 
     def request(self, why: str = "the program") -> None:
         """Ask for a stop, as a signal would; on any rank, from any thread."""
@@ -73,16 +96,17 @@ class Preemption:
         """
         self.settle()
         if not self._agreed:
-            self._question[0] = self.requested is not None
+            asked = INTERRUPTED if self.requested == signal.SIGINT.name else START_IT_AGAIN
+            self._question[0] = 0 if self.requested is None else asked
             self._answer = self.comm.start_allreduce(self._question, "max")
-        return self._agreed
+        return bool(self._agreed)
 
     def settle(self) -> None:
         """Wait for the question that is under way, if one is: so that its bytes are counted. Collective."""
         if self._answer is not None:
             self._answer.wait()
             self._answer = None
-            self._agreed = bool(self._question[0])
+            self._agreed = int(self._question[0])
 
     def close(self) -> None:
         """Signals are handled as before. Collective, for the last question may still be under way."""
@@ -109,9 +133,10 @@ class Preemption:
         self.request(number.name)
         # A thousand ranks hear it; one of them is enough to tell people.
         if self.comm.rank == 0:
+            within_s = INTERRUPT_SAME_WITHIN_S if number == signal.SIGINT else SAME_WITHIN_S
             log.warning(
                 f"{number.name}: the job will stop after this step or the next; another one, later than "
-                f"{SAME_WITHIN_S:g} s from now, ends it at once"
+                f"{within_s:g} s from now, ends it at once"
             )
 
     def _end_at_once(self, number: signal.Signals) -> None:

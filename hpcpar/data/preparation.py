@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hpcpar.data.corpus import Corpus, Paths, require_existing, standard_library
 from hpcpar.data.shards import Shards, building, cache_key
@@ -40,6 +40,7 @@ def prepare(
     cache_directory: str | Path,
     tokenizer: Tokenizer | str | Path | None = None,
     held_out_fraction: float = 0.05,
+    end_of_document: str | Literal[False] | None = None,
     text_key: str = "text",
     limit_nbytes: int = 8 * MiB,
     on_progress: Callable[[int], None] | None = None,
@@ -49,6 +50,8 @@ def prepare(
     paths          files and directories; None = the Python standard library's sources, of which
                    `limit_nbytes` bounds the size
     tokenizer      one, or the path of a Hugging Face tokenizers file, or None for bytes
+    end_of_document   of a tokenizers file, as of `FileTokenizer`
+    text_key       the field of JSONL's and Parquet's records that is their text
     on_progress    called on rank 0 with its tokens so far, every few seconds
 
     The first rank of each node lists the files and builds, so the cache may be on a node's own disk
@@ -62,9 +65,10 @@ def prepare(
     directory: Path | None = None
     steps: Iterator[int] = iter(())
     with comm.together("looking for the training data"):
-        chosen = tokenizer_of(tokenizer)
+        chosen = tokenizer_of(tokenizer, end_of_document=end_of_document)
         if comm.rank == builder:
             corpus = _corpus(paths, text_key, limit_nbytes)
+            _warn_of_left_out(corpus, comm)
             directory = Path(cache_directory) / f"tokens-{cache_key(corpus, chosen, held_out_fraction)}"
             if not _is_cached(directory):
                 steps = building(corpus, chosen, directory, held_out_fraction=held_out_fraction)
@@ -83,6 +87,15 @@ def prepare(
             len(shards.skipped), first.name, first.reason, shards.directory / "index.json",
         )  # fmt: skip
     return Prepared(shards, chosen, built)
+
+
+def _warn_of_left_out(corpus: Corpus, comm: Communicator) -> None:
+    if corpus.left_out and comm.rank == 0:
+        more = f"; and {len(corpus.left_out) - 5} more kinds" if len(corpus.left_out) > 5 else ""
+        logger.warning(
+            "left out of the text: %s%s; a file that is named itself is taken whatever it is called",
+            "; ".join(corpus.left_out[:5]), more,
+        )  # fmt: skip
 
 
 def _corpus(paths: Paths | None, text_key: str, limit_nbytes: int) -> Corpus:

@@ -1,4 +1,4 @@
-"""Which windows of the corpus a step trains on: a pure function of the step, without state.
+"""Windows of the corpus that a step trains on: a pure function of the step, without state.
 
 A window is `sequence` tokens and the one after them; window w begins at token w · sequence. Every
 epoch visits each window at most once, in an order of its own:
@@ -7,11 +7,16 @@ epoch visits each window at most once, in an order of its own:
     epoch 1   step 2: windows 3 8 0 6    step 3: …
 
     step 0 on two ranks:   rank 0: 7 2    rank 1: 9 4
+
+A run that goes on with another global batch goes on behind the windows it has had (`going_on_from`), for the
+place in the text is counted in windows, not in steps:
+
+    from step 1 on with 2:              step 1: 0 5    step 2: 1 8    step 3: 3 6
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +34,17 @@ class Sampler:
     sequence       tokens of a window
     global_batch   windows of a step, over all ranks and microbatches
     seed           names the order
+    first_step     the step from which on these are the batches, at window `first_place` of the order of
+                   `first_epoch`
     """
 
     tokens: int
     sequence: int
     global_batch: int
     seed: int = 0
+    first_step: int = 0
+    first_epoch: int = 0
+    first_place: int = 0
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.global_batch < 1:
@@ -60,14 +70,27 @@ class Sampler:
 
     def epoch(self, step: int) -> int:
         """How many times the corpus was gone through before this step."""
-        return step // self.steps_per_epoch
+        return self.position(step)[0]
+
+    def position(self, step: int) -> tuple[int, int]:
+        """(epoch, windows of its order that are behind) before a step."""
+        if step < self.first_step:
+            raise DataError(f"there is no step {step}: steps count from {self.first_step}")
+        steps = step - self.first_step
+        left = max(0, self.windows - self.first_place) // self.global_batch
+        if steps < left:
+            return self.first_epoch, self.first_place + steps * self.global_batch
+        epochs, steps = divmod(steps - left, self.steps_per_epoch)
+        return self.first_epoch + 1 + epochs, steps * self.global_batch
+
+    def going_on_from(self, step: int, epoch: int, place: int) -> Sampler:
+        """The batches from a step on, of which the first begins at a window of an epoch's order."""
+        return replace(self, first_step=step, first_epoch=epoch, first_place=place)
 
     def batch(self, step: int) -> npt.NDArray[np.int64]:
         """Windows of the whole global batch of a step, [global_batch]."""
-        if step < 0:
-            raise DataError(f"there is no step {step}: steps count from 0")
-        epoch, place = divmod(step, self.steps_per_epoch)
-        places = np.arange(place * self.global_batch, (place + 1) * self.global_batch)
+        epoch, place = self.position(step)
+        places = np.arange(place, place + self.global_batch)
         return permute(places, self.windows, key=(self.seed << 32) + epoch)
 
     def shard(self, step: int, dp_rank: int, dp_size: int) -> npt.NDArray[np.int64]:

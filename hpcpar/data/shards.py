@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcpar.data.corpus import Corpus, Skipped
-from hpcpar.data.tokens import Tokenizer
+from hpcpar.data.tokens import FileTokenizer, Tokenizer
 from hpcpar.durable import whole_directory
 from hpcpar.errors import DataError
 from hpcpar.partition import offsets
@@ -49,6 +49,8 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 def cache_key(corpus: Corpus, tokenizer: Tokenizer, held_out_fraction: float) -> str:
     """Names the shards that these inputs give: 16 hexadecimal digits."""
     told = f"{FORMAT}/{corpus.fingerprint()}/{tokenizer.identity}/{held_out_fraction!r}"
+    if tokenizer.end_of_document is None:
+        told += "/kept apart"  # or refused: earlier versions let documents run together without a word
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
@@ -199,7 +201,7 @@ def building(
     two documents has both splits.
 
     errors   DataError when the corpus gives no token to train on, when the tokenizer makes one that is not in
-             its vocabulary, or when `directory` cannot be written
+             its vocabulary or has none to keep documents apart, or when `directory` cannot be written
     """
     if not 0 <= held_out_fraction < 1:
         raise DataError(f"held_out_fraction={held_out_fraction} must be at least 0 and less than 1")
@@ -211,10 +213,15 @@ def building(
             _SplitWriter(staging, "train", dtype, shard_tokens) as train,
             _SplitWriter(staging, "held_out", dtype, shard_tokens) as held_out,
         ):
+            source: str | None = None
             for document in corpus.documents():
                 tokens = tokenizer.encode(document.text)
                 if not len(tokens):
                     continue
+                # Pieces of one text, a.txt#0 and a.txt#1, may follow each other without an end between them.
+                before, source = source, document.name.rpartition("#")[0]
+                if before not in (None, source) and isinstance(tokenizer, FileTokenizer):
+                    tokenizer.require_end()
                 _require_known(tokens, tokenizer, document.name)
                 total = train.tokens + held_out.tokens
                 split = held_out if held_out.tokens < held_out_fraction * total else train

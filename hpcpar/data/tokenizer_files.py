@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpcpar.data.tokens import FileTokenizer, Tokenizer, tokenizer_of
 
 
-def write_tokenizer(given: str | Path | None, directory: Path) -> Tokenizer:
+def write_tokenizer(
+    given: str | Path | None, directory: Path, *, end_of_document: str | int | Literal[False] | None = None
+) -> Tokenizer:
     """Leave both files in a directory; the tokenizer that they describe.
 
-    given    a `tokenizers` file, which is copied; None = bytes
-    errors   DataError where it cannot be read
+    given             a `tokenizers` file, which is copied; None = bytes
+    end_of_document   of a file, as of `FileTokenizer`
+    errors            DataError where it cannot be read
     """
-    tokenizer = tokenizer_of(given)
+    tokenizer = tokenizer_of(given, end_of_document=None if given is None else end_of_document)
     told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     text = _bytes_file() if given is None else Path(given).read_text(encoding="utf-8")
     end = tokenizer.end_of_document

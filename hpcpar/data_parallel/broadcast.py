@@ -32,7 +32,16 @@ def broadcast_parameters(
     """
     wait_for_new(module.parameters())
     agree_on_parameters(_everything(module), comm, "parameters and buffers")
-    tensors = [tensor.detach() for tensor in _in_memory(module)]
+    broadcast_tensors(
+        [tensor for _, tensor in _everything(module)], comm, root=root, bucket_bytes=bucket_bytes
+    )
+
+
+def broadcast_tensors(
+    given: Sequence[Tensor], comm: Communicator, *, root: int = 0, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Overwrite tensors on every rank, where they are alike, with those of `root`; collective."""
+    tensors = [_written_to(tensor).detach() for tensor in given]
     for bucket in _assigned(tensors, bucket_bytes):
         members = [tensors[index] for index in bucket.members]
         flat = torch.cat([member.reshape(-1) for member in members])
@@ -55,10 +64,11 @@ def _everything(module: nn.Module) -> list[Named]:
 
 def _in_memory(module: nn.Module) -> list[Tensor]:
     """All of it, of expanded buffers the one element that they repeat: only that can be written to."""
-    return [
-        tensor if isinstance(tensor, nn.Parameter) else _unexpanded(tensor)
-        for _, tensor in _everything(module)
-    ]
+    return [_written_to(tensor) for _, tensor in _everything(module)]
+
+
+def _written_to(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else _unexpanded(tensor)
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:

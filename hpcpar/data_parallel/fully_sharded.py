@@ -41,6 +41,7 @@ from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.absent import AbsentParameter
 from hpcpar.data_parallel.blocks import Block
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
+from hpcpar.data_parallel.call_order import ADVICE, CallOrder
 from hpcpar.data_parallel.initial_values import InitialValues, Values
 from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
 from hpcpar.data_parallel.parameters import (
@@ -58,7 +59,7 @@ from hpcpar.data_parallel.scattered import ScatteredGradients
 from hpcpar.data_parallel.shards import pieces_between, shard_of
 from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.units import Place, Policy, UnitPlan, hides, plan_units, tensors_in
-from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
+from hpcpar.errors import MismatchError, OperationError, ShardedParameterError, StallError
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -173,8 +174,11 @@ class Unit:
     def gather(self) -> None:
         """Return when its parameters are there. Collective."""
         self.start_gather()
-        for handle in self._handles:
-            handle.wait()
+        try:
+            for handle in self._handles:
+                handle.wait()
+        except StallError as error:
+            raise StallError(f"gathering unit {self.name!r} of a sharded model: {error} {ADVICE}") from error
         self._handles.clear()
         if self.is_coming:
             for each in self.held:
@@ -307,6 +311,8 @@ class Sharding:
         self._ahead_of: Unit | None = None
         units[0].keeps = units[-1].keeps = True
         self.gathers = 0
+        self._number_of = {unit: number for number, unit in enumerate(units)}
+        self._calls = CallOrder([unit.name for unit in units], dp_comm)
         trainable = [
             (unit, held) for unit in reversed(units) for held in unit.held if held.parameters[0].requires_grad
         ]
@@ -374,7 +380,7 @@ class Sharding:
         recomputing = torch._C._current_graph_task_id() != -1
         if unit is self.units[0] and not recomputing:
             self._begin_forward()
-        self._bring(unit)
+        self._bring(unit, is_called=not recomputing)
         if recomputing:
             return
         if not self._is_order_known and unit not in self._order:
@@ -412,6 +418,7 @@ class Sharding:
             self._end_forward(trains)
 
     def _begin_forward(self) -> None:
+        self._calls.require_same()
         self._in_backward = False
         if torch.is_grad_enabled():
             for unit in self.units:
@@ -422,14 +429,27 @@ class Sharding:
             self._is_order_known = True
             for unit in self.units:
                 unit.keeps = unit in (self.units[0], self._order[-1])
+        if self.once is None:
+            self._calls.note(None)
+        if not trains:
+            self._calls.require_same()
         for unit in self.units:
             if not (trains and unit.keeps):
                 unit.free()
 
-    def _bring(self, unit: Unit) -> None:
+    def _bring(self, unit: Unit, *, is_called: bool = False) -> None:
+        """Gather a unit: `is_called` in a forward, where ranks are held to the same order."""
+        self._start(unit, is_called=is_called)
+        if is_called:
+            self._calls.require_same(self._number_of[unit])
+        unit.gather()
+
+    def _start(self, unit: Unit, *, is_called: bool) -> None:
         if not unit.is_here:
             self.gathers += 1
-        unit.gather()
+            if is_called:
+                self._calls.note(self._number_of[unit])
+            unit.start_gather()
 
     def _look_ahead(self, unit: Unit, direction: int) -> None:
         """Begin to gather the units that come after this one in forward (1) or backward (-1)."""
@@ -438,14 +458,14 @@ class Sharding:
         place = self._order.index(unit)
         for distance in range(1, self._prefetch + 1):
             ahead = place + direction * distance
-            if 0 <= ahead < len(self._order) and not self._order[ahead].is_here:
-                self.gathers += 1
-                self._order[ahead].start_gather()
+            if 0 <= ahead < len(self._order):
+                self._start(self._order[ahead], is_called=direction > 0)
 
     # --- backward ---------------------------------------------------------------------------------
 
     def _before_backward(self, unit: Unit) -> None:
         if not self._in_backward:
+            self._calls.require_same()
             self._in_backward = True
             self.gradients.expect_backward()
             for each in self.units:
@@ -685,12 +705,16 @@ def fully_shard(
     prefetch           units that are gathered ahead
     shared_parameters  on CPUs: the parameters exist once on each node, for all of its ranks; only between
                        nodes are they gathered, once after a step
-    values             whole initial values, the same on all ranks, asked for one parameter at a time; None:
-                       rank 0's parameters, or, on the meta device, what the modules' reset_parameters draws
+    values             (name, tensor) -> whole initial value, the same on all ranks, asked for one parameter
+                       at a time, and for buffers of the meta device, of which it may know none (KeyError);
+                       None: rank 0's parameters and buffers, or, on the meta device, what the modules'
+                       reset_parameters draws
     device             where parameters are to be; None: where they are; the CPU for those of the meta device
 
     Calls of the model, backwards, and what follows from them are collective from now on; every rank must call
-    the units in the same order, in the same number of forwards and backwards. Which parameters of a unit get
+    the units in the same order, in the same number of forwards and backwards: MismatchError on every rank
+    where a forward does not, as with experts that only some ranks call. A `policy` that makes the layer
+    around them the unit is the way then. Which parameters of a unit get
     a gradient may differ, as experts do, and so may whose outputs a loss is made of.
 
     A forward may not write to its parameters, as torch.nn.Embedding's max_norm makes it: that would go with

@@ -24,7 +24,7 @@ class Shards(Protocol):
         """Leave zeros, to which the next backward adds."""
 
     def norm_of(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of the average gradients of all these together. Collective."""
+        """Return the norm of the average gradients of these parameters together. Collective."""
 
 
 class HeldGradient(Tensor):
@@ -81,14 +81,17 @@ class HeldGradient(Tensor):
 
     @classmethod
     def total_norm(cls, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of the gradients of one optimizer, of all that there are. Collective."""
-        held = [gradient for gradient in gradients if type(gradient) is cls]
-        if len(held) < len(gradients) or len({id(each.shards) for each in held}) > 1:
-            raise OperationError(
-                "a norm was asked of gradients of several optimizers together, of which a rank has shards; "
-                "clip each optimizer's by its clip_grad_norm_()"
-            )
-        return held[0].shards.norm_of([each.parameter for each in held], norm_type)
+        """Return the norm of gradients together, some of them held. Collective over optimizers' ranks."""
+        held: dict[Shards, list[Tensor]] = {}
+        norms: list[Tensor] = []
+        for gradient in gradients:
+            if type(gradient) is cls:
+                held.setdefault(gradient.shards, []).append(gradient.parameter)
+            else:
+                norms.append(torch.linalg.vector_norm(gradient, norm_type))
+        norms += [shards.norm_of(parameters, norm_type) for shards, parameters in held.items()]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return total
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldGradient of {list(self.shape)}, of which this rank has a shard"

@@ -66,26 +66,31 @@ class GradientNorm:
         return list(dict.fromkeys(map(split_over_of, [*self._parameters, *split])))
 
     @cached_property
-    def _places(self) -> list[list[tuple[Kind, int, int]]]:
-        """In each flat gradient, from where to where it is of which kind."""
+    def _places(self) -> list[list[tuple[int, int, int]]]:
+        """In each flat gradient, from where to where it is which parameter's."""
         return [
             [
-                (split_over_of(self._parameters[piece.member]), piece.offset, piece.end)
+                (piece.member, piece.offset, piece.end)
                 for piece in shard_of(bucket, *self._shard).pieces
                 if id(self._parameters[piece.member]) not in self._elsewhere
             ]
             for bucket in self._buckets
         ]
 
-    def of(self, flats: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients; the same bits on every rank. Collective. In float32, or as they are."""
+    def of(
+        self, flats: Sequence[Tensor], norm_type: float = 2.0, members: Collection[int] | None = None
+    ) -> Tensor:
+        """The norm of all gradients; the same bits on every rank. Collective. In float32, or as they are.
+
+        members   numbers of the parameters that count, the same on every rank; None: all
+        """
         require_norm_type(norm_type)
         if not self._kinds:
             return torch.zeros(())
         largest = math.isinf(norm_type)
         add = torch.maximum if largest else torch.add
         sums = {kind: torch.zeros((), dtype=torch.float64) for kind in self._kinds}
-        for kind, part in self._parts(flats):
+        for kind, part in self._parts(flats, members):
             if part.numel():
                 sums[kind] = add(sums[kind], powers(part, norm_type))
         if self._dp_comm is not None:
@@ -112,11 +117,12 @@ class GradientNorm:
             comm.allreduce(broken)
         return not broken.item()
 
-    def _parts(self, flats: Sequence[Tensor]) -> list[tuple[Kind, Tensor]]:
-        if len(self._kinds) == 1 and not self._elsewhere:
+    def _parts(self, flats: Sequence[Tensor], members: Collection[int] | None) -> list[tuple[Kind, Tensor]]:
+        if len(self._kinds) == 1 and not self._elsewhere and members is None:
             return [(self._kinds[0], flat) for flat in flats]
         return [
-            (kind, flat[start:stop])
+            (split_over_of(self._parameters[member]), flat[start:stop])
             for flat, places in zip(flats, self._places, strict=True)
-            for kind, start, stop in places
+            for member, start, stop in places
+            if members is None or member in members
         ]

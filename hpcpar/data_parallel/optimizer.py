@@ -412,17 +412,9 @@ class DistributedOptimizer(Optimizer):
             self.zero_grad(set_to_none=False)
 
     def norm_of(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of the average gradients of these parameters, of all that have one. Collective."""
+        """Return the norm of the average gradients of these parameters together. Collective."""
         given = {self._number_of[id(parameter)] for parameter in parameters}
-        for number, name in enumerate(self._synchronizer.names):
-            if self._synchronizer.used[number] and number not in given:
-                raise OperationError(
-                    f"the norm of the gradients of {len(given)} parameters was asked, without {name}, where "
-                    "each rank has a shard of all; clip all parameters of the optimizer together, as by "
-                    "optimizer.clip_grad_norm_(), or change some of optimizer.named_gradients()"
-                )
-        self._total = self._norm.of(self._gradients(), norm_type) * abs(self._factor)
-        return self._total
+        return self._norm.of(self._gradients(), norm_type, given) * abs(self._factor)
 
     def _is_in_backward(self, number: int) -> bool:
         """Whether a backward is still to bring a gradient; OperationError where one has sent it."""

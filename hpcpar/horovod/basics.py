@@ -9,8 +9,7 @@ import atexit
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from hpcpar.comm import Communicator
 from hpcpar.errors import OperationError
 from hpcpar.horovod import process_sets as sets
 from hpcpar.horovod.engine import Crew, Engine
+from hpcpar.horovod.init_arguments import Asked, agreed, fail_together
 from hpcpar.horovod.process_sets import (
     ProcessSet,
     global_process_set,
-    ranks_of_communicator,
-    whole_ranks,
 )
 from hpcpar.horovod.timeline import Timeline
 from hpcpar.launch.knobs import Knobs
@@ -121,17 +119,18 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     if _context is not None:
         _init_again(_context, comm, process_sets)
         return
-    asked, knobs, failure = _Asked(), Knobs(), None
+    asked, knobs = Asked(), Knobs()
+    failure: Exception | None = None
     try:
-        asked, knobs = _Asked.of(comm, process_sets), Knobs.from_environ()
-    except ValueError as error:  # raised once the other ranks know of it
+        asked, knobs = Asked.of(comm, process_sets), Knobs.from_environ()
+    except Exception as error:  # raised once the other ranks know of it
         failure = error
     log.setLevel(_LEVELS[knobs.log_level])
     # Unlike elsewhere a wait may last for ever, as in Horovod: the stall inspector tells of it.
     patience_s = Settings.from_environ(patience_s=math.inf).timeout_s
     world = hpcpar.init(timeout_s=patience_s, check=False)
-    _fail_together(world, failure)
-    base, dynamic = _agreed(world, asked)
+    fail_together(world, failure)
+    base, dynamic = agreed(world, asked)
     context = Context(base, knobs, dynamic=dynamic)
     try:
         _begin(context, world, asked)
@@ -150,87 +149,7 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
         os.register_at_fork(after_in_child=_leave_ranks_to_parent)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What the arguments of `init` say.
-
-    ranks          of the whole job, in their order; None: all
-    process_sets   to register at once
-    dynamic        others may come later
-    """
-
-    ranks: tuple[int, ...] | None = None
-    process_sets: tuple[Any, ...] = ()
-    dynamic: bool = False
-
-    @classmethod
-    def of(cls, comm: Any, process_sets: Any) -> _Asked:
-        """Read them; ValueError for what `init` does not take."""
-        dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
-        if dynamic or process_sets is None:
-            return cls(_ranks_of(comm), (), dynamic)
-        if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
-            raise OperationError(
-                f"init(process_sets={process_sets!r}): give a list of process sets, such as "
-                f'[hvd.ProcessSet([0, 1])], or "dynamic"'
-            )
-        return cls(_ranks_of(comm), tuple(process_sets))
-
-    def part_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the ranks that this rank of the job starts with, itself among them; None: all."""
-        return self.ranks if self.ranks is None or rank in self.ranks else (rank,)
-
-
-def _ranks_of(comm: Any) -> tuple[int, ...] | None:
-    """The ranks of the job that `init(comm=…)` is to start on; None: all."""
-    if comm is None:
-        return None
-    if hasattr(comm, "Get_rank"):
-        return tuple(ranks_of_communicator(comm, "init(comm=…)"))
-    ranks = whole_ranks(comm, f"init(comm={comm!r})")
-    if len(set(ranks)) < len(ranks):
-        raise OperationError(f"init(comm={ranks}): a rank comes twice; name each once")
-    return tuple(ranks) or None
-
-
-def _fail_together(world: Communicator, failure: Exception | None) -> None:
-    """Raise the same on all ranks where any has failed. Collective."""
-    told = world.unchecked("horovod").allgather_object("" if failure is None else str(failure))
-    texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
-    if failure is not None and len(texts) == world.size and len(set(told)) == 1:
-        raise failure
-    if texts:
-        raise OperationError("hvd.init() failed. " + "; ".join(texts[:4])) from failure
-
-
-def _agreed(world: Communicator, asked: _Asked) -> tuple[Communicator, bool]:
-    """The communicator of the ranks that start together, and whether any says "dynamic". Collective.
-
-    errors   OperationError on every rank for ranks that are not there, and where ranks gave different ones
-    """
-    told = world.unchecked("horovod").allgather_object((asked.ranks, asked.dynamic))
-    everyone = tuple(range(world.size))
-    parts = [_Asked(ranks).part_of(rank) or everyone for rank, (ranks, _) in enumerate(told)]
-    away = [list(ranks) for ranks, _ in told if ranks is not None and not set(ranks) <= set(everyone)]
-    if away:
-        raise OperationError(f"init(comm={away[0]}): there are ranks 0 to {world.size - 1} only")
-    for rank, part in enumerate(parts):
-        for other in part:
-            if parts[other] != part:
-                raise OperationError(
-                    f"hvd.init() was to start on ranks {list(part)} by rank {rank}, and on ranks "
-                    f"{list(parts[other])} by rank {other}; all of a list must give the same list"
-                )
-    own = parts[world.rank]
-    dynamic = any(told[rank][1] for rank in own)
-    if own == everyone:
-        return world, dynamic
-    base = world.split(min(own), own.index(world.rank), "horovod")
-    assert base is not None, "every rank has a color"
-    return base, dynamic
-
-
-def _begin(context: Context, world: Communicator, asked: _Asked) -> None:
+def _begin(context: Context, world: Communicator, asked: Asked) -> None:
     """Open the timeline and make the process sets; what fails in one part of the job fails in all."""
     failure: Exception | None = None
     try:
@@ -240,12 +159,12 @@ def _begin(context: Context, world: Communicator, asked: _Asked) -> None:
         sets.register(context, asked.process_sets)
     except Exception as error:  # of whatever kind: the other ranks must hear of it
         failure = error
-    _fail_together(world, failure)
+    fail_together(world, failure)
 
 
 def _init_again(context: Context, comm: Any, process_sets: Any) -> None:
     """Do what a second call of `init` asks for, or refuse it. Collective where it names new process sets."""
-    asked = _Asked.of(comm, process_sets)
+    asked = Asked.of(comm, process_sets)
     here = context.base.world_ranks
     if asked.part_of(here[context.rank]) not in (None, here):
         raise OperationError(
@@ -255,7 +174,7 @@ def _init_again(context: Context, comm: Any, process_sets: Any) -> None:
     context.dynamic = context.dynamic or asked.dynamic
     known = list(context.process_sets.values())
     new = [one for one in asked.process_sets if not any(one is other for other in known)]
-    if new:
+    if asked.process_sets:  # also where all are there: on another rank some may not be
         sets.register(context, new)
     _remember_communicator(comm)
 

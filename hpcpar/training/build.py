@@ -57,6 +57,8 @@ def prepare_data(config: Config, comm: Communicator, *, say: Callable[[str], Non
         data.paths or None,
         cache_directory=data.cache,
         tokenizer=data.tokenizer,
+        end_of_document=data.eos_token,
+        text_key=data.text_key,
         held_out_fraction=data.held_out,
         limit_nbytes=int(data.max_mib * MiB),
         on_progress=lambda tokens: say(f"tokenizing: {tokens:,} tokens so far"),
@@ -146,6 +148,7 @@ def build_optimizer(
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
         model=None if section.zero_stage == 3 else model,
         overlap_allgather=section.zero_stage in (1, 2),
+        nonfinite="step",  # the run looks at the norms of many steps at once, and ends before it saves
         backward_passes_per_step=backwards,
         tied=tied,
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),

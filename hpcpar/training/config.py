@@ -29,6 +29,7 @@ from hpcpar.autograd import Recompute
 from hpcpar.comm import select
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
+from hpcpar.training.usual_names import OF_OTHERS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -83,15 +84,20 @@ class ModelSection(Section):
 class DataSection(Section):
     """Which text, and how it becomes tokens.
 
-    paths       text or JSONL files, or directories of them; empty = Python's own standard library
+    paths       files of text, JSONL or Parquet, or directories of them; empty = Python's own standard library
+    text_key    the field of JSONL's and Parquet's records that is their text
     tokenizer   a Hugging Face `tokenizers` JSON file; None = bytes
+    eos_token   the token of such a file that ends a document; None = what the files beside it name, or one of
+                the usual names; false = none, documents run together
     held_out    share of the documents that is kept out of training and measures it
     max_mib     of the standard library that is taken; paths are taken whole
     cache       directory for the tokens, built once for the same files and tokenizer
     """
 
     paths: tuple[Named, ...] = ()
+    text_key: str = Field(default="text", min_length=1)
     tokenizer: Named | None = None
+    eos_token: Annotated[str | Literal[False], BeforeValidator(_require_a_name)] | None = None
     held_out: float = Field(default=0.05, gt=0, lt=1)
     max_mib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
     cache: Named = Path("runs/cache")
@@ -117,7 +123,8 @@ class TrainSection(Section):
     recompute          activations that are computed anew in backward, not kept: "selective" scores and shares
                        of attention, "full" each layer from its input
     recompute_layers   in so many layers, from the first on; None = all
-    preemptible        SIGUSR1 and SIGTERM ask for a checkpoint after the step, and for exit status 75
+    preemptible        SIGUSR1 and SIGTERM ask for a checkpoint after the step, and for exit status 75; Ctrl-C
+                       does in any case, with status 130
     """
 
     steps: int = Field(default=500, gt=0)
@@ -267,8 +274,9 @@ class OutputSection(Section):
 
     directory         metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json and checkpoints/
     log_every         steps between lines of progress; losses are summed over ranks as often
-    checkpoint_every  steps between checkpoints; 0 = at the end only
-    keep              checkpoints that stay
+    checkpoint_every  steps between checkpoints; 0 = by time, and at the end
+    checkpoint_minutes  after which there is one in any case, as seen every log_every steps; 0 = never by time
+    keep              checkpoints that stay, and in any case the newest one that is whole and finite
     timeline_steps    first steps of the run to trace into timeline.json; 0 = no timeline
     sample_tokens     of text that the trained model writes at the end, going on from held-out text; 0 = none
     """
@@ -276,6 +284,7 @@ class OutputSection(Section):
     directory: Named = Path("runs/latest")
     log_every: int = Field(default=10, gt=0)
     checkpoint_every: int = Field(default=0, ge=0)
+    checkpoint_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     keep: int = Field(default=2, gt=0)
     timeline_steps: int = Field(default=0, ge=0)
     sample_tokens: int = Field(default=0, ge=0)
@@ -453,6 +462,9 @@ def _complaint(fault: Mapping[str, Any], source: str, origins: Mapping[str, str]
     where = next((said for overridden, said in origins.items() if _within(key, overridden)), source)
     if fault["type"] == "extra_forbidden":
         return f"{where}: there is no key {key}{_nearest(key)}"
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        there = ", ".join(each for each in known_keys() if each.startswith(f"{key}."))
+        return f"{where}: {key} = {fault['input']!r}: this is a table, of {there}"
     message = str(fault["msg"]).removeprefix("Value error, ")
     return f"{where}: {key} = {fault['input']!r}: {message[:1].lower()}{message[1:]}"
 
@@ -465,8 +477,16 @@ def _nearest(key: str) -> str:
     """The key that was probably meant, or those that the table has."""
     known = known_keys()
     leaf = key.rpartition(".")[2]
-    same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
-    close = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    name = leaf.lower().replace("-", "_")
+    same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    meant = OF_OTHERS.get(key.lower()) or " or ".join(same_leaf) or OF_OTHERS.get(name)
+    if meant:
+        return f"; did you mean {meant}?"
+    candidates = known if "." in key else (*known, *Config.model_fields)
+    close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7)
+    if not close:
+        leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(known)} | OF_OTHERS
+        close = [leaves[each] for each in difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)]
     if close:
         return f"; did you mean {close[0]}?"
     table = key.partition(".")[0]

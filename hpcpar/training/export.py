@@ -72,7 +72,13 @@ def export(
     config = _config_of(chosen, extra)
     dtype = dtype or config.train.precision
     with whole_directory(directory) as staging:
-        spoken = write_tokenizer(tokenizer or config.data.tokenizer, staging)
+        # What ends a document is what the model has learnt, wherever its tokenizer's file is now.
+        learnt = extra.get("end_of_document")
+        spoken = write_tokenizer(
+            tokenizer or config.data.tokenizer,
+            staging,
+            end_of_document=config.data.eos_token if learnt is None else learnt,
+        )
         if tokenizer is None and spoken.identity != extra.get("tokenizer", spoken.identity):
             raise DataError(
                 f"the tokenizer {config.data.tokenizer} is not what the model was trained with: the file "

@@ -1,8 +1,8 @@
 """A training run from its configuration to its last checkpoint.
 
 `Run(config, comm)` builds everything, on all ranks or on none; `run.train()` goes through the steps.
-What a run does at a step (its data, its learning rate) depends on the step alone, so a resumed run
-needs no more than model, optimizer, random numbers and the number of steps done.
+What a run does at a step depends on the step alone, but for its data: their place is counted in
+sequences, so that a run may be resumed with another global batch. The learning rate is that of the step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hpcpar.checkpoint import latest, load, read_extra, save
+from hpcpar.checkpoint import Loaded, load, save
 from hpcpar.checkpoint.catalogue import by_step
 from hpcpar.comm import Communicator
 from hpcpar.comm.places import gather_placement
@@ -165,6 +165,7 @@ class Run:
         self._tokens_before = 0
         self._activations: Activations | None = None
         self._is_to_stop = False
+        self._saved_s = 0.0
         self.first_step = self._prepare_directory(resume)
 
     def _build_whole(self) -> None:
@@ -218,6 +219,7 @@ class Run:
         """Every step that is left, and what belongs between and after them; or less if asked to stop."""
         train, output = self.config.train, self.config.output
         self._announce()
+        self._saved_s = time.monotonic()
         loss: float | None = None
         held_out: float | None = None
         seconds = 0.0
@@ -238,7 +240,8 @@ class Run:
                     self._record_last_step(self.worker)
                 if self._is_evaluated(stop):
                     held_out = self._evaluate(stop, metrics)
-                if is_due(stop, output.checkpoint_every) or stop == train.steps:
+                is_last = stop == train.steps
+                if is_last or is_due(stop, output.checkpoint_every) or self._is_time_to_save():
                     self._save(stop)
             if held_out is None:
                 held_out = self._evaluate(self.first_step, metrics)
@@ -271,6 +274,15 @@ class Run:
     def _is_evaluated(self, steps_done: int) -> bool:
         train = self.config.train
         return steps_done == train.steps or is_due(steps_done, train.evaluate_every)
+
+    def _is_time_to_save(self) -> bool:
+        """Tell whether the last checkpoint is as old as one may be, by rank 0's clock. Collective."""
+        limit_s = 60 * self.config.output.checkpoint_minutes
+        if not limit_s:
+            return False
+        is_due = self.comm.rank == 0 and time.monotonic() - self._saved_s >= limit_s
+        answer: bool = self.comm.broadcast_object(is_due)
+        return answer
 
     def _stretches(self) -> list[tuple[int, int]]:
         """The steps that are left, cut wherever something happens between two of them."""
@@ -422,28 +434,33 @@ class Run:
     # --- what a run leaves behind -----------------------------------------------------------------
 
     def _prepare_directory(self, resume: bool) -> int:
-        """Make the output directory, or go back to its newest checkpoint; the steps done there."""
-        found: Path | None = None
+        """Make the output directory, or go back to its newest sound checkpoint; the steps done there."""
+        is_found = False
         with self.comm.together("making the output directory"):
             if self.comm.rank == 0:
                 if resume:
-                    found = latest(self.checkpoints)
+                    is_found = bool(by_step(self.checkpoints))
                 else:
                     moved = move_aside(self.directory, offload=self.config.optimizer.offload)
                     if moved is not None:
                         self._say(f"the earlier run in {self.directory} is now {moved}")
                 self._make_directory()
-        found = self.comm.broadcast_object(found)
-        if found is None:
+        is_found = self.comm.broadcast_object(is_found)
+        if not is_found:
             if resume:
                 self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
             return 0
-        self._require_same_make(found)
         told = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        restored = load(found, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        restored = load(
+            self.checkpoints,
+            model=self.model,
+            optimizer=self.optimizer,
+            comm=self.comm,
+            accept=self._require_same_make,
+        )
         # The checkpoint has decay, betas and the like as well, but it is the configuration that says them.
         for group, options in zip(self.optimizer.param_groups, told, strict=True):
             group.update(options)
@@ -451,8 +468,8 @@ class Run:
         self._tokens_before = restored.extra.get("tokens", restored.step * self.tokens_per_step)
         self._owes_evaluation = restored.extra.get("owes_evaluation", False)
         self._warn_of_changes(restored.extra.get("config", {}))
-        self._warn_of_other_text(restored.extra.get("text"))
-        self._say(f"resuming after step {restored.step} from {found}")
+        self._go_on_in_text(restored)
+        self._say(f"resuming after step {restored.step} from {restored.path}")
         return restored.step
 
     def _make_directory(self) -> None:
@@ -463,13 +480,9 @@ class Run:
                 f"output.directory = {self.directory} cannot be made: {error}; name another one"
             ) from error
 
-    def _require_same_make(self, checkpoint: Path) -> None:
-        """CheckpointError where its parameters would go on as another function's, or by another method."""
-        saved: dict[str, Any] = {}
-        with self.comm.together(f"loading the checkpoint {checkpoint}"):
-            if self.comm.rank == 0:
-                saved = read_extra(checkpoint)[1].get("config", {})
-        saved = self.comm.broadcast_object(saved)
+    def _require_same_make(self, checkpoint: Path, extra: dict[str, Any]) -> None:
+        """CheckpointError where it would go on as another function, by another method, or in text it had."""
+        saved: dict[str, Any] = extra.get("config", {})
         name = self.config.optimizer.name
         stepped = saved.get("optimizer", {}).get("name", name)
         if stepped != name:
@@ -477,6 +490,7 @@ class Run:
                 f"{checkpoint} is of another optimizer: optimizer.name = {stepped!r} there, {name!r} here; "
                 f"set optimizer.name={stepped}, or start anew without --resume"
             )
+        self._require_same_windows(checkpoint, extra)
         before, now = model_config_saved(saved), self.model.config
         if before is None:
             return
@@ -505,12 +519,46 @@ class Run:
             if before != value and self.comm.rank == 0:
                 logger.warning("resuming with %s = %r, which was %r before", key, value, before)
 
-    def _warn_of_other_text(self, saved: str | None) -> None:
-        """Files may change under their names; `saved`: the digest of the text that was learnt from."""
-        if saved not in (None, self.data.shards.digest) and self.comm.rank == 0:
+    def _is_same_text(self, extra: dict[str, Any]) -> bool:
+        return extra.get("text") in (None, self.data.shards.digest)
+
+    def _require_same_windows(self, checkpoint: Path, extra: dict[str, Any]) -> None:
+        """CheckpointError where text that was learnt from cannot be told from what was not."""
+        now = self.config.train.sequence
+        before = extra.get("config", {}).get("train", {}).get("sequence", now)
+        if before == now or not self._is_same_text(extra) or not extra.get("data", {"place": 1})["place"]:
+            return
+        raise CheckpointError(
+            f"{checkpoint} was saved amid an epoch of sequences of {before} tokens, and train.sequence = "
+            f"{now} here: cut into others, text would be learnt from twice in it and other text never; set "
+            f"train.sequence={before}, give other text, or start anew without --resume"
+        )
+
+    def _go_on_in_text(self, restored: Loaded) -> None:
+        """Take up the order of the text behind the sequences that were learnt from, however many a step had.
+
+        Files may change under their names: text that is not what it was is begun with, in another order.
+        """
+        extra, train = restored.extra, self.config.train
+        saved = extra.get("config", {}).get("train", {})
+        position = extra.get("data")
+        if position is None:  # by a version that counted steps
+            batch = saved.get("global_batch", train.global_batch)
+            epoch, steps = divmod(restored.step, max(1, self.sampler.windows // batch))
+            position = {"epoch": epoch, "place": steps * batch, "seed": saved.get("seed", train.seed)}
+        if self._is_same_text(extra):
+            self.sampler = replace(self.sampler, seed=position["seed"]).going_on_from(
+                restored.step, position["epoch"], position["place"]
+            )
+            if position["seed"] != train.seed and self.comm.rank == 0:
+                logger.warning("the text's order stays that of train.seed = %r", position["seed"])
+            return
+        self.sampler = self.sampler.going_on_from(restored.step, position["epoch"] + 1, 0)
+        if self.comm.rank == 0:
             logger.warning(
                 "resuming with other text than before: the files or the tokenizer, or how they are cut, have "
-                "changed, and what is held out now may have been learnt from"
+                "changed, and what is held out now may have been learnt from; the text that is there now is "
+                "gone through from the beginning of an order of its own"
             )
 
     def _leave(self, steps_done: int) -> Preempted:
@@ -531,11 +579,13 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "text": self.data.shards.digest,
             "tokenizer": self.data.shards.tokenizer_identity,
+            "end_of_document": self.data.tokenizer.end_of_document,
             "tokens": self._tokens(steps_done),
+            "data": self._position(steps_done),
             "owes_evaluation": owes_evaluation,
         }
         try:
-            return save(
+            saved = save(
                 self.checkpoints,
                 step=steps_done,
                 model=self.model,
@@ -549,6 +599,13 @@ class Run:
                 f"the checkpoint of step {steps_done} cannot be saved in {self.checkpoints}: {error}; once "
                 "that is mended, go on from the one before with --resume"
             ) from error
+        self._saved_s = time.monotonic()
+        return saved
+
+    def _position(self, steps_done: int) -> dict[str, int]:
+        """The place in the text to go on from: windows of an epoch's order, which the seed names."""
+        epoch, place = self.sampler.position(steps_done)
+        return {"epoch": epoch, "place": place, "seed": self.sampler.seed}
 
     def _record_last_step(self, worker: PipelinedModel) -> None:
         """When each stage worked in the last step, for `hpcpar draw pipeline --measured`. Collective."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -354,6 +355,134 @@ def test_an_incomplete_checkpoint_is_not_kept_in_the_place_of_a_complete_one(
         save(tmp_path, step=step, model=Small(), comm=alone, keep=2)
         assert latest(tmp_path) == tmp_path / f"step-{step:08d}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000021", "step-00000022"]
+
+
+def broken(value: float) -> Small:
+    model = Small()
+    with torch.no_grad():
+        model.middle.weight[1, 2] = value
+    return model
+
+
+def damage(path: Path) -> None:
+    """Flip a bit of the model, whose file stays as long as it was."""
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "model.safetensors").write_bytes(content)
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_models_that_are_no_numbers_never_push_out_the_newest_sound_checkpoint_and_are_passed_over(
+    tmp_path: Path, alone: Communicator, caplog: pytest.LogCaptureFixture, keep: int, value: float
+) -> None:
+    good = Small()
+    for step in (1, 2):
+        save(tmp_path, step=step, model=good, comm=alone, keep=keep)
+    for step in (3, 4, 5, 6):
+        path = save(tmp_path, step=step, model=broken(value), comm=alone, keep=keep)
+    assert steps_in(tmp_path) == ([2, 6] if keep == 1 else [1, 2, 6])
+    assert f"{path} has values that are no finite numbers, the first in middle.weight; load" in caplog.text
+    caplog.clear()
+    model = Small()
+    assert load(tmp_path, model=model, comm=alone).step == 2
+    assert bits(model) == bits(good)
+    assert f"going on from {tmp_path}/step-00000002, which is the newest sound one, not step-00000006" in (
+        caplog.text
+    )
+    assert latest(tmp_path) == tmp_path / "step-00000002"
+    save(tmp_path, step=3, model=good, comm=alone, keep=1)
+    assert steps_in(tmp_path) == [3]
+
+
+def test_what_is_not_finite_is_loaded_where_it_is_named_and_does_not_replace_what_is(
+    tmp_path: Path, alone: Communicator, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, step=1, model=Small(), comm=alone)
+    path = save(tmp_path, step=2, model=broken(math.nan), comm=alone)
+    caplog.clear()
+    assert load(path, model=Small(), comm=alone).step == 2
+    assert f"as it was asked for; the newest sound one is {tmp_path}/step-00000001: name that" in caplog.text
+    with pytest.raises(CheckpointError, match=r"step-00000001 is sound and stays: .* the first in middle\."):
+        save(tmp_path, step=1, model=broken(math.nan), comm=alone)
+    assert load(tmp_path, model=Small(), comm=alone).step == 1
+    shutil.rmtree(tmp_path / "step-00000001")
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is sound: .*where it is named"):
+        load(tmp_path, model=Small(), comm=alone)
+
+
+def test_the_state_of_an_optimizer_counts_and_the_infinity_of_a_mask_does_not(
+    tmp_path: Path, alone: Communicator
+) -> None:
+    model = Small()
+    optimizer = OPTIMIZERS["adamw"](model)
+    train(model, optimizer, 1)
+    model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+    save(tmp_path, step=1, model=model, optimizer=optimizer, comm=alone)
+    assert latest(tmp_path) == tmp_path / "step-00000001"
+    optimizer.state[model.narrow]["exp_avg"][0] = math.nan
+    path = save(tmp_path, step=2, model=model, optimizer=optimizer, comm=alone)
+    assert json.loads((path / "state.json").read_text())["not_finite"] == "state/narrow/exp_avg"
+    model.mask[0, 0] = math.nan
+    path = save(tmp_path, step=3, model=model, comm=alone)
+    assert json.loads((path / "state.json").read_text())["not_finite"] == "mask"
+    assert latest(tmp_path) == tmp_path / "step-00000001"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_damaged_newest_checkpoint_is_passed_over_by_all_ranks_and_goes_before_the_sound_one(
+    tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(comm: Communicator) -> tuple[list[int], list[dict[str, Any]]]:
+        with lock:
+            good, other = Small(), Small()
+        broadcast_parameters(good, comm)
+        for step in (10, 20):
+            save(tmp_path, step=step, model=good, comm=comm)
+        if comm.rank == 0:
+            damage(tmp_path / "step-00000020")
+        comm.barrier()
+        found = [load(tmp_path, model=other, comm=comm).step]
+        save(tmp_path, step=15, model=good, comm=comm, keep=2)
+        found.append(load(tmp_path, model=other, comm=comm).step)
+        return found, [bits(good), bits(other)]
+
+    lock = threading.Lock()
+    for found, (good, other) in run_loopback(size, work):
+        assert found == [10, 15]
+        assert good == other
+    assert steps_in(tmp_path) == [10, 15]
+    assert caplog.text.count("going on from") == 1
+    assert "passed over a checkpoint: " in caplog.text
+    assert "step-00000020/model.safetensors is damaged: its SHA-256 should be" in caplog.text
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_damaged_checkpoint_that_is_named_itself_is_refused_with_the_name_of_the_sound_one(
+    tmp_path: Path, size: int
+) -> None:
+    alone = Communicator.alone()
+    for step in (1, 2, 3):
+        path = save(tmp_path, step=step, model=Small(), comm=alone)
+    damage(path)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+
+    def work(comm: Communicator) -> list[str]:
+        said = []
+        for step in (3, 2, 4):
+            with pytest.raises((CheckpointError, PeerFailedError)) as caught:
+                load(tmp_path / f"step-{step:08d}", model=nn.Linear(1, 1), comm=comm)
+            said.append(str(caught.value))
+        return said
+
+    for said in run_loopback(size, work):
+        for message, words in zip(said, ("is damaged", "has no manifest", "does not exist"), strict=True):
+            assert words in message
+            assert f"the newest sound one is {tmp_path}/step-00000001: name that, or {tmp_path}" in message
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced_and_remains_of_killed_writers_go(

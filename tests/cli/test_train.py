@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 import hpcpar
 from hpcpar.cli.train import CANNOT_WORK, FAILED, train
 from hpcpar.comm import Communicator
+from hpcpar.comm.preemption import INTERRUPT_SAME_WITHIN_S
 from hpcpar.errors import MismatchError, OperationError, ScheduleError
 from hpcpar.training import loop
 from hpcpar.training.metrics import Metrics, records_of
@@ -223,6 +224,74 @@ def test_a_signal_ends_a_real_process_with_status_75_and_a_restarted_job_goes_on
     assert again.returncode == 0, again.stderr
     assert "Slurm started this job again (SLURM_RESTART_COUNT=1): as with --resume" in again.stdout
     assert f"resuming after step {done} from" in again.stdout
+
+
+def interruptible() -> None:
+    """In a child: of a process in the background Ctrl-C is ignored, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_ctrl_c_saves_a_checkpoint_and_ends_a_real_process_with_status_130_and_one_line(
+    config: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "hpcpar", "train", str(config), "output.log_every=1"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    ended = [subprocess.PIPE, subprocess.PIPE]
+    with subprocess.Popen(
+        [*command, "train.steps=100000", "train.preemptible=false"],
+        stdout=ended[0],
+        stderr=ended[1],
+        text=True,
+        preexec_fn=interruptible,
+    ) as process:
+        deadline_s = time.monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said, complained = process.communicate(timeout=60)
+    assert process.returncode == 130, complained
+    assert "Traceback" not in complained
+    done = len([record for record in records_of(metrics) if "loss" in record])
+    saved = tmp_path / "run" / "checkpoints" / f"step-{done:08d}"
+    assert (saved / "manifest.json").exists()
+    told = said.replace("\n", " ")
+    assert f"asked to stop: {done} of 100000 steps are done and saved in" in told
+    assert "--resume goes on from there" in told
+
+
+def test_a_second_ctrl_c_ends_at_once_and_one_before_the_first_step_says_that_nothing_is_there(
+    config: Path, tmp_path: Path
+) -> None:
+    # A step that does not come to its end, and data that are not ready for long.
+    slow = (
+        "import time, signal; from hpcpar.training import loop; import hpcpar.cli as cli; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "wait = lambda *a, **k: (print('here', flush=True), time.sleep(100)); "
+    )
+    for patch, presses, words in (
+        ("loop.train_step = wait; ", 2, "SIGINT, after it had been asked to stop already"),
+        ("loop.prepare_data = wait; ", 1, "Ctrl-C before the first step: nothing is there to be saved yet"),
+    ):
+        program = f"{slow}{patch}cli.main(['train', {str(config)!r}])"
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            while process.stdout.readline() != "here\n":
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            if presses == 2:
+                while "SIGINT: the job will stop after this step" not in process.stderr.readline():
+                    assert process.poll() is None
+                time.sleep(2 * INTERRUPT_SAME_WITHIN_S)
+                process.send_signal(signal.SIGINT)
+            complained = process.communicate(timeout=60)[1]
+        assert process.returncode == 130
+        assert words in complained
+        assert "Traceback" not in complained
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def test_a_run_that_is_not_preemptible_ends_of_the_signal(config: Path, tmp_path: Path) -> None:

@@ -65,6 +65,19 @@ def test_once_agreed_it_stays_so_and_nothing_more_is_sent() -> None:
     assert run_loopback(2, work) == [[1, 1, 1, 1, 1, 1]] * 2
 
 
+@pytest.mark.parametrize(("why", "status"), [("SIGTERM", START_AGAIN), ("SIGINT", 130)])
+def test_the_status_to_end_with_tells_on_every_rank_who_asked(why: str, status: int) -> None:
+    def work(comm: Communicator) -> int:
+        with Preemption(comm, ()) as preemption:
+            if comm.rank == 1:
+                preemption.request(why)
+            assert not preemption.is_agreed()
+            assert preemption.is_agreed()
+            return preemption.exit_status
+
+    assert run_loopback(3, work) == [status] * 3
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_question_is_one_byte_to_each_partner_on_a_communicator_of_its_own(size: int) -> None:
     def work(comm: Communicator) -> tuple[int, int, list[str]]:

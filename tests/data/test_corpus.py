@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
+import importlib.util
 import json
+import lzma
 import os
 from pathlib import Path
 
@@ -87,6 +91,95 @@ def test_a_line_of_jsonl_that_is_nested_too_deeply_is_skipped(tmp_path: Path) ->
 def test_the_key_of_a_jsonl_text_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "yes", "text": "no"}')
     assert texts(Corpus.of(tmp_path, text_key="content")) == ["yes"]
+
+
+def test_a_file_whose_records_lack_the_field_is_an_error_that_lists_those_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n')
+    (tmp_path / "b.jsonl").write_text('{"id": 3, "content": "no"}\n{"body": ["no"]}\n')
+    there = r"'id' \(int\), 'content' \(str\), 'body' \(list\)"
+    with pytest.raises(DataError, match=rf"no record of b\.jsonl has a text in the field 'text' .* {there}"):
+        texts(Corpus.of(tmp_path))
+    with pytest.raises(DataError, match=r"no record of a\.jsonl .* 'content' .*: there are 'text' \(str\)"):
+        texts(Corpus.of(tmp_path, text_key="content"))
+    # Nor is a long file read to its end for it.
+    (tmp_path / "b.jsonl").write_text('{"text": 1}\n' * 100 + '{"text": "too late"}\n')
+    with pytest.raises(DataError, match=r"no record of b\.jsonl .* there are 'text' \(int\)"):
+        texts(Corpus.of(tmp_path))
+
+
+def test_packed_files_are_unpacked_and_damaged_ones_reported(tmp_path: Path) -> None:
+    line = b'{"text": "in a record"}\n'
+    for name, content in (
+        ("a.jsonl.gz", gzip.compress(line) + gzip.compress(line)),
+        ("b.txt.bz2", bz2.compress(b"bzip2")),
+        ("c.MD.XZ", lzma.compress(b"xz")),
+        ("d.ndjson.gz", gzip.compress(line * 1000)[:-9]),
+        ("e.txt.xz", b"not xz"),
+        ("f.txt.gz", b"not gzip"),
+    ):
+        (tmp_path / name).write_bytes(content)
+    corpus = Corpus.of(tmp_path)
+    assert texts(corpus)[:4] == ["in a record", "in a record", "bzip2", "xz"]
+    assert [item.name for item in corpus.skipped] == ["d.ndjson.gz", "e.txt.xz", "f.txt.gz"]
+
+
+def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [f"row {number}" for number in range(300)]
+    parquet.write_table(pyarrow.table({"id": list(range(300)), "text": rows}), tmp_path / "a.parquet")
+    missing = pyarrow.array(["one", None, "two"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": missing}), tmp_path / "b.parquet")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 and no more")
+    with pyarrow.output_stream(str(tmp_path / "d.jsonl.zst"), compression="zstd") as stream:
+        stream.write(b'{"text": "of zstd"}\n')
+    corpus = Corpus.of(tmp_path)
+    assert texts(corpus) == [*rows, "one", "two", "of zstd"]
+    assert [item.name for item in corpus.skipped] == ["b.parquet:2", "c.parquet"]
+    with pytest.raises(DataError, match=r"no record of a\.parquet .* 'id' \(int\), 'text' \(str\); name"):
+        texts(Corpus.of(tmp_path, text_key="content"))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "b.jsonl.zst", "B.PARQUET"])
+def test_without_pyarrow_a_file_that_needs_it_is_an_error_that_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).touch()
+    (tmp_path / "text.txt").write_text("text")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(DataError, match=rf"{name} is read by pyarrow, .* pip install 'hpcpar\[parquet\]'"):
+        Corpus.of(tmp_path)
+    assert texts(Corpus.of(tmp_path / "text.txt")) == ["text"]
+
+
+def test_what_describes_the_files_beside_or_below_it_is_no_text_and_what_is_left_out_is_told(
+    tmp_path: Path,
+) -> None:
+    names = (
+        *("README.md", "data/a.jsonl", "data/readme_de.txt", "LICENSE.txt", "data/b.csv", "data/c.csv"),
+        *("Makefile", "alone/README.md", "readme/notes.txt", "data/readme.jsonl", ".gitattributes"),
+    )
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}')
+    corpus = Corpus.of(tmp_path)
+    assert [name for name, _ in corpus.files] == [
+        *("alone/README.md", "data/a.jsonl", "data/readme.jsonl", "readme/notes.txt")
+    ]
+    assert corpus.left_out == (
+        f"{tmp_path}/LICENSE.txt and 2 more, which describes the files beside it",
+        f"2 ending in .csv in {tmp_path}, the first is data/b.csv",
+        f"1 without an ending in {tmp_path}, the first is Makefile",
+    )
+    assert texts(Corpus.of(tmp_path / "README.md")) == ['{"text": "x"}']
+
+
+def test_a_readme_beside_files_that_cannot_be_read_is_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("of the data")
+    (tmp_path / "train.arrow").touch()
+    words = r"no text in .*; left out: \S+README\.md, which describes .*; left out: 1 ending in \.arrow"
+    with pytest.raises(DataError, match=words):
+        Corpus.of(tmp_path)
 
 
 def test_files_that_are_not_text_are_skipped_and_reported(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import hpcpar.data.corpus as corpus_module
 from hpcpar.comm import Communicator, run_loopback
@@ -136,6 +139,58 @@ def test_skipped_files_are_reported_once(
     with caplog.at_level(logging.WARNING):
         run_loopback(2, lambda comm: prepare(comm, text, cache_directory=tmp_path / "cache").built)
     assert caplog.text.count("could not be read and were left out, the first is bad.txt") == 1
+
+
+def test_files_that_are_left_out_are_told_once_also_when_nothing_is_built(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("README.md", "more.csv"):
+        (text / name).write_text("no text")
+    for _ in range(2):
+        caplog.clear()
+        run_loopback(2, lambda comm: prepare(comm, text, cache_directory=tmp_path / "cache").built)
+        assert [record.getMessage() for record in caplog.records] == [
+            f"left out of the text: {text}/README.md, which describes the files beside it; 1 ending in .csv "
+            f"in {text}, the first is more.csv; a file that is named itself is taken whatever it is called"
+        ]
+
+
+def words_file(directory: Path) -> Path:
+    """A tokenizer whose end of a text has none of the usual names."""
+    directory.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({"document": 0, "?": 1, "<fin>": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<fin>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory / "tokenizer.json"
+
+
+def test_documents_that_would_run_together_are_refused_on_every_rank_unless_that_is_asked_for(
+    text: Path, tmp_path: Path
+) -> None:
+    file = words_file(tmp_path / "model")
+
+    def read(comm: Communicator, source: Path = text, **options: Any) -> tuple[int | None, int]:
+        found = prepare(comm, source, cache_directory=tmp_path / "cache", tokenizer=file, **options).shards
+        tokens = [*found.train.read(0, len(found.train)), *found.held_out.read(0, len(found.held_out))]
+        return json.loads((found.directory / "index.json").read_text())["end_of_document"], tokens.count(2)
+
+    def refused(comm: Communicator) -> str:
+        with pytest.raises(PeerFailedError) as caught:
+            read(comm)
+        return str(caught.value)
+
+    for message in run_loopback(2, refused):
+        assert "nothing tells which token of" in message
+        assert "its special tokens are <fin>; name it (end_of_document=, in a run's config" in message
+    alone = Communicator.alone()
+    assert read(alone, end_of_document="<fin>") == (2, 20)
+    assert read(alone, end_of_document=False) == (None, 0)
+    # What was built by leave is not there for who gives none; nor does one text run into another.
+    assert "nothing tells" in run_loopback(2, refused)[0]
+    assert read(alone, text / "1.txt") == (None, 0)
+    (file.parent / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    assert read(alone) == (2, 20)
 
 
 def test_without_paths_the_standard_library_is_read(tmp_path: Path) -> None:

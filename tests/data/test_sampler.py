@@ -51,6 +51,38 @@ def test_a_step_depends_on_nothing_that_came_before() -> None:
     assert [SAMPLER.batch(step).tolist() for step in range(6)][5] == resumed.batch(5).tolist()
 
 
+@settings(deadline=None)
+@given(
+    windows=st.integers(9, 60),
+    batches=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    steps=st.integers(0, 20),
+    seed=st.integers(0, 5),
+)
+def test_going_on_with_another_batch_no_window_of_an_epoch_is_visited_twice(
+    windows: int, batches: tuple[int, int], steps: int, seed: int
+) -> None:
+    before, after = (Sampler(windows * 5 + 1, 5, batch, seed) for batch in batches)
+    epoch, place = before.position(steps)
+    going_on = after.going_on_from(steps, epoch, place)
+    visited: dict[int, list[int]] = {}
+    for sampler, first, last in ((before, 0, steps), (going_on, steps, steps + 2 * windows)):
+        for step in range(first, last):
+            visited.setdefault(sampler.epoch(step), []).extend(sampler.batch(step).tolist())
+    assert all(len(set(each)) == len(each) for each in visited.values())
+    assert len(visited[epoch]) > windows - batches[1] or not place
+    same = before.going_on_from(steps, epoch, place)
+    assert all(same.batch(n).tolist() == before.batch(n).tolist() for n in range(steps, steps + windows))
+
+
+def test_as_drawn_a_smaller_batch_takes_up_what_the_larger_one_would_have_had() -> None:
+    order = [*SAMPLER.batch(0), *SAMPLER.batch(1)]
+    going_on = Sampler(10 * 8 + 1, 8, 2, seed=3).going_on_from(1, *SAMPLER.position(1))
+    assert [*going_on.batch(1), *going_on.batch(2)] == order[4:]
+    assert (going_on.epoch(3), going_on.position(4)) == (0, (1, 0))
+    with pytest.raises(DataError, match="there is no step 0: steps count from 1"):
+        going_on.batch(0)
+
+
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     big = Sampler(tokens=100_001, sequence=10, global_batch=100, seed=0)
     other = Sampler(tokens=100_001, sequence=10, global_batch=100, seed=1)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +64,40 @@ def test_the_end_of_a_document_is_found_or_named(words_file: Path) -> None:
     assert named.identity != FileTokenizer(words_file).identity
     with pytest.raises(DataError, match="has no token '<stop>'"):
         FileTokenizer(words_file, end_of_document="<stop>")
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "the"}, "generation_config.json": {"eos_token_id": 1}}, 0),
+        ({"tokenizer_config.json": {"eos_token": {"content": "sums", "special": True}}}, 2),
+        ({"special_tokens_map.json": {"eos_token": {"content": "ring"}}}, 1),
+        ({"special_tokens_map.json": {"eos_token": "ring"}, "config.json": {"eos_token_id": 2}}, 1),
+        ({"generation_config.json": {"eos_token_id": [77, 2]}}, 2),
+        ({"config.json": {"eos_token_id": 0}}, 0),
+        ({"tokenizer_config.json": {"eos_token": None}}, 9),
+        ({"tokenizer_config.json": {"eos_token": "<gone>"}, "config.json": [1]}, 9),
+    ],
+)
+def test_the_files_beside_a_tokenizer_name_the_end_before_the_usual_names_do(
+    words_file: Path, files: dict[str, Any], end: int
+) -> None:
+    for name, content in files.items():
+        words_file.with_name(name).write_text(json.dumps(content))
+    assert FileTokenizer(words_file).end_of_document == end
+    assert FileTokenizer(words_file, end_of_document="?").end_of_document == 3
+
+
+def test_a_file_beside_it_that_is_damaged_is_told(words_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words_file.with_name("tokenizer_config.json").write_text("{")
+    assert FileTokenizer(words_file).end_of_document == 9
+    assert "tokenizer_config.json, which may name the end of a text, cannot be read" in caplog.text
+
+
+def test_an_end_is_of_a_tokenizers_file_alone() -> None:
+    for tokenizer in (None, ByteTokenizer()):
+        with pytest.raises(DataError, match=r"was named, .</s>., but the tokenizer is of bytes, or brings"):
+            tokenizer_of(tokenizer, end_of_document="</s>")
 
 
 def test_a_missing_or_foreign_tokenizer_file_is_named(tmp_path: Path) -> None:

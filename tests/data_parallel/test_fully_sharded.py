@@ -1125,7 +1125,7 @@ def test_a_model_on_the_meta_device_gets_the_values_that_a_function_gives(size: 
     for found, has_meta in run_loopback(size, body):
         assert same(found, expected)
         assert not has_meta
-    assert sorted(asked) == sorted([name for name, _ in Drawn().named_parameters()] * size)
+    assert sorted(asked) == sorted(list(Drawn().state_dict()) * size)
 
 
 def test_what_was_noted_on_a_parameter_of_the_meta_device_is_on_the_one_in_its_place() -> None:
@@ -1177,6 +1177,86 @@ def test_what_cannot_be_drawn_is_named_and_needs_values() -> None:
         fully_shard(model, Communicator.alone())
     fully_shard(model, Communicator.alone(), values=lambda name, p: torch.full(p.shape, 3.0))
     assert [value.tolist() for value in whole(model)] == [[3.0, 3.0]]
+
+
+class Turning(nn.Module):
+    """Has a buffer that is not saved and that nothing but its constructor makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("angles", torch.arange(2) + 0.5, persistent=False)
+        self.register_buffer("places", torch.arange(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * self.angles + self.places
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_are_asked_for_buffers_of_the_meta_device(size: int) -> None:
+    built = Turning()
+    told = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+
+    def body(comm: Communicator) -> Tensor:
+        with torch.device("meta"):
+            model = Turning()
+        fully_shard(model, comm, values=lambda name, _: told[name])
+        assert model.places.dtype is torch.int64
+        return model(torch.ones(1, 2)).detach()
+
+    assert all(torch.equal(found, built(torch.ones(1, 2))) for found in run_loopback(size, body))
+
+
+@pytest.mark.parametrize("answer", ["KeyError", "None"])
+def test_a_buffer_that_values_do_not_know_is_named_on_every_rank(answer: str) -> None:
+    told: dict[str, Any] = dict(Turning().named_parameters())
+
+    def values(name: str, _: Tensor) -> Any:
+        return told[name] if answer == "KeyError" else told.get(name)
+
+    def body(comm: Communicator) -> None:
+        with torch.device("meta"):
+            model = Turning()
+        with pytest.raises(
+            PeerFailedError, match=r"values= did not tell 'angles', a buffer: .* angles, places"
+        ):
+            fully_shard(model, comm, values=values)
+
+    run_loopback(2, body)
+
+
+def test_buffers_that_are_there_become_rank_0s() -> None:
+    def body(comm: Communicator) -> Tensor:
+        model = Turning()
+        model.angles += comm.rank
+        return fully_shard(model, comm).angles
+
+    assert [found.tolist() for found in run_loopback(2, body)] == [[0.5, 1.5]] * 2
+
+
+def test_a_hugging_face_model_on_the_meta_device_makes_the_buffers_that_are_not_saved() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=10
+    )
+    built = transformers.LlamaForCausalLM(config).eval()
+    saved, tokens = built.state_dict(), torch.arange(6).view(2, 3)
+
+    def body(comm: Communicator) -> Tensor:
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).eval()
+        with pytest.raises(OperationError, match=r"by rules of transformers, .* pass values="):
+            fully_shard(model, comm)
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).eval()
+        fully_shard(model, comm, values=lambda name, _: saved[name])
+        with torch.no_grad():
+            return model(tokens).logits
+
+    with torch.no_grad():
+        expected = built(tokens).logits
+    for found in run_loopback(2, body):
+        torch.testing.assert_close(found, expected)
 
 
 def test_values_of_another_shape_are_refused() -> None:

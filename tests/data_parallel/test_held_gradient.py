@@ -134,23 +134,27 @@ def test_what_would_need_the_whole_gradient_is_refused(kind: str, read: Callable
 
 
 @every_kind
-def test_a_norm_of_some_of_the_parameters_is_right_or_refused(kind: str) -> None:
-    def body(comm: Communicator) -> float | str:
-        model, _optimizer = distributed(kind, comm)
-        backward(model, comm)
-        try:
-            return float(nn.utils.clip_grad_norm_(next(model.parameters()), 0.1))
-        except OperationError as error:
-            return str(error)
+def test_clipping_some_parameters_or_those_of_two_optimizers_is_as_in_one_process(kind: str) -> None:
+    def course(models: list[tuple[nn.Module, Any]], comm: Communicator) -> list[Tensor]:
+        found = []
+        for step in range(2):
+            for model, _ in models:
+                backward(model, comm, step)
+            first, second = (list(model.parameters()) for model, _ in models)
+            found += [nn.utils.clip_grad_norm_(parameter, 0.1) for parameter in first[:2]]
+            found.append(nn.utils.clip_grad_norm_(first[2:] + second, 0.2, norm_type=3.0))
+            for model, optimizer in models:
+                optimizer.step()
+                optimizer.zero_grad()
+                found += whole(model)
+        return found
 
-    reference = model_of()
-    backward(reference, Communicator.alone())
-    expected = float(nn.utils.clip_grad_norm_(next(reference.parameters()), 0.1))
-    for told in run_loopback(2, body):
-        if kind == "0":
-            assert told == pytest.approx(expected)
-        else:
-            assert "the norm of the gradients of 1 parameters was asked" in str(told)
+    models = [model_of() for _ in range(2)]
+    plain = [(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) for model in models]
+    expected = course(plain, Communicator.alone())
+    for found in run_loopback(2, lambda comm: course([distributed(kind, comm) for _ in range(2)], comm)):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 @every_kind

@@ -44,7 +44,7 @@ class Network(nn.Module):
 def built(comm: Communicator, stage: int, **options: Any) -> tuple[Network, DistributedOptimizer]:
     model = Network()
     if options.pop("overlap", False):
-        options |= {"model": model, "overlap_allgather": True}
+        options |= {"model": model, "overlap_allgather": stage > 0}
     if stage == 3:
         fully_shard(model, comm, **options)
         options = {}

@@ -388,7 +388,7 @@ def test_a_model_whose_states_exceed_memory_trains_from_disk(large: Path, tmp_pa
     # three blocks of 3 MiB beside them, and the stacks of two threads.
     cases = [(1, None, 0.9), (2, str(tmp_path / "states"), 0.9)]
     command = [sys.executable, str(large), "alone", json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     told = "stage 1 is too large\nstage 2 has trained\n"
     assert (done.returncode, done.stdout) == (0, told), done.stderr
 

@@ -71,7 +71,7 @@ from horovod.common.util import env, extension_available, gpu_available, split_l
 from horovod.common.util import _cache, check_installed_version, get_extension_full_path
 from horovod.common.util import is_version_greater_equal_than
 from horovod.common.basics import HorovodBasics
-from horovod.common.elastic import ObjectState, State, run_fn
+from horovod.common.elastic import HostUpdateResult, ObjectState, State, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
 from horovod.common.process_sets import ProcessSet, global_process_set

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hpcpar.training.config import (
     parse,
     read,
 )
+from hpcpar.training.usual_names import ELSEWHERE, OF_OTHERS
 
 
 def refused(text: str = "", *overrides: str) -> str:
@@ -69,6 +71,51 @@ def test_a_misspelt_override_is_named_as_the_user_wrote_it() -> None:
 def test_a_key_in_the_wrong_table_is_shown_its_own() -> None:
     assert "there is no key train.learning_rate; did you mean optimizer.learning_rate?" in refused(
         "[train]\nlearning_rate = 1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("optimizer.lr", "optimizer.learning_rate?"),
+        ("lr", "optimizer.learning_rate?"),
+        (
+            "train.batch_size",
+            "train.global_batch (sequences of a step, over all ranks) or train.micro",
+        ),
+        ("train.warmup_ratio", "schedule.warmup_fraction (of train.steps)?"),
+        ("train.max_steps", "train.steps (of the optimizer)?"),
+        ("train.gradient_accumulation_steps", "train.microbatch (what a rank has of train.global_"),
+        ("train.micro_batch_size", "train.microbatch?"),
+        ("data.seq_len", "train.sequence?"),
+        ("train.seq-len", "train.sequence?"),
+        ("optimizer.max_grad_norm", "optimizer.clip_norm?"),
+        ("zero_optimization", "optimizer.zero_stage?"),
+        ("train.bf16", "train.precision?"),
+        ("train.save_steps", "output.checkpoint_every (steps) or output.checkpoint_minutes?"),
+        ("train.learing_rate", "optimizer.learning_rate?"),
+        ("model.n_layer", "model.layers?"),
+        ("model.name", "model.preset?"),
+        ("mesh.tensor_parallel_size", "mesh.tp?"),
+        ("data.text_column", "data.text_key?"),
+        ("seed", "model.seed or train.seed?"),
+        ("training", "train?"),
+    ],
+)
+def test_a_name_that_others_use_or_that_is_misplaced_is_answered_with_ours(key: str, meant: str) -> None:
+    assert f"there is no key {key}; did you mean {meant}" in refused("", f"{key}=1")
+
+
+def test_every_answer_to_a_name_of_others_begins_with_a_key_that_there_is() -> None:
+    there = {*known_keys(), *Config.model_fields, "the"}  # option --resume
+    assert {re.split(r"[ :,]", meant)[0] for meant in ELSEWHERE} <= there
+    assert len(OF_OTHERS) == sum(len(names.split()) for names in ELSEWHERE.values())
+
+
+def test_a_value_in_the_place_of_a_table_is_answered_with_its_keys() -> None:
+    assert refused("", "schedule=cosine") == (
+        "override 'schedule=cosine': schedule = 'cosine': this is a table, of schedule.warmup_fraction, "
+        "schedule.final_fraction"
     )
 
 

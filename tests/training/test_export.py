@@ -149,6 +149,30 @@ def test_a_tokenizers_file_goes_along_and_ends_the_text(config_of: MakeConfig, t
     assert (tmp_path / "again" / "tokenizer.json").read_text() == (tmp_path / "moved.json").read_text()
 
 
+@pytest.mark.parametrize("told", ["by the configuration", "by a file beside it"])
+def test_an_end_of_no_usual_name_is_exported_wherever_the_tokenizer_is_then(
+    config_of: MakeConfig, tmp_path: Path, told: str
+) -> None:
+    (tmp_path / "words").mkdir()
+    file = tmp_path / "words" / "tokenizer.json"
+    compiled = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "?": 2, "<fin>": 3}, unk_token="?"))
+    compiled.pre_tokenizer = pre_tokenizers.Whitespace()
+    compiled.save(str(file))
+    options = [f"data.tokenizer={file}", "train.steps=1"]
+    if told == "by the configuration":
+        options.append("data.eos_token=<fin>")
+    else:
+        file.with_name("tokenizer_config.json").write_text('{"eos_token": "<fin>"}')
+    run = trained(config_of(*options))
+    export(run, tmp_path / "exported")
+    (tmp_path / "moved.json").write_text(file.read_text())
+    export(run, tmp_path / "again", tokenizer=tmp_path / "moved.json")
+    for directory in (tmp_path / "exported", tmp_path / "again"):
+        assert json.loads((directory / "config.json").read_text())["eos_token_id"] == 3
+        assert json.loads((directory / "generation_config.json").read_text()) == {"eos_token_id": 3}
+        assert json.loads((directory / "tokenizer_config.json").read_text())["eos_token"] == "<fin>"
+
+
 def test_a_tokenizer_that_has_changed_since_is_taken_only_if_it_is_named(
     config_of: MakeConfig, tmp_path: Path
 ) -> None:
@@ -158,7 +182,7 @@ def test_a_tokenizer_that_has_changed_since_is_taken_only_if_it_is_named(
         compiled.pre_tokenizer = pre_tokenizers.Whitespace()
         compiled.save(str(file))
         if vocabulary["the"] == 0:
-            run = trained(config_of("train.steps=1", f"data.tokenizer={file}"))
+            run = trained(config_of("train.steps=1", f"data.tokenizer={file}", "data.eos_token=false"))
             export(run, tmp_path / "at once")
     with pytest.raises(DataError, match=r"words\.json is not what the model was trained with"):
         export(run, tmp_path / "later")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from hpcpar.checkpoint import save
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import (
     CheckpointError,
@@ -153,6 +154,38 @@ def test_a_run_is_resumed_in_another_stage_on_other_ranks(
     assert all(deviations.get(name, 0) == 0 for name in ("allreduce", "reduce_scatter", "allgather"))
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_by_time_a_checkpoint_is_saved_where_the_log_is_written_and_not_more_often(
+    config_of: MakeConfig, size: int
+) -> None:
+    def steps(config: Config) -> list[int]:
+        trained(config, size)
+        return sorted(int(path.name[5:]) for path in (config.output.directory / "checkpoints").iterdir())
+
+    always = ("output.checkpoint_minutes=1e-9", "output.keep=9")
+    assert steps(config_of(*always, name="always")) == [3, 4, 6, 8]
+    assert steps(config_of("output.keep=9", name="half an hour")) == [8]
+    assert steps(config_of(*always, "output.checkpoint_minutes=0", name="never")) == [8]
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_when_resuming_and_one_of_another_model_is_not(
+    config_of: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of("output.checkpoint_every=2", "output.keep=9", "optimizer.zero_stage=3")
+    trained(config, 2)
+    whole = losses(config)
+    newest = config.output.directory / "checkpoints" / "step-00000008"
+    file = next(newest.glob("model.rank00001*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (newest.with_name("step-00000006") / "state.json").write_text("{}")
+    resumed = trained(config, 2, resume=True)[0]
+    assert (resumed.first_step, resumed.steps) == (4, 8)
+    assert losses(config) == whole
+    assert f"going on from {newest.with_name('step-00000004')}, which is the newest sound one" in caplog.text
+
+
 def test_resuming_a_finished_run_only_evaluates_it(config_of: MakeConfig) -> None:
     first = trained(config_of())[0]
     metrics = (config_of().output.directory / "metrics.jsonl").read_text()
@@ -206,6 +239,72 @@ def test_tokens_are_counted_on_when_resuming_with_another_batch(config_of: MakeC
     records = records_of(config_of().output.directory / "metrics.jsonl")
     sequences = [record["tokens"] // 16 for record in records if "loss" in record]
     assert sequences == [5, 10, 13, 16, 17]
+
+
+def seen(run: Run, first: int, last: int) -> list[int]:
+    """The windows of steps first … last - 1, in their order."""
+    return [int(window) for step in range(first, last) for window in run.sampler.batch(step)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "after", [("train.global_batch=4",), ("train.global_batch=10", "train.microbatch=1"), ("train.seed=9",)]
+)
+def test_resumed_with_another_batch_or_seed_a_run_goes_on_behind_the_windows_that_it_had(
+    config_of: MakeConfig, ranks: int, after: tuple[str, ...]
+) -> None:
+    before = config_of("train.global_batch=8", "train.steps=4")
+    alone = Communicator.alone()
+    order = seen(Run(config_of("train.global_batch=1", name="order"), alone), 0, 300)
+    trained(before)
+    config = config_of("train.global_batch=8", "train.steps=6", *after)
+
+    def resumed(comm: Communicator) -> tuple[int, list[int]]:
+        run = Run(config, comm, resume=True)
+        return run.first_step, seen(run, 4, 6)
+
+    batch = config.train.global_batch
+    assert run_loopback(ranks, resumed) == [(4, order[32 : 32 + 2 * batch])] * ranks
+    # And once more with the first one, from the checkpoint of that.
+    trained(config, resume=True)
+    again = Run(config_of("train.global_batch=8"), alone, resume=True)
+    assert seen(again, 6, 7) == order[32 + 2 * batch : 40 + 2 * batch]
+
+
+def test_a_checkpoint_that_counts_steps_alone_is_gone_on_from_behind_its_batches(
+    config_of: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Communicator.alone()
+    order = seen(Run(config_of("train.global_batch=1", name="order"), alone), 0, 50)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcpar.training.loop.save", lambda *a, extra, **k: save(*a, extra=without(extra), **k))
+        trained(config_of("train.global_batch=8", "train.steps=4"))
+    assert seen(Run(config_of("train.global_batch=3"), alone, resume=True), 4, 6) == order[32:38]
+
+
+def without(extra: dict[str, Any]) -> dict[str, Any]:
+    """As versions before the position had it."""
+    return {key: value for key, value in extra.items() if key != "data"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resuming_amid_an_epoch_with_another_sequence_is_refused_and_with_other_text_begins_with_that(
+    config_of: MakeConfig, tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of("train.steps=2"))
+    other = config_of("train.sequence=8")
+
+    def refused(comm: Communicator) -> None:
+        with pytest.raises(
+            CheckpointError, match=r"of 16 tokens, and train\.sequence = 8 here: .* set train"
+        ):
+            Run(other, comm, resume=True)
+
+    run_loopback(ranks, refused)
+    (tmp_path / "text" / "0.txt").write_text("another document " * 40)
+    run = Run(other, Communicator.alone(), resume=True)
+    assert run.sampler.position(2) == (1, 0)
+    assert "gone through from the beginning of an order of its own" in caplog.text
 
 
 def test_resuming_with_files_that_have_changed_says_so(

@@ -30,8 +30,8 @@ from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod.gpu_streams import in_this_stream
 from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.responses import Ticket
-from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
+from hpcpar.horovod.torch.sparse_gradients import start_sparse
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -342,6 +342,9 @@ class Gradients:
         for synchronizer, _ in self._synchronizers:
             synchronizer.close()
 
+    def _start_sparse(self, sparse: Sequence[Named]) -> list[Callable[[], None]]:
+        return start_sparse(sparse, self._name, self._ways, self._process_set)
+
     def _take_name(self) -> None:
         self._name = self._engine.next_optimizer()
         self._serve_layout()
@@ -482,104 +485,6 @@ class Gradients:
             raise GradientOrderError(
                 f"{name} got gradient number {self._passed[id(parameter)]} before a step. {ADVICE}"
             )
-
-    def _start_sparse(self, sparse: Sequence[Named]) -> list[Callable[[], None]]:
-        """Begin to reduce the gradients of parameters that had sparse ones; returns what waits for each.
-
-        One all-reduce tells first of what form each is in this step, also to ranks that have none of it.
-        """
-        if not sparse:
-            return []
-        told = mpi_ops.allreduce(
-            torch.tensor([_form(parameter.grad) for _, parameter in sparse], dtype=torch.uint8, device="cpu"),
-            name=f"{self._name}.sparse",
-            op=mpi_ops.Max,
-            process_set=self._process_set,
-        )
-        waits = []
-        for (name, parameter), (is_dense, sparse_dims) in zip(sparse, told.tolist(), strict=True):
-            if is_dense:
-                wait = self._start_dense(name, parameter)
-            elif not sparse_dims:
-                continue  # no rank has one
-            elif self._ways.sparse_as_dense:
-                wait = self._start_as_dense(name, parameter, sparse_dims)
-            else:
-                wait = self._start_one_sparse(name, parameter, sparse_dims)
-            waits.append(_set_by(wait, parameter))
-        return waits
-
-    def _start_one_sparse(self, name: str, parameter: Tensor, sparse_dims: int) -> Callable[[], Tensor]:
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.sparse_coo_tensor(
-                torch.empty((sparse_dims, 0), dtype=torch.int64, device=parameter.device),
-                parameter.new_empty((0, *parameter.shape[sparse_dims:])),
-                parameter.shape,
-                is_coalesced=True,
-                check_invariants=False,
-            )
-        packed, context = self._ways.compression.compress(gradient)
-        op = mpi_ops.Average if self._ways.op == "average" else mpi_ops.Sum
-        wait = mpi_ops.sparse_allreduce_async(packed, f"{self._name}.{name}", op, self._process_set)
-
-        def finish() -> Tensor:
-            reduced: Tensor = self._ways.compression.decompress(wait(), context)
-            return reduced
-
-        return finish
-
-    def _start_dense(self, name: str, parameter: Tensor) -> Callable[[], Tensor]:
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-        packed, context = self._ways.compression.compress(gradient)
-        op, before = self._ways.scaled(packed, gradient.dtype, self._process_set.size() or 1)
-        handle = mpi_ops.allreduce_async(
-            packed,
-            name=f"{self._name}.{name}",
-            op=mpi_ops.Average if op == "average" else mpi_ops.Sum,
-            prescale_factor=before,
-            postscale_factor=self._ways.predivide,
-            process_set=self._process_set,
-        )
-
-        def finish() -> Tensor:
-            reduced: Tensor = self._ways.compression.decompress(mpi_ops.synchronize(handle), context)
-            return reduced
-
-        return finish
-
-    def _start_as_dense(self, name: str, parameter: Tensor, sparse_dims: int) -> Callable[[], Tensor]:
-        """Reduce a dense copy; the result has every row that a rank's has, also those that add up to 0."""
-        gradient = parameter.grad
-        present = torch.zeros(parameter.shape[:sparse_dims], dtype=torch.uint8, device=parameter.device)
-        if gradient is not None:
-            present[tuple(gradient._indices())] = 1
-        wait = self._start_dense(name, parameter)
-        handle = mpi_ops.allreduce_async_(
-            present, name=f"{self._name}.{name}.rows", op=mpi_ops.Max, process_set=self._process_set
-        )
-
-        def finish() -> Tensor:
-            total = wait()
-            rows = mpi_ops.synchronize(handle).nonzero().t()
-            return torch.sparse_coo_tensor(
-                rows, total[tuple(rows)], total.shape, is_coalesced=True, check_invariants=False
-            )
-
-        return finish
-
-
-def _form(gradient: Tensor | None) -> tuple[int, int]:
-    """Whether it is dense, and its number of sparse dimensions; (0, 0): there is none."""
-    sparse_dims = 0 if gradient is None or not gradient.is_sparse else gradient.sparse_dim()
-    return int(gradient is not None and not sparse_dims), sparse_dims
-
-
-def _set_by(wait: Callable[[], Tensor], parameter: Tensor) -> Callable[[], None]:
-    def finish() -> None:
-        parameter.grad = wait()
-
-    return finish
 
 
 def may_overflow(packed: torch.dtype, given: torch.dtype) -> bool:

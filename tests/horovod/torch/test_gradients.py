@@ -885,6 +885,22 @@ def test_what_cannot_be_reduced_with_a_joined_rank_is_an_error_that_changes_noth
     assert working == expected_sum()
 
 
+@pytest.mark.parametrize("taken", [0, 1], ids=["in the first step", "in a later step"])
+def test_who_has_joined_brings_zeros_to_sparse_gradients_that_travel_as_dense_ones(taken: int) -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(SGD(table.parameters(), lr=0.0), sparse_as_dense=True)
+    found = []
+    for _ in range(taken + (hvd.rank() > 0)):
+        optimizer.zero_grad()
+        table(torch.tensor([1, hvd.rank() % 5])).sum().backward()
+        optimizer.step()
+        found.append(table.weight.grad.to_dense()[1, 0].item())
+    hvd.join()
+    with_row_1 = sum(1 + (rank % 5 == 1) for rank in all_ranks()) / hvd.size()
+    expected = [with_row_1] * taken + [with_row_1 - 1 / hvd.size()] * (hvd.rank() > 0)
+    assert found == pytest.approx(expected)
+
+
 def test_large_gradients_of_a_joined_rank_are_out_of_the_way_when_the_next_epoch_begins() -> None:
     parameter = nn.Parameter(torch.zeros(300_000))
     optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=0.0))

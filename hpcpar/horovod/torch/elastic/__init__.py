@@ -28,9 +28,9 @@ from hpcpar.errors import HpcparError, LaunchError
 from hpcpar.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.elastic.sampler import ElasticSampler
-from hpcpar.horovod.torch.elastic.state import ObjectState, State, TorchState
+from hpcpar.horovod.torch.elastic.state import HostUpdateResult, ObjectState, State, TorchState
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run", "run_fn"]
+__all__ = ["ElasticSampler", "HostUpdateResult", "ObjectState", "State", "TorchState", "run", "run_fn"]
 
 T = TypeVar("T")
 log = logging.getLogger("hpcpar")

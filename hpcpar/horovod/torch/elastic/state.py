@@ -20,8 +20,12 @@ from hpcpar.horovod.torch.functions import (
 from hpcpar.horovod.torch.mpi_ops import Max, allreduce, rank
 
 ROOT = 0
-ONLY_REMOVED = 1
-CHANGED = 2
+
+
+class HostUpdateResult:
+    """Changes of the hosts, in Horovod's numbers."""
+
+    no_update, removed, added, mixed = range(4)
 
 
 class StateHandler:
@@ -182,9 +186,9 @@ class State:
         found = int(allreduce(own, name="elastic.hosts", op=Max))
         if found:
             self._hosts_changed = 0
-            raise HostsUpdatedInterrupt(skip_sync=found == ONLY_REMOVED)
+            raise HostsUpdatedInterrupt(skip_sync=found == HostUpdateResult.removed)
 
-    def on_hosts_updated(self, timestamp: float = 0, update_res: int = CHANGED) -> None:
+    def on_hosts_updated(self, timestamp: float = 0, update_res: int = HostUpdateResult.added) -> None:
         """Tell that hosts have changed; may be called by a signal handler.
 
         update_res   1: hosts were only removed, 2 or 3: some were added
