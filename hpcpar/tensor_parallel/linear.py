@@ -102,6 +102,9 @@ class ColumnParallelLinear(Divided):
             place(parameter, self.split, self.tp.comm, distinct=distinct)
         self.shared_input: SharedInput | None = None
         self.sameness = Sameness(self.tp.comm, "the input of a column-parallel layer")
+        self.sameness_of_gradient = Sameness(
+            self.tp.comm, "the gradient of a column-parallel layer's gathered output"
+        )
         if draw:
             self.reset_parameters()
 
@@ -157,6 +160,7 @@ class ColumnParallelLinear(Divided):
     def gathered(self, output: Tensor) -> Tensor:
         """All ranks' outputs in the order of the whole layer."""
         whole = gather_from(output, self.tp.comm, -1)
+        self.sameness_of_gradient.require_of_gradient(whole)
         if len(self.sections) == 1 and self._sharers is None:  # in order already, with padding at the end
             return whole[..., : self.split.length].contiguous()
         return whole.index_select(-1, self._order.to(whole.device))
@@ -305,7 +309,6 @@ class RowParallelLinear(Divided):
         self.weight = nn.Parameter(torch.empty(out_features, in_features // self.tp.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.sameness = Sameness(self.tp.comm, "the gradient of a row-parallel layer's output")
-        self.sameness_of_bias = Sameness(self.tp.comm, "the bias of a row-parallel layer")
         self.sameness_of_input = Sameness(self.tp.comm, "the input of a row-parallel layer")
         place(self.weight, self.split, self.tp.comm)
         if self.bias is not None:
@@ -338,8 +341,6 @@ class RowParallelLinear(Divided):
         output = row_product(self.tp, x, self.weight)
         if not self.tp.sequence_parallel:
             self.sameness.require_of_gradient(output)
-        if self.bias is not None:
-            self.sameness_of_bias.require(self.bias)
         return output if self.bias is None else output + on_own_tokens(self.bias, self.tp).to(output.dtype)
 
     def extra_repr(self) -> str:

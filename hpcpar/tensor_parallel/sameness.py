@@ -1,8 +1,9 @@
 """A look at what ranks must hold alike: the same batch, random numbers and gradients outside of split layers.
 
     column layer    its input; embedding: its tokens                       in forward
-    row layer       its bias, and norms: their weights                     in forward
-                    the gradient of its output: by other labels, masks     in backward
+    norm            its weight                                             in forward
+    row layer       the gradient of its output: by other labels, masks     in backward
+    gathered        the gradient of what a column layer gathers            in backward
 
 Ranks with different batches or seeds would train on a mixture, and what is replicated would drift apart.
 So a tensor's fingerprint is compared over the ranks, in a layer's first calls and then now and then.

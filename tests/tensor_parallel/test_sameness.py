@@ -23,6 +23,7 @@ from hpcpar.tensor_parallel import (
     RowParallelLinear,
     Scatter,
     TensorParallel,
+    Vocabulary,
     VocabularyEmbedding,
     parallelize,
     vocabulary_parallel_cross_entropy,
@@ -69,6 +70,11 @@ def with_other_labels(comm: Communicator) -> None:
     functional.cross_entropy(output, other(labels, comm)).backward()
 
 
+def with_other_labels_of_gathered_logits(comm: Communicator) -> None:
+    logits = parallelize(mlp()[:1], {"0": Vocabulary()}, comm)(ROWS).flatten(0, 1)
+    functional.cross_entropy(logits, other(torch.arange(24) % 12, comm)).backward()
+
+
 def with_other_dropout(comm: Communicator) -> None:
     generator = torch.Generator().manual_seed(comm.rank)
     mask = torch.rand(ROWS.shape, generator=generator) < 0.9
@@ -78,8 +84,9 @@ def with_other_dropout(comm: Communicator) -> None:
 def with_another_bias(comm: Communicator) -> None:
     row = RowParallelLinear(8, 4, comm)
     with torch.no_grad():
+        row.weight.fill_(1.0)
         row.bias.fill_(comm.rank)
-    row(torch.ones(2, 4))
+    row(torch.ones(2, 4)).square().sum().backward()  # by what comes of it
 
 
 def with_another_norm(comm: Communicator) -> None:
@@ -122,8 +129,9 @@ def with_other_labels_of_sequences(comm: Communicator) -> None:
         (on_other_rows_of_an_entered_layer, "the input of the column-parallel layers of an Enter"),
         (on_other_rows_of_a_row_layer, "the input of a row-parallel layer"),
         (with_other_labels, "the gradient of a row-parallel layer's output"),
+        (with_other_labels_of_gathered_logits, "the gradient of a column-parallel layer's gathered output"),
         (with_other_dropout, "the gradient of a row-parallel layer's output"),
-        (with_another_bias, "the bias of a row-parallel layer"),
+        (with_another_bias, "the gradient of a row-parallel layer's output"),
         (with_another_norm, "the weight of an RMSNorm"),
         (on_other_tokens, "the tokens of a vocabulary-parallel embedding"),
         (on_other_targets, "the targets of a vocabulary-parallel loss"),
