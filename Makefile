@@ -69,7 +69,7 @@ test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slurm and not mpi and not long'
 	for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks"; \
-	    $(MANY_AS_ROOT) timeout --kill-after=10 600 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and not long' \
+	    $(MANY_AS_ROOT) timeout --kill-after=10 900 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and not long' \
 	        $(MPI_TESTS) || exit 1; \
 	done
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m slurm tests/slurm
