@@ -24,7 +24,7 @@ from hpcpar.units import MiB
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.progress import Handle
+    from hpcpar.comm.compiled import Handle
 
 LARGEST_STAGED_SUM_NBYTES = MiB
 """A sum has to be copied out of its room: beyond this size that costs more than the room saves."""

@@ -2,7 +2,7 @@
 
 from hpcpar.comm.accounting import Trace, TraceEvent, Traffic, TrafficRow
 from hpcpar.comm.communicator import Communicator, run_loopback
-from hpcpar.comm.progress import Handle
+from hpcpar.comm.compiled import Handle
 from hpcpar.comm.reductions import OPS, Op
 
 __all__ = [

@@ -10,12 +10,12 @@ import numpy as np
 from hpcpar.errors import MismatchError, PeerFailedError
 
 if TYPE_CHECKING:
-    from hpcpar.comm.objects import Objects
+    from hpcpar.comm.communicator import Communicator
 
 DIGEST_NBYTES = 16
 
 
-def require_same(comm: Objects, description: str) -> None:
+def require_same(comm: Communicator, description: str) -> None:
     """Raise on every rank unless all of them pass the same description. Collective.
 
     A bitwise AND over a digest and over its complement keeps every bit of both only when all
@@ -39,7 +39,7 @@ def require_same(comm: Objects, description: str) -> None:
     )
 
 
-def require_success(comm: Objects, error: BaseException | None, doing: str) -> None:
+def require_success(comm: Communicator, error: BaseException | None, doing: str) -> None:
     """Fail together: when any rank passes an error, every rank raises. Collective.
 
     errors   PeerFailedError naming the ranks and their messages; on a rank that failed itself, its

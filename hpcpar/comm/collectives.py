@@ -1,622 +1,476 @@
-"""The collectives of a communicator.
+"""The collectives as a table: how each one's arguments become spaces, chunks, and actions before and after.
 
-*   Arrays are NumPy arrays, torch tensors or CuPy arrays of any shape, seen as flat; empty ones too.
-*   Without `out` the work is done in place where the input is as large as the result; with `out` the
-    input is left as it was.
-*   Arrays that are not contiguous, and device arrays, are copied to host memory and the result back.
-*   Ranks of one node whose short arrays differ in length or type get a MismatchError, if they read each
-    other's; for all others, and to be told what each asked for, there is checked mode (`HPCPAR_CHECK=1`).
-*   The order of summation depends on the algorithm and on the number of ranks alone, and all ranks
-    end with identical bits.
-*   `start_x(...)` returns a `Handle` at once; `x(...)` is `start_x(...).wait()`. All ranks must start
-    the collectives of one communicator in the same order.
-*   `algorithm` names one of `hpcpar.algorithms.catalogue`; None chooses by size.
-*   `algorithm="native"` is the MPI library's own, where it has one (allreduce, reduce_scatter, allgather,
-    broadcast, alltoall), and OperationError where it cannot: over loopback, or in sums of 16-bit floating
-    point. It works on host memory like all others. The order of summation, identical bits on all ranks, and
-    what becomes of a NaN in min and max are then as the library has them; its messages are not counted.
+A new collective is one binder here, one algorithm file, and a pair of methods of `Communicator`.
 """
 
 from __future__ import annotations
 
 import operator
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hpcpar import partition
-from hpcpar.comm.caller import Call, Caller, typed
+from hpcpar.comm.compiled import Result
 from hpcpar.comm.compressed import Compressed, CompressedOnDevice
-from hpcpar.comm.out_of_place import Kept, fill, is_same, overlap
-from hpcpar.comm.prepared import Prepared
-from hpcpar.comm.progress import Handle
+from hpcpar.comm.plan import Offsets
 from hpcpar.comm.reductions import require_op, scale
-from hpcpar.comm.scaling import Factors, Rescaling, is_plain
-from hpcpar.errors import OperationError
-from hpcpar.transport.buffers import HostBuffer, empty_like, flat
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.comm.request import PLAIN, Request, is_used_in_place, typed
+from hpcpar.comm.scaling import Factors, Rescaling
+from hpcpar.comm.spaces import Action, Spaces, copying
+from hpcpar.errors import BufferTypeError, OperationError
+from hpcpar.transport.buffers import Binding, HostBuffer, bind, empty_like, flat
+from hpcpar.transport.device_memory import DeviceBuffer, Queue, bind_device, is_on_device
 
-PREPARED = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall", "barrier")
-"""What `prepare` takes."""
+if TYPE_CHECKING:
+    from hpcpar.comm.calls import Calls
+
+ROOTED = tuple(
+    each + kind for each in ("broadcast", "reduce", "gather", "scatter") for kind in ("", "_object")
+)
+"""Calls that need a root: None is no rank."""
 
 
-class Collectives(Caller):
-    """Reductions, gathers, scatters, exchanges and the barrier."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The caller's data must stay as they are; what is received goes elsewhere.
 
-    def start_allreduce(
-        self,
-        buffer: Any,
-        op: str = "sum",
-        *,
-        out: Any = None,
-        algorithm: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        compression: str | None = None,
-    ) -> Handle:
-        """Every rank gets the reduction of all ranks' buffers.
+    target   what gets this rank's own share of the result; None: no result is wanted
+    """
 
-        buffer            same shape and element type on every rank
-        op                sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
-        prescale_factor   what every rank's buffer is multiplied by first, and
-        postscale_factor  what the result is multiplied by; how it rounds: `hpcpar/comm/scaling.py`
-        compression       float16 or bfloat16: what float32 and float64 travel and are summed as, within the
-                          error that `hpcpar/comm/compressed.py` states; a rank alone sends and loses nothing
-        result            out, or buffer when out is None
-        errors            OperationError, BufferTypeError; in checked mode MismatchError on every rank
-        """
-        meaning = (op, algorithm, prescale_factor, postscale_factor, compression)
-        recipe = self._remembered("allreduce", meaning, buffer, out)
-        if recipe is not None:
-            return self._start_known(recipe, buffer if out is None else out, (buffer, out))
-        plain = is_plain(prescale_factor, postscale_factor, compression)
-        key = self._key("allreduce", meaning, buffer, out) if plain else None
-        with self._asking(Call("allreduce", op, algorithm=algorithm, key=key)) as call:
-            source = self._view(buffer, writable=out is None)
-            target = source if out is None else self._view_out(out, source.host.count, source.host)
-            require_op(op, source.host.dtype)
-            rescaling = Rescaling.of(prescale_factor, postscale_factor, compression)
-            factors = rescaling.factors(op, source.host.dtype)
-            call.described = f"{typed(buffer, source.host)}, op={op}{rescaling}"
-        result = buffer if out is None else out
-        if compression is not None and self.size > 1:
-            packed = (
-                CompressedOnDevice(source.host, target, compression, factors)
-                if isinstance(source.host, DeviceBuffer)
-                else Compressed(source.host, target, compression, factors, self._family.scratch)
-            )
-            return self._start_compressed(call, packed, result)
-        call.factor = factors.after
-        return self._start(
-            call,
-            {"data": target.host},
-            None,
-            lambda: result,
-            first=(target.host, source.host),
-            prepare=_prescaling(target.host, factors),
-            averaged=target.host,
-            write_back=target.write_back,
+    target: HostBuffer | None = None
+
+
+@dataclass
+class Arguments:
+    """A request bound to memory, before an algorithm is chosen.
+
+    described     what all ranks must agree on, beside the collective's name, root and algorithm
+    spaces        memory by space
+    offsets       where the chunks of each space start; None: as the algorithm cuts the data
+    own           elements of the data that are this rank's share of a reduce-scatter
+    uneven        the ranks' pieces differ in size
+    same_everywhere   every rank passes the same offsets
+    first, last   actions before and after; `at_end` come after the division of an average
+    averaged      what is divided by the number of ranks, or multiplied by `factor`, at the end
+    kept          the data are only read
+    result        of the caller's arrays; None: out, or buffer where there is no out
+    written       which of (buffer, out) is written to
+    """
+
+    described: str = ""
+    spaces: Spaces = field(default_factory=dict)
+    offsets: Offsets | None = None
+    op: str = "sum"
+    root: int | None = None
+    own: tuple[int, int] = (0, 0)
+    uneven: bool = False
+    same_everywhere: bool = True
+    first: list[Action] = field(default_factory=list)
+    last: list[Action] = field(default_factory=list)
+    at_end: list[Action] = field(default_factory=list)
+    averaged: HostBuffer | None = None
+    factor: float = 1.0
+    kept: Kept | None = None
+    result: Result | None = None
+    written: int | None = None
+    is_cacheable: bool = True
+    combines: bool = False
+
+    def table(self, ranks: Sequence[int]) -> list[int]:
+        """(first element, count) of what this rank sends to each of `ranks` in an uneven exchange."""
+        edges = dict(self.offsets or ())["input"]
+        return [number for rank in ranks for number in (edges[rank], edges[rank + 1] - edges[rank])]
+
+
+Binder = Callable[["Calls", Request, "int | None", Any, Any], Arguments]
+
+
+# Arrays ----------------------------------------------------------------------------------------------------
+
+
+def view(
+    calls: Calls, array: Any, *, writable: bool, what: str = "buffer", beside: HostBuffer | None = None
+) -> Binding:
+    """See an array as flat memory, on its GPU where the ranks can reach each other's.
+
+    beside   the call's other memory: both must be on one kind of device, and share a queue
+    errors   as `bind`
+    """
+    devices = calls.runtime.devices
+    if devices is None or not is_on_device(array):
+        binding = bind(array, writable=writable, what=what)
+        if is_used_in_place(array):
+            # A compiled collective that is kept holds no reference to the caller's memory.
+            binding = Binding(array, binding.host.unowned(), binding.write_back)
+    elif isinstance(beside, DeviceBuffer):
+        binding = bind_device(array, partial(_queue_beside, beside, what), writable=writable, what=what)
+    else:
+        devices.cuda.use(devices.ordinal)  # a thread that has used none could not even ask where it lies
+        binding = bind_device(array, devices.queue, writable=writable, what=what)
+    if beside is not None and isinstance(binding.host, DeviceBuffer) != isinstance(beside, DeviceBuffer):
+        here, there = ("a GPU", "the host") if isinstance(beside, DeviceBuffer) else ("the host", "a GPU")
+        raise BufferTypeError(
+            f"{what} is in the memory of {there}, the other array of the call in that of {here}: move "
+            f"one of them, so that both are in one place"
         )
+    return binding
 
-    def _start_compressed(self, call: Call, packed: Compressed | CompressedOnDevice, result: Any) -> Handle:
-        return self._start(
-            call,
-            {"data": packed.encoded},
-            None,
-            lambda: result,
-            prepare=packed.encode,
-            write_back=lambda: packed.decode(call.op, self.size),
+
+def _queue_beside(beside: DeviceBuffer, what: str, ordinal: int | None) -> Queue:
+    """The queue of a call, for another array of it; BufferTypeError if that is on another GPU."""
+    if ordinal not in (None, beside.queue.ordinal):
+        raise BufferTypeError(
+            f"{what} is on GPU {ordinal}, the other array of the call on GPU {beside.queue.ordinal}: move "
+            f"one of them, so that both are in one place"
         )
+    return beside.queue
 
-    def allreduce(
-        self,
-        buffer: Any,
-        op: str = "sum",
-        *,
-        out: Any = None,
-        algorithm: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        compression: str | None = None,
-    ) -> Any:
-        """`start_allreduce` and wait."""
-        meaning = (op, algorithm, prescale_factor, postscale_factor, compression)
-        recipe = self._remembered("allreduce", meaning, buffer, out)
-        if recipe is not None:
-            self._run(recipe, (buffer, out))
-            return buffer if out is None else out
-        return self.start_allreduce(
-            buffer,
-            op,
-            out=out,
-            algorithm=algorithm,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            compression=compression,
-        ).wait()
 
-    def start_reduce_scatter(
-        self,
-        buffer: Any,
-        op: str = "sum",
-        *,
-        counts: Sequence[int] | None = None,
-        out: Any = None,
-        algorithm: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> Handle:
-        """Rank r gets the r-th piece of the reduction of all ranks' buffers.
-
-        counts            elements of each rank's piece; None: as equal as can be, larger ones first
-        prescale_factor, postscale_factor   as of an all-reduce
-        result            out, which may lie in buffer; or, when out is None, this rank's piece as a flat
-                          view of buffer, whose other pieces then hold partial sums
-        """
-        meaning = (op, _tuple(counts), algorithm, prescale_factor, postscale_factor)
-        recipe = self._remembered("reduce_scatter", meaning, buffer, out)
-        if recipe is not None:
-            result = flat(buffer)[slice(*recipe.own)] if out is None else out
-            return self._start_known(recipe, result, (buffer, out))
-        plain = is_plain(prescale_factor, postscale_factor, None)
-        key = self._key("reduce_scatter", meaning, buffer, out) if plain else None
-        with self._asking(Call("reduce_scatter", op, algorithm=algorithm, key=key)) as call:
-            source = self._view(buffer, writable=out is None)
-            pieces = self._pieces(counts, source.host.count)
-            edges = partition.offsets(pieces)
-            own = edges[self.rank], edges[self.rank + 1]
-            target = None if out is None else self._view_out(out, pieces[self.rank], source.host)
-            require_op(op, source.host.dtype)
-            rescaling = Rescaling.of(prescale_factor, postscale_factor, None)
-            factors = rescaling.factors(op, source.host.dtype)
-            call.described = f"{typed(buffer, source.host)}, op={op}{rescaling}, counts={list(pieces)}"
-        call.own, call.factor = own, factors.after
-        data, prepare = source.host, _prescaling(source.host, factors)
-        if target is not None and not is_same(target.host, data.part(*own)) and overlap(target.host, data):
-            data, call.key = data.copy(), None  # the result is written over pieces that have yet to be sent
-        if prepare is not None and target is not None:  # the caller's input is to stay as it was
-            data, prepare = data.copy(), None
-            scale(data, factors.before)
-        total = data.part(*own)
-        return self._start(
-            call,
-            {"data": data},
-            (("data", edges),),
-            lambda: flat(buffer)[own[0] : own[1]] if out is None else out,
-            uneven=_uneven(pieces),
-            first=None if target is None else (target.host, total),
-            prepare=prepare,
-            averaged=total if target is None else target.host,
-            kept=None if target is None else Kept(target.host),
-            write_back=source.write_back if target is None else target.write_back,
+def _view_out(calls: Calls, out: Any, count: int, beside: HostBuffer) -> Binding:
+    """An `out` argument: it must be writable and have the result's length and element type."""
+    binding = view(calls, out, writable=True, what="out", beside=beside)
+    if binding.host.count != count or binding.host.dtype != beside.dtype:
+        raise OperationError(
+            f"out has {binding.host.count} elements of {binding.host.dtype}; "
+            f"the result has {count} of {beside.dtype}: give an array of that length and type"
         )
+    return binding
 
-    def reduce_scatter(
-        self,
-        buffer: Any,
-        op: str = "sum",
-        *,
-        counts: Sequence[int] | None = None,
-        out: Any = None,
-        algorithm: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> Any:
-        """`start_reduce_scatter` and wait."""
-        meaning = (op, _tuple(counts), algorithm, prescale_factor, postscale_factor)
-        recipe = self._remembered("reduce_scatter", meaning, buffer, out)
-        if recipe is not None:
-            self._run(recipe, (buffer, out))
-            if out is not None:
-                return out
-            return flat(buffer)[slice(*recipe.own)]
-        return self.start_reduce_scatter(
-            buffer,
-            op,
-            counts=counts,
-            out=out,
-            algorithm=algorithm,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-        ).wait()
 
-    def start_allgather(
-        self,
-        shard: Any,
-        *,
-        counts: Sequence[int] | None = None,
-        out: Any = None,
-        algorithm: str | None = None,
-    ) -> Handle:
-        """Every rank gets all ranks' shards, one after the other.
+def is_same(target: HostBuffer, source: HostBuffer) -> bool:
+    """True if both are the same memory; they are of one length."""
+    return target is source or not target.octets.size or target.address == source.address
 
-        counts   elements of each rank's shard; None: all as many as this one
-        out      flat array for all of them; `shard` may be its own piece of it, and then is not copied
-        result   out, or a new one-dimensional array
-        """
-        key = None
-        if out is not None:
-            meaning = (_tuple(counts), algorithm)
-            recipe = self._remembered("allgather", meaning, shard, out)
-            if recipe is not None:
-                return self._start_known(recipe, out, (shard, out))
-            key = self._key("allgather", meaning, shard, out)
-        with self._asking(Call("allgather", algorithm=algorithm, key=key)) as call:
-            source = self._view(shard, writable=False, what="shard")
-            pieces = self._shards(counts, source.host)
-            edges = partition.offsets(pieces)
-            gathered = empty_like(shard, edges[-1]) if out is None else out
-            target = self._view_out(gathered, edges[-1], source.host)
-            call.described = f"{source.host.dtype}, counts={list(pieces)}"
-        return self._start(
-            call,
-            {"data": target.host},
-            (("data", edges),),
-            lambda: gathered,
-            uneven=_uneven(pieces),
-            first=(target.host.part(edges[self.rank], edges[self.rank + 1]), source.host),
-            write_back=target.write_back,
+
+def overlap(a: HostBuffer, b: HostBuffer) -> bool:
+    """True if two buffers have memory in common."""
+    return a.address < b.address + b.octets.size and b.address < a.address + a.octets.size
+
+
+def copy_to(target: HostBuffer, source: HostBuffer) -> list[Action]:
+    """Copy one buffer to another; nothing where they are the same memory."""
+    return [] if is_same(target, source) else [copying(target.octets, source.octets)]
+
+
+def _written_back(binding: Binding) -> list[Action]:
+    return [] if binding.write_back is None else [binding.write_back]
+
+
+# Counts ----------------------------------------------------------------------------------------------------
+
+
+def _pieces(calls: Calls, counts: Sequence[int] | None, total: int) -> tuple[int, ...]:
+    """Sizes of the pieces that a whole of `total` elements is cut into."""
+    if counts is None:
+        return partition.counts(total, calls.size)
+    pieces = counted(calls, counts)
+    if sum(pieces) != total:
+        raise OperationError(
+            f"counts {list(pieces)} add up to {sum(pieces)}, but the buffer has {total} elements"
         )
+    return pieces
 
-    def allgather(
-        self,
-        shard: Any,
-        *,
-        counts: Sequence[int] | None = None,
-        out: Any = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """`start_allgather` and wait."""
-        if out is not None:
-            recipe = self._remembered("allgather", (_tuple(counts), algorithm), shard, out)
-            if recipe is not None:
-                self._run(recipe, (shard, out))
-                return out
-        return self.start_allgather(shard, counts=counts, out=out, algorithm=algorithm).wait()
 
-    def start_broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Handle:
-        """Every rank's buffer becomes a copy of the root's. In place.
-
-        buffer   same shape and element type on every rank
-        result   buffer
-        """
-        recipe = self._remembered("broadcast", (root, algorithm), buffer)
-        if recipe is not None:
-            return self._start_known(recipe, buffer, buffer)
-        key = self._key("broadcast", (root, algorithm), buffer)
-        with self._asking(Call("broadcast", root=root, algorithm=algorithm, key=key)) as call:
-            target = self._view(buffer, writable=self.rank != root)
-            call.described = typed(buffer, target.host)
-        write_back = None if self.rank == root else target.write_back
-        return self._start(call, {"data": target.host}, None, lambda: buffer, write_back=write_back)
-
-    def broadcast(self, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
-        """`start_broadcast` and wait."""
-        recipe = self._remembered("broadcast", (root, algorithm), buffer)
-        if recipe is not None:
-            self._run(recipe, buffer)
-            return buffer
-        return self.start_broadcast(buffer, root, algorithm=algorithm).wait()
-
-    def start_reduce(
-        self,
-        buffer: Any,
-        op: str = "sum",
-        root: int = 0,
-        *,
-        out: Any = None,
-        algorithm: str | None = None,
-    ) -> Handle:
-        """The root gets the reduction of all ranks' buffers; the other ranks' stay as they were.
-
-        result   on the root out, or buffer when out is None; None elsewhere
-        """
-        is_root = self.rank == root
-        meaning, into = (op, root, algorithm), out if is_root else None
-        recipe = self._remembered("reduce", meaning, buffer, into)
-        if recipe is not None:
-            return self._start_known(
-                recipe, (buffer if into is None else into) if is_root else None, (buffer, into)
-            )
-        key = self._key("reduce", meaning, buffer, into)
-        with self._asking(Call("reduce", op, root, algorithm, key=key)) as call:
-            in_place = is_root and out is None
-            source = self._view(buffer, writable=in_place)
-            target = (
-                self._view_out(out, source.host.count, source.host) if is_root and out is not None else source
-            )
-            require_op(op, source.host.dtype)
-            call.described = f"{typed(buffer, source.host)}, op={op}"
-        return self._start(
-            call,
-            {"data": target.host},
-            None,
-            lambda: (buffer if out is None else out) if is_root else None,
-            first=(target.host, source.host) if is_root else None,
-            averaged=target.host if is_root else None,
-            kept=None if is_root else Kept(),
-            write_back=target.write_back if is_root else None,
+def _shards(calls: Calls, counts: Sequence[int] | None, own: HostBuffer) -> tuple[int, ...]:
+    """Sizes of all ranks' shards, of which this rank holds `own`."""
+    pieces = (own.count,) * calls.size if counts is None else counted(calls, counts)
+    if pieces[calls.rank] != own.count:
+        raise OperationError(
+            f"counts says {pieces[calls.rank]} elements for rank {calls.rank}, which has {own.count}"
         )
+    return pieces
 
-    def reduce(
-        self,
-        buffer: Any,
-        op: str = "sum",
-        root: int = 0,
-        *,
-        out: Any = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """`start_reduce` and wait."""
-        is_root = self.rank == root
-        into = out if is_root else None
-        recipe = self._remembered("reduce", (op, root, algorithm), buffer, into)
-        if recipe is not None:
-            self._run(recipe, (buffer, into))
-            return (buffer if into is None else into) if is_root else None
-        return self.start_reduce(buffer, op, root, out=out, algorithm=algorithm).wait()
 
-    def start_gather(
-        self,
-        shard: Any,
-        root: int = 0,
-        *,
-        counts: Sequence[int] | None = None,
-        out: Any = None,
-        algorithm: str | None = None,
-    ) -> Handle:
-        """The root gets all ranks' shards, one after the other.
-
-        counts   elements of each rank's shard, known to all; None: all as many as this one
-        result   on the root out, or a new one-dimensional array; None elsewhere
-        """
-        is_root = self.rank == root
-        with self._asking(Call("gather", root=root, algorithm=algorithm)) as call:
-            source = self._view(shard, writable=False, what="shard")
-            pieces = self._shards(counts, source.host)
-            edges = partition.offsets(pieces)
-            gathered = empty_like(shard, edges[-1]) if is_root and out is None else out
-            target = self._view_out(gathered, edges[-1], source.host) if is_root else None
-            call.described = f"{source.host.dtype}, counts={list(pieces)}"
-        data = source.host.scratch(edges[-1]) if target is None else target.host
-        fill(data.part(edges[self.rank], edges[self.rank + 1]), source.host)
-        return self._start(
-            call,
-            {"data": data},
-            (("data", edges),),
-            lambda: gathered if is_root else None,
-            uneven=_uneven(pieces),
-            write_back=None if target is None else target.write_back,
+def counted(calls: Calls, counts: Sequence[int]) -> tuple[int, ...]:
+    """Counts as whole numbers, one for each rank."""
+    try:
+        pieces = tuple(map(operator.index, counts))
+    except TypeError:
+        pieces = ()
+    if len(pieces) != calls.size or min(pieces) < 0:
+        raise OperationError(
+            f"counts must be one whole number >= 0 for each of the {calls.size} ranks, not {counts!r}"
         )
+    return pieces
 
-    def gather(
-        self,
-        shard: Any,
-        root: int = 0,
-        *,
-        counts: Sequence[int] | None = None,
-        out: Any = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """`start_gather` and wait."""
-        return self.start_gather(shard, root, counts=counts, out=out, algorithm=algorithm).wait()
 
-    def start_scatter(
-        self,
-        buffer: Any,
-        root: int = 0,
-        *,
-        counts: Sequence[int] | None = None,
-        out: Any,
-        algorithm: str | None = None,
-    ) -> Handle:
-        """Rank r gets the r-th piece of the root's buffer.
-
-        buffer   on the root; ignored elsewhere (pass None)
-        counts   elements of each rank's piece, known to all; None: all as many as out has
-        out      this rank's piece
-        result   out
-        """
-        with self._asking(Call("scatter", root=root, algorithm=algorithm)) as call:
-            target = self._view(out, writable=True, what="out")
-            pieces = self._shards(counts, target.host)
-            edges = partition.offsets(pieces)
-            data = target.host.scratch(edges[-1]) if self.rank != root else None
-            if data is None:
-                data = self._view(buffer, writable=False, beside=target.host).host
-                if (data.count, data.dtype) != (edges[-1], target.host.dtype):
-                    raise OperationError(
-                        f"scatter has {data.count} elements of {data.dtype} to give, but the pieces are "
-                        f"{edges[-1]} of {target.host.dtype} together: {list(pieces)}"
-                    )
-            call.described = f"{target.host.dtype}, counts={list(pieces)}"
-        own = data.part(edges[self.rank], edges[self.rank + 1])
-
-        def deliver() -> None:
-            fill(target.host, own)
-            if target.write_back is not None:
-                target.write_back()
-
-        return self._start(
-            call,
-            {"data": data},
-            (("data", edges),),
-            lambda: out,
-            uneven=_uneven(pieces),
-            write_back=deliver,
+def sent_counts(calls: Calls, counts: Sequence[int] | None, total: int) -> tuple[int, ...]:
+    """Elements that an all-to-all of `total` elements sends to each rank."""
+    if counts is not None:
+        return _pieces(calls, counts, total)
+    if total % calls.size:
+        raise OperationError(
+            f"alltoall of {total} elements among {calls.size} ranks leaves {total % calls.size} over; "
+            f"pad the buffer, or give send_counts"
         )
-
-    def scatter(
-        self,
-        buffer: Any,
-        root: int = 0,
-        *,
-        counts: Sequence[int] | None = None,
-        out: Any,
-        algorithm: str | None = None,
-    ) -> Any:
-        """`start_scatter` and wait."""
-        return self.start_scatter(buffer, root, counts=counts, out=out, algorithm=algorithm).wait()
-
-    def start_alltoall(
-        self,
-        buffer: Any,
-        *,
-        out: Any = None,
-        send_counts: Sequence[int] | None = None,
-        receive_counts: Sequence[int] | None = None,
-        algorithm: str | None = None,
-    ) -> Handle:
-        """Rank r sends its j-th piece to rank j, and gets rank j's r-th piece as its own j-th.
-
-        send_counts      elements for each rank; None: equal pieces
-        receive_counts   elements from each rank; None: found out by asking the others first
-        result           out, which may overlap buffer, or a new one-dimensional array; buffer is not
-                         written to otherwise
-        """
-        key = None
-        if out is not None and send_counts is None and receive_counts is None:
-            recipe = self._remembered("alltoall", algorithm, buffer, out)
-            if recipe is not None:
-                return self._start_known(recipe, out, (buffer, out))
-            key = self._key("alltoall", algorithm, buffer, out)
-        with self._asking(Call("alltoall", algorithm=algorithm, key=key)) as call:
-            source = self._view(buffer, writable=False)
-            sent = self._sent_counts(send_counts, source.host.count)
-            expected = None if receive_counts is None else self._counted(receive_counts)
-            if send_counts is None and expected not in (None, sent):
-                raise OperationError(
-                    f"receive_counts={list(expected)}, but without send_counts every rank sends {sent[0]} "
-                    "elements to each: give both, or neither"
-                )
-            call.described = f"{source.host.dtype}, {'equal' if send_counts is None else 'uneven'} pieces"
-            if send_counts is None:
-                call.described += f" of {sent[0]}"
-        received = sent if send_counts is None else self._received_counts(sent, expected)
-        total = sum(received)
-        exchanged = empty_like(buffer, total) if out is None else out
-        target = self._view_out(exchanged, total, source.host)
-        given = source.host
-        if overlap(target.host, given):
-            given, call.key = given.copy(), None  # what comes is written over pieces that have yet to be sent
-        return self._start(
-            call,
-            {"input": given, "output": target.host},
-            (("input", partition.offsets(sent)), ("output", partition.offsets(received))),
-            lambda: exchanged,
-            # Not _uneven(sent): a rank's own counts may be equal where another's are not.
-            uneven=send_counts is not None,
-            same_everywhere=send_counts is None,
-            write_back=target.write_back,
-        )
-
-    def alltoall(
-        self,
-        buffer: Any,
-        *,
-        out: Any = None,
-        send_counts: Sequence[int] | None = None,
-        receive_counts: Sequence[int] | None = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """`start_alltoall` and wait."""
-        if out is not None and send_counts is None and receive_counts is None:
-            recipe = self._remembered("alltoall", algorithm, buffer, out)
-            if recipe is not None:
-                self._run(recipe, (buffer, out))
-                return out
-        return self.start_alltoall(
-            buffer, out=out, send_counts=send_counts, receive_counts=receive_counts, algorithm=algorithm
-        ).wait()
-
-    def start_barrier(self, *, algorithm: str | None = None) -> Handle:
-        """Complete once every rank has started it."""
-        recipe = self._remembered("barrier", algorithm)
-        if recipe is not None:
-            return self._start_known(recipe, None, None)
-        key = self._key("barrier", algorithm)
-        with self._asking(Call("barrier", algorithm=algorithm, key=key)) as call:
-            pass
-        return self._start(call, {}, None, lambda: None)
-
-    def barrier(self, *, algorithm: str | None = None) -> None:
-        """`start_barrier` and wait."""
-        recipe = self._remembered("barrier", algorithm)
-        if recipe is not None:
-            self._run(recipe)
-            return
-        self.start_barrier(algorithm=algorithm).wait()
-
-    def prepare(self, collective: str, *arguments: Any, **options: Any) -> Prepared:
-        """A collective on these arguments, to be called again and again: `prepare("allreduce", x)()`.
-
-        collective   allreduce, reduce_scatter, allgather, broadcast, reduce, alltoall or barrier
-        arguments, options   as that takes them. Arrays may get new contents, but no new length or element
-                     type; those that make a new result in every call (no `out`) gain nothing
-        returns      what is called without arguments, on all ranks, and returns what the collective does
-
-        Where ranks share memory each call spares about 1 µs of Python. Other ranks may as well make ordinary
-        calls. The idea is that of MPI's persistent collectives (MPI 4.1, section 6.13).
-        errors       OperationError for other collectives; in the arguments, when it is called
-        """
-        if collective not in PREPARED:
-            raise OperationError(f"{collective!r} cannot be prepared; give one of {', '.join(PREPARED)}")
-        return Prepared(self, collective, arguments, options)
-
-    def _pieces(self, counts: Sequence[int] | None, total: int) -> tuple[int, ...]:
-        """Sizes of the pieces that a whole of `total` elements is cut into."""
-        if counts is None:
-            return partition.counts(total, self.size)
-        pieces = self._counted(counts)
-        if sum(pieces) != total:
-            raise OperationError(
-                f"counts {list(pieces)} add up to {sum(pieces)}, but the buffer has {total} elements"
-            )
-        return pieces
-
-    def _shards(self, counts: Sequence[int] | None, own: HostBuffer) -> tuple[int, ...]:
-        """Sizes of all ranks' shards, of which this rank holds `own`."""
-        pieces = (own.count,) * self.size if counts is None else self._counted(counts)
-        if pieces[self.rank] != own.count:
-            raise OperationError(
-                f"counts says {pieces[self.rank]} elements for rank {self.rank}, which has {own.count}"
-            )
-        return pieces
-
-    def _counted(self, counts: Sequence[int]) -> tuple[int, ...]:
-        try:
-            pieces = tuple(map(operator.index, counts))
-        except TypeError:
-            pieces = ()
-        if len(pieces) != self.size or min(pieces) < 0:
-            raise OperationError(
-                f"counts must be one whole number >= 0 for each of the {self.size} ranks, not {counts!r}"
-            )
-        return pieces
-
-    def _sent_counts(self, counts: Sequence[int] | None, total: int) -> tuple[int, ...]:
-        if counts is not None:
-            return self._pieces(counts, total)
-        if total % self.size:
-            raise OperationError(
-                f"alltoall of {total} elements among {self.size} ranks leaves {total % self.size} over; "
-                f"pad the buffer, or give send_counts"
-            )
-        return (total // self.size,) * self.size
-
-    @abstractmethod
-    def _received_counts(self, sent: tuple[int, ...], expected: tuple[int, ...] | None) -> tuple[int, ...]:
-        """What the other ranks will send here: asked when unknown, and in checked mode always."""
-
-
-def _tuple(counts: Sequence[int] | None) -> tuple[int, ...] | None:
-    return tuple(counts) if isinstance(counts, Iterable) else counts
+    return (total // calls.size,) * calls.size
 
 
 def _uneven(pieces: tuple[int, ...]) -> bool:
     return min(pieces) != max(pieces)
 
 
-def _prescaling(data: HostBuffer, factors: Factors) -> Callable[[], None] | None:
-    return None if factors.before == 1.0 else partial(scale, data, factors.before)
+# Binders ---------------------------------------------------------------------------------------------------
+
+
+def _allreduce(calls: Calls, request: Request, root: int | None, buffer: Any, out: Any) -> Arguments:
+    op = request.op
+    source = view(calls, buffer, writable=out is None)
+    target = source if out is None else _view_out(calls, out, source.host.count, source.host)
+    rescaling, factors = _factors(request, source.host)
+    found = Arguments(
+        f"{typed(buffer, source.host)}, op={op}{rescaling}", op=op, combines=True, written=out is not None
+    )
+    if rescaling.compression is not None and calls.size > 1:
+        return _compressed(calls, found, source.host, target, rescaling.compression, factors)
+    found.spaces = {"data": target.host}
+    found.first = copy_to(target.host, source.host) + _prescaled(target.host, factors)
+    found.averaged, found.factor = target.host, factors.after
+    found.at_end = _written_back(target)
+    return found
+
+
+def _compressed(
+    calls: Calls, found: Arguments, source: HostBuffer, target: Binding, compression: str, factors: Factors
+) -> Arguments:
+    packed = (
+        CompressedOnDevice(source, target, compression, factors)
+        if isinstance(source, DeviceBuffer)
+        else Compressed(source, target, compression, factors, calls.runtime.scratch)
+    )
+    found.spaces = {"data": packed.encoded}
+    found.first = [packed.encode]
+    found.at_end = [partial(packed.decode, found.op, calls.size)]
+    found.is_cacheable = False
+    return found
+
+
+def _factors(request: Request, host: HostBuffer) -> tuple[Rescaling, Factors]:
+    require_op(request.op, host.dtype)
+    if request.scaling is PLAIN:
+        return Rescaling(), Factors()
+    rescaling = Rescaling.of(*request.scaling)
+    return rescaling, rescaling.factors(request.op, host.dtype)
+
+
+def _prescaled(data: HostBuffer, factors: Factors) -> list[Action]:
+    return [] if factors.before == 1.0 else [partial(scale, data, factors.before)]
+
+
+def _reduce_scatter(calls: Calls, request: Request, root: int | None, buffer: Any, out: Any) -> Arguments:
+    op = request.op
+    source = view(calls, buffer, writable=out is None)
+    pieces = _pieces(calls, request.counts, source.host.count)
+    edges = partition.offsets(pieces)
+    own = edges[calls.rank], edges[calls.rank + 1]
+    target = None if out is None else _view_out(calls, out, pieces[calls.rank], source.host)
+    rescaling, factors = _factors(request, source.host)
+    found = Arguments(
+        f"{typed(buffer, source.host)}, op={op}{rescaling}, counts={list(pieces)}",
+        offsets=(("data", edges),),
+        op=op,
+        own=own,
+        uneven=_uneven(pieces),
+        factor=factors.after,
+        combines=True,
+        written=out is not None,
+    )
+    data = source.host
+    if target is None:
+        found.spaces = {"data": data}
+        found.first = _prescaled(data, factors)
+        found.averaged = data.part(*own)
+        found.result = lambda buffer, out: flat(buffer)[own[0] : own[1]]
+        found.at_end = _written_back(source)
+        return found
+    is_own_part = is_same(target.host, data.part(*own))
+    if factors.before != 1.0 or (overlap(target.host, data) and not is_own_part):
+        # The input is to stay as it was, or the result is written over pieces that have yet to be sent.
+        work = data.scratch(data.count)
+        found.first = copy_to(work, data) + _prescaled(work, factors)
+        found.spaces = {"data": work}
+        found.last = copy_to(target.host, work.part(*own))
+        found.is_cacheable = False
+    else:
+        found.spaces = {"data": data}
+        found.kept = Kept(target.host)
+    found.averaged = target.host
+    found.at_end = _written_back(target)
+    return found
+
+
+def _allgather(calls: Calls, request: Request, root: int | None, shard: Any, out: Any) -> Arguments:
+    source = view(calls, shard, writable=False, what="shard")
+    pieces = _shards(calls, request.counts, source.host)
+    edges = partition.offsets(pieces)
+    gathered = empty_like(shard, edges[-1]) if out is None else out
+    target = _view_out(calls, gathered, edges[-1], source.host)
+    own = target.host.part(edges[calls.rank], edges[calls.rank + 1])
+    return Arguments(
+        f"{source.host.dtype}, counts={list(pieces)}",
+        {"data": target.host},
+        (("data", edges),),
+        uneven=_uneven(pieces),
+        first=copy_to(own, source.host),
+        at_end=_written_back(target),
+        result=None if out is not None else _always(gathered),
+        is_cacheable=out is not None,
+        written=1,
+    )
+
+
+def _always(value: Any) -> Result:
+    return lambda buffer, out: value
+
+
+def _broadcast(calls: Calls, request: Request, root: int | None, buffer: Any, out: Any) -> Arguments:
+    is_root = calls.rank == root
+    target = view(calls, buffer, writable=not is_root)
+    return Arguments(
+        typed(buffer, target.host),
+        {"data": target.host},
+        at_end=[] if is_root else _written_back(target),
+        written=None if is_root else 0,
+    )
+
+
+def _reduce(calls: Calls, request: Request, root: int | None, buffer: Any, out: Any) -> Arguments:
+    op, is_root = request.op, calls.rank == root
+    source = view(calls, buffer, writable=is_root and out is None)
+    target = source if not is_root or out is None else _view_out(calls, out, source.host.count, source.host)
+    require_op(op, source.host.dtype)
+    found = Arguments(
+        f"{typed(buffer, source.host)}, op={op}", {"data": target.host}, op=op, combines=True
+    )
+    if is_root:
+        found.first = copy_to(target.host, source.host)
+        found.averaged = target.host
+        found.at_end = _written_back(target)
+        found.written = int(out is not None)
+    else:
+        found.kept = Kept()
+        found.result = _always(None)
+    return found
+
+
+def _gather(calls: Calls, request: Request, root: int | None, shard: Any, out: Any) -> Arguments:
+    is_root = calls.rank == root
+    source = view(calls, shard, writable=False, what="shard")
+    pieces = _shards(calls, request.counts, source.host)
+    edges = partition.offsets(pieces)
+    gathered = empty_like(shard, edges[-1]) if is_root and out is None else out
+    target = _view_out(calls, gathered, edges[-1], source.host) if is_root else None
+    data = source.host.scratch(edges[-1]) if target is None else target.host
+    return Arguments(
+        f"{source.host.dtype}, counts={list(pieces)}",
+        {"data": data},
+        (("data", edges),),
+        uneven=_uneven(pieces),
+        first=copy_to(data.part(edges[calls.rank], edges[calls.rank + 1]), source.host),
+        at_end=[] if target is None else _written_back(target),
+        result=_always(gathered if is_root else None) if out is None or not is_root else None,
+        is_cacheable=False,
+        written=1 if is_root else None,
+    )
+
+
+def _scatter(calls: Calls, request: Request, root: int | None, buffer: Any, out: Any) -> Arguments:
+    target = view(calls, out, writable=True, what="out")
+    pieces = _shards(calls, request.counts, target.host)
+    edges = partition.offsets(pieces)
+    if calls.rank == root:
+        data = view(calls, buffer, writable=False, beside=target.host).host
+        if (data.count, data.dtype) != (edges[-1], target.host.dtype):
+            raise OperationError(
+                f"scatter has {data.count} elements of {data.dtype} to give, but the pieces are "
+                f"{edges[-1]} of {target.host.dtype} together: {list(pieces)}"
+            )
+    else:
+        data = target.host.scratch(edges[-1])
+    return Arguments(
+        f"{target.host.dtype}, counts={list(pieces)}",
+        {"data": data},
+        (("data", edges),),
+        uneven=_uneven(pieces),
+        last=copy_to(target.host, data.part(edges[calls.rank], edges[calls.rank + 1])),
+        at_end=_written_back(target),
+        is_cacheable=False,
+        written=1,
+    )
+
+
+def _alltoall(calls: Calls, request: Request, root: int | None, buffer: Any, out: Any) -> Arguments:
+    source = view(calls, buffer, writable=False)
+    sent = sent_counts(calls, request.counts, source.host.count)
+    is_even = request.counts is None
+    expected = None if request.receive_counts is None else counted(calls, request.receive_counts)
+    if is_even and expected not in (None, sent):
+        raise OperationError(
+            f"receive_counts={list(expected or ())}, but without send_counts every rank sends {sent[0]} "
+            "elements to each: give both, or neither"
+        )
+    described = f"{source.host.dtype}, {f'equal pieces of {sent[0]}' if is_even else 'uneven pieces'}"
+    received = sent if is_even else _received_counts(calls, sent, expected, described)
+    total = sum(received)
+    exchanged = empty_like(buffer, total) if out is None else out
+    target = _view_out(calls, exchanged, total, source.host)
+    given, first = source.host, []
+    if overlap(target.host, given):
+        # What comes is written over pieces that have yet to be sent.
+        given = given.scratch(given.count)
+        first = copy_to(given, source.host)
+    return Arguments(
+        described,
+        {"input": given, "output": target.host},
+        (("input", partition.offsets(sent)), ("output", partition.offsets(received))),
+        # Not _uneven(sent): a rank's own counts may be equal where another's are not.
+        uneven=not is_even,
+        same_everywhere=is_even,
+        first=first,
+        at_end=_written_back(target),
+        result=None if out is not None else _always(exchanged),
+        is_cacheable=out is not None and is_even,
+        written=1,
+    )
+
+
+def _received_counts(
+    calls: Calls, sent: tuple[int, ...], expected: tuple[int, ...] | None, described: str
+) -> tuple[int, ...]:
+    """What the other ranks will send here: asked when unknown, and in checked mode always."""
+    if expected is not None and not calls.checked:
+        return expected
+    if calls.checked:  # before anything is asked: another rank's arguments may be wrong
+        calls.require_same(f"alltoall({described})")
+    asking = calls.face("objects")
+    received = tuple(asking.alltoall(np.array(sent, dtype=np.int64)).tolist())
+    if calls.checked:
+        # The rank is named, so that those who are wrong alike do not agree.
+        calls.require_same(
+            "alltoall with receive_counts that fit"
+            if expected in (None, received)
+            else f"alltoall with receive_counts={list(expected or ())}, but the ranks send "
+            f"{list(received)} to rank {calls.rank}"
+        )
+    return received
+
+
+def _barrier(calls: Calls, request: Request, root: int | None, buffer: Any, out: Any) -> Arguments:
+    return Arguments()
+
+
+COLLECTIVES: dict[str, Binder] = {
+    "allreduce": _allreduce,
+    "reduce_scatter": _reduce_scatter,
+    "allgather": _allgather,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "alltoall": _alltoall,
+    "barrier": _barrier,
+}

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import operator
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
-
-from hpcpar.comm import agree, sharing
+from hpcpar.comm import agree, loans, methods, objects, sharing
 from hpcpar.comm.accounting import Trace, Traffic
-from hpcpar.comm.caller import Call, Family
+from hpcpar.comm.calls import Calls
 from hpcpar.comm.devices import open_devices
-from hpcpar.comm.objects import Objects
+from hpcpar.comm.executors import native
+from hpcpar.comm.loans import Lent, Loan
+from hpcpar.comm.runtime import Runtime
+from hpcpar.comm.select import ANY
+from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Waited, Watch
 from hpcpar.errors import OperationError
 from hpcpar.launch.settings import Settings
@@ -29,26 +29,8 @@ T = TypeVar("T")
 LARGEST_KEY = 2**31 - 1
 """Of what MPI splits a communicator by."""
 
-IN_USE = -1
-"""What a rank tells instead of the number of calls on a communicator whose borrower it still has."""
 
-
-@dataclass(eq=False)
-class Loan:
-    """A communicator that is the borrower's as long as this object lives."""
-
-    comm: Communicator
-
-
-@dataclass
-class _Lent:
-    """A communicator that is lent, or was: the borrower's loan may be gone."""
-
-    comm: Communicator
-    loan: weakref.ref[Loan]
-
-
-class Communicator(Objects):
+class Communicator:
     """Ranks that talk to each other; made by `hpcpar.init()`, `split`, `alone` or `run_loopback`.
 
     rank, size    position in it, and number of ranks
@@ -56,14 +38,24 @@ class Communicator(Objects):
     nodes         of each rank, the node it runs on, numbered as they first appear
     world_ranks   of each rank, its rank in the whole job
     traffic       messages and bytes of this rank, by collective
+
+    What the collectives have in common stands in `hpcpar/comm/methods.py`.
     """
 
-    def __init__(self, transport: Transport, family: Family, name: str) -> None:
-        super().__init__(transport, family, name)
+    def __init__(self, transport: Transport, runtime: Runtime, name: str) -> None:
+        self._hold(Calls(transport, runtime, name))
+
+    def _hold(self, calls: Calls) -> None:
+        transport = calls.transport
+        self._transport = transport
+        self._runtime = calls.runtime
+        self._calls = calls
+        self.name = calls.name
+        self.rank, self.size = transport.rank, transport.size
         self.world_ranks = transport.world_ranks
         numbers = {node: number for number, node in enumerate(dict.fromkeys(transport.nodes))}
         self.nodes = tuple(numbers[node] for node in transport.nodes)
-        self._lent: list[_Lent] = []
+        self._lent: list[Lent] = []
 
     @classmethod
     def alone(cls) -> Communicator:
@@ -79,20 +71,112 @@ class Communicator(Objects):
         check: bool = False,
     ) -> Communicator:
         """A world of its own over a transport; see `hpcpar.init` for timeout_s and check."""
-        return cls(transport, Family(transport, Watch(transport, timeout_s), check=check), "world")
+        return cls(transport, Runtime(transport, Watch(transport, timeout_s), check=check), "world")
 
-    def share_memory(self, stage_nbytes: int | None = None) -> bool:
+    @classmethod
+    def face_of(cls, calls: Calls) -> Communicator:
+        """A communicator for calls that exist already: another name to count under, or without checks."""
+        face = cls.__new__(cls)
+        face._hold(calls)
+        return face
+
+    # Collectives and messages (`methods.py`) ---------------------------------------------------------------
+
+    start_allreduce, allreduce = methods.start_allreduce, methods.allreduce
+    start_reduce_scatter, reduce_scatter = methods.start_reduce_scatter, methods.reduce_scatter
+    start_allgather, allgather = methods.start_allgather, methods.allgather
+    start_broadcast, broadcast = methods.start_broadcast, methods.broadcast
+    start_reduce, reduce = methods.start_reduce, methods.reduce
+    start_gather, gather = methods.start_gather, methods.gather
+    start_scatter, scatter = methods.start_scatter, methods.scatter
+    start_alltoall, alltoall = methods.start_alltoall, methods.alltoall
+    start_barrier, barrier = methods.start_barrier, methods.barrier
+    start_send, send = methods.start_send, methods.send
+    start_recv, recv = methods.start_recv, methods.recv
+    sendrecv = methods.sendrecv
+
+    # Python objects (`objects.py`) -------------------------------------------------------------------------
+
+    broadcast_object = objects.broadcast_object
+    allgather_object = objects.allgather_object
+    gather_object = objects.gather_object
+    scatter_object = objects.scatter_object
+    send_object = objects.send_object
+    recv_object = objects.recv_object
+
+    def unchecked(self, label: str | None) -> Communicator:
+        """This communicator, without agreeing on each call in checked mode.
+
+        label   under which it counts; None: each collective under its own name
+        """
+        view = type(self).__new__(type(self))
+        view.__dict__.update(self.__dict__, _calls=self._calls.unchecked(label))
+        return view
+
+    @property
+    def label(self) -> str | None:
+        """Name under which all calls count; None: each collective counts under its own."""
+        return self._calls.label
+
+    @property
+    def traffic(self) -> Traffic:
+        """Messages and bytes of this rank, by collective."""
+        return self._calls.traffic
+
+    @traffic.setter
+    def traffic(self, traffic: Traffic) -> None:
+        self._calls.traffic = traffic
+
+    # Algorithms --------------------------------------------------------------------------------------------
+
+    def algorithm_for(
+        self,
+        collective: str,
+        nbytes: int,
+        *,
+        uneven: bool = False,
+        named: str | None = None,
+        dtype: str = ANY,
+        op: str = "sum",
+        on_device: bool = False,
+    ) -> str:
+        """Name of the algorithm that a collective of `nbytes`, of the whole array, would run by.
+
+        uneven   the ranks' pieces are not equally large
+        named    what the caller of the collective would ask for
+        dtype    element type; ANY: one that every algorithm can do
+        on_device   the array is on a GPU
+        errors   OperationError where the collective would raise it, and for one that there is not
+        """
+        return self._calls.algorithm_for(
+            collective, nbytes, uneven=uneven, named=named, dtype=dtype, op=op, on_device=on_device
+        )
+
+    def native_obstacle(
+        self, collective: str, nbytes: int, *, dtype: str = ANY, op: str = "sum"
+    ) -> str | None:
+        """Say why algorithm="native", MPI's own, cannot do such a collective here; None: it can."""
+        dtype = "float64" if dtype == ANY else dtype
+        return native.obstacle(self._transport, collective, op, dtype, nbytes, named=True)
+
+    def choose_by(self, tuning: Tuning) -> None:
+        """Choose by these tables from now on, here and on all that will be split. The same on every rank."""
+        self._calls.choose_by(tuning)
+
+    # Memory ------------------------------------------------------------------------------------------------
+
+    def share_memory(self, post_nbytes: int | None = None) -> bool:
         """From now on exchange through shared memory, here and on all that will be split. Collective.
 
-        stage_nbytes   what each rank has in a lane, for trying out: all messages go through it then; None:
-                       what fits the number of ranks, and short messages go over boards
-        returns        whether any ranks of this communicator do: some are on one node, which has room for
+        post_nbytes    bytes that a rank can send in a short call, for trying out; None: as fits the number of
+                       ranks
+        returns        True if any ranks of this communicator do: some are on one node, which has room for
                        it; where it has not, a warning has said why, once
         """
-        self._family.shares_memory, self._family.stage_nbytes = True, stage_nbytes
-        arena, shares = sharing.open_arena(self, stage_nbytes)
+        self._runtime.shares_memory, self._runtime.post_nbytes = True, post_nbytes
+        segment, shares, reads = sharing.open_segment(self, post_nbytes)
         if shares:
-            self._share(arena)
+            self._calls.share(segment, reads_private=reads)
         return shares
 
     def share_devices(self, asked: str, mpi_takes_pointers: Callable[[], bool] = lambda: False) -> bool:
@@ -104,18 +188,18 @@ class Communicator(Objects):
                   why the others cannot
         errors    CudaError on every rank where the way asked for cannot be had
         """
-        self._family.devices = open_devices(self, asked, mpi_takes_pointers)
-        return self._family.devices is not None
+        self._runtime.devices = open_devices(self, asked, mpi_takes_pointers)
+        return self._runtime.devices is not None
 
     @property
     def shares_devices(self) -> bool:
-        """Whether arrays on GPUs are moved as they are; else each call copies them to the host and back."""
-        return self._family.devices is not None
+        """True if arrays on GPUs are moved as they are; else each call copies them to the host and back."""
+        return self._runtime.devices is not None
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks of this communicator exchange through memory that they share."""
-        return self._arena is not None or self._shares_in_part
+        """True if ranks of this communicator exchange through memory that they share."""
+        return self._calls.segment is not None or self._calls.shares_in_part
 
     def allocate_shared(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """An array of zeros that the other ranks read where it lies, in collectives of this communicator.
@@ -126,8 +210,8 @@ class Communicator(Objects):
 
         The memory goes with the last reference to it on any rank, at the next `allocate_shared` or `free`.
         """
-        self._forget(list(self._recipes))  # some may point into memory that goes now
-        return sharing.allocate(self, self._arena, shape, dtype)
+        self._calls.forget_all()  # some may point into memory that goes now
+        return sharing.allocate(self, self._calls.segment, shape, dtype)
 
     def allocate_common(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """An array of zeros that is the same memory on all ranks, which must be on one node. Collective.
@@ -144,46 +228,49 @@ class Communicator(Objects):
         From now on the array is like any other. Collective: every rank passes its own.
         errors   OperationError on every rank when they are not of the same allocation
         """
-        self._forget(list(self._recipes))  # some may point into it
-        sharing.release(self, self._arena, array)
+        self._calls.forget_all()  # some may point into it
+        sharing.release(self, self._calls.segment, array)
 
     @property
     def trace(self) -> Trace | None:
         """Where this communicator and its relatives note what moved when."""
-        return self._family.trace
+        return self._runtime.trace
 
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
-        self._family.trace = trace
+        self._runtime.trace = trace
 
     def traffics(self) -> dict[str, Traffic]:
         """The accounts of this rank on all communicators split from the same world, by name."""
-        return dict(self._family.traffics)
+        return dict(self._runtime.traffics)
 
     def poke(self) -> None:
         """Advance all that is under way, on every communicator of the family; never blocks."""
-        self._family.progress.poke()
+        self._runtime.progress.poke()
+
+    progress = poke
+    """MPI's word for it."""
 
     def depart(self) -> None:
         """This rank makes no more calls on this family: those who wait for it get a PeerLeftError."""
-        self._family.watch.depart()
+        self._runtime.watch.depart()
 
     def end_job(self, why: str, status: int) -> None:
         """End the whole job at once, with this exit status; from any thread, and without a traceback.
 
         why   for people; the sentinel hears it, too, so that nobody is called lost
         """
-        if self._family.end_job is None:  # this process is all of the job
+        if self._runtime.end_job is None:  # this process is all of the job
             os.write(2, f"hpcpar: ends the job: {why}\n".encode())
             os._exit(status)
-        self._family.end_job(why, status)
+        self._runtime.end_job(why, status)
 
     def while_waiting(self, inspect: Callable[[tuple[int, ...]], None]) -> Callable[[], None]:
         """Have `inspect(missing world ranks)` called now and then in long waits; its errors end them.
 
         returns   what puts an end to that
         """
-        inspectors = self._family.watch.inspectors
+        inspectors = self._runtime.watch.inspectors
         inspectors.append(inspect)
         return lambda: inspectors.remove(inspect) if inspect in inspectors else None
 
@@ -193,7 +280,7 @@ class Communicator(Objects):
         waited   tells what is waited for, in errors: a name, the missing world ranks, and how far it is
         errors   StallError, PeerLeftError, as `Handle.wait`
         """
-        self._family.progress.wait_until(condition, waited)
+        self._runtime.progress.wait_until(condition, waited)
 
     def agree(self, error: BaseException | None, doing: str) -> None:
         """Fail together: raise on every rank when any of them passes an error. Collective.
@@ -226,17 +313,17 @@ class Communicator(Objects):
         color    any whole number >= 0; None joins no new communicator, and gets None
         errors   OperationError for a color or a key that MPI cannot take
         """
-        with self._asking(Call("split")):
+        with objects.checked(self, "split"):
             color = None if color is None else _whole("color", color, least=0)
             key = _whole("key", key, least=-LARGEST_KEY)
         # In MPI's split nothing moves, and a rank that comes later may still wait for what was begun before.
-        self.unchecked(self._label or "split").barrier()
+        self.unchecked(self.label or "split").barrier()
         transport = self._transport.split(color, key)
         if transport is None:
             return None
-        part = Communicator(transport, self._family, name or f"{self.name}.{color}")
-        if self._family.shares_memory:
-            part.share_memory(self._family.stage_nbytes)
+        part = Communicator(transport, self._runtime, name or f"{self.name}.{color}")
+        if self._runtime.shares_memory:
+            part.share_memory(self._runtime.post_nbytes)
         return part
 
     def split_by_node(self, name: str = "node") -> Communicator:
@@ -246,39 +333,16 @@ class Communicator(Objects):
         return node
 
     def lend(self, purpose: str, label: str | None = None) -> Loan:
-        """One of the same ranks for calls that come in another order than those on this one. Collective.
+        """Lend one of the same ranks, for calls that come in another order than those on this one. Collective.
 
         label   under which it counts on this one's account; None: as this one does
 
         In checked mode, too, it agrees on no calls, for which ranks would wait that are busy with another's.
-        What a borrower that is gone on all ranks had is lent again; but one that went in the middle of things
-        may have begun a call on one rank and not on another, which the next one's calls would meet there:
-        that communicator is left alone.
+        A communicator whose borrower is gone on all ranks is lent again; but one whose borrower went in the
+        middle of things may have begun a call on one rank and not on another, which the next one's calls
+        would meet there: it is left alone.
         """
-        if self.size == 1:
-            return Loan(self)
-        agreed = -1
-        if self._lent:
-            calls = [IN_USE if lent.loan() is not None else lent.comm.calls for lent in self._lent]
-            of_ranks = self.unchecked("agreement").allgather(np.array(calls, dtype=np.int64))
-            of_ranks = of_ranks.reshape(self.size, -1)
-            gone = (of_ranks != IN_USE).all(axis=0)
-            same = gone & (of_ranks == of_ranks[0]).all(axis=0)
-            for lent, is_left_alone in zip(self._lent, gone & ~same, strict=True):
-                if is_left_alone:
-                    lent.comm.abandon()
-            agreed = int(same.argmax()) if same.any() else -1
-        if agreed >= 0:
-            loan = Loan(self._lent[agreed].comm)
-            self._lent[agreed].loan = weakref.ref(loan)
-            return loan
-        made = self.split(0, self.rank, f"{self.name} {purpose}")
-        assert made is not None, "every rank belongs to it"
-        made.traffic.reset()
-        made.traffic = self.traffic
-        loan = Loan(made.unchecked(label or self._label))
-        self._lent.append(_Lent(loan.comm, weakref.ref(loan)))
-        return loan
+        return loans.lend(self, self._lent, purpose, label)
 
     def free(self) -> None:
         """Give the communicator back to MPI, which has room for about two thousand. Collective.
@@ -288,18 +352,13 @@ class Communicator(Objects):
         for lent in self._lent:
             lent.comm.free()
         self._lent.clear()
-        self._forget(list(self._recipes))
-        if self._arena is not None:
-            self._arena.free()
-            self._arena = None
-        self._lanes.free()
-        self._messages.free()
+        self._calls.free()
         self._transport.free()
 
     @property
     def calls(self) -> int:
         """How many collectives have been begun: the same on all ranks, if they make the same calls."""
-        return self._calls[0]
+        return self._calls.count[0]
 
     def abandon(self) -> None:
         """Give up what is under way here because other ranks will never come to it.
@@ -307,7 +366,7 @@ class Communicator(Objects):
         Nobody may use the communicator afterwards. Not collective; memory that messages may still come to
         is kept.
         """
-        self._abandoned.extend(self._family.progress.give_up(self.name))
+        self._calls.abandoned.extend(self._runtime.progress.give_up(self.name))
 
     def __enter__(self) -> Communicator:
         return self
@@ -326,11 +385,14 @@ class Communicator(Objects):
             "shard_state_dict(model) where its layers are divided"
         )
 
+    def __reduce__(self) -> NoReturn:
+        raise OperationError(
+            f"communicator {self.name!r} cannot be pickled, as for a process that a DataLoader spawns: pass what "
+            f"the process needs to know, such as rank {self.rank} of {self.size}, instead"
+        )
+
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
-
-    def _require_same(self, description: str) -> None:
-        agree.require_same(self, description)
 
 
 def _whole(what: str, number: int, *, least: int) -> int:
@@ -354,13 +416,13 @@ def run_loopback(
     check: bool | None = None,
     timeout_s: float = 60.0,
     shared_memory: bool = False,
-    stage_nbytes: int | None = None,
+    post_nbytes: int | None = None,
 ) -> list[T]:
     """Call `function(comm)` on `size` ranks that are threads of this process; its results, by rank.
 
     nodes    of each rank, the node that it pretends to be on
     check    agree on every collective before data moves (default: HPCPAR_CHECK, or off)
-    shared_memory, stage_nbytes   as `Communicator.share_memory`
+    shared_memory, post_nbytes   as `Communicator.share_memory`
     errors   the exception of the rank that failed first
     """
 
@@ -373,7 +435,7 @@ def run_loopback(
         comm = Communicator.over(transport, timeout_s=timeout_s, check=checked)
         held.append(comm)
         if shared_memory:
-            comm.share_memory(stage_nbytes)
+            comm.share_memory(post_nbytes)
         return function(comm)
 
     return loopback.run(size, call, nodes=nodes, timeout_s=timeout_s)

@@ -1,298 +1,316 @@
-"""Schedules bound to a buffer once and run often: persistent requests, prepared views, landing memory.
+"""`CompiledCollective`: a plan bound to memory and to an executor. The only thing that runs.
 
-A persistent request has a fixed tag, so calls of one *signature* (algorithm, root, op, element type
-and sizes: the same on every rank) take turns among a few lanes, each with a tag of its own:
+    idle ── start ──> under way ── advance, advance, … ──> done (or failed) ── start ──> …
 
-    call   1   2   3   4   5   6          all calls of one signature
-    lane   0   1   2   3   0   1          call 5 waits until call 1 is complete on this rank
-
-Every rank makes the same calls in the same order, so every rank gives a call the same tag, whatever
-buffers it uses. Within a lane each buffer has a program of its own, compiled at second sight: a
-buffer that is seen once only is not worth it.
+`advance` never blocks, and may be called from any place that has time: `poke`, `test`, `wait`. It may also be
+left by an exception of a signal handler at any point, and then goes on where it was: every action on memory is
+taken from an iterator (`spaces.py`), and every other assignment may be repeated.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
+from hpcpar.comm.accounting import Tally, Trace, TrafficRow
+from hpcpar.comm.spaces import Action
+from hpcpar.errors import HpcparError, MismatchError
 
-from hpcpar.comm.operation import (
-    BoundStep,
-    Message,
-    Operation,
-    Plan,
-    PlannedStep,
-    Spaces,
-    copies_of,
-    copying,
-    folds,
-    itemsize_of,
-    lands_in_place,
-    octets_of,
-    packing,
-)
-from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Prepared, Transport
-from hpcpar.units import MiB
+if TYPE_CHECKING:
+    from hpcpar.comm.executors.message import MessageProgram
+    from hpcpar.comm.progress import Progress
+    from hpcpar.comm.runtime import Runtime
 
-LANE_TAGS = COLLECTIVE_TAGS // 2
-"""The first tag of lanes, and the number of tags below it, which go from call to call."""
-
-LANES = 4
-LARGEST_NBYTES = 4 * MiB
-"""Of a whole array; above it the few microseconds that compiling saves do not show."""
-
-LANDING_NBYTES = 64 * MiB
-"""Landing memory that a communicator keeps, at most; the signatures that were used last keep theirs.
-
-A single signature may have more, for the lanes of the largest arrays that are compiled.
-"""
-
-MOST_SIGNATURES = 256
-PROGRAMS_PER_LANE = 8
-
-NOWHERE = np.empty(0, dtype=np.uint8)
-
-Address = tuple[int, ...]
-"""Where each space's memory begins."""
-
-Wait = Callable[[Operation], None]
+Result = Callable[[Any, Any], Any]
+"""Of the caller's two arrays."""
 
 
-class CompiledStep:
-    """A step whose views, requests and foldings are all at hand."""
+class ExecutorStep(Protocol):
+    """One step of a schedule, bound to memory by an executor."""
+
+    def begin(self, number: int) -> None:
+        """Make ready for call `number`."""
+
+    def advance(self, looks: int) -> bool:
+        """Do all that can be done without waiting, looking `looks` times at most; True when complete."""
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks of the communicator whose part is missing."""
+
+    def received_nbytes(self) -> int:
+        """Bytes that all receives brought (point-to-point)."""
+
+    def free(self) -> None:
+        """Release what the transport holds for it."""
+
+
+class Turn:
+    """Calls that share a tag run one after the other, in the order in which all ranks make them."""
+
+    __slots__ = ("queue",)
+
+    def __init__(self) -> None:
+        self.queue: list[CompiledCollective] = []
+
+
+class CompiledCollective:
+    """A request that is ready to be started, again and again, one execution at a time.
+
+    described        the request in words, the same on every rank
+    steps            what the executor does
+    program          messages: chooses steps and turn by the tag that the call gets
+    first, last      actions on memory before the first and after the last step
+    result           of the caller's arrays; None: the second one, or the first where there is no second
+    written          index of the caller's array that is written to (its autograd version goes up); None: neither
+    expected_nbytes  what point-to-point receives must bring, no more and no less
+    is_cached        in the cache: holds no references to the caller's arrays while it is idle
+    """
+
+    __slots__ = (
+        "_actions",
+        "_index",
+        "_last_actions",
+        "_memory",
+        "by",
+        "collective",
+        "comm",
+        "described",
+        "error",
+        "expected_nbytes",
+        "first",
+        "handle",
+        "is_cached",
+        "is_under_way",
+        "last",
+        "last_used",
+        "nbytes",
+        "number",
+        "program",
+        "result",
+        "row",
+        "runtime",
+        "started_s",
+        "steps",
+        "tally",
+        "turn",
+        "world_ranks",
+        "written",
+    )
 
     def __init__(
         self,
-        copies: Sequence[Callable[[], None]],
-        prepared: Prepared,
-        folds: Sequence[Callable[[], None]],
-        copies_beside: Sequence[Callable[[], None]] = (),
+        collective: str,
+        comm: str,
+        runtime: Runtime,
+        world_ranks: tuple[int, ...],
+        row: TrafficRow,
+        *,
+        described: str = "",
+        by: str = "",
+        traffic: tuple[int, int, int] = (0, 0, 0),
+        result: Result | None = None,
     ) -> None:
-        self._copies = copies
-        self._copies_beside = copies_beside
-        self._folds = folds
-        self.prepared = prepared
-
-    def post(self) -> Exchange:
-        for copy in self._copies:
-            copy()
-        self.prepared.start()
-        for copy in self._copies_beside:
-            copy()
-        return self.prepared
-
-    def settle(self) -> None:
-        for fold in self._folds:
-            fold()
-
-
-class Lane:
-    """One tag and the landing memory that goes with it; its operations run one after the other.
-
-    holder   the operation whose turn it is
-    due      all that were started in this lane and have not ended, the holder among them
-    landing  empty until the first program needs it: most lanes never see the same memory twice
-    """
-
-    def __init__(self, tag: int, landing_nbytes: int) -> None:
-        self.tag = tag
-        self.holder: Operation | None = None
-        self.due: list[Operation] = []
-        self.landing = NOWHERE
-        self._landing_nbytes = landing_nbytes
-        self._programs: OrderedDict[Address, tuple[CompiledStep, ...] | None] = OrderedDict()
-
-    def join(self, operation: Operation) -> None:
-        self.due.append(operation)
-
-    def enter(self, operation: Operation) -> bool:
-        if self.holder is None:
-            self.holder = operation
-        return self.holder is operation
-
-    def leave(self) -> None:
-        if self.holder in self.due:
-            self.due.remove(self.holder)
-        self.holder = None
-
-    def program(
-        self, transport: Transport, planned: Plan, spaces: Spaces, op: str
-    ) -> tuple[BoundStep, ...] | None:
-        """The compiled steps for memory that was seen before; None at first sight."""
-        address = tuple(buffer.address for buffer in spaces.values())
-        if address not in self._programs:
-            self._make_room()
-            self._programs[address] = None
-            return None
-        self._programs.move_to_end(address)
-        program = self._programs[address]
-        if program is None:
-            # The views hold no reference to the memory: a buffer must be free to go. They are used
-            # only with a buffer that has just been seen at the same address, of the same length.
-            held = {space: buffer.unowned() for space, buffer in spaces.items()}
-            if self.landing is NOWHERE:
-                self.landing = np.empty(self._landing_nbytes, dtype=np.uint8)
-            program = self._programs[address] = tuple(
-                _compile(transport, step, held, op, self.tag, self.landing) for step in planned.steps
-            )
-        return program
-
-    def _make_room(self) -> None:
-        """For one more program: those that were used longest ago go, but for those of calls that are due."""
-        if len(self._programs) < PROGRAMS_PER_LANE:
-            return
-        due = {id(operation.steps) for operation in self.due}
-        for address, program in list(self._programs.items()):
-            if id(program) not in due and len(self._programs) >= PROGRAMS_PER_LANE:
-                _free(self._programs.pop(address))
-
-    def compiled(self, address: Address) -> tuple[CompiledStep, ...] | None:
-        """The program for memory at this address, if there is one."""
-        return self._programs.get(address)
-
-    def free(self) -> None:
-        for program in self._programs.values():
-            _free(program)
-        self._programs.clear()
-        self.landing = NOWHERE
-
-
-class LaneGroup:
-    """The lanes of one signature.
-
-    nbytes      what it counts for in the budget of landing memory
-    alive       False once the group has made room for another
-    last_used   number of the call that used it last, of all calls with a signature
-    """
-
-    def __init__(self, lanes: Sequence[Lane], nbytes: int) -> None:
-        self.lanes = lanes
-        self.nbytes = nbytes
-        self.alive = True
+        self.collective = collective
+        self.comm = comm
+        self.runtime = runtime
+        self.world_ranks = world_ranks
+        self.row = row
+        self.described = described
+        self.by = by
+        self.tally: Tally = row.open(*traffic)
+        self.result = result
+        self.steps: Sequence[ExecutorStep] = ()
+        self.first: Sequence[Action] = ()
+        self.last: Sequence[Action] = ()
+        self.turn: Turn | None = None
+        self.program: MessageProgram | None = None
+        self.written: int | None = None
+        self.expected_nbytes: int | None = None
+        self.is_cached = False
+        self.nbytes = 0
         self.last_used = 0
-        self._turn = 0
+        self.number = 0
+        self.is_under_way = False
+        self.error: BaseException | None = None
+        self.handle: Handle | None = None
+        self.started_s = 0.0
+        self._index = 0
+        self._memory: tuple[Any, Any] = (None, None)
+        self._actions: Iterator[Action] | None = None
+        self._last_actions: Iterator[Action] | None = None
 
-    def next(self) -> Lane:
-        lane = self.lanes[self._turn]
-        self._turn = (self._turn + 1) % len(self.lanes)
-        return lane
+    def begin(self, number: int, memory: tuple[Any, Any]) -> None:
+        """Make ready for call `number`; the caller's arrays are kept alive until it is done.
 
-
-class Lanes:
-    """All lanes of a communicator, by signature; what was used longest ago makes room.
-
-    Which that is follows from the order of calls alone, so all ranks come to the same answer.
-    """
-
-    def __init__(self, first_tag: int, tags: int) -> None:
-        self._free_tags = list(range(first_tag + tags - 1, first_tag - 1, -1))
-        self._groups: dict[Hashable, LaneGroup] = {}
-        self._budgeted_nbytes = 0
-        self._clock = 0
-        self.evictions = 0
-        self.are_freed = False  # and so is the communicator, as all its unchecked copies see here
-
-    def group(self, signature: Hashable, planned: Plan, nbytes: int, itemsize: int, wait: Wait) -> LaneGroup:
-        """The lanes of a signature, made when first asked for.
-
-        nbytes   of the whole array: the same on every rank, where the memory to land in is not
-        wait     brings an operation to its end, before the tag of its lane is given away
+        May be repeated: the call counts only when its number is taken.
         """
-        group = self._groups.get(signature)
-        if group is None:
-            self._make_room(LANES * nbytes, wait)
-            self._budgeted_nbytes += LANES * nbytes
-            landing = landing_count(planned) * itemsize
-            lanes = [Lane(self._free_tags.pop(), landing) for _ in range(LANES)]
-            group = LaneGroup(lanes, LANES * nbytes)
-            self._groups[signature] = group
-        return group
+        self.number = number
+        self.error = None
+        self.handle = None
+        self._memory = memory
+        self._index = 0
+        self._actions = iter(self.first) if self.first else None
+        self._last_actions = None
+        program = self.program
+        if program is not None:
+            at = program.signature.at
+            self.steps, self.turn = program.steps_for(at), program.signature.turns[at]
+        for step in self.steps:
+            step.begin(number)
+        if self.runtime.trace is not None:
+            self.started_s = time.perf_counter()
 
-    def next(self, group: LaneGroup) -> Lane:
-        """The lane of the call that all ranks make now."""
-        self._clock += 1
-        group.last_used = self._clock
-        return group.next()
+    def advance(self, looks: int = 1) -> bool:
+        """Do all that can be done without waiting; True when this execution has ended, well or not.
+
+        An exception that none of hpcpar's own steps has raised is a signal handler's, and leaves the call.
+        """
+        if not self.is_under_way:
+            return True
+        turn = self.turn
+        if turn is not None and turn.queue[0] is not self:
+            return False
+        try:
+            actions = self._actions
+            if actions is not None:
+                for action in actions:
+                    action()
+            steps = self.steps
+            while self._index < len(steps):
+                if not steps[self._index].advance(looks):
+                    return False
+                self._index += 1
+            if self.expected_nbytes is not None:
+                self._require_length()
+            if self.last:
+                if self._last_actions is None:
+                    self._last_actions = iter(self.last)
+                for action in self._last_actions:
+                    action()
+        except HpcparError as error:
+            self._end(error)
+            return True
+        self._end(None)
+        return True
+
+    def _end(self, error: BaseException | None) -> None:
+        runtime = self.runtime
+        if error is None and runtime.trace is not None:
+            self._note(runtime.trace)
+        if self.written is not None and error is None:
+            runtime.mark_written(self._memory[self.written])
+        handle, turn = self.handle, self.turn
+        # From here on no call of a function, so that no signal handler runs in between.
+        if turn is not None and turn.queue and turn.queue[0] is self:
+            del turn.queue[0]
+        self.error = error
+        if error is None:
+            self.tally.calls += 1
+        self.is_under_way = False
+        if handle is not None:
+            handle.error = error
+            handle.is_done = True
+            self.handle = None
+        self._memory = (None, None)
+        if not self.is_cached:
+            self.free()
+
+    def _note(self, trace: Trace) -> None:
+        trace.add(
+            f"{self.collective} {self.comm}",
+            "communication",
+            self.started_s,
+            time.perf_counter(),
+            nbytes_sent=self.tally.nbytes_sent,
+            algorithm=self.by,
+        )
+
+    def _require_length(self) -> None:
+        found = self.steps[0].received_nbytes()
+        if found != self.expected_nbytes:
+            raise MismatchError(
+                f"{self.name} expected {self.expected_nbytes} bytes, but {found} came; "
+                f"sender and receiver must name the same number of bytes"
+            )
+
+    @property
+    def name(self) -> str:
+        """The call in words, for errors: "allreduce (call 7 of 'world')"."""
+        return f"{self.collective} (call {self.number} of {self.comm!r})"
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """World ranks whose part is missing."""
+        if not self.is_under_way:
+            return ()
+        turn = self.turn
+        if turn is not None and turn.queue and turn.queue[0] is not self:
+            return turn.queue[0].waiting_for()
+        if self._index >= len(self.steps):
+            return ()
+        return tuple(self.world_ranks[r] for r in self.steps[self._index].waiting_for())
+
+    def progress(self) -> str:
+        return f"step {min(self._index + 1, len(self.steps))} of {len(self.steps)}"
 
     def free(self) -> None:
-        for group in self._groups.values():
-            group.alive = False
-            for lane in group.lanes:
-                lane.free()
-        self._groups.clear()
-        self.are_freed = True
-
-    def _make_room(self, nbytes: int, wait: Wait) -> None:
-        while self._groups and (
-            len(self._groups) >= MOST_SIGNATURES
-            or self._budgeted_nbytes + nbytes > LANDING_NBYTES
-            or len(self._free_tags) < LANES
-        ):
-            self._evict(min(self._groups, key=lambda signature: self._groups[signature].last_used), wait)
-
-    def _evict(self, signature: Hashable, wait: Wait) -> None:
-        group = self._groups.pop(signature)
-        group.alive = False
-        self._budgeted_nbytes -= group.nbytes
-        self.evictions += 1
-        for lane in group.lanes:
-            # Not the holder alone: those behind it are bound to this lane's requests as well.
-            while lane.due:
-                wait(lane.due[0])
-            self._free_tags.append(lane.tag)
-            lane.free()
-
-
-def landing_count(planned: Plan) -> int:
-    """Elements that the step that needs most of them lands or packs elsewhere than in place."""
-    return max((sum(message.count for message in _elsewhere(step)) for step in planned.steps), default=0)
-
-
-def _elsewhere(step: PlannedStep) -> list[Message]:
-    landing = [message for message in step.receives if not lands_in_place(message)]
-    return landing + [message for message in step.sends if len(message.runs) != 1]
-
-
-def _compile(
-    transport: Transport,
-    step: PlannedStep,
-    spaces: Spaces,
-    op: str,
-    tag: int,
-    landing: Octets,
-) -> CompiledStep:
-    """Bind a step to memory: messages in place where they can be, else one after the other in `landing`."""
-    itemsize = itemsize_of(spaces)
-    copies, beside = copies_of(step, spaces)
-    at = 0
-
-    def place(message: Message) -> Octets:
-        nonlocal at
-        at += message.count * itemsize
-        return landing[at - message.count * itemsize : at]
-
-    landed: list[tuple[Message, Octets]] = []
-    receives: list[tuple[Octets, int]] = []
-    for message in step.receives:
-        if lands_in_place(message):
-            receives.append((octets_of(spaces, message.runs[0]), message.peer))
+        """Leave the cache: requests go back to MPI, the account takes over what was counted."""
+        self.is_cached = False
+        if self.is_under_way:
+            return  # again at its end
+        if self.program is not None:
+            self.program.free()
         else:
-            landed.append((message, place(message)))
-            receives.append((landed[-1][1], message.peer))
-    sends: list[tuple[Octets, int]] = []
-    for message in step.sends:
-        if len(message.runs) == 1:
-            sends.append((octets_of(spaces, message.runs[0]), message.peer))
-            continue
-        octets = place(message)
-        sends.append((octets, message.peer))
-        copies += [copying(into, part) for part, into in packing(spaces, message, octets)]
-    prepared = transport.prepare(sends, receives, tag)
-    return CompiledStep(copies, prepared, list(folds(spaces, landed, op)), beside)
+            for step in self.steps:
+                step.free()
+        self.row.close(self.tally)
+        self.tally.calls = 0
 
 
-def _free(program: tuple[CompiledStep, ...] | None) -> None:
-    for step in program or ():
-        step.prepared.free()
+class Handle:
+    """A collective or a message under way: `wait()` for its result, or `test()` and go on.
+
+    The buffers that were handed over must neither be written nor, unless they are only sent, be
+    read before `wait()` has returned.
+    """
+
+    __slots__ = ("_compiled", "_progress", "_result", "_row", "error", "is_done")
+
+    def __init__(
+        self, progress: Progress, compiled: CompiledCollective, result: Callable[[], Any] | Any
+    ) -> None:
+        self._progress = progress
+        self._compiled = compiled
+        self._row = compiled.row
+        self._result = result
+        self.is_done = False
+        self.error: BaseException | None = None
+
+    def test(self) -> bool:
+        """Make progress on everything under way; True when this one is complete."""
+        if not self.is_done:
+            self._progress.poke()
+        return self.done
+
+    @property
+    def done(self) -> bool:
+        """True when it is complete, as far as is known without making progress; its error is raised."""
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """World ranks whose messages are missing."""
+        return () if self.is_done else self._compiled.waiting_for()
+
+    def wait(self) -> Any:
+        """Block until complete; returns the result. A second call returns it again.
+
+        errors   StallError after the communicator's timeout_s, naming who waits for whom
+                 PeerLeftError when a rank that is waited for has ended
+        """
+        if not self.is_done:
+            self._progress.wait(self._compiled, self)
+        if self.error is not None:
+            raise self.error
+        return self._result

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcpar.comm.operation import ScratchPool
-from hpcpar.comm.out_of_place import fill
+from hpcpar.comm.spaces import ScratchPool
 from hpcpar.comm.reductions import finish, scale
 from hpcpar.comm.scaling import Factors
 from hpcpar.comm.wire import convert_on_device, decode, encode, wire_buffer
@@ -47,7 +46,8 @@ class Compressed:
         """Before it travels: prescale and round. Uses the target's memory for it."""
         source = self._source
         if self._factors.before != 1.0:
-            fill(self._target.host, source)
+            if source.address != self._target.host.address:
+                self._target.host.octets[...] = source.octets
             source = self._target.host
             scale(source, self._factors.before)
         encode(source, self.encoded.dtype, self.encoded.octets)

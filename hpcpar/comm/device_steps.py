@@ -23,19 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcpar.comm.devices import Devices, Reach
-from hpcpar.comm.operation import (
-    BoundStep,
-    Message,
-    Plan,
-    PlannedStep,
-    Run,
-    Spaces,
-    folds,
-    itemsize_of,
-    lands_in_place,
-    octets_of,
-    packing,
-)
+from hpcpar.comm.executors.native import Posted
+from hpcpar.comm.plan import Message, Plan, PlannedStep, Run, lands_in_place
+from hpcpar.comm.spaces import Spaces, folds, itemsize_of, octets_of, packing
 from hpcpar.comm.tokens import Kind, Mailroom, Ticket, Token
 from hpcpar.errors import MismatchError
 from hpcpar.transport.device_memory import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
@@ -66,7 +56,7 @@ def device_steps(
     spaces: Spaces,
     op: str,
     tag: int,
-) -> Sequence[BoundStep]:
+) -> Sequence[Posted]:
     """A plan bound to device memory for one call."""
     first = next(iter(spaces.values()))
     assert isinstance(first, DeviceBuffer)

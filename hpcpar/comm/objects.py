@@ -1,120 +1,115 @@
-"""Collectives of Python objects, by pickle: for set-up and metadata, not for tensors."""
+"""Collectives of Python objects, by pickle: for set-up and metadata, not for tensors. Counted as 'objects'.
+
+Each call first moves the length and then the bytes, so it costs at least twice the latency of the collective
+that it is named after.
+"""
 
 from __future__ import annotations
 
-import copy
 import pickle
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from hpcpar import partition
-from hpcpar.comm.caller import Call
-from hpcpar.comm.collectives import Collectives
-from hpcpar.comm.point_to_point import PointToPoint
+from hpcpar.comm.request import rank_of
 from hpcpar.errors import OperationError
 from hpcpar.transport.interface import Octets
 
+if TYPE_CHECKING:
+    from hpcpar.comm.communicator import Communicator
+
 T = TypeVar("T")
-SelfT = TypeVar("SelfT", bound="Objects")
+NO_ROOT = -1
 
 
-class Objects(Collectives, PointToPoint):
-    """Any object that pickle can carry. Counted as 'objects'.
+@contextmanager
+def checked(comm: Communicator, collective: str, root: Any = NO_ROOT) -> Iterator[None]:
+    """Look at the arguments inside; in checked mode all ranks agree on them before data moves."""
+    calls = comm._calls
+    calls.require_usable(collective)
+    try:
+        if root is not NO_ROOT:
+            rank_of(root, comm.size, f"the root of {collective}", comm.name)
+        yield
+    except Exception as error:
+        if calls.checked:
+            calls.require_same(f"{collective}, and failed: {error or type(error).__name__}")
+        raise
+    if calls.checked:
+        calls.require_same(f"{collective}({'' if root is NO_ROOT else f'root={root}'})")
 
-    Each call first moves the length and then the bytes, so it costs at least twice the latency of
-    the collective that it is named after.
-    """
 
-    def unchecked(self: SelfT, label: str | None) -> SelfT:
-        """This communicator, without agreeing on each call.
+def broadcast_object(comm: Communicator, value: Any = None, root: int = 0) -> Any:
+    """The root's object, on every rank; what other ranks pass is ignored."""
+    with checked(comm, "broadcast_object", root):
+        payload = _pickled(value) if comm.rank == root else None
+    inner = _inner(comm)
+    length = np.array([0 if payload is None else payload.size], dtype=np.int64)
+    inner.broadcast(length, root)
+    if payload is None:
+        payload = np.empty(int(length[0]), dtype=np.uint8)
+    inner.broadcast(payload, root)
+    return value if comm.rank == root else _unpickled(payload)
 
-        label   under which it counts; None: each collective under its own name
-        """
-        view = copy.copy(self)
-        view._checked = False
-        view._label = label
-        view._seen = defaultdict(dict)
-        return view
 
-    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
-        """The root's object, on every rank; what other ranks pass is ignored."""
-        with self._asking(Call("broadcast_object", root=root)):
-            payload = _pickled(value) if self.rank == root else None
-        inner = self._inner()
-        length = np.array([0 if payload is None else payload.size], dtype=np.int64)
-        inner.broadcast(length, root)
-        if payload is None:
-            payload = np.empty(int(length[0]), dtype=np.uint8)
-        inner.broadcast(payload, root)
-        return value if self.rank == root else _unpickled(payload)
-
-    def allgather_object(self, value: T) -> list[T]:
-        """All ranks' objects, by rank, on every rank."""
-        with self._asking(Call("allgather_object")):
-            payload = _pickled(value)
-        inner = self._inner()
-        lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
-        return _unpickled_pieces(inner.allgather(payload, counts=lengths), lengths)
-
-    def gather_object(self, value: T, root: int = 0) -> list[T] | None:
-        """All ranks' objects, by rank, on the root; None elsewhere."""
-        with self._asking(Call("gather_object", root=root)):
-            payload = _pickled(value)
-        inner = self._inner()
-        lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
-        gathered = inner.gather(payload, root, counts=lengths)
-        return None if gathered is None else _unpickled_pieces(gathered, lengths)
-
-    def scatter_object(self, values: Sequence[T] | None = None, root: int = 0) -> T:
-        """The root's r-th object, on rank r; what other ranks pass is ignored."""
-        with self._asking(Call("scatter_object", root=root)):
-            if self.rank == root and (values is None or len(values) != self.size):
-                raise OperationError(
-                    f"scatter_object needs one object for each of the {self.size} ranks on the root, "
-                    f"not {'none' if values is None else len(values)}"
-                )
-            payloads = [_pickled(value) for value in values or ()] if self.rank == root else []
-        inner = self._inner()
-        lengths = np.array([payload.size for payload in payloads] or [0] * self.size, dtype=np.int64)
-        inner.broadcast(lengths, root)
-        own = np.empty(int(lengths[self.rank]), dtype=np.uint8)
-        whole = np.concatenate(payloads) if payloads else None
-        result: T = _unpickled(inner.scatter(whole, root, counts=lengths.tolist(), out=own))
-        return result
-
-    def send_object(self, value: Any, to: int, tag: int = 0) -> None:
-        """Send an object; meets `recv_object` only. Under the tag go two messages."""
-        inner = self._inner()
+def allgather_object(comm: Communicator, value: T) -> list[T]:
+    """All ranks' objects, by rank, on every rank."""
+    with checked(comm, "allgather_object"):
         payload = _pickled(value)
-        inner.send(np.array([payload.size], dtype=np.int64), to, tag)
-        inner.send(payload, to, tag)
+    inner = _inner(comm)
+    lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
+    return _unpickled_pieces(inner.allgather(payload, counts=lengths), lengths)
 
-    def recv_object(self, source: int, tag: int = 0) -> Any:
-        """Receive an object that `send_object` sent."""
-        inner = self._inner()
-        length = inner.recv(np.empty(1, dtype=np.int64), source, tag)
-        return _unpickled(inner.recv(np.empty(int(length[0]), dtype=np.uint8), source, tag))
 
-    def _inner(self: SelfT) -> SelfT:
-        return self.unchecked(self._label or "objects")
+def gather_object(comm: Communicator, value: T, root: int = 0) -> list[T] | None:
+    """All ranks' objects, by rank, on the root; None elsewhere."""
+    with checked(comm, "gather_object", root):
+        payload = _pickled(value)
+    inner = _inner(comm)
+    lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
+    gathered = inner.gather(payload, root, counts=lengths)
+    return None if gathered is None else _unpickled_pieces(gathered, lengths)
 
-    def _received_counts(self, sent: tuple[int, ...], expected: tuple[int, ...] | None) -> tuple[int, ...]:
-        if expected is not None and not self._checked:
-            return expected
-        received = tuple(self._inner().alltoall(np.array(sent, dtype=np.int64)).tolist())
-        if self._checked:
-            # The rank is named, so that those who are wrong alike do not agree.
-            self._require_same(
-                "alltoall with receive_counts that fit"
-                if expected in (None, received)
-                else f"alltoall with receive_counts={list(expected or ())}, but the ranks send "
-                f"{list(received)} to rank {self.rank}"
+
+def scatter_object(comm: Communicator, values: Sequence[T] | None = None, root: int = 0) -> T:
+    """The root's r-th object, on rank r; what other ranks pass is ignored."""
+    with checked(comm, "scatter_object", root):
+        if comm.rank == root and (values is None or len(values) != comm.size):
+            raise OperationError(
+                f"scatter_object needs one object for each of the {comm.size} ranks on the root, "
+                f"not {'none' if values is None else len(values)}"
             )
-        return received
+        payloads = [_pickled(value) for value in values or ()] if comm.rank == root else []
+    inner = _inner(comm)
+    lengths = np.array([payload.size for payload in payloads] or [0] * comm.size, dtype=np.int64)
+    inner.broadcast(lengths, root)
+    own = np.empty(int(lengths[comm.rank]), dtype=np.uint8)
+    whole = np.concatenate(payloads) if payloads else None
+    result: T = _unpickled(inner.scatter(whole, root, counts=lengths.tolist(), out=own))
+    return result
+
+
+def send_object(comm: Communicator, value: Any, to: int, tag: int = 0) -> None:
+    """Send an object; meets `recv_object` only. Under the tag go two messages."""
+    inner = _inner(comm)
+    payload = _pickled(value)
+    inner.send(np.array([payload.size], dtype=np.int64), to, tag)
+    inner.send(payload, to, tag)
+
+
+def recv_object(comm: Communicator, source: int, tag: int = 0) -> Any:
+    """Receive an object that `send_object` sent."""
+    inner = _inner(comm)
+    length = inner.recv(np.empty(1, dtype=np.int64), source, tag)
+    return _unpickled(inner.recv(np.empty(int(length[0]), dtype=np.uint8), source, tag))
+
+
+def _inner(comm: Communicator) -> Communicator:
+    return comm.unchecked(comm.label or "objects")
 
 
 def _pickled(value: Any) -> Octets:

@@ -27,7 +27,7 @@ from types import TracebackType
 import numpy as np
 
 from hpcpar.comm.communicator import Communicator
-from hpcpar.comm.progress import Handle
+from hpcpar.comm.compiled import Handle
 from hpcpar.launch.signals import SAME_WITHIN_S, SIGNALS, START_AGAIN, SignalListener, tell_launcher
 
 log = logging.getLogger("hpcpar")

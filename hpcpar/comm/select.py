@@ -12,7 +12,7 @@ from functools import cache
 from hpcpar.algorithms.bills import Bill
 from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.step import Step
-from hpcpar.comm.arena import post_nbytes
+from hpcpar.comm.shm_segment import post_nbytes
 from hpcpar.errors import ConfigError, OperationError
 from hpcpar.units import KiB, MiB, format_nbytes
 
@@ -74,7 +74,7 @@ A piece for several ranks is laid out once, and the pieces of several ranks are 
 """
 
 FEW_RANKS = 16
-"""Up to so many that share memory sum what can be posted (`comm/board.py`) in one step: a look at everybody
+"""Up to so many that share memory sum short arrays in one step: a look at everybody
 takes them less time than ⌈log₂ n⌉ rounds of waiting."""
 
 IN_SHARED_MEMORY_BY_HALVES: dict[str, Rules] = {

@@ -7,12 +7,12 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcpar.comm.arena import ALIGNED, Arena, arena_nbytes, least_stage_nbytes, stage_nbytes
+from hpcpar.comm.shm_segment import LINE_NBYTES, ShmSegment, post_nbytes, segment_nbytes
 from hpcpar.errors import OperationError, SharedMemoryError
 from hpcpar.transport import peer_memory, shared_memory
 from hpcpar.transport.buffers import bind, from_octets, itemsize_of_dtype
@@ -24,29 +24,31 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpcpar")
 
 
-def open_arena(comm: Communicator, stage: int | None = None) -> tuple[Arena | None, bool]:
-    """Memory through which the ranks of each node exchange. Collective.
+def open_segment(comm: Communicator, post: int | None = None) -> tuple[ShmSegment | None, bool, bool]:
+    """Map the memory through which the ranks of each node exchange. Collective.
 
-    stage     bytes of a rank's stage in a lane, through which all goes then; None: as fits the number of
-              ranks, and short messages go over boards
-    returns   this node's, None where the rank is alone on it; and whether any node has one
+    post      bytes that a rank can send in a short call; None: as fits the number of ranks
+    returns   this node's, None where the rank is alone on it; True if any node has one; and True if all ranks
+              can read the private memory of those of their node
     """
     here = ranks_here(comm)
-    has_boards = stage is None and len(here) == comm.size
     most = max(Counter(comm.nodes).values())
-    stage = max(stage or stage_nbytes(most), least_stage_nbytes(most))
+    post = post_nbytes(most) if post is None else post
     if len(set(comm.nodes)) == comm.size:
-        return None, False
-    segment, mapped = _map_together(comm, arena_nbytes(len(here), stage, has_boards=has_boards))
-    if not mapped:
-        return None, False
+        return None, False, False
+    mapped, is_mapped = _map_together(comm, segment_nbytes(len(here), post))
+    if not is_mapped:
+        return None, False, False
     pids = _pids_to_read(comm, here)
-    if segment is None:
-        return None, True
-    return Arena(segment, here.index(comm.rank), here, stage, pids, has_boards=has_boards), True
+    segment = None
+    if mapped is not None:
+        segment = ShmSegment(mapped, here.index(comm.rank), here, post, pids, _fence(comm))
+        segment.start_slots()
+    comm.unchecked("shared memory").barrier()
+    return segment, True, bool(pids)
 
 
-def allocate(comm: Communicator, arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> Any:
+def allocate(comm: Communicator, segment: ShmSegment | None, shape: int | Sequence[int], dtype: Any) -> Any:
     """An array of zeros of this rank's own, which the others of its node read where it lies. Collective.
 
     What was allocated before, and is in use on no rank any more, is given back.
@@ -54,21 +56,21 @@ def allocate(comm: Communicator, arena: Arena | None, shape: int | Sequence[int]
     with comm.together("allocating shared memory"):
         shape = _shape(shape)
         nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
-    mine = -(-nbytes // ALIGNED) * ALIGNED, None if arena is None else arena.unused()
+    mine = -(-nbytes // LINE_NBYTES) * LINE_NBYTES, None if segment is None else segment.unused()
     told = comm.unchecked("shared memory").allgather_object(mine)
     if all(unused is None for _, unused in told):
         return from_octets(None, shape, dtype)
     here = [told[rank] for rank in ranks_here(comm)]
-    segment, _ = _map_together(comm, max(ALIGNED, sum(size for size, _ in here)))
-    if arena is None:
-        return from_octets(None, shape, dtype)
-    for number in set.intersection(*(unused or set() for _, unused in here)):
-        arena.drop(number)
+    mapped, _ = _map_together(comm, max(LINE_NBYTES, sum(size for size, _ in here)))
     if segment is None:
         return from_octets(None, shape, dtype)
-    begin = sum(size for size, _ in here[: arena.rank])
-    own = segment.part(begin, begin + nbytes)
-    arena.add(segment, own)
+    for number in set.intersection(*(unused or set() for _, unused in here)):
+        segment.drop(number)
+    if mapped is None:
+        return from_octets(None, shape, dtype)
+    begin = sum(size for size, _ in here[: segment.rank])
+    own = mapped.part(begin, begin + nbytes)
+    segment.add(mapped, own)
     return from_octets(own, shape, dtype)
 
 
@@ -88,7 +90,7 @@ def allocate_common(comm: Communicator, shape: int | Sequence[int], dtype: Any) 
             )
     if comm.size == 1:
         return from_octets(None, shape, dtype)
-    segment, _ = _map_together(comm, max(ALIGNED, nbytes))
+    segment, _ = _map_together(comm, max(LINE_NBYTES, nbytes))
     if segment is None:
         raise SharedMemoryError(
             f"rank {comm.rank}: {nbytes} bytes that all {comm.size} ranks of {comm.name} have in common are "
@@ -97,12 +99,12 @@ def allocate_common(comm: Communicator, shape: int | Sequence[int], dtype: Any) 
     return from_octets(segment.part(0, nbytes), shape, dtype)
 
 
-def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
+def release(comm: Communicator, segment: ShmSegment | None, array: Any) -> None:
     """Give the memory of `allocate` back, once nobody holds an array in it. Collective."""
     with comm.together("giving shared memory back"):
         octets = bind(array, writable=False).host.octets
-    number = None if arena is None else arena.array_number(octets)
-    told = comm.unchecked("shared memory").allgather_object((arena is not None and octets.size, number))
+    number = None if segment is None else segment.array_number(octets)
+    told = comm.unchecked("shared memory").allgather_object((segment is not None and octets.size, number))
     found = {number for counts, number in told if counts}  # an array of nothing lies nowhere
     if len(found) > 1:
         numbers = [number for _, number in told]
@@ -111,8 +113,8 @@ def release(comm: Communicator, arena: Arena | None, array: Any) -> None:
             f"pass its own array of the same allocate_shared"
         )
     for number in found:
-        if arena is not None and number is not None:
-            arena.drop(number)
+        if segment is not None and number is not None:
+            segment.drop(number)
 
 
 def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -124,6 +126,11 @@ def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     if min(lengths, default=0) < 0:
         raise OperationError(f"memory of shape {shape!r} was asked for: give whole numbers, 0 or more")
     return lengths
+
+
+def _fence(comm: Communicator) -> Callable[[], None] | None:
+    """What orders this rank's accesses to the memory; None on processors that keep them in order."""
+    return None if shared_memory.keeps_order() else comm._transport.memory_fence()
 
 
 def ranks_here(comm: Communicator) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from hpcpar.comm.caller import Family
+from hpcpar.comm.runtime import Runtime
 from hpcpar.comm.communicator import Communicator
 from hpcpar.comm.failure import FailureHooks
 from hpcpar.comm.places import gather_from_nodes
@@ -72,13 +72,13 @@ def init(
         raise ConfigError(f"timeout_s={patience_s!r} is no time to wait: give seconds, more than 0")
     transport = _connect(info, patience_s)
     watch = Watch(transport, patience_s)
-    family = Family(
+    runtime = Runtime(
         transport,
         watch,
         check=settings.check if check is None else check,
         overrides=parse_overrides(settings.algorithm),
     )
-    world = Communicator(transport, family, "world")
+    world = Communicator(transport, runtime, "world")
     info = _crosscheck(world, info)
     world.choose_by(_tuning(world, settings))
     with world.unchecked("start-up").split_by_node("node at start-up") as node:
@@ -94,9 +94,9 @@ def init(
         _share_devices(world, settings)
     _hook_failures(transport, watch, guard)
     if _hooks is not None:
-        family.end_job = _hooks.end_job
+        runtime.end_job = _hooks.end_job
     world.traffic.reset()
-    family.forget("node at start-up")
+    runtime.forget("node at start-up")
     return world
 
 

@@ -21,7 +21,7 @@ from hpcpar.errors import MismatchError
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.progress import Handle
+    from hpcpar.comm.compiled import Handle
 
 ADVICE = (
     "Every rank calls the units in the same order. Give what only some ranks call, such as experts, to the "

@@ -64,7 +64,7 @@ from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.progress import Handle
+    from hpcpar.comm.compiled import Handle
 
 
 @dataclass(eq=False)

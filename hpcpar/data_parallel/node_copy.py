@@ -20,7 +20,7 @@ from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.progress import Handle
+    from hpcpar.comm.compiled import Handle
 
 
 class NodeCopy:

@@ -34,7 +34,7 @@ from hpcpar.units import MiB
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.progress import Handle
+    from hpcpar.comm.compiled import Handle
 
 ROOMS = 2
 ROOM_BYTES = 4 * MiB

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -115,6 +115,9 @@ class Transport(Protocol):
         tag: int,
     ) -> Prepared:
         """As `start`, to be started later and often; the caller keeps the memory alive while it runs."""
+
+    def memory_fence(self) -> Callable[[], None]:
+        """What orders all earlier memory accesses of this rank before all later ones, for other processors."""
 
     def pause(self, attempt: int) -> None:
         """Called between two fruitless tests: spin, yield the core or sleep, as attempts go up."""

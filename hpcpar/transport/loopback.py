@@ -142,6 +142,15 @@ class LoopbackTransport:
             self._exchanger.post((self._context, self.rank, message.peer, tag), message, sending=True)
         return posted_sends, posted_receives
 
+    def memory_fence(self) -> Callable[[], None]:
+        """Ranks are threads of one process: a lock orders memory for all who take it."""
+
+        def fence() -> None:
+            with self._exchanger.changed:
+                pass
+
+        return fence
+
     def pause(self, attempt: int) -> None:
         if self._exchanger.aborted:
             raise StallError("another rank of this process ended the job")

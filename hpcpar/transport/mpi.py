@@ -13,7 +13,7 @@ import pickle
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mpi4py
@@ -320,6 +320,17 @@ def _pieces(buffer: HostBuffer, counts: Sequence[int], even: bool) -> Any:
     return [buffer.octets, nbytes[0] if even else nbytes, MPI.BYTE]
 
 
+_fence_window: MPI.Win | None = None
+
+
+def _free_fence_window() -> None:
+    global _fence_window
+    if _fence_window is not None:
+        _fence_window.Unlock_all()
+        _fence_window.Free()
+        _fence_window = None
+
+
 class _Control:
     """Small messages beside the data, on a communicator of their own: who are you waiting for?"""
 
@@ -433,6 +444,14 @@ class MpiTransport:
             return (octets,)
         return [octets[start : start + limit] for start in range(0, octets.size, limit)]
 
+    def memory_fence(self) -> Callable[[], None]:
+        """MPI_Win_sync, which is a full memory barrier (MPI 4.1, section 12.5.4), on a window of our own."""
+        global _fence_window  # one for the process, given back before MPI ends
+        if _fence_window is None:
+            _fence_window = MPI.Win.Allocate(8, comm=MPI.COMM_SELF)
+            _fence_window.Lock_all()
+        return _fence_window.Sync
+
     def pause(self, attempt: int) -> None:
         if attempt > NAP_ATTEMPTS:
             time.sleep(NAP_S)
@@ -470,6 +489,7 @@ class MpiTransport:
             return _Exchange([], [], 0, keep_lengths=False)
         for prepared in list(_prepared):
             prepared.free()
+        _free_fence_window()
         return self._control.farewell()
 
     def abort(self, status: int) -> None:

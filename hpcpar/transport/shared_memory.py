@@ -32,8 +32,8 @@ STALE_S = 3600.0
 ORDERED = ("x86_64", "AMD64", "i686")
 """Processors on which other cores see stores in the order in which they were made.
 
-Python has no memory barrier to offer, so where a processor may reorder stores, a word that says "the data
-is there" could be seen before the data.
+Elsewhere (aarch64: Grace, A64FX) a word that says "the data is there" could be seen before the data, unless a
+fence stands between the two stores, and between the two loads of the reader.
 """
 
 
@@ -60,12 +60,14 @@ class Segment:
         return np.frombuffer(self._bytes[start:stop], dtype=np.uint8)
 
 
-def hindrance(machine: str = "", directory: Path | None = None) -> str | None:
+def keeps_order(machine: str = "") -> bool:
+    """True on processors that need no fences between accesses to shared memory."""
+    return (machine or platform.machine()) in ORDERED
+
+
+def hindrance(directory: Path | None = None) -> str | None:
     """Why the processes of this node cannot share memory this way; None: they can."""
-    machine = machine or platform.machine()
     directory = directory or DIRECTORY
-    if machine not in ORDERED:
-        return f"{machine} processors may reorder stores, and Python cannot forbid it"
     if not os.access(directory, os.W_OK):
         return f"{directory} cannot be written to"
     return None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcpar.comm.progress import Handle
+from hpcpar.comm.compiled import Handle
 from hpcpar.horovod import responses
 from hpcpar.horovod.engine import Engine
 from hpcpar.horovod.gpu_streams import GpuStreams, in_this_stream

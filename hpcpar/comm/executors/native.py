@@ -1,9 +1,9 @@
-"""MPI's own collectives as operations of the house: one step, which MPI does.
+"""MPI's own collectives: one step, which the library does.
 
-A call begins MPI's collective at once, in no lane, so all ranks begin those of one communicator in the
-order of their calls, as MPI demands. From then on it is an operation like any other: tested, waited for,
-timed out and told about. MPI does not say whose part is missing, so the ranks ask each other
-(`comm/watch.py`): those that have begun the same call are not waited for.
+A call begins MPI's collective at once and takes no turns, so all ranks begin those of one communicator in the
+order of their calls, as MPI demands. From then on it is tested, waited for, timed out and reported like any
+other. MPI does not say whose part is missing, so the ranks ask each other (`comm/watch.py`): those that have
+begun the same call are not waited for.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 from hpcpar.algorithms.step import Space
-from hpcpar.comm.operation import Offsets, Plan
+from hpcpar.comm.plan import Offsets
 from hpcpar.comm.watch import Watch
 from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.interface import Exchange, NativeCall, Natives, Transport
-
-NOT_COUNTED = Plan((), messages=0, sent=0, received=0)
-"""The bill of a call: what MPI sends for it, and by how many messages, it tells nobody."""
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -27,7 +25,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 def obstacle(
     transport: Transport, collective: str, op: str, dtype: str, nbytes: int | None, *, named: bool
 ) -> str | None:
-    """Why MPI's own cannot do a call, in words; None: it can. The same on every rank.
+    """Say why MPI's own cannot do a call; None: it can. The same on every rank.
 
     nbytes   of the whole array; None where the ranks do not know it of each other
     named    the caller asks for it, and so takes its min and max as they are
@@ -40,8 +38,8 @@ def obstacle(
 
 
 @dataclass(frozen=True, slots=True)
-class Roll:
-    """Who takes part in a call: this rank's own word to the watch, and what others have told it.
+class Participants:
+    """Ranks that take part in a call, as the watch has heard.
 
     comm, number   the communicator's name, and which call of it
     """
@@ -52,43 +50,51 @@ class Roll:
     number: int
 
     def answer(self) -> None:
-        """This rank takes part."""
+        """Note that this rank takes part."""
         self.watch.begin(self.comm, self.number)
 
     def missing(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `ranks` that are not known to take part; when all do, those that are still there."""
+        """Those of `ranks` that are not known to take part; when all do, those that have not left."""
         absent = [r for r in ranks if not self.watch.has_begun(self.world_ranks[r], self.comm, self.number)]
         return tuple(absent) or tuple(r for r in ranks if not self.watch.has_left(self.world_ranks[r]))
 
 
-class _Exchange:
-    """A collective of MPI's under way, which waits for those that are missing on the roll."""
+class Posted(Protocol):
+    """What native calls and device steps have in common."""
 
-    def __init__(self, begun: Exchange, roll: Roll) -> None:
+    def post(self) -> Exchange: ...
+
+    def settle(self) -> None: ...
+
+
+class _Exchange:
+    """A collective of MPI under way, which waits for the ranks that have not begun it."""
+
+    def __init__(self, begun: Exchange, participants: Participants) -> None:
         self.test = begun.test
         self.received_nbytes = begun.received_nbytes
         self._begun = begun
-        self._roll = roll
+        self._participants = participants
 
     def waiting_for(self) -> tuple[int, ...]:
-        return self._roll.missing(self._begun.waiting_for())
+        return self._participants.missing(self._begun.waiting_for())
 
 
 class NativeStep:
-    """The only step of such an operation.
+    """The only step of such a call.
 
     place   where the result belongs; MPI may have to leave it elsewhere first
     """
 
-    def __init__(self, natives: Natives, call: NativeCall, place: HostBuffer, roll: Roll) -> None:
+    def __init__(self, natives: Natives, call: NativeCall, place: HostBuffer, participants: Participants) -> None:
         self._natives = natives
         self._call = call
         self._place = place
-        self._roll = roll
+        self._participants = participants
 
     def post(self) -> Exchange:
-        self._roll.answer()
-        return _Exchange(self._natives.start(self._call), self._roll)
+        self._participants.answer()
+        return _Exchange(self._natives.start(self._call), self._participants)
 
     def settle(self) -> None:
         if self._place is not self._call.target:
@@ -97,7 +103,7 @@ class NativeStep:
 
 def native_step(
     transport: Transport,
-    roll: Roll,
+    participants: Participants,
     call: NativeCall,
     spaces: Mapping[Space, HostBuffer],
     offsets: Offsets | None,
@@ -124,4 +130,37 @@ def native_step(
             place = spaces["output"]
             call = replace(call, source=spaces["input"], target=place)
             call = replace(call, source_counts=counts["input"], target_counts=counts["output"])
-    return NativeStep(transport.natives, call, place, roll)
+    return NativeStep(transport.natives, call, place, participants)
+
+
+class PostedStep:
+    """A step that is posted, tested until its messages are complete, and then settled."""
+
+    def __init__(self, step: Posted) -> None:
+        self._step = step
+        self._exchange: Exchange | None = None
+        self._is_done = False
+
+    def begin(self, number: int) -> None:
+        self._exchange = None
+        self._is_done = False
+
+    def advance(self, looks: int) -> bool:
+        if self._is_done:
+            return True
+        if self._exchange is None:
+            self._exchange = self._step.post()
+        if not self._exchange.test():
+            return False
+        self._step.settle()
+        self._is_done = True
+        return True
+
+    def waiting_for(self) -> tuple[int, ...]:
+        return () if self._exchange is None or self._is_done else self._exchange.waiting_for()
+
+    def received_nbytes(self) -> int:
+        return 0 if self._exchange is None else self._exchange.received_nbytes()
+
+    def free(self) -> None:
+        """Nothing is held."""

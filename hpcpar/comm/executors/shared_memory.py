@@ -1,0 +1,815 @@
+"""Steps in memory that the ranks of a node share: one protocol for short and for long arrays.
+
+Every call of a communicator uses one slot (`shm_segment.py`), in which each local rank has a header. Its state
+word goes up as the rank proceeds through the steps k = 0, 1, … of its schedule:
+
+            all others have ended the call that used the slot before
+    free ────────────────────────────────────────────────────────────> 2k+1  "what I send in step k can be read"
+                                                                         │   receives of step k: for each source
+                                                                         │   wait for its 2j+1 (its step that
+                                                                         │   sends to me), compare the digest,
+                                                                         │   read, reduce
+                                                                         v
+      next step: k+1  <──────────────────────────────────────────────  2k+2  "I have read all of step k"
+                                                                         │   (long arrays: wait until all
+                                                                         │   readers of step k say so)
+                                                                         v   after the last step
+                                                                       ENDED
+
+*   Short: what a rank sends is copied into its body, and read there. Nobody waits for readers: the body is
+    written again SLOTS calls later, when all ranks have ended this call.
+*   Long: the header says where the rank's arrays lie, and the peers read there: in arrays of
+    `Communicator.allocate_shared` as they are, in private memory by the kernel (process_vm_readv). A step ends
+    when all readers have read. What is received into in the same step is sent from a copy.
+
+Whether a call is short follows from the request, so all ranks know it. Where the messages lie in the sender's
+memory follows from its schedule, which every rank can generate; only the pieces of an uneven all-to-all are told,
+in a table in the body.
+
+The state word holds a digest of the request: a reader compares it before it touches the sender's memory. A rank
+that finds another request there fails, marks its header as failed, and who waits for it fails, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.comm.compiled import ExecutorStep
+from hpcpar.comm.plan import Edges, Message, Offsets, Plan, PlannedStep, Run, overlapping, runs_of
+from hpcpar.comm.shm_segment import (
+    DIGEST_MASK,
+    DIGEST_SHIFT,
+    ENDED,
+    FAILED,
+    LINE_NBYTES,
+    NUMBER_MASK,
+    NUMBER_SHIFT,
+    PHASE_MASK,
+    PRIVATE,
+    SLOTS,
+    ShmSegment,
+)
+from hpcpar.comm.spaces import Action, Spaces, copies_of, copying, folds, itemsize_of, octets_of
+from hpcpar.errors import MismatchError
+from hpcpar.transport import peer_memory
+from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.interface import Octets
+from hpcpar.units import KiB
+
+MOVED_NBYTES = 16 * KiB
+"""Longer messages that are only moved are copied once, by the kernel. What is reduced is read anyway, so it may
+be as long as a body."""
+
+SUMMED_AT_ONCE_NBYTES = 1536 * KiB
+"""Private memory, of all operands together, that is copied before it is summed: it is still in the cache."""
+
+BASES_KEPT = 8
+"""Places of the peers' arrays for which a step keeps its actions."""
+
+BASE_OF: dict[str, int] = {"data": 1, "input": 1, "output": 2, "work": 3, "copy": 4}
+"""Word of the header that holds the base of a space."""
+
+CLAIMING, COPYING, RECEIVING, READ, DONE = range(5)
+
+
+class Source(NamedTuple):
+    """Where a message lies in its sender's memory.
+
+    rank     number of the sender among the local ranks
+    phase    state that its header must have reached
+    space    of the sender; "copy": its send copy
+    runs     ranges of that space; None: told in the sender's table
+    offset   bytes from the beginning of the sender's body to element 0 of the space, in a short call
+    """
+
+    rank: int
+    phase: int
+    space: str
+    runs: tuple[Run, ...] | None
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that the ranks of a node know of each other's schedules.
+
+    algorithm, size, root, segments, nodes   which schedules
+    edges       where the chunks lie, on every rank; without "input" where that is each rank's own affair
+    itemsize    bytes of an element
+    """
+
+    algorithm: Algorithm
+    size: int
+    root: int
+    segments: int
+    nodes: Nodes
+    offsets: Offsets
+    itemsize: int
+    is_uneven: bool
+
+    def schedule(self, rank: int) -> tuple[Step, ...]:
+        return self.algorithm.schedule(
+            rank, self.size, root=self.root, segments=self.segments, nodes=self.nodes
+        )
+
+    def posts(self, rank: int, local: Sequence[int]) -> dict[int, tuple[Space, int, int, int]]:
+        """For each step in which a rank sends to local ones: (space, start, stop, byte in the body)."""
+        edges, at = dict(self.offsets), 0
+        found: dict[int, tuple[Space, int, int, int]] = {}
+        for index, step in enumerate(self.schedule(rank)):
+            sends = [send for send in step.sends if send.to in local and send.chunks]
+            if not sends:
+                continue
+            space = sends[0].space
+            start = min(edges[space][chunk] for send in sends for chunk in send.chunks)
+            stop = max(edges[space][chunk + 1] for send in sends for chunk in send.chunks)
+            if any(send.space != space for send in sends):
+                raise AssertionError(f"{self.algorithm.name} sends from two spaces in one step")
+            found[index] = space, start, stop, at
+            at += -(-((stop - start) * self.itemsize) // LINE_NBYTES) * LINE_NBYTES
+        return found
+
+    def post_nbytes(self, local: Sequence[int]) -> int:
+        """Bytes that the body of the busiest rank would need."""
+        most = 0
+        for rank in local:
+            for _, start, stop, at in self.posts(rank, local).values():
+                most = max(most, at + (stop - start) * self.itemsize)
+        return most
+
+
+class SharedCall:
+    """One compiled call in the memory of a node: its slot, its digest, and where all of it lies.
+
+    described   the request in words, for errors
+    is_short    what is sent is copied into the body
+    """
+
+    def __init__(
+        self,
+        segment: ShmSegment,
+        layout: Layout,
+        rank: int,
+        spaces: Spaces,
+        described: str,
+        *,
+        is_short: bool,
+    ) -> None:
+        self.segment = segment
+        self.layout = layout
+        self.rank = rank
+        self.described = described
+        self.is_short = is_short
+        self.words = segment.words
+        self.digest = crc32(described.encode()) & DIGEST_MASK
+        self.spaces: dict[str, HostBuffer] = dict(spaces)
+        self.bases: list[tuple[int, int]] = []
+        self.table: list[int] = []
+        self.number = self.slot = self.stamp = 0
+        self.headers: Sequence[int] = segment.headers[0]
+
+    def begin(self, number: int) -> None:
+        self.number = number & NUMBER_MASK
+        self.slot = number % SLOTS
+        self.stamp = self.number << NUMBER_SHIFT | self.digest << DIGEST_SHIFT
+        self.headers = self.segment.headers[self.slot]
+
+    def is_free(self) -> bool:
+        """True when all ranks have ended the call that used the slot before."""
+        words, number = self.words, self.number
+        for header in self.headers:
+            state = words[header]
+            if state & PHASE_MASK != ENDED and state >> NUMBER_SHIFT != number:
+                if state & PHASE_MASK == FAILED:
+                    raise self._mismatch(self.headers.index(header))
+                return False
+        return True
+
+    def publish_bases(self) -> None:
+        """Write where the own arrays lie, before the first state that lets others read them."""
+        own = self.headers[self.segment.rank]
+        for word, base in self.bases:
+            self.words[own + word] = base
+        if self.table:
+            at = self.segment.table_word(self.slot, self.segment.rank)
+            for number, value in enumerate(self.table):
+                self.words[at + number] = value
+
+    def has_come(self, rank: int, phase: int) -> bool:
+        """True when a local rank has reached a phase of this call.
+
+        errors   MismatchError when it makes another call here, or has failed
+        """
+        state = self.words[self.headers[rank]]
+        least = self.stamp | phase
+        if least <= state <= self.stamp | ENDED:
+            return True
+        if state >> NUMBER_SHIFT == self.number and state >> DIGEST_SHIFT != self.stamp >> DIGEST_SHIFT:
+            raise self._mismatch(rank)
+        if state == self.stamp | FAILED:
+            raise self._mismatch(rank)
+        return False
+
+    def fail(self) -> None:
+        """Tell all who wait for this rank that the call cannot be completed."""
+        self.words[self.headers[self.segment.rank]] = self.stamp | FAILED
+
+    def _mismatch(self, rank: int) -> MismatchError:
+        self.fail()
+        return MismatchError(
+            f"rank {self.segment.ranks[rank]} does something else in the same call, or with another number or "
+            f"type of elements, from another root or by another algorithm, or has heard so from a third rank; "
+            f"this rank does {self.described}. HPCPAR_CHECK=1 tells what each rank asks for"
+        )
+
+
+class Group:
+    """Messages that one or several local peers send for the same ranges."""
+
+    def __init__(self, call: SharedCall, messages: Sequence[Message], sources: Sequence[Source], op: str) -> None:
+        self.call = call
+        self.messages = messages
+        self.sources = sources
+        self.waits = [(source.rank, source.phase) for source in sources]
+        self._op = op
+        self._by_slot: list[list[Action] | None] = [None] * SLOTS
+        self._by_bases: dict[tuple[int, ...], list[Action]] = {}
+
+    def actions(self) -> list[Action]:
+        """What reads and reduces these messages, once all of them are there."""
+        if self.call.is_short:
+            slot = self.call.slot
+            found = self._by_slot[slot]
+            if found is None:
+                found = self._by_slot[slot] = self._from_bodies(slot)
+            return found
+        words, headers = self.call.words, self.call.headers
+        bases = tuple(words[headers[source.rank] + BASE_OF[source.space]] for source in self.sources)
+        if any(source.runs is None for source in self.sources):
+            return self._from_bases(bases)
+        known = self._by_bases.get(bases)
+        if known is None:
+            if len(self._by_bases) >= BASES_KEPT:
+                self._by_bases.clear()
+            known = self._by_bases[bases] = self._from_bases(bases)
+        return known
+
+    def _from_bodies(self, slot: int) -> list[Action]:
+        """Read the messages in their senders' bodies."""
+        call, itemsize = self.call, self.call.layout.itemsize
+        landed: list[tuple[Message, Octets]] = []
+        actions: list[Action] = []
+        for message, source in zip(self.messages, self.sources, strict=True):
+            if not message.count:
+                continue
+            body = call.segment.body(slot, source.rank)
+            runs = source.runs or ()
+            parts = [
+                body[source.offset + start * itemsize : source.offset + stop * itemsize]
+                for _, start, stop in runs
+            ]
+            if len(parts) == 1:
+                landed.append((message, parts[0]))
+            elif message.combine:
+                # Several ranges in the sender's body: side by side first.
+                together = np.empty(message.count * itemsize, dtype=np.uint8)
+                at = 0
+                for part in parts:
+                    actions.append(copying(together[at : at + part.size], part))
+                    at += part.size
+                landed.append((message, together))
+            else:
+                actions += _scattering(self.call.spaces, message.runs, parts, itemsize)
+        return [*actions, *folds(call.spaces, landed, self._op)]  # type: ignore[arg-type]
+
+    def _from_bases(self, bases: tuple[int, ...]) -> list[Action]:
+        """Read the messages where they lie in their senders' memory."""
+        call, itemsize = self.call, self.call.layout.itemsize
+        actions: list[Action] = []
+        reads = [
+            (message, self._stretches(source, base, message.count))
+            for message, source, base in zip(self.messages, self.sources, bases, strict=True)
+            if message.count
+        ]
+        if not reads:
+            return []
+        first = reads[0][0]
+        if not first.combine:
+            for message, stretches in reads:
+                actions += self._moving(message, stretches)
+            return actions
+        nbytes = first.count * itemsize
+        at_once = max(LINE_NBYTES, SUMMED_AT_ONCE_NBYTES // len(reads) // LINE_NBYTES * LINE_NBYTES)
+        if all(isinstance(stretches, list) and not stretches[0].pid for _, stretches in reads):
+            at_once = nbytes
+        for begin in range(0, nbytes, at_once):
+            end = min(begin + at_once, nbytes)
+            actions += self._summing(reads, begin, end)
+        return actions
+
+    def _summing(self, reads: Sequence[tuple[Message, list[Stretch]]], begin: int, end: int) -> list[Action]:
+        """Reduce the bytes from `begin` to `end` of all messages."""
+        call, itemsize = self.call, self.call.layout.itemsize
+        actions: list[Action] = []
+        landed: list[tuple[Message, Octets]] = []
+        stride = -(-(end - begin) // LINE_NBYTES) * LINE_NBYTES
+        for at, (message, stretches) in enumerate(reads):
+            part = _part(message, begin // itemsize, end // itemsize)
+            pieces = list(_within(stretches, begin, end))
+            if len(pieces) == 1 and pieces[0].memory is not None:
+                landed.append((part, pieces[0].memory))
+                continue
+            landing = call.segment.landing(max(SUMMED_AT_ONCE_NBYTES + LINE_NBYTES * len(reads), stride * len(reads)))
+            memory = landing[at * stride :][: end - begin]
+            actions += _filling([memory], pieces)
+            landed.append((part, memory))
+        return [*actions, *folds(call.spaces, landed, self._op)]  # type: ignore[arg-type]
+
+    def _moving(self, message: Message, stretches: list[Stretch]) -> list[Action]:
+        """Overwrite the message's ranges with its bytes."""
+        return _filling([octets_of(self.call.spaces, run) for run in message.runs], stretches)  # type: ignore[arg-type]
+
+    def _stretches(self, source: Source, base: int, count: int) -> list[Stretch]:
+        """The bytes of a message in its sender's memory."""
+        segment, itemsize = self.call.segment, self.call.layout.itemsize
+        runs = source.runs
+        if runs is None:
+            word = segment.table_word(self.call.slot, source.rank) + 2 * segment.rank
+            start, told = self.call.words[word], self.call.words[word + 1]
+            if told != count:
+                self.call.fail()
+                raise MismatchError(
+                    f"rank {segment.ranks[source.rank]} sends {told} elements to rank {self.call.rank}, which "
+                    f"expects {count} of it in {self.call.described}: send_counts and receive_counts must fit"
+                )
+            runs = (("input", start, start + count),)
+        found: list[Stretch] = []
+        for _, start, stop in runs:
+            offset, nbytes = start * itemsize, (stop - start) * itemsize
+            if base & PRIVATE:
+                found.append(
+                    Stretch(segment.pids[source.rank], (base & ~PRIVATE) + offset, nbytes, None)
+                )
+            else:
+                found.append(Stretch(0, 0, nbytes, segment.shared_part(base, offset, nbytes)))
+        return found
+
+
+class Stretch(NamedTuple):
+    """Bytes in a peer's memory: in its private memory at an address, or mapped here."""
+
+    pid: int
+    address: int
+    nbytes: int
+    memory: Octets | None
+
+
+def _within(stretches: Sequence[Stretch], begin: int, end: int) -> Iterator[Stretch]:
+    """The bytes from `begin` to `end` of a message."""
+    at = 0
+    for pid, address, nbytes, memory in stretches:
+        start, stop = max(begin, at) - at, min(end, at + nbytes) - at
+        if start < stop:
+            part = None if memory is None else memory[start:stop]
+            yield Stretch(pid, address + start, stop - start, part)
+        at += nbytes
+
+
+def _filling(targets: Sequence[Octets], stretches: Sequence[Stretch]) -> list[Action]:
+    """Copy stretches, one after the other, into targets, one after the other."""
+    actions: list[Action] = []
+    at = 0
+    for target in targets:
+        end = at + target.size
+        filled = 0
+        for piece in _within(stretches, at, end):
+            into = target[filled : filled + piece.nbytes]
+            if piece.memory is not None:
+                actions.append(copying(into, piece.memory))
+            else:
+                actions += peer_memory.reading(piece.pid, [(piece.address, piece.nbytes)], [into])
+            filled += piece.nbytes
+        at = end
+    return actions
+
+
+def _scattering(
+    spaces: dict[str, HostBuffer], runs: Sequence[Run], parts: Sequence[Octets], itemsize: int
+) -> list[Action]:
+    """Copy parts that lie apart into ranges that may be cut in other places."""
+    stretches = [Stretch(0, 0, part.size, part) for part in parts]
+    return _filling([octets_of(spaces, run) for run in runs], stretches)  # type: ignore[arg-type]
+
+
+def _part(message: Message, begin: int, end: int) -> Message:
+    """The elements from `begin` to `end` of a message that is reduced."""
+    if begin == 0 and end == message.count:
+        return message
+    own = None if message.own is None else _cut(message.own, begin, end)
+    return Message(
+        message.peer, _cut(message.runs, begin, end), end - begin, message.combine, message.own_turn, own
+    )
+
+
+def _cut(runs: Sequence[Run], begin: int, end: int) -> tuple[Run, ...]:
+    found: list[Run] = []
+    at = 0
+    for space, start, stop in runs:
+        first, last = max(begin, at), min(end, at + stop - start)
+        if first < last:
+            found.append((space, start + first - at, start + last - at))
+        at += stop - start
+    return tuple(found)
+
+
+class SharedStep:
+    """One step of a schedule in shared memory; messages to other nodes go by a step of their own.
+
+    index       position in the rank's schedule
+    readers     local ranks that read what this step sends, and the phase in which they have done so
+    elsewhere   messages of the same step to and from other nodes
+    is_held     what comes from local ranks is reduced only when the messages to other nodes have left
+    """
+
+    def __init__(
+        self,
+        call: SharedCall,
+        index: int,
+        before: Sequence[Action],
+        posts: Sequence[Sequence[Action]],
+        beside: Sequence[Action],
+        groups: Sequence[Group],
+        readers: Sequence[tuple[int, int]],
+        elsewhere: ExecutorStep | None,
+        *,
+        is_first: bool,
+        is_last: bool,
+        is_held: bool,
+    ) -> None:
+        self._call = call
+        self._words = call.words
+        self._own_rank = call.segment.rank
+        self._fence = call.segment.fence
+        self._readable = 2 * index + 1
+        self._read = 2 * index + 2
+        self._before = before
+        self._posts = posts
+        self._beside = beside
+        self._groups = groups
+        self._readers = readers if not call.is_short else ()
+        self._elsewhere = elsewhere
+        self._is_elsewhere_done = elsewhere is None
+        self._is_first = is_first
+        self._is_last = is_last
+        self._is_held = is_held
+        self._tells = not call.is_short and (not is_last or bool(readers))
+        self._state = CLAIMING
+        self._at = 0
+        self._actions: Iterator[Action] | None = None
+
+    def begin(self, number: int) -> None:
+        if self._is_first:
+            self._call.begin(number)
+        self._state = CLAIMING
+        self._at = 0
+        self._actions = None
+        if self._elsewhere is not None:
+            self._elsewhere.begin(number)
+            self._is_elsewhere_done = False
+
+    def advance(self, looks: int) -> bool:
+        state = self._state
+        if state == DONE:
+            return True
+        call = self._call
+        words, own = self._words, call.headers[self._own_rank]
+        if state <= COPYING:
+            if state == CLAIMING:
+                if self._is_first:
+                    if not call.is_free():
+                        return False
+                    if call.bases or call.table:
+                        call.publish_bases()
+                self._actions = iter(self._before) if self._before else None
+                self._state = COPYING
+            if self._actions is not None:
+                for action in self._actions:
+                    action()
+                self._actions = None
+            for action in self._posts[call.slot]:
+                action()
+            if self._fence is not None:
+                self._fence()
+            words[own] = call.stamp | self._readable
+            for action in self._beside:  # the peers need not wait for these
+                action()
+            self._state = RECEIVING
+        if not self._is_elsewhere_done:
+            assert self._elsewhere is not None
+            self._is_elsewhere_done = self._elsewhere.advance(looks)
+            if self._is_held and not self._is_elsewhere_done:
+                return False
+        if self._state == RECEIVING:
+            if not self._receive(looks):
+                return False
+            if self._tells:
+                if self._fence is not None:
+                    self._fence()
+                words[own] = call.stamp | self._read
+            self._state = READ
+        for rank, phase in self._readers:
+            if not call.has_come(rank, phase):
+                return False
+        if not self._is_elsewhere_done:
+            return False
+        if self._is_last:
+            if self._fence is not None:
+                self._fence()
+            words[own] = call.stamp | ENDED
+        self._state = DONE
+        return True
+
+    def _receive(self, looks: int) -> bool:
+        """Read and reduce all that has come; True when that is everything."""
+        call, groups = self._call, self._groups
+        words, headers, stamp = self._words, call.headers, call.stamp
+        most = stamp | ENDED
+        while self._at < len(groups):
+            if self._actions is None:
+                group = groups[self._at]
+                for rank, phase in group.waits:
+                    header, least = headers[rank], stamp | phase
+                    for _ in range(looks):
+                        if least <= words[header] <= most:
+                            break
+                    else:
+                        if not call.has_come(rank, phase):
+                            return False
+                if self._fence is not None:
+                    self._fence()
+                self._actions = iter(group.actions())
+            for action in self._actions:
+                action()
+            self._at += 1
+            self._actions = None
+        return True
+
+    def waiting_for(self) -> tuple[int, ...]:
+        call, ranks = self._call, self._call.segment.ranks
+        states = [self._words[header] for header in call.headers]
+        missing: set[int] = set()
+        if self._state == CLAIMING:
+            missing = {
+                ranks[r]
+                for r, state in enumerate(states)
+                if state & PHASE_MASK != ENDED and state >> NUMBER_SHIFT != call.number
+            }
+        waits = [wait for group in self._groups[self._at :] for wait in group.waits]
+        if self._state == READ:
+            waits = list(self._readers)
+        if self._state in (RECEIVING, READ):
+            missing = {
+                ranks[rank]
+                for rank, phase in waits
+                if not call.stamp | phase <= states[rank] <= call.stamp | ENDED
+            }
+        if self._elsewhere is not None and not self._is_elsewhere_done:
+            missing |= set(self._elsewhere.waiting_for())
+        return tuple(sorted(missing))
+
+    def received_nbytes(self) -> int:
+        raise AssertionError("point-to-point messages do not go this way")
+
+    def free(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.free()
+
+
+def is_short(segment: ShmSegment, layout: Layout, nbytes: int, *, combines: bool) -> bool:
+    """True if a call's messages are copied into the bodies. The same on every rank of the node."""
+    if layout.is_uneven or nbytes > (segment.post_nbytes if combines else MOVED_NBYTES):
+        return False
+    return layout.post_nbytes(segment.ranks) <= segment.post_nbytes
+
+
+def shared_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, ExecutorStep]) -> list[SharedStep]:
+    """Bind a plan to the memory of the node.
+
+    elsewhere   for each step, by index, its messages to and from other nodes
+    """
+    segment, layout, spaces = call.segment, call.layout, call.spaces
+    steps = {step.index: step for step in planned.steps}
+    if not steps:  # takes part, so that the others see its end
+        steps = {0: PlannedStep((), (), ())}
+    matching = _Matching(call)
+    posts = layout.posts(call.rank, segment.ranks) if call.is_short else {}
+    bound: list[SharedStep] = []
+    for number, (index, step) in enumerate(steps.items()):
+        before, beside = copies_of(step, spaces)  # type: ignore[arg-type]
+        local = PlannedStep(
+            step.copies,
+            tuple(message for message in step.sends if message.peer in segment.local),
+            tuple(message for message in step.receives if message.peer in segment.local),
+            index,
+        )
+        post_actions: list[list[Action]] = [[]] * SLOTS
+        if call.is_short and index in posts:
+            space, start, stop, at = posts[index]
+            source = octets_of(spaces, (space, start, stop))  # type: ignore[arg-type]
+            post_actions = [
+                [copying(segment.body(slot, segment.rank)[at : at + source.size], source)]
+                for slot in range(SLOTS)
+            ]
+        elif not call.is_short:
+            before = [*before, *matching.send_copies(local)]
+        beyond = elsewhere.get(index)
+        sent_beyond = [run for m in step.sends if m.peer not in segment.local for run in m.runs]
+        bound.append(
+            SharedStep(
+                call,
+                index,
+                before,
+                post_actions,
+                beside,
+                _groups(call, local, matching, op),
+                matching.readers(local),
+                beyond,
+                is_first=number == 0,
+                is_last=number == len(steps) - 1,
+                is_held=any(
+                    overlapping(run, other)
+                    for message in local.receives
+                    for run in message.runs
+                    for other in sent_beyond
+                ),
+            )
+        )
+    if not call.is_short:
+        call.bases = matching.bases()
+    return bound
+
+
+def _groups(call: SharedCall, step: PlannedStep, matching: _Matching, op: str) -> list[Group]:
+    groups: list[Group] = []
+    by_ranges = groupby(step.receives, key=lambda message: (message.runs, message.combine))
+    sources = iter(matching.sources(step))
+    for (_, combine), alike in by_ranges:
+        messages = list(alike)
+        found = [next(sources) for _ in messages]
+        if combine:
+            groups.append(Group(call, messages, found, op))
+        else:
+            groups += [Group(call, [m], [s], op) for m, s in zip(messages, found, strict=True)]
+    return groups
+
+
+class _Matching:
+    """Find, for each message of this rank's schedule, the step of the peer's that it meets.
+
+    The k-th message from one rank to another meets the k-th receive that the other posts from it.
+    """
+
+    def __init__(self, call: SharedCall) -> None:
+        self._call = call
+        self._layout = call.layout
+        self._edges: dict[Space, Edges] = dict(call.layout.offsets)
+        self._copy: tuple[Space, int, int] | None = None
+        self._sends: dict[int, list[tuple[int, Send]]] = {}
+        self._receives: dict[int, list[int]] = {}
+        own = self._layout.schedule(call.rank)
+        local = set(call.segment.ranks)
+        copied = [
+            (send.space, chunk)
+            for step in own
+            for send in step.sends
+            if send.to in local and _is_overwritten(step, send)
+            for chunk in send.chunks
+        ]
+        if copied and not call.is_short:
+            space = copied[0][0]
+            start = min(self._edges[space][chunk] for _, chunk in copied)
+            stop = max(self._edges[space][chunk + 1] for _, chunk in copied)
+            self._copy = space, start, stop
+            call.spaces["copy"] = call.spaces[space].scratch(stop - start)
+        self._taken: dict[tuple[str, int], int] = {}
+
+    def sources(self, step: PlannedStep) -> list[Source]:
+        """Where the messages lie that a step receives, in the order of its receives."""
+        return [self._source(message.peer, step.index) for message in step.receives]
+
+    def _source(self, peer: int, index: int) -> Source:
+        layout, call = self._layout, self._call
+        position = self._position("receive", peer, index)
+        sent = self._sends_to_me(peer)
+        number, send = sent[position]
+        step = layout.schedule(peer)[number]
+        local = call.segment.local[peer]
+        phase = 2 * number + 1
+        if layout.is_uneven and send.space == "input":
+            return Source(local, phase, "input", None, 0)
+        runs, _ = runs_of(send, self._edges)
+        if call.is_short:
+            space, start, _, at = layout.posts(peer, call.segment.ranks)[number]
+            return Source(local, phase, space, runs, at - start * layout.itemsize)
+        space_name: str = "copy" if _is_overwritten(step, send) else send.space
+        return Source(local, phase, space_name, runs, 0)
+
+    def readers(self, step: PlannedStep) -> list[tuple[int, int]]:
+        """Who reads what a step sends, and the phase in which that is done."""
+        found = []
+        for message in step.sends:
+            position = self._position("send", message.peer, step.index)
+            number = self._receives_from_me(message.peer)[position]
+            found.append((self._call.segment.local[message.peer], 2 * number + 2))
+        return found
+
+    def send_copies(self, step: PlannedStep) -> list[Action]:
+        """Copy what a step both sends and receives into."""
+        if self._copy is None:
+            return []
+        space, begin, _ = self._copy
+        itemsize, spaces = self._layout.itemsize, self._call.spaces
+        original = self._layout.schedule(self._call.rank)[step.index]
+        runs = {
+            run
+            for send in original.sends
+            if send.to in self._call.segment.local and _is_overwritten(original, send)
+            for run in runs_of(send, self._edges)[0]
+        }
+        return [
+            copying(
+                spaces["copy"].octets[(start - begin) * itemsize : (stop - begin) * itemsize],
+                octets_of(spaces, (space, start, stop)),  # type: ignore[arg-type]
+            )
+            for _, start, stop in sorted(runs)
+        ]
+
+    def bases(self) -> list[tuple[int, int]]:
+        """(word of the header, base) of each space of this rank."""
+        segment, itemsize = self._call.segment, self._layout.itemsize
+        found = []
+        for name, buffer in self._call.spaces.items():
+            if name not in BASE_OF or not buffer.octets.size:
+                continue
+            base = segment.base_of(buffer.address, buffer.octets.size)
+            if name == "copy" and self._copy is not None:
+                base -= self._copy[1] * itemsize
+            found.append((BASE_OF[name], base))
+        return found
+
+    def _position(self, kind: str, peer: int, index: int) -> int:
+        """How many messages to, or from, that peer come before this one, of a step that has one each."""
+        before = 0
+        for number, step in enumerate(self._layout.schedule(self._call.rank)):
+            parts: Sequence[Send | Receive]
+            if kind == "send":
+                parts = [send for send in step.sends if send.to == peer]
+            else:
+                parts = [receive for receive in step.receives if receive.source == peer]
+            if number == index:
+                taken = self._taken.get((f"{kind} {index}", peer), 0)
+                self._taken[f"{kind} {index}", peer] = taken + 1
+                # The plan has left out messages of no elements.
+                there = [at for at, part in enumerate(parts) if not part.chunks or self._count(part)]
+                return before + there[taken]
+            before += len(parts)
+        raise AssertionError(f"no step {index}")
+
+    def _count(self, part: Send | Receive) -> int:
+        return runs_of(part, self._edges)[1]
+
+    def _sends_to_me(self, peer: int) -> list[tuple[int, Send]]:
+        if peer not in self._sends:
+            self._sends[peer] = [
+                (number, send)
+                for number, step in enumerate(self._layout.schedule(peer))
+                for send in step.sends
+                if send.to == self._call.rank
+            ]
+        return self._sends[peer]
+
+    def _receives_from_me(self, peer: int) -> list[int]:
+        if peer not in self._receives:
+            self._receives[peer] = [
+                number
+                for number, step in enumerate(self._layout.schedule(peer))
+                for receive in step.receives
+                if receive.source == self._call.rank
+            ]
+        return self._receives[peer]
+
+
+def _is_overwritten(step: Step, send: Send) -> bool:
+    """True if a step receives into chunks that it sends."""
+    return any(
+        receive.space == send.space and set(receive.chunks) & set(send.chunks) for receive in step.receives
+    )

@@ -1,0 +1,449 @@
+"""The collectives and messages as a user calls them: methods of `Communicator`.
+
+*   Arrays are NumPy arrays, torch tensors or CuPy arrays of any shape, seen as flat; empty ones too.
+*   Without `out` the work is done in place where the input is as large as the result; with `out` the
+    input is left as it was.
+*   Arrays that are not contiguous, and device arrays, are copied to host memory and the result back.
+*   Ranks that make different calls get a MismatchError; to be told what each asked for, there is checked mode
+    (`HPCPAR_CHECK=1`).
+*   The order of summation depends on the algorithm and on the number of ranks alone, and all ranks
+    end with identical bits.
+*   `start_x(...)` returns a `Handle` at once; `x(...)` starts the same and waits. All ranks must start
+    the collectives of one communicator in the same order.
+*   `algorithm` names one of `hpcpar.algorithms`; None chooses by size.
+*   `algorithm="native"` is the MPI library's own, where it has one (allreduce, reduce_scatter, allgather,
+    broadcast, alltoall), and OperationError where it cannot: over loopback, or in sums of 16-bit floating
+    point. It works on host memory like all others. The order of summation, identical bits on all ranks, and
+    what becomes of a NaN in min and max are then as the library has them; its messages are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcpar.comm.compiled import Handle
+from hpcpar.comm.request import NO_ARRAY, PLAIN, Memory, Request, counts_of, memory_of, scaling_of
+from hpcpar.errors import OperationError
+from hpcpar.transport.buffers import bind
+
+if TYPE_CHECKING:
+    from hpcpar.comm.communicator import Communicator
+
+_request = tuple.__new__
+"""Builds a Request in a third of the time that its constructor takes."""
+
+
+def _output(out: Any) -> Memory | None:
+    return NO_ARRAY if out is None else memory_of(out)
+
+
+def _reduction(
+    self: Communicator,
+    collective: str,
+    buffer: Any,
+    op: str,
+    out: Any,
+    algorithm: str | None,
+    factors: tuple[float, float, str | None],
+    counts: Sequence[int] | None = None,
+) -> Request:
+    return _request(
+        Request,
+        (
+            collective,
+            op,
+            None,
+            algorithm,
+            PLAIN if factors == PLAIN and type(factors[0]) is type(factors[1]) is float else scaling_of(*factors),
+            counts_of(counts),
+            None,
+            memory_of(buffer),
+            _output(out),
+            self._calls.label,
+            None,
+            None,
+        ),
+    )
+
+
+def _moving(
+    self: Communicator,
+    collective: str,
+    buffer: Any,
+    out: Any = None,
+    *,
+    op: Any = None,
+    root: Any = None,
+    algorithm: str | None = None,
+    counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+) -> Request:
+    return _request(
+        Request,
+        (
+            collective,
+            op,
+            root,
+            algorithm,
+            PLAIN,
+            counts_of(counts),
+            counts_of(receive_counts),
+            NO_ARRAY if buffer is None else memory_of(buffer),
+            _output(out),
+            self._calls.label,
+            None,
+            None,
+        ),
+    )
+
+
+def _message(self: Communicator, kind: str, buffer: Any, peer: Any, tag: Any) -> Request:
+    return _request(
+        Request,
+        (kind, None, None, None, PLAIN, None, None, memory_of(buffer), NO_ARRAY, self._calls.label, peer, tag),
+    )
+
+
+def start_allreduce(
+    self: Communicator,
+    buffer: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: str | None = None,
+) -> Handle:
+    """Reduce all ranks' buffers; every rank gets the result.
+
+    buffer            same shape and element type on every rank
+    op                sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
+    prescale_factor   every rank's buffer is multiplied by it first, and
+    postscale_factor  the result at the end; how it rounds: `hpcpar/comm/scaling.py`
+    compression       float16 or bfloat16: float32 and float64 travel and are summed as these, within the
+                      error that `hpcpar/comm/compressed.py` states; a rank alone sends and loses nothing
+    result            out, or buffer when out is None
+    errors            OperationError, BufferTypeError; MismatchError on every rank
+    """
+    factors = prescale_factor, postscale_factor, compression
+    return self._calls.start(
+        _reduction(self, "allreduce", buffer, op, out, algorithm, factors), buffer, out
+    )
+
+
+def allreduce(
+    self: Communicator,
+    buffer: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: str | None = None,
+) -> Any:
+    """`start_allreduce` and wait."""
+    if (
+        type(prescale_factor) is type(postscale_factor) is float
+        and prescale_factor == 1.0 == postscale_factor
+        and compression is None
+    ):
+        scaling = PLAIN
+    else:
+        scaling = scaling_of(prescale_factor, postscale_factor, compression)
+    calls = self._calls
+    request = _request(
+        Request,
+        (
+            "allreduce",
+            op,
+            None,
+            algorithm,
+            scaling,
+            None,
+            None,
+            memory_of(buffer),
+            NO_ARRAY if out is None else memory_of(out),
+            calls.label,
+            None,
+            None,
+        ),
+    )
+    return calls.run(request, buffer, out)
+
+
+def start_reduce_scatter(
+    self: Communicator,
+    buffer: Any,
+    op: str = "sum",
+    *,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    algorithm: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Reduce all ranks' buffers; rank r gets the r-th piece of the result.
+
+    counts            elements of each rank's piece; None: as equal as can be, larger ones first
+    prescale_factor, postscale_factor   as of an all-reduce
+    result            out, which may lie in buffer; or, when out is None, this rank's piece as a flat
+                      view of buffer, whose other pieces then hold partial sums
+    """
+    factors = prescale_factor, postscale_factor, None
+    return self._calls.start(
+        _reduction(self, "reduce_scatter", buffer, op, out, algorithm, factors, counts), buffer, out
+    )
+
+
+def reduce_scatter(
+    self: Communicator,
+    buffer: Any,
+    op: str = "sum",
+    *,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    algorithm: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """`start_reduce_scatter` and wait."""
+    factors = prescale_factor, postscale_factor, None
+    return self._calls.run(
+        _reduction(self, "reduce_scatter", buffer, op, out, algorithm, factors, counts), buffer, out
+    )
+
+
+def start_allgather(
+    self: Communicator,
+    shard: Any,
+    *,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Handle:
+    """Give every rank all ranks' shards, one after the other.
+
+    counts   elements of each rank's shard; None: all as many as this one
+    out      flat array for all of them; `shard` may be its own piece of it, and then is not copied
+    result   out, or a new one-dimensional array
+    """
+    request = _moving(self, "allgather", shard, out, algorithm=algorithm, counts=counts)
+    return self._calls.start(request, shard, out)
+
+
+def allgather(
+    self: Communicator,
+    shard: Any,
+    *,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Any:
+    """`start_allgather` and wait."""
+    request = _moving(self, "allgather", shard, out, algorithm=algorithm, counts=counts)
+    return self._calls.run(request, shard, out)
+
+
+def start_broadcast(self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Handle:
+    """Copy the root's buffer into every rank's. In place.
+
+    buffer   same shape and element type on every rank
+    result   buffer
+    """
+    request = _moving(self, "broadcast", buffer, root=root, algorithm=algorithm)
+    return self._calls.start(request, buffer)
+
+
+def broadcast(self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
+    """`start_broadcast` and wait."""
+    request = _moving(self, "broadcast", buffer, root=root, algorithm=algorithm)
+    return self._calls.run(request, buffer)
+
+
+def start_reduce(
+    self: Communicator,
+    buffer: Any,
+    op: str = "sum",
+    root: int = 0,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Handle:
+    """Reduce all ranks' buffers; the root gets the result, the other ranks' stay as they were.
+
+    result   on the root out, or buffer when out is None; None elsewhere
+    """
+    into = out if self.rank == root else None
+    request = _moving(self, "reduce", buffer, into, op=op, root=root, algorithm=algorithm)
+    return self._calls.start(request, buffer, into)
+
+
+def reduce(
+    self: Communicator,
+    buffer: Any,
+    op: str = "sum",
+    root: int = 0,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Any:
+    """`start_reduce` and wait."""
+    into = out if self.rank == root else None
+    request = _moving(self, "reduce", buffer, into, op=op, root=root, algorithm=algorithm)
+    return self._calls.run(request, buffer, into)
+
+
+def start_gather(
+    self: Communicator,
+    shard: Any,
+    root: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Handle:
+    """Give the root all ranks' shards, one after the other.
+
+    counts   elements of each rank's shard, known to all; None: all as many as this one
+    result   on the root out, or a new one-dimensional array; None elsewhere
+    """
+    request = _moving(self, "gather", shard, out, root=root, algorithm=algorithm, counts=counts)
+    return self._calls.start(request, shard, out)
+
+
+def gather(
+    self: Communicator,
+    shard: Any,
+    root: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Any:
+    """`start_gather` and wait."""
+    return start_gather(self, shard, root, counts=counts, out=out, algorithm=algorithm).wait()
+
+
+def start_scatter(
+    self: Communicator,
+    buffer: Any,
+    root: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+    out: Any,
+    algorithm: str | None = None,
+) -> Handle:
+    """Give rank r the r-th piece of the root's buffer.
+
+    buffer   on the root; ignored elsewhere (pass None)
+    counts   elements of each rank's piece, known to all; None: all as many as out has
+    out      this rank's piece
+    result   out
+    """
+    request = _moving(self, "scatter", None, out, root=root, algorithm=algorithm, counts=counts)
+    return self._calls.start(request, buffer, out)
+
+
+def scatter(
+    self: Communicator,
+    buffer: Any,
+    root: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+    out: Any,
+    algorithm: str | None = None,
+) -> Any:
+    """`start_scatter` and wait."""
+    return start_scatter(self, buffer, root, counts=counts, out=out, algorithm=algorithm).wait()
+
+
+def start_alltoall(
+    self: Communicator,
+    buffer: Any,
+    *,
+    out: Any = None,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+    algorithm: str | None = None,
+) -> Handle:
+    """Send the j-th piece of every rank's buffer to rank j, which gets rank r's as its own r-th.
+
+    send_counts      elements for each rank; None: equal pieces
+    receive_counts   elements from each rank; None: the ranks ask each other first
+    result           out, which may overlap buffer, or a new one-dimensional array; buffer is not
+                     written to otherwise
+    """
+    request = _moving(
+        self, "alltoall", buffer, out, algorithm=algorithm, counts=send_counts, receive_counts=receive_counts
+    )
+    return self._calls.start(request, buffer, out)
+
+
+def alltoall(
+    self: Communicator,
+    buffer: Any,
+    *,
+    out: Any = None,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """`start_alltoall` and wait."""
+    request = _moving(
+        self, "alltoall", buffer, out, algorithm=algorithm, counts=send_counts, receive_counts=receive_counts
+    )
+    return self._calls.run(request, buffer, out)
+
+
+def start_barrier(self: Communicator, *, algorithm: str | None = None) -> Handle:
+    """Complete once every rank has started it."""
+    return self._calls.start(_moving(self, "barrier", None, algorithm=algorithm))
+
+
+def barrier(self: Communicator, *, algorithm: str | None = None) -> None:
+    """`start_barrier` and wait."""
+    self._calls.run(_moving(self, "barrier", None, algorithm=algorithm))
+
+
+# Messages between two ranks meet by sender and tag, in the order in which they were sent. A message must be
+# exactly as long as the buffer that it arrives for: MismatchError otherwise.
+
+
+def start_send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> Handle:
+    """Send an array's elements; the buffer may be changed once the handle is complete."""
+    return self._calls.start_message(_message(self, "send", buffer, to, tag), buffer)
+
+
+def send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> None:
+    """`start_send` and wait. It may return only when the receiver has posted its receive."""
+    if to == self.rank:
+        raise OperationError(
+            f"rank {to} would wait for itself in send; use start_send, or sendrecv, towards oneself"
+        )
+    self._calls.run_message(_message(self, "send", buffer, to, tag), buffer)
+
+
+def start_recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Handle:
+    """Receive into an array; `wait()` returns it."""
+    return self._calls.start_message(_message(self, "recv", buffer, source, tag), buffer)
+
+
+def recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Any:
+    """`start_recv` and wait."""
+    return self._calls.run_message(_message(self, "recv", buffer, source, tag), buffer)
+
+
+def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, tag: int = 0) -> Any:
+    """Send one array and receive another at once, so that a ring of ranks cannot deadlock.
+
+    result   out; where it shares memory with buffer, a copy of buffer is sent
+    """
+    here, there = bind(buffer, writable=False).host, bind(out, writable=True, what="out").host
+    if here.address < there.address + there.octets.size and there.address < here.address + here.octets.size:
+        buffer = here.copy().elements
+    receive = start_recv(self, out, source, tag)
+    start_send(self, buffer, to, tag).wait()
+    return receive.wait()

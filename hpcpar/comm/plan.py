@@ -1,0 +1,167 @@
+"""From the chunks of a schedule to element ranges: integers only, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.step import Receive, Send, Space, Step
+
+Run = tuple[Space, int, int]
+"""A contiguous range of elements of a space: (space, start, stop)."""
+
+Edges = tuple[int, ...]
+"""Where the chunks of a space start, in elements, and where the last one ends."""
+
+Offsets = tuple[tuple[Space, Edges], ...]
+"""The edges of each space's chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a step: the peer, the ranges it carries, and how it is received.
+
+    combine    reduce it into the ranges on arrival, instead of overwriting them
+    own_turn   number of combined messages that precede this rank's own operand in the sum; None: its own
+               operand is first, and a sum of two may be formed either way
+    own        where this rank's own operands lie; None: in the ranges themselves
+    """
+
+    peer: int
+    runs: tuple[Run, ...]
+    count: int
+    combine: bool = False
+    own_turn: int | None = None
+    own: tuple[Run, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """One step of a schedule in element ranges.
+
+    copies   (from, to) ranges that are copied before the messages
+    index    position of the step in the rank's schedule
+    """
+
+    copies: tuple[tuple[Run, Run], ...]
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One rank's schedule in element ranges, with its traffic: messages sent, elements sent and received."""
+
+    steps: tuple[PlannedStep, ...]
+    messages: int
+    sent: int
+    received: int
+
+
+NOT_COUNTED = Plan((), messages=0, sent=0, received=0)
+"""The plan of a collective that the MPI library does: its messages cannot be counted."""
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    algorithm: Algorithm,
+    rank: int,
+    size: int,
+    root: int,
+    segments: int,
+    offsets: Offsets,
+    nodes: Nodes | None = None,
+) -> Plan:
+    """Bind one rank's schedule to element ranges. Messages of no elements are left out.
+
+    The messages of a barrier carry no chunks at all, and stay.
+    """
+    edges = dict(offsets)
+    schedule = algorithm.schedule(rank, size, root=root, segments=segments, nodes=nodes)
+    return counted(tuple(_plan_step(step, index, edges) for index, step in enumerate(schedule)))
+
+
+def counted(steps: tuple[PlannedStep, ...]) -> Plan:
+    """Count the traffic of steps; leave out those that do nothing."""
+    sends = [message for step in steps for message in step.sends]
+    receives = [message for step in steps for message in step.receives]
+    return Plan(
+        tuple(step for step in steps if step.copies or step.sends or step.receives),
+        messages=len(sends),
+        sent=sum(message.count for message in sends),
+        received=sum(message.count for message in receives),
+    )
+
+
+def _plan_step(step: Step, index: int, edges: dict[Space, Edges]) -> PlannedStep:
+    copies = [
+        (_run(copy.space, source, edges), _run(copy.into_space, target, edges))
+        for copy in step.copies
+        for source, target in zip(copy.chunks, copy.into, strict=True)
+    ]
+    sends = [Message(send.to, *runs_of(send, edges)) for send in step.sends]
+    receives = [
+        Message(r.source, *runs_of(r, edges), combine=r.combine, own_turn=step.own_turn)
+        for r in step.receives
+    ]
+    return PlannedStep(
+        tuple(copies),
+        tuple(message for message in sends if message.count or not message.runs),
+        tuple(message for message in receives if message.count or not message.runs),
+        index,
+    )
+
+
+def _run(space: Space, chunk: int, edges: dict[Space, Edges]) -> Run:
+    return space, edges[space][chunk], edges[space][chunk + 1]
+
+
+def runs_of(message: Send | Receive, edges: dict[Space, Edges]) -> tuple[tuple[Run, ...], int]:
+    """The message's chunks in order, adjacent ones joined; and the number of elements."""
+    runs: list[Run] = []
+    for chunk in message.chunks:
+        space, start, stop = _run(message.space, chunk, edges)
+        if runs and runs[-1][2] == start:
+            runs[-1] = (space, runs[-1][1], stop)
+        else:
+            runs.append((space, start, stop))
+    return tuple(runs), sum(stop - start for _, start, stop in runs)
+
+
+def overlapping(one: Run, other: Run) -> bool:
+    """True if two ranges have elements in common."""
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+
+
+def lands_in_place(message: Message) -> bool:
+    """True if a message can be received where it belongs, without scratch."""
+    return not message.combine and len(message.runs) == 1
+
+
+def received_elsewhere(planned: Plan, run: Run) -> Plan | None:
+    """Receive into the space "output" what the plan receives into `run`, so that the data stay as they are.
+
+    None unless `run` is all that is received, and is never sent.
+    """
+    received = {message.runs for step in planned.steps for message in step.receives}
+    sent = {part for step in planned.steps for message in step.sends for part in message.runs}
+    if received != {(run,)} or any(overlapping(part, run) for part in sent):
+        return None
+    into: tuple[Run] = (("output", 0, run[2] - run[1]),)
+
+    def moved(message: Message, *, is_first: bool) -> Message:
+        # The first sum takes this rank's operand from the data; later ones find the partial sum in the output.
+        own = message.runs if is_first and message.combine else None
+        return replace(message, runs=into, own=own)
+
+    steps: list[PlannedStep] = []
+    is_first = True
+    for step in planned.steps:
+        receives: Sequence[Message] = [moved(message, is_first=is_first) for message in step.receives]
+        is_first = is_first and not receives
+        steps.append(replace(step, receives=tuple(receives)))
+    return replace(planned, steps=tuple(steps))

@@ -1,0 +1,130 @@
+"""What a caller asks for: one immutable value, which is the cache's key and what ranks compare."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcpar.errors import OperationError
+from hpcpar.transport.buffers import HostBuffer, is_torch
+from hpcpar.transport.device_memory import DeviceBuffer
+
+Memory = tuple[Any, ...]
+"""Address, length, element type and layout of an array that is used in place."""
+
+NO_ARRAY: Memory = ()
+
+Scaling = tuple[Any, Any, Any]
+"""(prescale_factor, postscale_factor, compression)."""
+
+PLAIN: Scaling = (1.0, 1.0, None)
+
+_NUMBERS = (float, int)
+
+_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+
+
+class Request(NamedTuple):
+    """One collective or message, as the caller asked for it.
+
+    scaling          factors and compression of an all-reduce or reduce-scatter
+    counts           elements of each rank's piece, where the caller gave them
+    receive_counts   the same for what an all-to-all receives
+    input, output    the arrays; None: memory that is not used in place, so the call is not cached
+    label            name under which the call is counted; None: the collective's
+    peer, tag        of a point-to-point message
+    """
+
+    collective: str
+    op: Any
+    root: Any
+    algorithm: Any
+    scaling: Scaling
+    counts: Any
+    receive_counts: Any
+    input: Memory | None
+    output: Memory | None
+    label: str | None
+    peer: Any = None
+    tag: Any = None
+
+
+def memory_of(array: Any) -> Memory | None:
+    """Identify the memory of an array: equal for two calls exactly if they work on the same memory alike.
+
+    Only arrays that are used in place can be identified; None for all others. Address and layout suffice:
+    an array elsewhere that has the same ones is the same memory.
+    """
+    if isinstance(array, np.ndarray):
+        if not (array.size and array.flags.carray):
+            return None
+        # A quarter of the cost of array.ctypes.data.
+        return ctypes.addressof(_first_byte(array)), array.size, array.dtype
+    try:
+        # The flags belong to the key, so that a look at them costs no branch here.
+        return (
+            array.data_ptr(),
+            array.numel(),
+            array.dtype,
+            array.is_contiguous(),
+            array.is_conj(),
+            array.is_neg(),
+        )
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+
+
+def is_used_in_place(array: Any) -> bool:
+    """True for arrays whose calls can be cached: CPU memory that is read and written where it lies."""
+    if isinstance(array, np.ndarray):
+        return bool(array.size and array.flags.carray)
+    if not is_torch(array):
+        return False
+    flags = array.is_cpu and array.is_contiguous() and not array.is_conj() and not array.is_neg()
+    return bool(flags and array.numel())
+
+
+def scaling_of(prescale_factor: Any, postscale_factor: Any, compression: Any) -> Scaling:
+    """Collect the factors; arrays of one number become numbers, since their content may change."""
+    return (
+        prescale_factor if type(prescale_factor) in _NUMBERS else _number("prescale_factor", prescale_factor),
+        postscale_factor
+        if type(postscale_factor) in _NUMBERS
+        else _number("postscale_factor", postscale_factor),
+        compression,
+    )
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise OperationError(f"{what} is {value!r}; give a number") from error
+
+
+def counts_of(counts: Sequence[int] | None) -> Any:
+    """Make counts hashable; what is no sequence is refused when the request is validated."""
+    return tuple(counts) if isinstance(counts, Iterable) else counts
+
+
+def rank_of(rank: Any, size: int, what: str, name: str) -> int:
+    """A rank as a Python integer.
+
+    errors   OperationError unless it is a whole number from 0 to size - 1
+    """
+    try:
+        found = operator.index(rank)
+    except TypeError:
+        found = -1
+    if not 0 <= found < size:
+        raise OperationError(f"{what} is rank {rank!r}, but communicator {name!r} has ranks 0 to {size - 1}")
+    return found
+
+
+def typed(array: Any, host: HostBuffer) -> str:
+    """Element type, shape and kind of memory, as ranks compare them: float32[1024, 1024] on a GPU."""
+    return f"{host.dtype}{list(array.shape)}{' on a GPU' if isinstance(host, DeviceBuffer) else ''}"

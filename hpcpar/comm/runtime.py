@@ -1,0 +1,94 @@
+"""What all communicators of a job have in common on one rank."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hpcpar.comm.accounting import Trace, Traffic
+from hpcpar.comm.devices import Devices
+from hpcpar.comm.progress import Progress
+from hpcpar.comm.spaces import ScratchPool
+from hpcpar.comm.tuning import Tuning
+from hpcpar.comm.watch import Watch
+from hpcpar.transport.buffers import is_torch
+from hpcpar.transport.interface import Transport
+
+if TYPE_CHECKING:
+    from hpcpar.comm.calls import Calls
+
+
+@dataclass(eq=False)
+class Runtime:
+    """Shared by a world and all communicators that are split from it.
+
+    check          ranks agree on every call before data moves
+    overrides      algorithm by collective, from HPCPAR_ALGORITHM
+    tuning         measured tables, from which each communicator takes its own
+    trace          records what moved when; None: nobody asks
+    shares_memory, post_nbytes   as `Communicator.share_memory` was asked for
+    devices        GPUs, after `Communicator.share_devices`
+    end_job        as `Communicator.end_job`, for ranks that are processes
+    is_forked      this process is a fork of the rank that made it, and must not communicate
+    """
+
+    transport: Transport
+    watch: Watch
+    check: bool = False
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    tuning: Tuning = field(default_factory=Tuning)
+    trace: Trace | None = None
+    shares_memory: bool = False
+    post_nbytes: int | None = None
+    devices: Devices | None = None
+    traffics: dict[str, Traffic] = field(default_factory=dict)
+    scratch: ScratchPool = field(default_factory=ScratchPool)
+    end_job: Callable[[str, int], None] | None = None
+    is_forked: bool = False
+    calls: weakref.WeakSet[Calls] = field(default_factory=weakref.WeakSet)
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.transport, self.watch)
+        _RUNTIMES.add(self)
+
+    def register(self, name: str) -> tuple[str, Traffic]:
+        """Give a new communicator a name of its own, and an empty account."""
+        unique, number = name, 1
+        while unique in self.traffics:
+            number += 1
+            unique = f"{name}#{number}"
+        return unique, self.traffics.setdefault(unique, Traffic())
+
+    def forget(self, name: str) -> None:
+        """Drop an account, and so free its name."""
+        self.traffics.pop(name, None)
+
+    @staticmethod
+    def mark_written(array: Any) -> None:
+        """Tell autograd that a tensor was written to in place, as torch's own operations do.
+
+        A backward that has saved the tensor then raises torch's error, where it would compute with the
+        wrong values.
+        """
+        if is_torch(array):
+            from torch.autograd.graph import increment_version
+
+            if not array.is_inference():
+                increment_version(array)
+
+
+_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _mark_forked() -> None:
+    for runtime in _RUNTIMES:
+        runtime.is_forked = True
+        runtime.progress.under_way.clear()
+        for calls in runtime.calls:
+            calls.cache.clear()  # so that every call is validated, and refused
+
+
+os.register_at_fork(after_in_child=_mark_forked)
