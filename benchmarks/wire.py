@@ -38,7 +38,7 @@ import hosts as network
 from option_types import at_least, output_file
 
 import hpcpar
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench import collectives, peers
 from hpcpar.bench.measure import Buffers, Candidate, Case, Place, Row, measure, row, usable, wrong_elements
 from hpcpar.bench.wire_bytes import least_nbytes, scheduled_nbytes

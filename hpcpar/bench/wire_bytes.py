@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hpcpar.algorithms.catalogue import Algorithm
-from hpcpar.algorithms.price import Link, Topology, price
+from hpcpar.algorithms.registry import Algorithm
+from hpcpar.algorithms.simulate import simulate
+from hpcpar.algorithms.topology import Link, Topology
 from hpcpar.comm.select import segments_for
 from hpcpar.errors import OperationError
 
@@ -31,5 +32,5 @@ def scheduled_nbytes(algorithm: Algorithm, hosts: int, ranks_per_host: int, nbyt
     """Bytes that each host sends to others by the algorithm's steps; the mean of the hosts."""
     topology = Topology(ranks_per_host, FREE, FREE)
     segments = segments_for(algorithm, nbytes)
-    cost = price(algorithm, hosts * ranks_per_host, nbytes, topology, segments=segments)
+    cost = simulate(algorithm, hosts * ranks_per_host, nbytes, topology, segments=segments)
     return cost.nbytes_between_nodes / hosts

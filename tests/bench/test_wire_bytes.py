@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from hpcpar.algorithms.catalogue import find
+from hpcpar.algorithms.registry import find
 from hpcpar.bench.wire_bytes import least_nbytes, scheduled_nbytes
 from hpcpar.errors import OperationError
 from hpcpar.units import MiB

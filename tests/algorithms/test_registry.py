@@ -1,4 +1,4 @@
-"""The catalogue, and every algorithm in it executed on real numbers and compared with the serial result."""
+"""The registry, and every algorithm in it executed on real numbers and compared with the serial result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import reduce
 
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.step import Space, Step
 from hpcpar.errors import OperationError
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.algorithms.catalogue import find
+from hpcpar.algorithms.alltoall import bruck, bruck_allgather, pairwise
 from hpcpar.algorithms.draw import draw
-from hpcpar.algorithms.exchange import bruck, bruck_allgather, pairwise
+from hpcpar.algorithms.registry import find
 
 BRUCK_OF_4 = """\
 alltoall bruck: 4 ranks, a vector S of 4 chunks

@@ -1,65 +1,34 @@
-"""What a schedule costs: seconds under the α-β-γ model on a topology, bytes and messages by rank.
+"""Simulate schedules under the α-β-γ model, and compare the algorithms of a collective.
 
 All ranks begin at second 0 and walk through their schedules by the rules of `step`: a message of n
 bytes starts when both ends have posted it and lasts α + βn of the link between them; a rank has one
 port, full duplex, so its sends go one after another, and so do its receives; after its last message
-a step folds in what it combines, γ a byte. Copies within a rank are free.
+a step combines, γ a byte. Copies within a rank are free.
+
+A comparison simulates where all ranks together send few messages, and takes the closed form beyond:
+16,384 ranks in a ring send half a billion. Pipelined algorithms get the best number of segments.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hpcpar.algorithms.catalogue import Algorithm
-from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, require_collective
 from hpcpar.algorithms.step import Receive, Send, Step
+from hpcpar.algorithms.topology import Topology
 from hpcpar.errors import ScheduleError
 from hpcpar.partition import counts
 
-
-@dataclass(frozen=True)
-class Link:
-    """What a message between two ranks costs: α + β a byte."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def seconds(self, nbytes: float) -> float:
-        return self.alpha_s + self.beta_s_per_byte * nbytes
+SIMULATED_MESSAGES = 2000
+MOST_SEGMENTS = 4096
 
 
 @dataclass(frozen=True)
-class Topology:
-    """Nodes of equally many consecutive ranks, one kind of link within them and one between them."""
-
-    ranks_per_node: int
-    intra: Link
-    inter: Link
-    gamma_s_per_byte: float = 0.0
-
-    @classmethod
-    def uniform(cls, alpha_s: float, beta_s_per_byte: float, gamma_s_per_byte: float = 0.0) -> Topology:
-        """Every rank on a node of its own, all links alike."""
-        link = Link(alpha_s, beta_s_per_byte)
-        return cls(1, link, link, gamma_s_per_byte)
-
-    def same_node(self, rank: int, other: int) -> bool:
-        return rank // self.ranks_per_node == other // self.ranks_per_node
-
-    def nodes(self, size: int) -> Nodes:
-        """The node of each of `size` ranks."""
-        return tuple(rank // self.ranks_per_node for rank in range(size))
-
-    def link(self, rank: int, other: int) -> Link:
-        return self.intra if self.same_node(rank, other) else self.inter
-
-
-@dataclass(frozen=True)
-class Price:
-    """What one collective costs: seconds until the last rank has finished; what each rank sends."""
+class SimulatedCost:
+    """Seconds until the last rank has finished, and the bytes and messages that each rank sends."""
 
     seconds: float
     nbytes_sent: tuple[int, ...]
@@ -67,7 +36,7 @@ class Price:
     nbytes_between_nodes: int
 
 
-def price(
+def simulate(
     algorithm: Algorithm,
     size: int,
     nbytes: int,
@@ -76,7 +45,7 @@ def price(
     segments: int = 1,
     *,
     chunk_nbytes: Sequence[int] | None = None,
-) -> Price:
+) -> SimulatedCost:
     """Run the schedules of all ranks against the clock.
 
     nbytes         the whole vector: S in the closed forms, what one rank's buffer holds
@@ -93,15 +62,15 @@ def price(
 
 
 def analytic(algorithm: Algorithm, size: int, nbytes: float, topology: Topology, segments: int = 1) -> float:
-    """Seconds by the closed form: what `price` finds, for any number of ranks at once.
+    """Seconds by the closed form, for any number of ranks at once.
 
-    Equal to it where the bytes divide equally, all nodes are full, the links between nodes are not faster
-    than those within, and the root is rank 0; and for algorithms that walk through powers of two, where
-    the nodes and the ranks on each are such powers. Elsewhere, for `direct` exchanges and for the double
-    binary tree, an estimate.
+    It equals `simulate` where the bytes divide equally, all nodes are full, the links between nodes are
+    not faster than those within, and the root is rank 0. For algorithms that walk through powers of two
+    the nodes and the ranks on each must be such powers, too. Elsewhere, for `direct` exchanges and for
+    the double binary tree, it is an estimate.
     """
     per_node = min(size, topology.ranks_per_node)
-    inside, between = algorithm.bill_on_nodes(-(-size // per_node), per_node, segments)
+    inside, between = algorithm.cost_on_nodes(-(-size // per_node), per_node, segments)
     latency_s = inside.messages * topology.intra.alpha_s + between.messages * topology.inter.alpha_s
     per_byte_s = (
         inside.sent * topology.intra.beta_s_per_byte
@@ -148,7 +117,7 @@ class _Clock:
         self.messages = [0] * len(schedules)
         self.nbytes_between_nodes = 0
 
-    def run(self) -> Price:
+    def run(self) -> SimulatedCost:
         seconds = 0.0
         while self.events:
             event = heapq.heappop(self.events)
@@ -160,7 +129,9 @@ class _Clock:
         for one in self.ranks:
             if one.at < len(one.steps):
                 raise ScheduleError(f"rank {one.rank} never ends its step {one.at}; `prove` says why")
-        return Price(seconds, tuple(self.nbytes_sent), tuple(self.messages), self.nbytes_between_nodes)
+        return SimulatedCost(
+            seconds, tuple(self.nbytes_sent), tuple(self.messages), self.nbytes_between_nodes
+        )
 
     def _begin_step(self, me: _Rank, now: float) -> None:
         me.at += 1
@@ -212,3 +183,107 @@ class _Clock:
         if message.space == "work":
             return self.work_nbytes * len(message.chunks)
         return sum(self.chunk_nbytes[chunk] for chunk in message.chunks)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds that one algorithm takes for a vector of `nbytes`, and how they were found."""
+
+    algorithm: str
+    ranks: int
+    nbytes: int
+    segments: int
+    simulated: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From `nbytes` on (within a hundredth) another algorithm is the fastest."""
+
+    nbytes: int
+    before: str
+    after: str
+
+
+def estimate(
+    algorithm: Algorithm,
+    ranks: int,
+    nbytes: int,
+    topology: Topology,
+    *,
+    simulated_messages: int = SIMULATED_MESSAGES,
+) -> Estimate:
+    """Estimate the seconds of one algorithm.
+
+    simulated_messages   run the event simulation if all ranks together send at most so many
+    """
+    segments = best_segments(algorithm, ranks, nbytes, topology)
+    simulated = ranks * _messages(algorithm, ranks, topology, segments) <= simulated_messages
+    if simulated:
+        seconds = simulate(algorithm, ranks, nbytes, topology, segments=segments).seconds
+    else:
+        seconds = analytic(algorithm, ranks, nbytes, topology, segments)
+    return Estimate(algorithm.name, ranks, nbytes, segments, simulated, seconds)
+
+
+def estimates(collective: str, ranks: int, nbytes: int, topology: Topology) -> tuple[Estimate, ...]:
+    """All algorithms of a collective, in the registry's order; OperationError if there is none."""
+    require_collective(collective)
+    return tuple(
+        estimate(algorithm, ranks, nbytes, topology) for algorithm in ALGORITHMS[collective].values()
+    )
+
+
+def fastest(found: Sequence[Estimate]) -> Estimate:
+    """The estimate of least seconds; of equals the first."""
+    return min(found, key=lambda one: one.seconds)
+
+
+def best_segments(algorithm: Algorithm, ranks: int, nbytes: int, topology: Topology) -> int:
+    """The power of two of segments, none empty, that the closed form finds fastest; 1 if not pipelined."""
+    if not algorithm.segmented:
+        return 1
+    choices = [1 << power for power in range(MOST_SEGMENTS.bit_length()) if 1 << power <= max(1, nbytes)]
+    return min(choices, key=lambda segments: analytic(algorithm, ranks, nbytes, topology, segments))
+
+
+def crossovers(
+    collective: str, ranks: int, sizes: Sequence[int], topology: Topology
+) -> tuple[Crossover, ...]:
+    """Find where the fastest algorithm changes between the first and the last of rising sizes.
+
+    Between two neighbours of `sizes` with different winners the changes are found by bisection; one
+    that comes and goes between neighbours with the same winner is not seen.
+    """
+
+    def winner(nbytes: int) -> str:
+        return fastest(estimates(collective, ranks, nbytes, topology)).algorithm
+
+    return tuple(_changes(winner, sizes))
+
+
+def _changes(winner: Callable[[int], str], sizes: Sequence[int]) -> Iterator[Crossover]:
+    winners = [winner(nbytes) for nbytes in sizes]
+    for index in range(len(sizes) - 1):
+        at, before = sizes[index], winners[index]
+        while before != winners[index + 1]:
+            at = _first_other(winner, before, at, sizes[index + 1])
+            after = winner(at)
+            yield Crossover(at, before, after)
+            before = after
+
+
+def _first_other(winner: Callable[[int], str], before: str, low: int, high: int) -> int:
+    """A size above `low` with another winner, at most a hundredth (or a byte) above one without."""
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if winner(middle) == before else (low, middle)
+    return high
+
+
+def _messages(algorithm: Algorithm, ranks: int, topology: Topology, segments: int) -> float:
+    """Messages on the critical path, of all levels: about as many as a rank sends."""
+    per_node = min(ranks, topology.ranks_per_node)
+    inside, between = algorithm.cost_on_nodes(-(-ranks // per_node), per_node, segments)
+    return inside.messages + between.messages

@@ -5,7 +5,7 @@ n ranks, S bytes of one rank's whole vector (of an all-to-all: of its input).
 
 from __future__ import annotations
 
-from hpcpar.algorithms.powers import doublings
+from hpcpar.algorithms.doubling import doublings
 from hpcpar.algorithms.step import Copy, Receive, Send, Step, Steps
 
 
