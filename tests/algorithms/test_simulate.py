@@ -1,4 +1,4 @@
-"""Simulated seconds equal the closed forms, bytes equal the theory, and a topology of nodes behaves like one."""
+"""Simulated seconds equal the closed forms, bytes equal the theory, and nodes are told apart."""
 
 from __future__ import annotations
 
