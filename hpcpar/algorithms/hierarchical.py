@@ -327,6 +327,7 @@ def _renamed(steps: Steps, ranks: Sequence[int], chunks: Sequence[Chunks]) -> St
         yield Step(
             tuple(Send(ranks[send.to], named(send.chunks)) for send in step.sends),
             tuple(Receive(ranks[r.source], named(r.chunks), combine=r.combine) for r in step.receives),
+            own_turn=step.own_turn,
         )
 
 
@@ -358,7 +359,8 @@ def _side_by_side(lanes: Iterable[Steps]) -> Steps:
             for (source, combine), chunks in received.items()
             if chunks
         )
-        yield Step(sends, receives)
+        # The same for all lanes: it follows from the nodes' numbers, and the lanes' partners share a node.
+        yield Step(sends, receives, own_turn=steps[0].own_turn)
 
 
 def _at_least_one(steps: Steps) -> tuple[Step, ...]:
@@ -389,5 +391,5 @@ def _staggered(walk: Sequence[Step], size: int, numbers: Sequence[Sequence[Chunk
         ]
         sends = tuple(chain.from_iterable(step.sends for step in steps))
         receives = tuple(chain.from_iterable(step.receives for step in steps))
-        if sends or receives:
+        if sends or receives:  # own_turn stays 0: a ring and a direct exchange combine into their own value
             yield Step(sends, receives)

@@ -482,7 +482,7 @@ def _judge_imports(visit: Visit) -> list[Finding]:
             f"rank {slowest.rank} on {slowest.host} waited {format_duration(waited_s)} for files while it "
             f"imported",
             "every rank reads the whole Python environment: if that lies on a shared file system, "
-            "`hpcpar run --broadcast-env` starts the ranks from copies on the nodes' own disks",
+            "jobscripts/node-local.sh starts the ranks from copies on the nodes' own disks",
         )
     ]
 

@@ -252,33 +252,16 @@ def _guard(world: Communicator, node: Communicator, settings: Settings, info: Ra
     """Join the node's sentinel, which the node's first rank starts; a rank alone has nobody to lose."""
     if _hooks is not None or world.size == 1:
         return sentinel.Guard()
-    links = _links(world, settings)
     address = ""
     if node.rank == 0:
         address = sentinel.start(
             local_size=node.size,
             nodes=len(set(world.nodes)),
             run_directory=settings.run_directory,
-            links=links,
             end_command=sentinel.end_command_for(info.launcher),
         )
     address = node.unchecked("start-up").broadcast_object(address)
     return sentinel.Guard.connect(address, rank=world.rank)
-
-
-def _links(world: Communicator, settings: Settings) -> sentinel.Links | None:
-    """Join this node's sentinel to those of other nodes: rank 0's listens, all learn its address."""
-    count = len(set(world.nodes))
-    if count == 1:
-        return None
-    listener, hub = sentinel.open_hub(count) if world.rank == 0 else (None, "")
-    hub = world.unchecked("start-up").broadcast_object(hub)
-    if not hub:
-        return None
-    ranks: list[list[int]] = [[] for _ in range(count)]
-    for rank, number in enumerate(world.nodes):
-        ranks[number].append(rank)
-    return sentinel.Links(world.nodes[world.rank], ranks, hub, listener, settings.node_timeout_s)
 
 
 def _hook_failures(transport: MpiTransport, watch: Watch, guard: sentinel.Guard) -> None:

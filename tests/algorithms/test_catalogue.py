@@ -67,7 +67,7 @@ def execute(
                     else:
                         memory[receive.space][chunk] = values
             for (space, chunk), chunks in summands.items():
-                chunks.insert(step.own_turn or 0, memory[space][chunk])
+                chunks.insert(step.own_turn, memory[space][chunk])
                 memory[space][chunk] = [reduce(op, numbers) for numbers in zip(*chunks, strict=True)]
             at[rank] += 1
             moved = True

@@ -98,7 +98,7 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
     "a slow file system": (
         visit(facts(0), facts(1, node=1, waited_s=60.0)),
         "rank 1 on node1 waited 1 min 00 s for files while it imported",
-        "hpcpar run --broadcast-env",
+        "jobscripts/node-local.sh",
         False,
     ),
     "too many ranks": (
