@@ -7,14 +7,14 @@ import torch
 from hpcpar.algorithms.catalogue import ALGORITHMS
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.buckets import Bucket, Extent, assign
-from hpcpar.data_parallel.traffic import (
+from hpcpar.errors import OperationError
+from hpcpar.planner.traffic import (
     allreduce_nbytes,
     broadcast_nbytes,
     expected_nbytes,
     is_on_gpu,
     usage_map_nbytes,
 )
-from hpcpar.errors import OperationError
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8])

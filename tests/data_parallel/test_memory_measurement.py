@@ -26,8 +26,8 @@ from hpcpar.data_parallel import (
     summon_full_parameters,
     watch_activations,
 )
-from hpcpar.data_parallel.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STATE, shares
 from hpcpar.errors import OperationError, PeerFailedError
+from hpcpar.planner.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STATE, shards
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, tuple[Make, int]] = {
@@ -134,7 +134,7 @@ def test_seven_parameters_on_two_ranks_by_hand() -> None:
 
 
 def test_each_part_is_divided_from_its_stage_on() -> None:
-    table = [[shares(what, stage, 4) for what in STATE] for stage in range(4)]
+    table = [[shards(what, stage, 4) for what in STATE] for stage in range(4)]
     assert table == [[1, 1, 1], [1, 1, 4], [1, 4, 4], [4, 4, 4]]
 
 
@@ -156,7 +156,7 @@ def test_bytes_are_the_formula_up_to_padding(
     of_element = {PARAMETERS: kept, GRADIENTS: kept, OPTIMIZER: 4 * moments + (4 if precision else 0)}
     assert report.parameters == PHI
     for what in STATE:
-        parts = shares(what, stage, size)
+        parts = shards(what, stage, size)
         lines = [of_rank.state[what] for of_rank in report.of_ranks]
         assert {line.formula_nbytes for line in lines} == {Fraction(PHI * of_element[what], parts)}, what
         assert all(line.unexplained_nbytes == 0 for line in lines), what

@@ -10,15 +10,13 @@ import torch
 from hpcpar.autograd import Recompute
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
-from hpcpar.models.llama import Part
-from hpcpar.models.tensor_traffic import (
+from hpcpar.planner.shapes import Part
+from hpcpar.planner.traffic import (
     Exchange,
-    Pass,
-    backward,
-    expected_tensor_traffic,
-    forward,
-    layer_backward,
-    layer_forward,
+    Microbatch,
+    TensorParallelExchanges,
+    exchanges_nbytes,
+    tensor_parallel_exchanges,
 )
 from hpcpar.tensor_parallel import TensorParallel
 
@@ -40,6 +38,12 @@ def units(exchanges: list[Exchange]) -> float:
     return sum(e.values * (2 if e.collective == "allreduce" else 1) for e in exchanges) / UNIT
 
 
+def sharers(tp: TensorParallel, config: LlamaConfig) -> Communicator | None:
+    """Ranks with the same key-value head, where there are fewer heads than ranks."""
+    fewer = config.key_value_heads < tp.size
+    return tp.sharers(config.key_value_heads).same if fewer else None
+
+
 def counted(size: int, config: LlamaConfig, recompute: Recompute | None = None, **options: Any) -> int:
     """Bytes that all ranks send on tp for one forward and backward; they are checked to be the theory's."""
 
@@ -50,10 +54,14 @@ def counted(size: int, config: LlamaConfig, recompute: Recompute | None = None, 
         tokens = torch.arange(B * S).view(B, S) % 10
         model.loss(model(tokens), tokens).backward()
         sent = sum(traffic.nbytes_sent() for traffic in comm.traffics().values()) - before
-        theory = expected_tensor_traffic(
-            config, tp, torch.float64, trained=[Pass(B, S)], recompute=recompute or Recompute()
+        theory = 0
+        on_axis, on_sharers = tensor_parallel_exchanges(
+            config, tp, trained=[Microbatch(B, S)], recompute=recompute
         )
-        return sent, sum(nbytes for (on, _), nbytes in theory.items() if on.rank == 0)
+        for axis, exchanges in ((comm, on_axis), (sharers(tp, config), on_sharers)):
+            if axis is not None and axis.rank == 0:
+                theory += exchanges_nbytes(axis, exchanges, torch.float64).total()
+        return sent, theory
 
     found = run_loopback(size, work)
     sent = sum(sent for sent, _ in found)
@@ -86,8 +94,8 @@ def test_a_layer_sends_eight_units_and_ten_if_its_inputs_are_gathered_again(size
 
 def test_the_loss_moves_three_values_a_token_whatever_the_vocabulary() -> None:
     def work(comm: Communicator) -> list[Exchange]:
-        exchanges = forward(sizes(1), TensorParallel(comm), Pass(B, S), Part.whole(1))
-        return [each for each in exchanges if each.kind != "of the model"]
+        of_pass = TensorParallelExchanges(sizes(1), TensorParallel(comm), Microbatch(B, S))
+        return [each for each in of_pass.forward(Part.whole(1)) if each.kind != "of the model"]
 
     assert sum(e.values for e in run_loopback(2, work)[0]) == 3 * B * S
 
@@ -97,8 +105,8 @@ def test_the_loss_moves_three_values_a_token_whatever_the_vocabulary() -> None:
 )  # two norms' gradients are all-reduced
 def test_a_layers_exchanges_are_the_units_of_the_paper(options: dict[str, bool], expected: float) -> None:
     def work(comm: Communicator) -> float:
-        tp, size = TensorParallel(comm, **options), Pass(B, S)
-        return units([*layer_forward(sizes(1), tp, size), *layer_backward(sizes(1), tp, size)])
+        of_pass = TensorParallelExchanges(sizes(1), TensorParallel(comm, **options), Microbatch(B, S))
+        return units([*of_pass.layer_forward(), *of_pass.layer_backward()])
 
     assert set(run_loopback(2, work)) == {expected}
 
@@ -108,11 +116,8 @@ def test_chunks_are_more_exchanges_of_the_same_values() -> None:
         found = []
         for chunks in (1, 3):
             tp = TensorParallel(comm, sequence_parallel=True, chunks=chunks)
-            size, whole = Pass(B, S), Part.whole(1)
-            both = [
-                *forward(sizes(1), tp, size, whole),
-                *backward(sizes(1), tp, size, Recompute(), whole),
-            ]
+            of_pass, whole = TensorParallelExchanges(sizes(1), tp, Microbatch(B, S)), Part.whole(1)
+            both = [*of_pass.forward(whole), *of_pass.backward(whole, Recompute())]
             found += [len(both), units(both)]
         return tuple(found)  # type: ignore[return-value]
 
@@ -144,9 +149,9 @@ def test_layers_beyond_those_that_are_recomputed_send_as_ever() -> None:
 
 
 def test_an_empty_microbatch_sends_the_gradients_that_do_not_depend_on_it() -> None:
-    def work(comm: Communicator) -> list[int]:
+    def work(comm: Communicator) -> int:
         tp = TensorParallel(comm, sequence_parallel=True)
-        theory = expected_tensor_traffic(sizes(1), tp, torch.float32, trained=[Pass(0, S)])
-        return sorted(theory.values())
+        on_axis, _ = tensor_parallel_exchanges(sizes(1), tp, trained=[Microbatch(0, S)])
+        return exchanges_nbytes(comm, on_axis, torch.float32).total()
 
-    assert run_loopback(2, work) == [[0, 0, 3 * 2 * H * 4]] * 2
+    assert run_loopback(2, work) == [3 * 2 * H * 4] * 2

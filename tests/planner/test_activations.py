@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.tensor_parallel.activation_formulas import WAYS, LayerShape, layer_nbytes
+from hpcpar.planner.activations import TECHNIQUES, LayerShape, layer_nbytes
 from hpcpar.units import MiB
 
 S = 2048
 TP = 8
 
-# heads, hidden, microbatch; 5as/h; MiB per layer, in the order of WAYS
+# heads, hidden, microbatch; 5as/h; MiB per layer, in the order of TECHNIQUES
 TABLE = {
     "22 B": ((64, 6144, 4), "106.7", "6752 1264 844 624 204 96"),
     "175 B": ((96, 12288, 1), "80.0", "2736 552 342 312 102 48"),
@@ -29,8 +29,8 @@ def test_the_table_of_the_paper_is_reproduced_to_its_printed_digits(model: str) 
     _, core, row = TABLE[model]
     shape = shape_of(model)
     assert f"{shape.core_nbytes / shape.sbh:.1f}" == core
-    assert list(WAYS) == ["none", "TP", "TP+SP", "TP+selective", "TP+SP+selective", "full"]
-    assert " ".join(f"{way.nbytes(shape, TP) / MiB:g}" for way in WAYS.values()) == row
+    assert list(TECHNIQUES) == ["none", "TP", "TP+SP", "TP+selective", "TP+SP+selective", "full"]
+    assert " ".join(f"{way.nbytes(shape, TP) / MiB:g}" for way in TECHNIQUES.values()) == row
 
 
 def test_a_layer_drawn_by_hand() -> None:
@@ -46,7 +46,11 @@ def test_a_layer_drawn_by_hand() -> None:
 @pytest.mark.parametrize("model", list(TABLE))
 def test_one_rank_keeps_what_a_layer_that_is_not_divided_keeps(model: str) -> None:
     shape = shape_of(model)
-    assert WAYS["none"].nbytes(shape, TP) == WAYS["TP"].nbytes(shape, 1) == WAYS["TP+SP"].nbytes(shape, 1)
+    assert (
+        TECHNIQUES["none"].nbytes(shape, TP)
+        == TECHNIQUES["TP"].nbytes(shape, 1)
+        == TECHNIQUES["TP+SP"].nbytes(shape, 1)
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])

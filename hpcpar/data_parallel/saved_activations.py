@@ -1,11 +1,11 @@
-"""How much autograd keeps from forward for backward, seen through the hooks that it calls for every tensor.
+"""Bytes that autograd saves from forward for backward, counted in its saved-tensor hooks.
 
     with watch_activations(model) as activations:
         loss(model(tokens)).backward()
     activations.peak_nbytes
 
 forward     x ─ Linear ─ y ─ tanh ─ z        Linear saves x and its weight, tanh saves z
-kept        x            x          x z      the weight is a parameter, y is nobody's
+saved       x            x          x z      the weight is a parameter, y is saved by none
 backward                 x          x z
 """
 
@@ -21,7 +21,7 @@ from hpcpar.data_parallel.fully_sharded import sharding_in
 
 
 class Activations:
-    """Bytes of storages that autograd keeps for backward: `nbytes` now, `peak_nbytes` at most.
+    """Bytes of storages that autograd holds for backward: `nbytes` now, `peak_nbytes` at most.
 
     parameters   storages that are not counted
     """
@@ -33,14 +33,14 @@ class Activations:
         self._holders: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        """Autograd saves a tensor."""
+        """Count a tensor that autograd saves."""
         if storage_id(tensor) in self._parameters:
             return tensor
         return _Saved(tensor, self)
 
     @staticmethod
     def unpack(saved: Tensor | _Saved) -> Tensor:
-        """Backward wants it."""
+        """Return a saved tensor to backward."""
         return saved.tensor if isinstance(saved, _Saved) else saved
 
     def hold(self, storage: int, nbytes: int) -> None:
@@ -58,7 +58,7 @@ class Activations:
 
 
 class _Saved:
-    """A tensor for as long as autograd keeps it."""
+    """A tensor that is counted until autograd drops it."""
 
     __slots__ = ("_nbytes", "_storage", "_watch", "tensor")
 
@@ -75,10 +75,10 @@ class _Saved:
 
 @contextmanager
 def watch_activations(model: nn.Module) -> Iterator[Activations]:
-    """Around the forward and backward of a microbatch: what is saved in between, each storage once.
+    """Count the storages that a microbatch's forward saves for its backward, each once.
 
-    The model's parameters are not counted, nor what the kernels use for a while. What
-    torch.utils.checkpoint recomputes goes by hooks of its own, and is not seen; what it keeps is.
+    The model's parameters are not counted, nor the kernels' temporary memory. Tensors that
+    torch.utils.checkpoint recomputes pass by its own hooks and are not counted; those that it keeps are.
     """
     sharding = sharding_in(model)
     if sharding is None:
@@ -91,12 +91,12 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The same for all tensors of a storage, also while its memory has been given back."""
+    """Return an identity common to all tensors of a storage, also while its memory is freed."""
     return tensor.untyped_storage()._cdata if _has_storage(tensor) else id(tensor)
 
 
 def storage_nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's whole storage; 0 on the meta device."""
+    """Return the bytes of a tensor's whole storage; 0 on the meta device."""
     if tensor.is_meta:
         return 0
     return tensor.untyped_storage().nbytes() if _has_storage(tensor) else tensor.nbytes

@@ -1,4 +1,4 @@
-"""The numbers that make a Llama: its sizes, its parameters by name, its FLOPs. Pure integers.
+"""Sizes of a Llama, of the part of it that a pipeline stage holds, and of what is recomputed. Pure integers.
 
 Shape letters: S sequence, H hidden, F ffn, A heads, K key-value heads, D head size, V vocabulary,
 L layers.
@@ -9,11 +9,87 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, LayoutError
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the floating-point types that a model is trained in."""
+
+RecomputeMode = Literal["none", "selective", "full"]
+
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 
 MAY_BE_ZERO = ("initial_std", "dropout")
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of an element type: "float32" for itself and for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activations that a model's layers recompute in backward.
+
+    mode     "none"; "selective", the attention core (scores, softmax, its dropout, and over values); "full",
+             each layer from its input
+    layers   number of layers that do so, from the first on; None = all
+    errors   ConfigError for another mode, or fewer than no layers
+    """
+
+    mode: RecomputeMode = "none"
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in RECOMPUTE_MODES:
+            raise ConfigError(
+                f"recompute: there is no mode {self.mode!r}; there are {', '.join(RECOMPUTE_MODES)}"
+            )
+        if self.layers is not None and (not isinstance(self.layers, int) or self.layers < 0):
+            raise ConfigError(f"recompute: layers={self.layers!r}; give 0 or more, or None for all of them")
+
+    def of_layer(self, number: int, total: int) -> RecomputeMode:
+        """Return the mode of layer `number`, from 0, of a model of `total` layers.
+
+        errors   ConfigError when more layers were asked for than there are
+        """
+        if self.layers is not None and self.layers > total:
+            raise ConfigError(
+                f"recompute: layers={self.layers}, but the model has {total}; give {total} or fewer"
+            )
+        return self.mode if self.layers is None or number < self.layers else "none"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that one pipeline stage holds.
+
+    layers   by their numbers in the whole model
+    embeds   it begins with the embedding: its input is tokens [B, S], else [B, S, H]
+    heads    it ends with norm and output projection: its output is logits [B, S, V], else [B, S, H]
+    """
+
+    layers: range
+    embeds: bool
+    heads: bool
+
+    @classmethod
+    def of(cls, start: int, stop: int, layers: int) -> Part:
+        """Return items start … stop - 1 of a model's embedding, `layers` layers, and head.
+
+        errors   LayoutError where it has no such items
+        """
+        if not 0 <= start < stop <= layers + 2:
+            raise LayoutError(
+                f"items {start} to {stop} are no part of a model of {layers} layers; give a start below the "
+                f"stop, within the {layers + 2} items that embedding, layers and head are"
+            )
+        return cls(range(max(start, 1) - 1, min(stop - 1, layers)), start == 0, stop == layers + 2)
+
+    @classmethod
+    def whole(cls, layers: int) -> Part:
+        return cls(range(layers), embeds=True, heads=True)
 
 
 @dataclass(frozen=True)
@@ -103,7 +179,7 @@ class LlamaConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> LlamaConfig:
-        """A config by name, some fields changed: preset("tiny", layers=2).
+        """Return a config by name, some fields changed: preset("tiny", layers=2).
 
         Sizes that follow from changed ones (head_size, ffn_size) are derived anew unless given.
         """
@@ -125,7 +201,7 @@ class LlamaConfig:
         return replace(PRESETS[name], **(derived | changes))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter of the whole model, by its name, in the model's order.
+        """Return the shape of every parameter of the whole model, by name, in the model's order.
 
         Names are those of Hugging Face's Llama. With tied embeddings there is no lm_head.
         """
@@ -151,7 +227,7 @@ class LlamaConfig:
         return table
 
     def parameters(self) -> int:
-        """Parameters of the whole model: V·H (twice unless tied) + H + L·(2H + 2HD(A+K) + 3HF)."""
+        """Count the parameters of the whole model: V·H (twice unless tied) + H + L·(2H + 2HD(A+K) + 3HF)."""
         hidden = self.hidden_size
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
         return embeddings + hidden + self.layers * (2 * hidden + self._layer_weights())
@@ -161,7 +237,7 @@ class LlamaConfig:
         return attention + 3 * self.hidden_size * self.ffn_width
 
     def flops_per_token(self, sequence: int, *, backward: bool = True) -> int:
-        """Floating-point operations of the matrix products for one token of a sequence this long.
+        """Count the floating-point operations of the matrix products for one token of such a sequence.
 
         forward    2 per weight that multiplies (embedding look-up and norms not counted)
                    + 4·L·S·A·D for scores and values, counted in full, without halving for causality
@@ -172,6 +248,23 @@ class LlamaConfig:
         weights = self.layers * self._layer_weights() + self.vocab_size * self.hidden_size
         attention = 4 * self.layers * sequence * self.heads * self.head_width
         return (2 * weights + attention) * (3 if backward else 1)
+
+    def flops_per_item(self, sequence: int, *, recompute: Recompute | None = None) -> list[int]:
+        """Count FLOPs per token, forward and backward, of embedding, each layer, and head with loss.
+
+        embedding   0: it looks up
+        a layer     as `flops_per_token`, and what is recomputed: a forward (full), or the attention core's
+                    4·S·A·D (selective)
+        head        6·V·H
+        sequence    S of the whole sequence
+        """
+        again = recompute or Recompute()
+        head = 2 * self.vocab_size * self.hidden_size
+        layer = (self.flops_per_token(sequence, backward=False) - head) // self.layers
+        core = 4 * sequence * self.heads * self.head_width
+        recomputed = {"none": 0, "selective": core, "full": layer}
+        modes = [again.of_layer(number, self.layers) for number in range(self.layers)]
+        return [0, *(3 * layer + recomputed[mode] for mode in modes), 3 * head]
 
 
 # The usual 0.02 suits widths of thousands; narrow models learn faster from about 0.7 / sqrt(width).
@@ -189,4 +282,4 @@ PRESETS: dict[str, LlamaConfig] = {
         128_256, 8192, 80, 64, 8, ffn_size=28_672, max_sequence=8192, rope_theta=500_000.0
     ),
 }
-"""From a model that two laptop cores train in minutes to Meta's published sizes."""
+"""Presets, from a model that two laptop cores train in minutes to Meta's published sizes."""

@@ -1,30 +1,37 @@
-"""Bytes that a run must send, by communicator and collective: what its counts are held to."""
+"""Bytes that a run must send by theory, by communicator and collective; its counts are compared with them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hpcpar.autograd import Recompute
 from hpcpar.comm.preemption import QUESTION_NBYTES
-from hpcpar.data_parallel import DistributedOptimizer, allreduce_nbytes
-from hpcpar.data_parallel.traffic import NORM_NBYTES
+from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama, LlamaStages
-from hpcpar.models.tensor_traffic import Pass, expected_tensor_traffic
 from hpcpar.pipeline_parallel.mailbox import ANNOUNCEMENT_NBYTES
+from hpcpar.planner.shapes import dtype_name
+from hpcpar.planner.traffic import (
+    NORM_NBYTES,
+    Microbatch,
+    allreduce_nbytes,
+    exchanges_nbytes,
+    pipeline_nbytes,
+    rank_boundaries,
+    tensor_parallel_exchanges,
+)
 from hpcpar.tensor_parallel import TensorParallel, split_over
 from hpcpar.training.pipelined import PipelinedModel
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
-Theory = Mapping[tuple["Communicator", str], int]
-"""(communicator, collective) -> bytes that all of its ranks together have to send."""
+ExpectedTraffic = Mapping[tuple["Communicator", str], int]
+"""(communicator, collective) -> bytes that all of its ranks together must send."""
 
 STEP_LOSS_NBYTES, HELD_OUT_LOSS_NBYTES = 8, 16
 """A sum; a sum and its tokens."""
@@ -32,7 +39,7 @@ STEP_LOSS_NBYTES, HELD_OUT_LOSS_NBYTES = 8, 16
 
 @dataclass(frozen=True)
 class Passes:
-    """What a run does on this rank, in numbers.
+    """Numbers of passes, steps and loads of a run on this rank.
 
     trained       sequences in each microbatch of a step
     held_out      sequences in each microbatch of an evaluation
@@ -64,8 +71,8 @@ def expected_traffic(
     start_nbytes: int,
     worker: PipelinedModel | None = None,
     preemption: Communicator | None = None,
-) -> Theory:
-    """Of the communicators that this rank is in.
+) -> ExpectedTraffic:
+    """Count the bytes of every communicator that this rank is in.
 
     losses         where losses are summed
     recompute      as the model was built with
@@ -88,18 +95,7 @@ def expected_traffic(
     total.update({(dp, collective): nbytes for collective, nbytes in gradients.items()})
     pp = None if worker is None else worker.pipeline.comm
     total.update(_norms(model, optimizer, pp, passes.steps, looks=looks))
-    total.update(
-        expected_tensor_traffic(
-            model.config,
-            tp,
-            next(model.parameters()).dtype,
-            trained=passes.steps * [Pass(each, passes.sequence) for each in passes.trained],
-            evaluated=passes.evaluations * [Pass(each, passes.sequence) for each in passes.held_out],
-            recompute=recompute,
-            parts=None if worker is None else [stage.part for stage in worker.model.stages.values()],
-            on_device=next(model.parameters()).is_cuda,
-        )
-    )
+    total.update(_tensor_parallel(model, tp, passes, recompute, worker))
     if worker is not None:
         total.update(_pipeline(worker, tp, passes))
     summed = [STEP_LOSS_NBYTES * steps for steps in passes.stretches]
@@ -113,34 +109,57 @@ def expected_traffic(
     return total
 
 
+def _tensor_parallel(
+    model: Llama | LlamaStages,
+    tp: TensorParallel,
+    passes: Passes,
+    recompute: Recompute,
+    worker: PipelinedModel | None,
+) -> Counter[tuple[Communicator, str]]:
+    """Count the bytes on the tp axis, and among its ranks that share a key-value head."""
+    parameter = next(model.parameters())
+    on_axis, on_sharers = tensor_parallel_exchanges(
+        model.config,
+        tp,
+        trained=passes.steps * [Microbatch(each, passes.sequence) for each in passes.trained],
+        evaluated=passes.evaluations * [Microbatch(each, passes.sequence) for each in passes.held_out],
+        recompute=recompute,
+        parts=None if worker is None else [stage.part for stage in worker.model.stages.values()],
+    )
+    found = {tp.comm: on_axis}
+    if on_sharers:
+        found[tp.sharers(model.config.key_value_heads).same] = on_sharers
+    total: Counter[tuple[Communicator, str]] = Counter()
+    for comm, exchanges in found.items():
+        sent = exchanges_nbytes(comm, exchanges, parameter.dtype, on_device=parameter.is_cuda)
+        total.update({(comm, collective): nbytes for collective, nbytes in sent.items()})
+    return total
+
+
 def _pipeline(
     worker: PipelinedModel, tp: TensorParallel, passes: Passes
 ) -> Counter[tuple[Communicator, str]]:
-    """Activations and their gradients over boundaries between ranks; and gradients of tied weights.
+    """Count the bytes of activations and their gradients between stages, and of tied weights' gradients.
 
-    An activation is b·s·h values, with sequence parallelism this rank's part of s. Where its shape is not
-    known from an earlier pass, it is announced.
+    A receiver that does not know an activation's shape from an earlier pass gets an announcement first.
     """
     model, schedule, comm = worker.model, worker.pipeline.schedule, worker.pipeline.comm
-    dtype = next(model.parameters()).dtype
     homes = [schedule.rank_of_stage[stage] for stage in range(schedule.stages)]
-    crossings = sum(one != other for one, other in pairwise(homes))
     tokens = passes.sequence // (tp.size if tp.sequence_parallel else 1)
-
-    def nbytes(sequences: Sequence[int]) -> int:
-        return crossings * sum(sequences) * tokens * model.config.hidden_size * dtype.itemsize
-
     total: Counter[tuple[Communicator, str]] = Counter()
-    total[comm, "send"] += 2 * passes.steps * nbytes(passes.trained)
-    total[comm, "send"] += passes.evaluations * nbytes(passes.held_out)
+    total[comm, "send"] += pipeline_nbytes(
+        homes,
+        token_nbytes=model.config.hidden_size * next(model.parameters()).dtype.itemsize,
+        trained_tokens=passes.steps * sum(passes.trained) * tokens,
+        evaluated_tokens=passes.evaluations * sum(passes.held_out) * tokens,
+    )
     announced = (len(passes.trained) if passes.steps else 0) + len(passes.held_out)
-    total[comm, "send"] += crossings * announced * ANNOUNCEMENT_NBYTES
+    total[comm, "send"] += rank_boundaries(homes) * announced * ANNOUNCEMENT_NBYTES
     for name, over in worker.tied.comms.items():
         parameter = model.tied_parameters()[name]
         assert parameter is not None, "this rank has a copy"
-        kind = str(parameter.dtype).removeprefix("torch.")
         total[over, "allreduce"] += passes.steps * allreduce_nbytes(
-            over, parameter.nbytes, dtype=kind, on_device=parameter.is_cuda
+            over, parameter.nbytes, dtype=dtype_name(parameter.dtype), on_device=parameter.is_cuda
         )
     return total
 
@@ -148,9 +167,12 @@ def _pipeline(
 def _norms(
     model: nn.Module, optimizer: DistributedOptimizer, pp: Communicator | None, steps: int, *, looks: int
 ) -> Counter[tuple[Communicator, str]]:
-    """Gradient norms: on dp a number for each kind of parameters, by whom they are split over; then on those.
+    """Count the bytes of gradient norms.
 
-    looks   in each step, at whether gradients are finite: a number each time, on dp counted already
+    On dp there is a number for each group of parameters that are split over the same communicators, and then
+    one on each of those communicators and on pp.
+
+    looks   checks in each step for non-finite gradients, of a number each; those on dp are counted elsewhere
     """
     over = split_over(model)
     kinds = {over.get(name, ()) for name in optimizer.synchronizer.names}

@@ -1,4 +1,4 @@
-"""What a layer keeps for backward, measured through saved-tensor hooks, is the formula to the byte."""
+"""Bytes that a Llama layer saves for backward, measured through saved-tensor hooks, equal the formula."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hpcpar.autograd import Recompute
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import watch_activations
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
-from hpcpar.models.kept_activations import kept_per_layer_nbytes
+from hpcpar.planner.activations import llama_layer_nbytes
 from hpcpar.tensor_parallel import TensorParallel
+from tests.grid import pairwise
 
 BATCH, SEQUENCE = 2, 24
 
@@ -40,11 +41,10 @@ def kept(comm: Communicator, config: LlamaConfig, dtype: torch.dtype, mode: str,
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kv_heads", [8, 2])
-@pytest.mark.parametrize("size", [1, 2, 4])
+CASES = pairwise([1, 2, 4], [8, 2], WAYS, ["none", "selective", "full"], [torch.float32, torch.float64])
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "way", "mode", "dtype"), CASES)
 def test_a_layer_keeps_what_the_formula_says(
     size: int, kv_heads: int, way: str, mode: str, dtype: torch.dtype
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_layer_keeps_what_the_formula_says(
         of_three, of_two = (kept(comm, config_of(n, kv_heads), dtype, mode, WAYS[way]) for n in (3, 2))
         return of_three - of_two
 
-    expected = kept_per_layer_nbytes(
+    expected = llama_layer_nbytes(
         config_of(1, kv_heads),
         BATCH,
         SEQUENCE,

@@ -9,8 +9,9 @@ import pytest
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
-from hpcpar.training import Config, Run, memory_need
-from hpcpar.training.memory_need import BUILDING, Need
+from hpcpar.planner.memory import BUILDING, MemoryNeed
+from hpcpar.training import Config, Run, memory_check
+from hpcpar.training.memory_check import memory_need
 from hpcpar.units import KiB
 
 MakeConfig = Callable[..., Config]
@@ -19,8 +20,8 @@ SIZES = LlamaConfig.preset("llama2-7b")
 PHI = SIZES.parameters()
 
 
-def need(config: Config, *, dp: int = 4, sharers: int = 1, on_gpu: bool = False) -> Need:
-    return Need.of(config, SIZES, dp=dp, tp=1, pp=1, sharers=sharers, on_gpu=on_gpu)
+def need(config: Config, *, dp: int = 4, sharers: int = 1, on_gpu: bool = False) -> MemoryNeed:
+    return memory_need(config, SIZES, dp=dp, tp=1, pp=1, node_sharers=sharers, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_parameters_that_a_node_has_in_common_count_once(config_of: MakeConfig) 
 def test_what_does_not_fit_is_said_on_every_rank_before_anything_is_allocated(
     config_of: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_need, "available_on_node", lambda: 20 * KiB)
+    monkeypatch.setattr(memory_check, "available_on_node", lambda: 20 * KiB)
     config = config_of("optimizer.zero_stage=1")
 
     def body(comm: Communicator) -> str:
@@ -81,6 +82,6 @@ def test_what_does_not_fit_is_said_on_every_rank_before_anything_is_allocated(
 def test_a_limit_of_one_process_counts_for_each_by_itself(
     config_of: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_need, "available_to_process", lambda: 1000)
+    monkeypatch.setattr(memory_check, "available_to_process", lambda: 1000)
     with pytest.raises(ConfigError, match=r"in all, and may have \(ulimit -v\) 1000 B"):
         Run(config_of(), Communicator.alone())
