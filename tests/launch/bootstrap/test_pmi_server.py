@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcpar.launch import pmi_server
-from hpcpar.launch.pmi_server import PROTOCOL, process_mapping, proof, ranges
+from hpcpar.launch.bootstrap import pmi_server
+from hpcpar.launch.bootstrap.pmi_server import PROTOCOL, process_mapping, proof, ranges
 
 KEY = b"k" * 32
 Start = Callable[..., "Running"]

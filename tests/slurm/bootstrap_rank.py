@@ -9,7 +9,7 @@ import sys
 import numpy as np
 
 import hpcpar
-from hpcpar.comm.world import way
+from hpcpar.comm.world import bootstrap
 
 ALONE = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
 
@@ -18,7 +18,7 @@ total = np.full(4, float(world.rank + 1))
 world.allreduce(total)
 places = world.allgather_object((os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_LOCALID"])))
 here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
-found = way()
+found = bootstrap()
 assert found is not None
 child = ""
 if found.kind == "server" and world.rank == 1:
@@ -34,7 +34,7 @@ report = {
     "localid": int(os.environ["SLURM_LOCALID"]),
     "same_node": [rank for rank, (name, _) in enumerate(places) if name == places[world.rank][0]] == here,
     "host": socket.gethostname(),
-    "way": found.kind,
+    "bootstrap": found.kind,
     "why": found.why,
     "torch": "torch" in sys.modules,
     "left": [name for name in os.environ if name.startswith(("PMI_", "PMIX_"))]

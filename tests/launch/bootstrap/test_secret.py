@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcpar.errors import LaunchError
-from hpcpar.launch.step_secret import secret_file, step_key, step_name, user_secret
+from hpcpar.launch.bootstrap.secret import secret_file, step_key, step_name, user_secret
 
 STEP = {"SLURM_CLUSTER_NAME": "big", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}
 

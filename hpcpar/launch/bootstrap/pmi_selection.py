@@ -1,4 +1,4 @@
-"""Choose how the ranks of this job are connected: by the launcher, by a server of our own, or not at all.
+"""Select the PMI by which the ranks find each other: the launcher's, a server of our own, or none.
 
 Decided before MPI starts, for a library that cannot speak with its launcher often starts a world of
 one rank without a word. MPI says who it is before that (MPI_Get_library_version), and what is loaded
@@ -23,9 +23,11 @@ source   MPICH issue 6924; seen with MPICH 5.0.2 under Slurm 22.05
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,21 +37,24 @@ from hpcpar.launch.crosscheck import flavour, library_name
 from hpcpar.launch.environment import RankInfo
 
 CHOICES = ("auto", "launcher", "server")
+VARIABLES = ("HPCPAR_BOOTSTRAP", "HPCPAR_WIRE")
+"""The user's choice; the second one is its former name."""
 
 SETTLE_S = 0.25
 """Longer than a rank is late for the end of an exchange that it has joined, and not felt at a start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """The way in which MPI_COMM_WORLD comes about.
+class Bootstrap:
+    """How MPI_COMM_WORLD comes about.
 
-    kind   "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": there is no way
-    why    for a reader
-    settle_s   how long not to send anything after MPI_Init
-    stale  beginnings of variables that are to go before MPI starts: of a protocol that the library does not
-           speak, or that another launcher has left. MPICH aborts where it finds both PMI_SIZE and
-           PMIX_NAMESPACE, or the latter alone and was built without PMIx
+    kind      "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": launcher and library
+              cannot meet
+    why       for a reader
+    settle_s  how long not to send anything after MPI_Init
+    stale     prefixes of variables that are to go before MPI starts: of a protocol that the library does not
+              speak, or that another launcher has left. MPICH aborts where it finds both PMI_SIZE and
+              PMIX_NAMESPACE, or the latter alone and was built without PMIx
     """
 
     kind: str
@@ -64,83 +69,84 @@ def choose(
     *,
     environ: Mapping[str, str] = os.environ,
     loaded: Collection[str] | None = None,
-) -> Way:
-    """The way for this rank, the same on every rank of the job.
+) -> Bootstrap:
+    """Select for this rank; every rank of the job selects the same.
 
     mpi_library   what MPI_Get_library_version says
     loaded        paths of the shared libraries in this process (default: look)
-    errors        ConfigError for an HPCPAR_WIRE that is not understood
+    errors        ConfigError for an HPCPAR_BOOTSTRAP that is not understood
     """
-    asked = environ.get("HPCPAR_WIRE") or "auto"
+    variable = next((name for name in VARIABLES if environ.get(name)), VARIABLES[0])
+    asked = environ.get(variable) or "auto"
     if asked not in CHOICES:
-        raise ConfigError(f"HPCPAR_WIRE={asked!r} is not understood: set it to {', '.join(CHOICES)}")
+        raise ConfigError(f"{variable}={asked!r} is not understood: set it to {', '.join(CHOICES)}")
     library, name = flavour(mpi_library), library_name(mpi_library)
     libraries = loaded_libraries() if loaded is None else tuple(loaded)
     if info.launcher != "slurm" or info.size == 1:
         return _not_srun(info, library, mpi_library, libraries, environ)
-    offer = f"srun offers --mpi={info.wire}"
+    offer = f"srun offers --mpi={info.pmi}"
     settle_s = SETTLE_S if library == "openmpi" and _major(mpi_library) >= 5 else 0.0
     if asked == "launcher":
-        return Way("launcher", f"{offer}; HPCPAR_WIRE=launcher leaves it at that", settle_s)
+        return Bootstrap("launcher", f"{offer}; {variable}=launcher leaves it at that", settle_s)
     if library == "openmpi":
-        if _open_mpi_can(info.wire, mpi_library, libraries):
-            return Way("launcher", f"{offer}, which {name} speaks", settle_s)
-        return Way("none", f"{offer}, which {name} does not speak")
+        if _open_mpi_can(info.pmi, mpi_library, libraries):
+            return Bootstrap("launcher", f"{offer}, which {name} speaks", settle_s)
+        return Bootstrap("none", f"{offer}, which {name} does not speak")
     if library not in ("mpich", "intel", "mvapich"):
-        return Way("launcher", f"{offer}; what {name} speaks is not known here")
+        return Bootstrap("launcher", f"{offer}; what {name} speaks is not known here")
     if asked == "auto":
-        stale = {"pmi2": ("PMIX_",), "pmix": ("PMI_",)}.get(info.wire, ()) if library == "mpich" else ()
-        if info.wire == "pmi2" and library == "mpich" and _over_ucx(mpi_library):
+        stale = {"pmi2": ("PMIX_",), "pmix": ("PMI_",)}.get(info.pmi, ()) if library == "mpich" else ()
+        if info.pmi == "pmi2" and library == "mpich" and _over_ucx(mpi_library):
             why = (
                 f"own PMI-1 server: srun offers --mpi=pmi2, whose lines may be too short for {name} over UCX"
             )
-            return Way("server", why)
-        spoken = _srun_speaks(info.wire, library, libraries, environ)
+            return Bootstrap("server", why)
+        spoken = _srun_speaks(info.pmi, library, libraries, environ)
         if spoken:
-            return Way("launcher", f"{offer}, {spoken.format(name)}", stale=stale)
-    cause = "HPCPAR_WIRE=server asks for it" if asked == "server" else offer
-    return Way("server", f"own PMI-1 server: {cause}, {name} speaks PMI-1")
+            return Bootstrap("launcher", f"{offer}, {spoken.format(name)}", stale=stale)
+    cause = f"{variable}=server asks for it" if asked == "server" else offer
+    return Bootstrap("server", f"own PMI-1 server: {cause}, {name} speaks PMI-1")
 
 
-def clear_stale(way: Way, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Take variables away that the MPI library would trip over."""
-    for name in [name for name in environ if name.startswith(way.stale)]:
+def clear_stale(bootstrap: Bootstrap, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove variables that the MPI library would trip over."""
+    for name in [name for name in environ if name.startswith(bootstrap.stale)]:
         del environ[name]
 
 
 def _not_srun(
     info: RankInfo, library: str, mpi_library: str, libraries: Collection[str], environ: Mapping[str, str]
-) -> Way:
-    """The launcher's own way, unless it speaks another protocol than the library."""
+) -> Bootstrap:
+    """Leave it to a launcher other than srun, unless it speaks another protocol than the library."""
     own = f"{info.launcher} brings MPI up itself"
     why = "one rank: nobody to find" if info.size == 1 else own
     pmi_1 = "PMI_FD" in environ or "PMI_PORT" in environ
     pmix = environ.get("PMIX_NAMESPACE", "")
     if info.launcher == "torchrun":
-        return Way("launcher", "torchrun brings no MPI up")
+        return Bootstrap("launcher", "torchrun brings no MPI up")
     if library == "openmpi" and _major(mpi_library) >= 5 and info.launcher == "hydra" and info.size > 1:
-        return Way("none", "PMI-1 is all that Hydra speaks")
+        return Bootstrap("none", "PMI-1 is all that Hydra speaks")
     if library != "mpich" or not pmix:
-        return Way("launcher", why)
+        return Bootstrap("launcher", why)
     if _has(libraries, "libpmix") and not pmi_1:
-        return Way("launcher", why)
+        return Bootstrap("launcher", why)
     of_slurm = pmix.startswith("slurm.pmix.")
     if not pmi_1 and (info.size > 1 or (info.launcher == "single" and not of_slurm)):
-        return Way("none", "PMIx is all that the launcher speaks")
-    return Way("launcher", why, stale=("PMIX_",))
+        return Bootstrap("none", "PMIx is all that the launcher speaks")
+    return Bootstrap("launcher", why, stale=("PMIX_",))
 
 
 def _srun_speaks(
-    wire: str, library: str, libraries: Collection[str], environ: Mapping[str, str]
+    pmi: str, library: str, libraries: Collection[str], environ: Mapping[str, str]
 ) -> str | None:
-    """Why srun's offer fits a library of MPICH's family ({} for its name); None where it does not."""
-    if wire == "pmi2":
+    """Say why srun's offer fits a library of MPICH's family ({} for its name); None where it does not."""
+    if pmi == "pmi2":
         return "which {} speaks"
     if library == "intel" and environ.get("I_MPI_PMI_LIBRARY"):
         return "and {} is told of I_MPI_PMI_LIBRARY"
-    if wire == "pmix" and _has(libraries, "libpmix"):
+    if pmi == "pmix" and _has(libraries, "libpmix"):
         return "and {} is linked with PMIx"
-    if wire == "none" and _has(libraries, "libpmi"):
+    if pmi == "none" and _has(libraries, "libpmi"):
         return "and {} is linked with Slurm's libpmi"
     return None
 
@@ -155,9 +161,9 @@ def _has(libraries: Collection[str], stem: str) -> bool:
     return any(os.path.basename(path).startswith(f"{stem}.so") for path in libraries)
 
 
-def _open_mpi_can(wire: str, mpi_library: str, libraries: Collection[str]) -> bool:
+def _open_mpi_can(pmi: str, mpi_library: str, libraries: Collection[str]) -> bool:
     """Return whether Open MPI may understand srun: False only where it certainly does not."""
-    if wire in ("pmix", "cray"):
+    if pmi in ("pmix", "cray"):
         return True
     if _major(mpi_library) >= 5:
         return False  # PMIx is all that it speaks
@@ -203,3 +209,48 @@ def srun_plugins(environ: Mapping[str, str] = os.environ) -> tuple[str, ...] | N
     # One plugin on a line, with sentences before and after; older versions speak on standard error.
     lines = [line.removeprefix("srun:").strip() for line in (said.stdout + said.stderr).splitlines()]
     return tuple(line for line in lines if line and " " not in line) or None
+
+
+ASK = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
+ASK_LIMIT_S = 60.0
+
+
+def own_library(environ: Mapping[str, str] = os.environ, executable: str = sys.executable) -> str | None:
+    """Name the MPI that mpi4py would load: "mpich", "openmpi", "intel", "mvapich", "cray"; None: unknown."""
+    found = flavour(library_version(environ, executable))
+    return None if found == "unknown" else found
+
+
+def library_version(environ: Mapping[str, str] = os.environ, executable: str = sys.executable) -> str:
+    """Return what MPI_Get_library_version of that library says; "" where there is none."""
+    try:
+        said = subprocess.run(
+            [executable, "-c", ASK],
+            capture_output=True,
+            text=True,
+            timeout=ASK_LIMIT_S,
+            check=False,
+            env=dict(environ),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.stdout if said.returncode == 0 else ""
+
+
+def name_hint(problem: str) -> str:
+    """Advise where the machine has an MPICH under a name by which mpi4py does not look for it.
+
+    problem   what loading mpi4py said
+    """
+    if "libmpi.so.12" not in problem or ctypes.util.find_library("mpich") is None:
+        return ""
+    return (
+        ". This machine's MPICH is called libmpich.so.12, as Debian does: give it the usual name with "
+        "`mkdir -p ~/mpich; ln -s $(ldconfig -p | grep -o '/.*libmpich.so.12$') ~/mpich/libmpi.so.12` "
+        "and `export MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=~/mpich`"
+    )

@@ -1,4 +1,4 @@
-"""What MPI can do with device pointers: found out, not believed. A wrong guess is a crash.
+"""What MPI can do with device pointers: tried, not believed. A wrong guess is a crash.
 
 In the order of trust:
 
@@ -10,6 +10,10 @@ In the order of trust:
 
 Libraries and versions are no answer: Open MPI with a UCX that knows CUDA passes messages between device
 memories, and dies of a sum on the same memory.
+
+The probe's job has a session of its own, which ends whole when its time is over, and sees nothing of this
+job: a child that inherits PMI_FD or PMIX_RANK believes that it is a rank of it, and one that finds
+SLURM_JOB_ID would be started on all of the job's nodes.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,11 +35,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpcpar import cuda_wheels
-from hpcpar.launch import throwaway
+from hpcpar.durable import write_whole
+from hpcpar.errors import LaunchError
+from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
 from hpcpar.launch.crosscheck import flavour, library_name
+from hpcpar.launch.environment import is_of_a_job
+from hpcpar.launch.processes import every_process
 from hpcpar.launch.settings import CAPABILITIES
-from hpcpar.launch.throwaway import Ended, Job
-from hpcpar.launch.wiring import loaded_libraries
+from hpcpar.launch.supervise import environ_for, find_launcher
 
 PROBE = "hpcpar.transport.cuda_probe"
 JOB_LIMIT_S = 60.0
@@ -40,7 +50,19 @@ PROBE_LIMIT_S = 150.0
 """For all jobs of a probe together, below the 600 s for which the other ranks wait without a word."""
 
 CACHE_VERSION = 1
-MOST_KEPT = 100
+
+GRACE_S = 2.0
+"""From SIGTERM, on which a launcher ends its ranks, to SIGKILL for whatever is left."""
+
+MOST_OUTPUT_NBYTES = 1 << 20
+
+_SETTINGS = {
+    "HYDRA_LAUNCHER": "fork",
+    "I_MPI_HYDRA_BOOTSTRAP": "fork",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
 
 LEFT_BY_A_CRASH = ("/dev/shm/mpich_shm_", "/dev/shm/Intel_MPI_", "/dev/shm/sm_segment.")
 
@@ -67,6 +89,23 @@ _SWITCHES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a probe's job.
+
+    status   of the launcher; None where the time was over, or nothing could be started
+    output   the last of what the launcher and the ranks wrote
+    why      nothing was started: what stood in the way
+    """
+
+    status: int | None
+    output: str
+    why: str = ""
+
+
+Job = Callable[[int, Sequence[str], Mapping[str, str], float], Ended]
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What MPI takes device pointers for. None: not known, which is to be treated as no.
 
@@ -75,7 +114,7 @@ class Capabilities:
     reductions       MPI's own sums
     derived_types    strided messages
     source           how this is known, for people
-    evidence         what UCX said about the way that such messages take; "" where it said nothing
+    evidence         UCX's words about the protocol of such messages; "" where it said nothing
     """
 
     point_to_point: bool | None = None
@@ -93,6 +132,76 @@ class Capabilities:
         return f"{', '.join(f'{name} {word}' for name, word in found.items())} ({self.source})"
 
 
+def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of somebody who has logged in to this node and belongs to no job."""
+    kept = {name: value for name, value in environ.items() if not is_of_a_job(name)}
+    for name, value in _SETTINGS.items():
+        kept.setdefault(name, value)
+    kept = environ_for(kept, "", is_root=os.geteuid() == 0)
+    del kept["HPCPAR_RUN_DIRECTORY"]
+    return kept
+
+
+def run_job(n: int, argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> Ended:
+    """Run argv on n ranks of this node, for at most so long. Never raises for what happens to the job."""
+    own = own_environ(environ)
+    try:
+        launcher = find_launcher(own, lambda name: shutil.which(name, path=own.get("PATH")), "mpiexec")
+    except LaunchError as error:
+        return Ended(None, "", str(error))
+    return _run([launcher, "-n", str(n), *argv], own, limit_s)
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], limit_s: float) -> Ended:
+    # A file, not a pipe: what outlives the launcher with the pipe's end in its hands would have us wait.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environ),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Ended(None, "", f"{command[0]} cannot be started: {error}")
+        status: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit_s)
+        finally:
+            _end_session(process)
+        size = output.seek(0, os.SEEK_END)
+        output.seek(max(0, size - MOST_OUTPUT_NBYTES))
+        text = output.read().decode(errors="replace")
+    return Ended(status, text)
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and all of its session: ranks may have left its process group."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    deadline = time.monotonic() + GRACE_S
+    while left := session_members(process.pid):
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        if time.monotonic() > deadline:
+            break  # in the kernel, and not to be had: its alarm, or the end of the job, gets it
+        time.sleep(0.02)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+
+
+def session_members(session: int) -> list[int]:
+    """Processes of a session that have not ended; none where the system does not tell."""
+    return [found.pid for found in every_process() if found.session == session]
+
+
 def capabilities(
     mpi_library: str,
     *,
@@ -102,9 +211,9 @@ def capabilities(
     environ: Mapping[str, str] = os.environ,
     loaded: Collection[str] | None = None,
     cache: Path | None = None,
-    job: Job = throwaway.run,
+    job: Job = run_job,
 ) -> Capabilities:
-    """Find out, on one rank of the job, which then tells the others: seconds at first, no time afterwards.
+    """Find out on one rank of the job, which then tells the others: seconds at first, no time afterwards.
 
     mpi_library    what MPI_Get_library_version says
     asked          what HPCPAR_CUDA_AWARE says (`Settings.cuda_aware`); None: find out
@@ -146,7 +255,7 @@ def _capabilities(answers: Mapping[str, bool | None], source: str, evidence: str
 
 
 def switched_off(mpi_library: str, environ: Mapping[str, str]) -> str | None:
-    """What has to be set before this library looks at where a pointer points to, and is not."""
+    """Name the setting without which this library takes no device pointer; None where it is set."""
     library = flavour(mpi_library)
     if library in _SWITCHES:
         name, value = _SWITCHES[library]
@@ -169,7 +278,7 @@ def own_cache(environ: Mapping[str, str] = os.environ) -> Path:
 def _key(
     mpi_library: str, driver: str, environ: Mapping[str, str], loaded: Collection[str]
 ) -> dict[str, object]:
-    """Everything that an answer depends on."""
+    """Collect everything that an answer depends on."""
     libraries = []
     for path in sorted(path for path in loaded if os.path.basename(path).startswith(_PARTS)):
         try:
@@ -190,12 +299,12 @@ def _key(
 
 
 def _is_decisive(name: str) -> bool:
-    """Not what differs from job to job: see `throwaway.own_environ`."""
-    return _DECISIVE.fullmatch(name) is not None and not throwaway.is_of_the_job(name)
+    """True for the user's settings of MPI, but not for what differs from job to job."""
+    return _DECISIVE.fullmatch(name) is not None and not is_of_a_job(name)
 
 
 def recall(file: Path, key: Mapping[str, object]) -> Capabilities | None:
-    """The answer in a file, if there is a whole one to this key."""
+    """Read the answer in a file, if there is a whole one to this key."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["key"] != key:
@@ -208,30 +317,13 @@ def recall(file: Path, key: Mapping[str, object]) -> Capabilities | None:
 
 
 def remember(file: Path, key: Mapping[str, object], found: Capabilities) -> None:
-    """Keep an answer, whole or not at all; without room for it, it is found out again."""
-    text = json.dumps({"key": key, "found": asdict(found)}, indent=1)
+    """Keep an answer, whole or not at all; without room for it, it is tried again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=file.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.replace(temporary, file)
-            _forget_the_oldest(file.parent)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_whole(file, json.dumps({"key": key, "found": asdict(found)}, indent=1))
 
 
-def _forget_the_oldest(directory: Path) -> None:
-    """Libraries come and go, copies of an environment with each job."""
-    files = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    for path in files[:-MOST_KEPT]:
-        path.unlink(missing_ok=True)
-
-
-def probe(environ: Mapping[str, str], loaded: Collection[str], job: Job = throwaway.run) -> Capabilities:
+def probe(environ: Mapping[str, str], loaded: Collection[str], job: Job = run_job) -> Capabilities:
     """Have two ranks try everything, in one job after the other: each goes on behind what ended the last."""
     # The job's ranks shall load what this process has loaded, whatever they would choose by themselves.
     joined = "1" if cuda_wheels.are_joined(loaded) else "0"
@@ -265,7 +357,7 @@ def probe(environ: Mapping[str, str], loaded: Collection[str], job: Job = throwa
 
 
 def _settle(answers: dict[str, bool | None], causes: list[str], lines: Sequence[str], ended: Ended) -> str:
-    """Enter what one job's report says; returns why it says nothing, else ""."""
+    """Enter the report of one job; returns why it says nothing, else ""."""
     started = ""
     settled = False
     for line in lines:
@@ -306,7 +398,7 @@ def _lines(report: Path) -> list[str]:
 
 
 def _remove_segments(lines: Sequence[str]) -> None:
-    """What the ranks shared: of MPICH 2 MB stay behind each crash."""
+    """Remove what the ranks shared: of MPICH 2 MB stay behind each crash."""
     for word, _, path in (line.partition(" ") for line in lines):
         if word == "segment" and path.startswith(LEFT_BY_A_CRASH):
             with suppress(OSError):
@@ -314,7 +406,7 @@ def _remove_segments(lines: Sequence[str]) -> None:
 
 
 def ucx_evidence(output: str) -> str:
-    """UCX's own words (UCX_PROTO_INFO=y) for the way of the largest messages from device memory.
+    """Extract UCX's protocol (UCX_PROTO_INFO=y) for the largest messages from device memory.
 
     "… | 11293..inf | (?) rendezvous zero-copy flushed write to remote | cuda_ipc/cuda |"
     -> "11293..inf: rendezvous zero-copy flushed write to remote, cuda_ipc/cuda"
@@ -327,14 +419,14 @@ def ucx_evidence(output: str) -> str:
     found.sort(key=lambda cells: ("cuda_ipc" in cells[2], "zero-copy" in cells[1], cells[0].endswith("inf")))
     if not found:
         return ""
-    sizes, way, how = found[-1]
-    return f"{sizes}: {way}{', ' if how else ''}{how}"
+    sizes, protocol, transports = found[-1]
+    return f"{sizes}: {protocol}{', ' if transports else ''}{transports}"
 
 
 def statement(
     mpi_library: str, memory_kinds: str | None, environ: Mapping[str, str], loaded: Collection[str]
 ) -> Capabilities:
-    """What the library, or its settings, say of themselves."""
+    """Report what the library, or its settings, say of themselves."""
     if memory_kinds is not None and "cuda" in {kind.partition(":")[0] for kind in memory_kinds.split(",")}:
         source = f"the library says so itself: mpi_memory_alloc_kinds={memory_kinds}"
         return Capabilities(True, True, True, True, source=source)
@@ -355,7 +447,7 @@ def statement(
 def query_cuda_support(
     loaded: Collection[str], open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL
 ) -> bool | None:
-    """Open MPI's and MPICH's answer to whether they were built for CUDA; None where there is no such call."""
+    """Call MPIX_Query_cuda_support of Open MPI or MPICH; None where there is no such function."""
     for path in loaded:
         if not os.path.basename(path).startswith(("libmpi.so", "libmpich.so", "libmpi_cray")):
             continue
@@ -367,6 +459,6 @@ def query_cuda_support(
 
 
 def parts(loaded: Collection[str] | None = None) -> tuple[str, ...]:
-    """Paths of the libraries of this process that decide what becomes of a device pointer."""
+    """List the libraries of this process that decide what becomes of a device pointer."""
     loaded = loaded_libraries() if loaded is None else loaded
     return tuple(path for path in loaded if os.path.basename(path).startswith(_PARTS))
