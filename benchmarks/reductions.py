@@ -4,7 +4,7 @@
     python benchmarks/reductions.py --dtype bfloat16 --min-bytes 1M --json reductions.jsonl
 
 Each line names what is done to a target of `size` bytes. Its rate counts the bytes that must be read and
-written at least once (`moved`): a copy 2 targets, `combine` 3, `combine_many` of k incoming pieces k + 2.
+written at least once (`moved`): a copy 2 targets, `combine` 3, `fold` of k incoming pieces k + 2.
 `of copy` is that rate over the copy's at the same size; what calculates cannot be expected to pass 1, but
 an array that is read without being written to can be faster than one that is.
 
@@ -30,8 +30,8 @@ import torch
 from option_types import at_least, output_file
 
 import hpcpar
-from hpcpar.comm.reductions import combine, combine_many, combine_scaled, prepare_combine, prepare_fold, scale
-from hpcpar.comm.wire import combine_encoded, decode, encode
+from hpcpar.comm.reductions import combine, fold, prepare_combine, prepare_fold, scale
+from hpcpar.comm.wire import decode, encode
 from hpcpar.launch.binding import affinity
 from hpcpar.transport.buffers import HostBuffer, bind
 from hpcpar.units import GB, KiB, MiB
@@ -92,18 +92,16 @@ def candidates(count: int, dtype: str, pieces: int) -> tuple[HostBuffer, list[Ca
     found = [
         Candidate("copy", lambda: np.copyto(target.octets, first.octets), 2, 1),
         Candidate("combine", lambda: combine("sum", target, first), 3, 2),
-        Candidate("combine, prepared", prepare_combine("sum", target, first), 3, 2),
+        Candidate("combine, prepared", prepare_combine("sum", target, target, first), 3, 2),
+        Candidate(f"fold of {pieces}", lambda: fold("sum", target, (target, *incoming)), pieces + 2, total),
         Candidate(
-            f"combine_many of {pieces}", lambda: combine_many("sum", target, incoming), pieces + 2, total
-        ),
-        Candidate(
-            "the same, prepared",
+            "fold, prepared",
             prepare_fold("sum", target, (target, *incoming)),
             pieces + 2,
             total,
         ),
         Candidate(f"{pieces} combines", one_after_the_other, pieces + 2, total),
-        Candidate("combine_scaled", lambda: combine_scaled("sum", target, first, 0.5), 3, 1),
+        Candidate("fold, scaled", lambda: fold("sum", target, (target, first), factor=0.5), 3, 1),
         Candidate("combine, then scale", combine_then_scale, 3, 1),
         Candidate("scale", lambda: scale(target, 0.5), 2, 0.5),
         *peers(target, first),
@@ -125,15 +123,12 @@ def peers(target: HostBuffer, incoming: HostBuffer) -> Iterator[Candidate]:
 
 
 def wired(target: HostBuffer, incoming: HostBuffer) -> Iterator[Candidate]:
-    """Encoding, decoding and combining what was encoded, by each wire type."""
+    """Encoding and decoding, by each wire type."""
     part = 2 / target.itemsize
     for wire in ("float16", "bfloat16"):
         sent, arrived = encode(incoming, wire), encode(incoming, wire)
         yield Candidate(f"encode {wire}", partial(encode, target, wire, sent.octets), 1 + part, 1)
         yield Candidate(f"decode {wire}", partial(decode, arrived, target), 1 + part, 1)
-        yield Candidate(
-            f"combine_encoded {wire}", partial(combine_encoded, "sum", target, arrived), 2 + part, 2
-        )
 
 
 def reset(target: HostBuffer, value: float) -> None:
@@ -231,9 +226,7 @@ def parse() -> argparse.Namespace:
         "--max-bytes", type=at_least(1, nbytes_argument), default=64 * MiB, help="as 8, 64K or 1M"
     )
     parser.add_argument("--factor", type=at_least(2), default=16, help="from one size to the next")
-    parser.add_argument(
-        "--pieces", type=at_least(1), default=7, help="incoming ones of combine_many: ranks - 1"
-    )
+    parser.add_argument("--pieces", type=at_least(1), default=7, help="incoming ones of fold: ranks - 1")
     parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--threads", type=int, default=1, help="of torch; NumPy has one")
     parser.add_argument("--json", type=output_file, help="also write JSON lines, the first the header")

@@ -46,12 +46,12 @@ from hpcpar.data_parallel import (
     memory_report,
     watch_activations,
 )
-from hpcpar.data_parallel.memory import STATE
 from hpcpar.data_parallel.process_memory import process_memory
 from hpcpar.data_parallel.scattered import ROOMS
 from hpcpar.launch import binding
 from hpcpar.models import PRESETS, Llama, LlamaConfig, next_token_loss
 from hpcpar.models.initialise import initial_value
+from hpcpar.planner.memory import STATE
 from hpcpar.units import MiB, format_nbytes
 
 SEED = 0

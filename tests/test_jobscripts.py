@@ -35,6 +35,7 @@ TRAINING = {
     "gpu": (1, 1, 0),
     "heterogeneous": (1, 1, 1),
     "many-nodes": (1, 1, 1),
+    "node-local": (1, 1, 1),
     "pbs-many-nodes": (1, 1, 1),
     "pbs-single-node": (1, 1, 0),
     "preemptible": (1, 1, 0),

@@ -8,6 +8,10 @@ and hands it the result at the end (the fold).
                 fold     0 ─▶1   2 ─▶3
                 member       0       1   2   3
 
+Of two partners the lower rank's value is the left operand on both, so that both get the same bits.
+
+The dissemination barrier walks the same distances, for any number of ranks.
+
 n ranks, m members, S bytes of the whole vector.
 """
 
@@ -15,8 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcpar.algorithms.powers import doublings, largest_power
 from hpcpar.algorithms.step import Receive, Send, Step, Steps
+
+
+def doublings(size: int) -> tuple[int, ...]:
+    """1, 2, 4 … below `size`: ⌈log₂ size⌉ distances; doublings(6) == (1, 2, 4)."""
+    return tuple(1 << bit for bit in range((size - 1).bit_length()))
+
+
+def largest_power(size: int) -> int:
+    """The largest power of two that is at most `size`; largest_power(6) == 4."""
+    return 1 << (size.bit_length() - 1)
 
 
 def allreduce(rank: int, size: int) -> Steps:
@@ -24,7 +37,7 @@ def allreduce(rank: int, size: int) -> Steps:
 
     before   every rank: one chunk of any values
     after    every rank: the total
-    order    (0 + 1) + (2 + 3) and so on; both partners form the same sum, so all bits agree
+    order    (0 + 1) + (2 + 3) and so on, on every rank
     cost     log₂n·(α + Sβ + Sγ); not a power of two: log₂m, + 2α + 2Sβ + Sγ
     source   Thakur, Rabenseifner, Gropp 2005, section 4.5 (recursive doubling)
     """
@@ -70,6 +83,18 @@ def rabenseifner(rank: int, size: int) -> Steps:
     yield from _folded(rank, size, _halve_then_double(rank, size), every, every, combine=True)
 
 
+def barrier(rank: int, size: int) -> Steps:
+    """Let no rank leave before every rank has entered, by messages without content.
+
+    before   nothing
+    after    every rank has heard, directly or through others, of all ranks
+    cost     ⌈log₂n⌉α
+    source   Hensgen, Finkel, Manber 1988, "Two algorithms for barrier synchronization"
+    """
+    for distance in doublings(size):
+        yield Step((Send((rank + distance) % size),), (Receive((rank - distance) % size),))
+
+
 def fold_chunks(size: int) -> tuple[int, ...]:
     """First chunk of every member, and at last the number of chunks, when each rank has one chunk.
 
@@ -95,7 +120,7 @@ def _folded(
         yield Step(receives=(Receive(rank + 1, handed_back),))
         return
     if paired:
-        yield Step(receives=(Receive(rank - 1, taken_in, combine=combine),))
+        yield Step(receives=(Receive(rank - 1, taken_in, combine=combine),), own_turn=1)
     yield from exchange
     if paired:
         yield Step(sends=(Send(rank - 1, handed_back),))
@@ -104,7 +129,7 @@ def _folded(
 def _whole_exchange(rank: int, size: int) -> Steps:
     for distance in doublings(largest_power(size)):
         partner = _rank_of(_member_of(rank, size) ^ distance, size)
-        yield Step((Send(partner, (0,)),), (Receive(partner, (0,), combine=True),))
+        yield _exchange(rank, partner, (0,), (0,), combine=True)
 
 
 def _halving(rank: int, size: int, first_chunks: Sequence[int]) -> Steps:
@@ -113,7 +138,7 @@ def _halving(rank: int, size: int, first_chunks: Sequence[int]) -> Steps:
     for distance in reversed(doublings(largest_power(size))):
         partner = me ^ distance
         given, kept = (_chunks_around(member, distance, first_chunks) for member in (partner, me))
-        yield _exchange(_rank_of(partner, size), given, kept, combine=True)
+        yield _exchange(rank, _rank_of(partner, size), given, kept, combine=True)
 
 
 def _doubling(rank: int, size: int, first_chunks: Sequence[int]) -> Steps:
@@ -122,7 +147,7 @@ def _doubling(rank: int, size: int, first_chunks: Sequence[int]) -> Steps:
     for distance in doublings(largest_power(size)):
         partner = me ^ distance
         shown, seen = (_chunks_around(member, distance, first_chunks) for member in (me, partner))
-        yield _exchange(_rank_of(partner, size), shown, seen, combine=False)
+        yield _exchange(rank, _rank_of(partner, size), shown, seen, combine=False)
 
 
 def _halve_then_double(rank: int, size: int) -> Steps:
@@ -131,8 +156,11 @@ def _halve_then_double(rank: int, size: int) -> Steps:
     yield from _doubling(rank, size, first_chunks)
 
 
-def _exchange(partner: int, outgoing: tuple[int, ...], incoming: tuple[int, ...], *, combine: bool) -> Step:
-    return Step((Send(partner, outgoing),), (Receive(partner, incoming, combine=combine),))
+def _exchange(
+    rank: int, partner: int, outgoing: tuple[int, ...], incoming: tuple[int, ...], *, combine: bool
+) -> Step:
+    receive = Receive(partner, incoming, combine=combine)
+    return Step((Send(partner, outgoing),), (receive,), own_turn=int(partner < rank))
 
 
 def _chunks_around(member: int, distance: int, first_chunks: Sequence[int]) -> tuple[int, ...]:

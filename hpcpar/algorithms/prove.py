@@ -5,8 +5,8 @@ order they were combined. Sends are not buffered, so a schedule that relies on b
 here. What is shown, for one size, root, number of segments and placement on nodes:
 
 - every rank ends with what its collective promises, every contribution in it exactly once;
-- after an all-reduce all ranks have combined in the same order, so they hold the same bits (the
-  operation taken as commutative, which IEEE addition is, but not as associative);
+- after an all-reduce the result of every rank is the same expression tree, with the same left and right
+  operands, so all ranks hold the same bits (no operation is taken as commutative or associative);
 - no rank waits for ever, no message is left over, and both ends agree on its number of chunks;
 - nothing undefined is sent or combined; no chunk is overwritten while it is sent, or twice at once.
 
@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
-from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.registry import Algorithm, require_collective
 from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.algorithms.topology import Nodes
 from hpcpar.errors import OperationError, ScheduleError
 
 
@@ -54,8 +54,7 @@ def prove_schedules(
     chunks, work_chunks   how many there are in the data (or input) and work space; None: as many as
                           the schedules name, or one for each rank where the collective demands it
     """
-    if collective not in ALGORITHMS:
-        raise OperationError(f"no collective {collective!r}; there are {', '.join(ALGORITHMS)}")
+    require_collective(collective)
     if not 0 <= root < len(schedules):
         raise OperationError(f"root {root} is none of the {len(schedules)} ranks that have a schedule")
     if chunks is None:
@@ -72,7 +71,7 @@ class Value(NamedTuple):
 
     chunk: int
     ranks: int  # bit r: the contribution of rank r is in it
-    order: int  # equal numbers: combined in the same order
+    order: int  # equal numbers: the same expression tree
 
 
 Memory = dict[Space, list[Value | None]]
@@ -231,45 +230,37 @@ class _Interpreter:
         return [one for one in (sender, receiver) if not one.open]
 
     def _finish_step(self, me: _Rank) -> None:
-        """Let what has arrived land, in the order in which the step lists its receives."""
+        """Overwrite and combine with what has arrived, in the order in which the step lists its receives."""
         step = me.steps[me.at] if me.arrived else Step()
-        earlier: dict[tuple[Space, int], tuple[Receive, Value]] = {}  # what comes before the rank's own
-        for turn, position in enumerate(sorted(me.arrived)):
+        operands: dict[tuple[Space, int], list[tuple[int, Value]]] = defaultdict(list)
+        for position in sorted(me.arrived):
             receive = step.receives[position - len(step.sends)]
             for chunk, value in zip(receive.chunks, me.arrived[position], strict=True):
-                place = receive.space, chunk
-                if receive.combine and turn < (step.own_turn or 0):
-                    if place in earlier:
-                        value = self._combined(me, receive, chunk, earlier[place][1], value)
-                    earlier[place] = receive, value
-                    continue
                 if receive.combine:
-                    if place in earlier:
-                        self._combine_into(me, *place, *earlier.pop(place))
-                    self._combine_into(me, *place, receive, value)
+                    operands[receive.space, chunk].append((receive.source, value))
                 else:
-                    self._write(me, *place, value)
-        for place, (receive, value) in earlier.items():
-            self._combine_into(me, *place, receive, value)
+                    self._write(me, receive.space, chunk, value)
+        for (space, chunk), received in operands.items():
+            (own,) = self._read(me, "combines into", space, (chunk,))
+            received.insert(step.own_turn, (received[0][0], own))
+            total = received[0][1]
+            for source, value in received[1:]:
+                total = self._combined(me, source, chunk, total, value)
+            self._write(me, space, chunk, total)
         me.arrived.clear()
 
-    def _combine_into(self, me: _Rank, space: Space, chunk: int, receive: Receive, value: Value) -> None:
-        (held,) = self._read(me, "combines into", space, (chunk,))
-        self._write(me, space, chunk, self._combined(me, receive, chunk, held, value))
-
-    def _combined(self, me: _Rank, receive: Receive, chunk: int, held: Value, value: Value) -> Value:
-        if held.chunk != value.chunk:
-            self._fail(me, f"combines chunk {value.chunk} of rank {receive.source} into chunk {held.chunk}")
-        twice = held.ranks & value.ranks
+    def _combined(self, me: _Rank, source: int, chunk: int, left: Value, right: Value) -> Value:
+        if left.chunk != right.chunk:
+            self._fail(me, f"combines chunk {right.chunk} of rank {source} into chunk {left.chunk}")
+        twice = left.ranks & right.ranks
         if twice:
             self._fail(
                 me,
-                f"combines what rank {receive.source} sent into chunk {chunk}, "
+                f"combines what rank {source} sent into chunk {chunk}, "
                 f"which has the contribution of {_named(twice)} already",
             )
-        both = (min(held.order, value.order), max(held.order, value.order))
-        order = self.orders.setdefault(both, self.promise.size + len(self.orders))
-        return Value(held.chunk, held.ranks | value.ranks, order)
+        order = self.orders.setdefault((left.order, right.order), self.promise.size + len(self.orders))
+        return Value(left.chunk, left.ranks | right.ranks, order)
 
     def _read(self, me: _Rank, verb: str, space: Space, chunks: Sequence[int]) -> list[Value]:
         memory = me.memory[space]

@@ -12,8 +12,9 @@ The rules that the executor follows and that `prove` holds every schedule to:
 2.  then all sends and receives of the step are posted at once, and the step ends when all of
     them are complete; a send may block until its receive is posted (nothing is buffered);
 3.  a receive with `combine` lands in scratch; after every send of the step is complete, its chunks
-    become the sum of what they hold and of what has come, in the order in which the step lists its
-    receives; what they hold comes first, or after `own_turn` of them;
+    become (held op received[0]) op received[1] …, in the order in which the step lists its receives.
+    `own_turn` of the received values come before the held one. Operands are never swapped: a
+    complex product, the maximum of 0.0 and -0.0, and the sum of two NaNs depend on their order;
 4.  a receive without `combine` lands in place, so its chunks must not be sent in the same step.
 
 The k-th message from a to b meets the k-th receive that b posts from a.
@@ -61,14 +62,13 @@ class Copy:
 class Step:
     """One exchange of one rank: local copies, then all sends and receives at once.
 
-    own_turn   how many of the receives come before what the rank itself holds, in sums; None: what it holds
-               is first, and the sum of two may be formed either way
+    own_turn   of the values that are combined into one chunk, how many come before the rank's own
     """
 
     sends: tuple[Send, ...] = ()
     receives: tuple[Receive, ...] = ()
     copies: tuple[Copy, ...] = ()
-    own_turn: int | None = None
+    own_turn: int = 0
 
 
 Steps = Iterator[Step]

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 
 from hpcpar import partition
-from hpcpar.comm.operation import ScratchPool
+from hpcpar.comm.spaces import ScratchPool
 from hpcpar.errors import OperationError
 from hpcpar.units import MiB, format_duration
 

@@ -6,8 +6,7 @@ The options of Horovod's launcher are understood under its names, or refused wit
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -15,7 +14,7 @@ import click
 import hpcpar
 from hpcpar.cli.horovod_options import horovod_options, variables
 from hpcpar.errors import ConfigError, HpcparError
-from hpcpar.launch import node_copies, supervise
+from hpcpar.launch import supervise
 from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile, ssh_variables
 from hpcpar.launch.knobs import start_limit_s
 from hpcpar.launch.supervise import Wishes
@@ -68,12 +67,6 @@ def _print_version(context: click.Context, parameter: click.Parameter, asked: bo
     help="Seconds that srun may wait for nodes. [HOROVOD_START_TIMEOUT]",
 )
 @click.option(
-    "--broadcast-env", is_flag=True, help="Start the ranks from copies of this Python on the nodes."
-)
-@click.option(
-    "--broadcast-to", metavar="DIR", default="", help="The same, and where the copies go (see below)."
-)
-@click.option(
     "--max-np", "--max-num-proc", "most", type=click.IntRange(min=1), help="No more ranks than so many."
 )
 @click.option("--verbose", is_flag=True, help="Show the variables that the options set, too.")
@@ -104,8 +97,6 @@ def run(
     ssh_port: int | None,
     ssh_identity_file: str | None,
     start_timeout: float | None,
-    broadcast_env: bool,
-    broadcast_to: str,
     most: int | None,
     verbose: bool,
     program: tuple[str, ...],
@@ -115,10 +106,6 @@ def run(
 
     Without -n there are as many ranks as the hosts have slots. Options of horovodrun that ask for what is
     so here anyway are taken, too (--mpi, --no-autotune, …); those for what cannot be done say why.
-
-    With --broadcast-env every node first gets a copy of the Python environment on its own disk, in DIR,
-    $SLURM_TMPDIR, $TMPDIR or /tmp, and the ranks start from there: thousands that import from a shared file
-    system at once wait for it long. The copies are removed when the job is over.
 
     Returns the job's exit status, and 1 where the launcher says 0 although a rank was lost.
     """
@@ -138,10 +125,7 @@ def run(
         if verbose:
             for name, value in wishes.variables.items():
                 say(f"hpcpar run: {name}={value}")
-        start: Callable[..., int] = supervise.run
-        if broadcast_env or broadcast_to:
-            start = partial(node_copies.run, wanted=broadcast_to)
-        return start(
+        return supervise.run(
             size,
             argv,
             say=say,

@@ -1,7 +1,7 @@
 """From a request to a compiled collective: validate once, choose the algorithm, plan, bind to an executor.
 
-    Request ──> cache ── hit ───────────────────────────────────────────> CompiledCollective
-                  └── miss ─> bind arguments ─> choose ─> plan ─> executor ────┘
+Request ──> cache ── hit ───────────────────────────────────────────> CompiledCollective
+              └── miss ─> bind arguments ─> choose ─> plan ─> executor ────┘
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from zlib import crc32
 import numpy as np
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
-from hpcpar.comm import agree
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.algorithms.step import Space
+from hpcpar.comm import agree
 from hpcpar.comm.collectives import COLLECTIVES, ROOTED, Arguments, copy_to, view
 from hpcpar.comm.compiled import CompiledCollective, ExecutorStep, Handle, Turn
 from hpcpar.comm.device_steps import device_steps
@@ -25,7 +25,16 @@ from hpcpar.comm.devices import Devices, lead_caller
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
 from hpcpar.comm.executors.shared_memory import Layout, SharedCall, is_short, shared_steps
-from hpcpar.comm.plan import NOT_COUNTED, Message, Offsets, Plan, PlannedStep, counted, plan, received_elsewhere
+from hpcpar.comm.plan import (
+    NOT_COUNTED,
+    Message,
+    Offsets,
+    Plan,
+    PlannedStep,
+    counted,
+    plan,
+    received_elsewhere,
+)
 from hpcpar.comm.reductions import finish
 from hpcpar.comm.request import NO_ARRAY, Request, is_used_in_place, rank_of
 from hpcpar.comm.runtime import Runtime
@@ -34,8 +43,8 @@ from hpcpar.comm.shm_segment import ShmSegment
 from hpcpar.comm.spaces import Action, Spaces, copying, itemsize_of
 from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
-from hpcpar.errors import OperationError
-from hpcpar.transport.buffers import HostBuffer
+from hpcpar.errors import MismatchError, OperationError
+from hpcpar.transport.buffers import HostBuffer, is_torch
 from hpcpar.transport.device_memory import DeviceBuffer
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
 from hpcpar.units import KiB, MiB
@@ -198,6 +207,8 @@ class Calls:
             if root is not None or request.collective in ROOTED:
                 root = rank_of(root, self.size, f"the root of {request.collective}", self.name)
             arguments = COLLECTIVES[request.collective](self, request, root, buffer, out)
+        except MismatchError:  # which all ranks have
+            raise
         except Exception as error:
             if self.checked:
                 self.require_same(f"{request.collective}, and failed: {error or type(error).__name__}")
@@ -206,7 +217,7 @@ class Calls:
         words = [arguments.described, "" if root is None else f"root={root}"]
         words.append("" if request.algorithm is None else f"algorithm={request.algorithm}")
         described = f"{request.collective}({', '.join(filter(None, words))})"
-        compiled = self._bound(request, arguments, described)
+        compiled = self._bound(request, arguments, described, buffer, out)
         is_cacheable = (
             arguments.is_cacheable
             and request.input is not None
@@ -240,7 +251,9 @@ class Calls:
             compiled.free()
         self.cache.clear()
 
-    def _bound(self, request: Request, arguments: Arguments, described: str) -> CompiledCollective:
+    def _bound(
+        self, request: Request, arguments: Arguments, described: str, buffer: Any, out: Any
+    ) -> CompiledCollective:
         spaces = arguments.spaces
         whole = next(iter(spaces.values()), NOTHING)
         algorithm = self._choose(
@@ -255,7 +268,9 @@ class Calls:
         )
         first, last = list(arguments.first), list(arguments.last)
         if algorithm.name == NATIVE:
-            return self._by_mpi(request, arguments, described, first, last)
+            compiled = self._by_mpi(request, arguments, described, first, last)
+            self._mark_written(compiled, arguments.written, (buffer, out))
+            return compiled
         segments = segments_for(algorithm, whole.octets.size)
         offsets = arguments.offsets
         if offsets is not None and segments > 1:
@@ -271,10 +286,14 @@ class Calls:
         kept = arguments.kept
         copy_nbytes = 0
         if kept is not None and planned.received:
-            elsewhere = None
+            elsewhere, is_filled = None, False
             if kept.target is not None:
-                elsewhere = received_elsewhere(planned, ("data", *arguments.own))
+                # Messages of one step by two executors are two sums: the second one adds to the first.
+                is_filled = self.shares_in_part
+                elsewhere = received_elsewhere(planned, ("data", *arguments.own), is_filled=is_filled)
             if elsewhere is not None and kept.target is not None:
+                if is_filled:
+                    first += copy_to(kept.target, whole.part(*arguments.own))
                 planned, spaces = elsewhere, {**spaces, "output": kept.target}
             else:
                 work = whole.scratch(whole.count)
@@ -287,7 +306,7 @@ class Calls:
             last[:0] = copy_to(kept.target, whole.part(*arguments.own))
         compiled = self._new(request, described, algorithm.name, planned, spaces)
         compiled.result = arguments.result
-        compiled.written = arguments.written
+        self._mark_written(compiled, arguments.written, (buffer, out))
         compiled.nbytes = copy_nbytes
         compiled.first = first
         compiled.last = [*last, *self._divided(arguments), *arguments.at_end]
@@ -310,6 +329,18 @@ class Calls:
             traffic=(planned.messages, planned.sent * itemsize, planned.received * itemsize),
         )
 
+    @staticmethod
+    def _mark_written(compiled: CompiledCollective, written: int | None, arrays: tuple[Any, Any]) -> None:
+        """Have autograd told of the array that is written to in place, as torch's own operations do.
+
+        A backward that has saved the tensor then raises torch's error, where it would compute with the
+        wrong values.
+        """
+        if written is not None and is_torch(arrays[written]) and not arrays[written].is_inference():
+            from torch.autograd.graph import increment_version
+
+            compiled.written, compiled.mark_written = written, increment_version
+
     def _bind_steps(
         self,
         compiled: CompiledCollective,
@@ -328,7 +359,9 @@ class Calls:
         fresh_tag = digest % (FRESH_TAGS // CALLS_TOLD_APART) * CALLS_TOLD_APART
         scratch = self.runtime.scratch
         if isinstance(whole, DeviceBuffer):
-            self._bind_device_steps(compiled, planned, spaces, op, fresh_tag + self.count[0] % CALLS_TOLD_APART)
+            self._bind_device_steps(
+                compiled, planned, spaces, op, fresh_tag + self.count[0] % CALLS_TOLD_APART
+            )
             return
         layout = self._layout(arguments, algorithm, segments, cut, whole)
         call = None if layout is None else self._shared_call(compiled, arguments, layout, spaces, nbytes)
@@ -451,7 +484,7 @@ class Calls:
         )
         step = native.native_step(self.transport, participants, asked, spaces, arguments.offsets)
         compiled = self._new(request, described, NATIVE, NOT_COUNTED, spaces)
-        compiled.result, compiled.written = arguments.result, arguments.written
+        compiled.result = arguments.result
         compiled.steps = [native.PostedStep(step)]
         compiled.first = first
         compiled.last = [*last, *self._divided(arguments), *arguments.at_end]
@@ -521,7 +554,7 @@ class Calls:
         compiled.collective = what
         compiled.expected_nbytes = host.octets.size if receives else None
         compiled.last = [] if binding.write_back is None or not receives else [binding.write_back]
-        compiled.written = 0 if receives else None
+        self._mark_written(compiled, 0 if receives else None, (array, None))
         if isinstance(host, DeviceBuffer):
             self._bind_device_steps(compiled, planned, spaces, "sum", tag)
             return compiled

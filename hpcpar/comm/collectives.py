@@ -343,9 +343,7 @@ def _reduce(calls: Calls, request: Request, root: int | None, buffer: Any, out: 
     source = view(calls, buffer, writable=is_root and out is None)
     target = source if not is_root or out is None else _view_out(calls, out, source.host.count, source.host)
     require_op(op, source.host.dtype)
-    found = Arguments(
-        f"{typed(buffer, source.host)}, op={op}", {"data": target.host}, op=op, combines=True
-    )
+    found = Arguments(f"{typed(buffer, source.host)}, op={op}", {"data": target.host}, op=op, combines=True)
     if is_root:
         found.first = copy_to(target.host, source.host)
         found.averaged = target.host

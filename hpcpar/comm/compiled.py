@@ -26,6 +26,9 @@ Result = Callable[[Any, Any], Any]
 """Of the caller's two arrays."""
 
 
+NO_ARRAYS = (None, None)
+
+
 class ExecutorStep(Protocol):
     """One step of a schedule, bound to memory by an executor."""
 
@@ -62,7 +65,8 @@ class CompiledCollective:
     program          messages: chooses steps and turn by the tag that the call gets
     first, last      actions on memory before the first and after the last step
     result           of the caller's arrays; None: the second one, or the first where there is no second
-    written          index of the caller's array that is written to (its autograd version goes up); None: neither
+    written          index of the caller's array that is written to
+    mark_written     tells autograd so; None: nothing is written, or not to a tensor
     expected_nbytes  what point-to-point receives must bring, no more and no less
     is_cached        in the cache: holds no references to the caller's arrays while it is idle
     """
@@ -84,6 +88,7 @@ class CompiledCollective:
         "is_under_way",
         "last",
         "last_used",
+        "mark_written",
         "nbytes",
         "number",
         "program",
@@ -125,7 +130,8 @@ class CompiledCollective:
         self.last: Sequence[Action] = ()
         self.turn: Turn | None = None
         self.program: MessageProgram | None = None
-        self.written: int | None = None
+        self.written = 0
+        self.mark_written: Callable[[Any], None] | None = None
         self.expected_nbytes: int | None = None
         self.is_cached = False
         self.nbytes = 0
@@ -136,7 +142,7 @@ class CompiledCollective:
         self.handle: Handle | None = None
         self.started_s = 0.0
         self._index = 0
-        self._memory: tuple[Any, Any] = (None, None)
+        self._memory: tuple[Any, Any] = NO_ARRAYS
         self._actions: Iterator[Action] | None = None
         self._last_actions: Iterator[Action] | None = None
 
@@ -172,9 +178,8 @@ class CompiledCollective:
         if turn is not None and turn.queue[0] is not self:
             return False
         try:
-            actions = self._actions
-            if actions is not None:
-                for action in actions:
+            if self._actions is not None:
+                for action in self._actions:
                     action()
             steps = self.steps
             while self._index < len(steps):
@@ -195,14 +200,19 @@ class CompiledCollective:
         return True
 
     def _end(self, error: BaseException | None) -> None:
-        runtime = self.runtime
-        if error is None and runtime.trace is not None:
-            self._note(runtime.trace)
-        if self.written is not None and error is None:
-            runtime.mark_written(self._memory[self.written])
-        handle, turn = self.handle, self.turn
+        trace = self.runtime.trace
+        if error is None:
+            if trace is not None:
+                self._note(trace)
+            if self.mark_written is not None:
+                # Before the state changes: an exception in between marks the array once more.
+                try:
+                    self.mark_written(self._memory[self.written])
+                except RuntimeError:  # a tensor of inference mode, whose versions nobody counts
+                    pass
         # From here on no call of a function, so that no signal handler runs in between.
-        if turn is not None and turn.queue and turn.queue[0] is self:
+        turn, handle = self.turn, self.handle
+        if turn is not None:
             del turn.queue[0]
         self.error = error
         if error is None:
@@ -212,7 +222,7 @@ class CompiledCollective:
             handle.error = error
             handle.is_done = True
             self.handle = None
-        self._memory = (None, None)
+        self._memory = NO_ARRAYS
         if not self.is_cached:
             self.free()
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcpar.comm.spaces import ScratchPool
 from hpcpar.comm.reductions import finish, scale
 from hpcpar.comm.scaling import Factors
+from hpcpar.comm.spaces import ScratchPool
 from hpcpar.comm.wire import convert_on_device, decode, encode, wire_buffer
 from hpcpar.transport.buffers import Binding, HostBuffer
 from hpcpar.transport.device_memory import DeviceBuffer

@@ -55,7 +55,9 @@ def _reduction(
             op,
             None,
             algorithm,
-            PLAIN if factors == PLAIN and type(factors[0]) is type(factors[1]) is float else scaling_of(*factors),
+            PLAIN
+            if factors == PLAIN and type(factors[0]) is type(factors[1]) is float
+            else scaling_of(*factors),
             counts_of(counts),
             None,
             memory_of(buffer),
@@ -101,7 +103,20 @@ def _moving(
 def _message(self: Communicator, kind: str, buffer: Any, peer: Any, tag: Any) -> Request:
     return _request(
         Request,
-        (kind, None, None, None, PLAIN, None, None, memory_of(buffer), NO_ARRAY, self._calls.label, peer, tag),
+        (
+            kind,
+            None,
+            None,
+            None,
+            PLAIN,
+            None,
+            None,
+            memory_of(buffer),
+            NO_ARRAY,
+            self._calls.label,
+            peer,
+            tag,
+        ),
     )
 
 
@@ -128,9 +143,7 @@ def start_allreduce(
     errors            OperationError, BufferTypeError; MismatchError on every rank
     """
     factors = prescale_factor, postscale_factor, compression
-    return self._calls.start(
-        _reduction(self, "allreduce", buffer, op, out, algorithm, factors), buffer, out
-    )
+    return self._calls.start(_reduction(self, "allreduce", buffer, op, out, algorithm, factors), buffer, out)
 
 
 def allreduce(
@@ -247,7 +260,9 @@ def allgather(
     return self._calls.run(request, shard, out)
 
 
-def start_broadcast(self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Handle:
+def start_broadcast(
+    self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None
+) -> Handle:
     """Copy the root's buffer into every rank's. In place.
 
     buffer   same shape and element type on every rank

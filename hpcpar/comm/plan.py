@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from hpcpar.algorithms.catalogue import Algorithm
-from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.algorithms.topology import Nodes
 
 Run = tuple[Space, int, int]
 """A contiguous range of elements of a space: (space, start, stop)."""
@@ -25,8 +24,7 @@ class Message:
     """One message of a step: the peer, the ranges it carries, and how it is received.
 
     combine    reduce it into the ranges on arrival, instead of overwriting them
-    own_turn   number of combined messages that precede this rank's own operand in the sum; None: its own
-               operand is first, and a sum of two may be formed either way
+    own_turn   number of combined messages that precede this rank's own operand
     own        where this rank's own operands lie; None: in the ranges themselves
     """
 
@@ -34,7 +32,7 @@ class Message:
     runs: tuple[Run, ...]
     count: int
     combine: bool = False
-    own_turn: int | None = None
+    own_turn: int = 0
     own: tuple[Run, ...] | None = None
 
 
@@ -142,26 +140,23 @@ def lands_in_place(message: Message) -> bool:
     return not message.combine and len(message.runs) == 1
 
 
-def received_elsewhere(planned: Plan, run: Run) -> Plan | None:
+def received_elsewhere(planned: Plan, run: Run, *, is_filled: bool) -> Plan | None:
     """Receive into the space "output" what the plan receives into `run`, so that the data stay as they are.
 
-    None unless `run` is all that is received, and is never sent.
+    is_filled   the output holds this rank's own operands already; else the first sum takes them from `run`
+    returns     None unless `run` is all that is received, and is never sent
     """
     received = {message.runs for step in planned.steps for message in step.receives}
     sent = {part for step in planned.steps for message in step.sends for part in message.runs}
     if received != {(run,)} or any(overlapping(part, run) for part in sent):
         return None
     into: tuple[Run] = (("output", 0, run[2] - run[1]),)
-
-    def moved(message: Message, *, is_first: bool) -> Message:
-        # The first sum takes this rank's operand from the data; later ones find the partial sum in the output.
-        own = message.runs if is_first and message.combine else None
-        return replace(message, runs=into, own=own)
-
     steps: list[PlannedStep] = []
-    is_first = True
     for step in planned.steps:
-        receives: Sequence[Message] = [moved(message, is_first=is_first) for message in step.receives]
-        is_first = is_first and not receives
+        receives: list[Message] = []
+        for message in step.receives:
+            own = message.runs if message.combine and not is_filled else None
+            receives.append(replace(message, runs=into, own=own))
+        is_filled = is_filled or bool(receives)
         steps.append(replace(step, receives=tuple(receives)))
     return replace(planned, steps=tuple(steps))

@@ -150,23 +150,6 @@ def _combine_one(function: Function, total: Any, one: Any, other: Any, aside: An
     total[...] = aside
 
 
-def combine_many(
-    op: str,
-    target: HostBuffer,
-    incomings: Sequence[HostBuffer],
-    *,
-    factor: float = 1.0,
-    divisor: int = 1,
-) -> None:
-    """target = (target (op) incomings[0] (op) …) × factor ÷ divisor, in one pass over blocks; see `fold`."""
-    fold(op, target, (target, *incomings), factor=factor, divisor=divisor)
-
-
-def combine_scaled(op: str, target: HostBuffer, incoming: HostBuffer, factor: float) -> None:
-    """target = (target (op) incoming) × factor, in one pass over blocks."""
-    fold(op, target, (target, incoming), factor=factor)
-
-
 def fold(
     op: str, into: HostBuffer, sources: Sequence[HostBuffer], *, factor: float = 1.0, divisor: int = 1
 ) -> None:
@@ -194,6 +177,8 @@ def prepare_fold(
     if isinstance(into, DeviceBuffer):
         return partial(_fold_on_device, op, into, sources, factor=factor, divisor=divisor)
     scaled = factor != 1.0 or divisor != 1
+    if len(sources) == 2 and not scaled:
+        return prepare_combine(op, into, *sources)
     rescale = partial(_rescale, factor=factor, divisor=divisor) if scaled else None
     chosen = op in ("min", "max")  # one of the pieces as it is, so there is nothing to round
     if into.dtype in _HALVES and (scaled or (len(sources) > 2 and not chosen)):
@@ -203,8 +188,6 @@ def prepare_fold(
     is_short = len(blocks) == 1 and into.octets.size <= CHAINED_NBYTES
     if is_short and len(sources) > 1 and not scaled and into.dtype not in _HALVES:
         total, pieces = blocks[0]
-        if len(sources) == 2 and _are_numbers(op, into.dtype, (total, *pieces)):
-            return partial(_add_numbers, memoryview(total), memoryview(pieces[0]), memoryview(pieces[1]))
         return in_turn(_chain(NUMPY[op], total, pieces))
     if _aliases_later(into, sources):
         return partial(_fold_aside, _function(op, into), blocks, rescale)
@@ -212,15 +195,17 @@ def prepare_fold(
 
 
 def _chain(function: Function, total: Any, pieces: Sequence[Any]) -> list[Callable[[], None]]:
-    """One block as so many calls, which cost half of what a loop over them does."""
-    # NumPy takes one element that is source and result for an overlap, and copies.
+    """Fold one block by one prepared call per piece, which costs half of what a loop over them does."""
+    # NumPy copies a single element that is source and result, and adds it by another loop, which takes the
+    # other operand's NaN: ranks that differ in which source is the result would differ in their bits.
     is_apart = len(total) == 1 or any(piece is not pieces[0] and _is_same(piece, total) for piece in pieces)
     between = (np.empty_like(total), np.empty_like(total)) if is_apart else (total, total)
-    results = [between[number % 2] for number in range(len(pieces) - 2)] + [total]
-    return [
+    results = [between[number % 2] for number in range(len(pieces) - 1)]
+    calls = [
         silent(function, so_far, piece, result)
         for so_far, piece, result in zip([pieces[0], *results], pieces[1:], results, strict=False)
     ]
+    return [*calls, partial(np.copyto, total, results[-1])] if is_apart else calls
 
 
 def _is_same(a: Any, b: Any) -> bool:

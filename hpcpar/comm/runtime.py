@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.devices import Devices
@@ -14,7 +14,6 @@ from hpcpar.comm.progress import Progress
 from hpcpar.comm.spaces import ScratchPool
 from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
-from hpcpar.transport.buffers import is_torch
 from hpcpar.transport.interface import Transport
 
 if TYPE_CHECKING:
@@ -65,19 +64,6 @@ class Runtime:
     def forget(self, name: str) -> None:
         """Drop an account, and so free its name."""
         self.traffics.pop(name, None)
-
-    @staticmethod
-    def mark_written(array: Any) -> None:
-        """Tell autograd that a tensor was written to in place, as torch's own operations do.
-
-        A backward that has saved the tensor then raises torch's error, where it would compute with the
-        wrong values.
-        """
-        if is_torch(array):
-            from torch.autograd.graph import increment_version
-
-            if not array.is_inference():
-                increment_version(array)
 
 
 _RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()

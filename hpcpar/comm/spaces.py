@@ -89,12 +89,13 @@ def folds(spaces: Spaces, landed: Sequence[tuple[Message, Octets]], op: str) -> 
             at += target.octets.size
             if not combines:
                 actions.append(copying(target.octets, incoming[-1].octets))
-            elif own_turn is not None:
-                actions.append(prepare_fold(op, target, (*incoming[:own_turn], own, *incoming[own_turn:])))
-            elif len(incoming) == 1:
-                actions.append(prepare_combine(op, target, own, incoming[0]))
+                continue
+            # Operands are never swapped: every rank combines them in one order.
+            operands = (*incoming[:own_turn], own, *incoming[own_turn:])
+            if len(operands) == 2:
+                actions.append(prepare_combine(op, target, *operands))
             else:
-                actions.append(prepare_fold(op, target, (own, *incoming)))
+                actions.append(prepare_fold(op, target, operands))
     return flattened(actions)
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcpar.comm.blocks import FLOAT_BLOCK_COUNT, cut, float_blocks, silently, spans, tensor
-from hpcpar.comm.reductions import NUMPY
+from hpcpar.comm.blocks import tensor
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, tensor_on
 from hpcpar.transport.device_memory import DeviceBuffer
@@ -88,26 +87,6 @@ def convert_on_device(
         divisor=divisor,
         stream=queue.stream,
     )
-
-
-def combine_encoded(op: str, target: HostBuffer, incoming: HostBuffer) -> None:
-    """target = target (op) decoded incoming, in target's type, block by block."""
-    require_wire(incoming.dtype, target.dtype)
-    _require_same_count(incoming, target)
-    function = NUMPY[op]
-    totals, arriving = cut(target.elements, FLOAT_BLOCK_COUNT), cut(tensor(incoming), FLOAT_BLOCK_COUNT)
-    for total, piece in zip(totals, arriving, strict=True):
-        decoded, _ = float_blocks(len(total))
-        decoded.tensor.copy_(piece)
-        silently(function, total, decoded.array, total)
-
-
-def round_to_wire(target: HostBuffer, wire: str) -> None:
-    """Leave in target what would arrive if it were sent: the sender then holds what the others hold."""
-    require_wire(wire, target.dtype)
-    for start, stop in spans(target.count):
-        part = target.part(start, stop)
-        decode(encode(part, wire), part)
 
 
 def _require_same_count(encoded: HostBuffer, target: HostBuffer) -> None:

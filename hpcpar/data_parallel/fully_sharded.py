@@ -57,9 +57,9 @@ from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.scattered import ScatteredGradients
 from hpcpar.data_parallel.shards import pieces_between, shard_of
-from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.units import Place, Policy, UnitPlan, hides, plan_units, tensors_in
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError, StallError
+from hpcpar.planner.traffic import allgather_nbytes, dtype_of
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -667,7 +667,7 @@ class Sharding:
                 own.copy_(new)
                 self.writes += 1
 
-    def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
+    def expected_traffic(self, forwards: int, backwards: int) -> dict[str, int]:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
 
         Every unit is gathered in forward, and again in backward unless it is kept.

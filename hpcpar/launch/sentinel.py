@@ -1,14 +1,13 @@
 """A rank's side of the sentinel: start it, join it, tell it how this rank ends.
 
-    listener, hub = open_hub(nodes=2)       # rank 0 of several nodes; send the address to all ranks
-    address = start(local_size=4, links=…)  # local rank 0; send the address to the node's other ranks
+    address = start(local_size=4)         # local rank 0; send the address to the node's other ranks
     guard = Guard.connect(address, rank=2)  # every rank
     ...
     guard.done()                          # the rank has finished its work
     guard.aborting("ValueError: …")       # or is about to end the job on purpose
 
 Nothing here raises into the job: without a sentinel the job runs on, unwatched, with a warning.
-`hpcpar.launch.sentinel_process` is what the sentinel does, `sentinel_links` what several do together.
+`hpcpar.launch.sentinel_process` is the sentinel's own program.
 """
 
 from __future__ import annotations
@@ -25,85 +24,12 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
-from hpcpar.launch import bystander, sentinel_process
+from hpcpar.launch import sentinel_process
 
 _log = logging.getLogger("hpcpar.launch")
 
-LINK_LIMIT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """What a node's sentinel must know to join those of the other nodes.
-
-    node             this node's number; 0 is the hub
-    ranks            the ranks of each node
-    address          where the hub is, and the token that proves it: `open_hub` gives it, MPI carries it
-    listener         the hub's own socket, on node 0; `start` hands it over
-    node_timeout_s   a node that has not answered for so long is lost; inf: never for that
-    link_limit_s     how long the sentinels may take to connect
-    """
-
-    node: int
-    ranks: Sequence[Sequence[int]]
-    address: str
-    listener: socket.socket | None
-    node_timeout_s: float
-    link_limit_s: float = LINK_LIMIT_S
-
-    def order(self) -> dict[str, object]:
-        return {
-            **json.loads(self.address),
-            "node": self.node,
-            "ranks": [list(ranks) for ranks in self.ranks] if self.node == 0 else [],
-            "listener": -1 if self.listener is None else self.listener.fileno(),
-            "node_timeout_s": self.node_timeout_s,
-            "link_limit_s": self.link_limit_s,
-        }
-
-
-def open_hub(nodes: int) -> tuple[socket.socket | None, str]:
-    """The socket on which node 0's sentinel will listen for `nodes` - 1 others, and its address; or None, "".
-
-    Where a host has several networks, each of its addresses is given: which of them the other nodes
-    can reach is found out by trying.
-    """
-    try:
-        if socket.has_dualstack_ipv6():
-            listener = socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=max(128, nodes), dualstack_ipv6=True
-            )
-        else:
-            listener = socket.create_server(("", 0), backlog=max(128, nodes))
-    except OSError as error:
-        _log.warning("the nodes' sentinels cannot be linked (%s): a lost node will not be named", error)
-        return None, ""
-    address = {
-        "addresses": list(dict.fromkeys([socket.gethostname(), *own_addresses()])),
-        "port": listener.getsockname()[1],
-        "token": secrets.token_hex(16),
-    }
-    return listener, json.dumps(address)
-
-
-def own_addresses(proc: Path = Path("/proc/net")) -> list[str]:
-    """This host's IP addresses that others may reach, as Linux lists them; elsewhere none."""
-    found: list[str] = []
-    with suppress(OSError):
-        before = ""
-        for line in (proc / "fib_trie").read_text().splitlines():
-            if "/32 host LOCAL" in line and not before.startswith("127."):
-                found.append(before)
-            before = line.rpartition("-- ")[2]
-    with suppress(OSError):
-        for line in (proc / "if_inet6").read_text().splitlines():
-            digits, _, _, scope, *_ = line.split()
-            if scope == "00":  # neither the loopback's nor one that is valid on its own link only
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return list(dict.fromkeys(found))
+START_LIMIT_S = 60.0
 
 
 def start(
@@ -112,7 +38,6 @@ def start(
     nodes: int = 1,
     run_directory: str | None = None,
     host: str | None = None,
-    links: Links | None = None,
     end_command: Sequence[str] = (),
     join_limit_s: float = sentinel_process.JOIN_LIMIT_S,
     abort_grace_s: float = sentinel_process.ABORT_GRACE_S,
@@ -124,7 +49,6 @@ def start(
     local_size     ranks that will join, this one too; late ones may take `join_limit_s`
     nodes          nodes of the job; with several each line says when, for the earliest names the cause
     run_directory  where to leave `lost-<host>-<rank>`
-    links          joins it to the sentinels of the other nodes
     end_command    run once after a loss, to end ranks on other nodes (see `end_command_for`)
 
     The sentinel needs no looking after: it leaves when its last rank has gone.
@@ -147,19 +71,47 @@ def start(
                 "join_limit_s": join_limit_s,
                 "abort_grace_s": abort_grace_s,
                 "kill_grace_s": kill_grace_s,
-                "link": links.order() if links else None,
             }
-            inherited = [listener.fileno()]
-            if links is not None and links.listener is not None:
-                inherited.append(links.listener.fileno())
-            bystander.start(sentinel_process.__file__, json.dumps(order), inherited, executable=executable)
+            start_daemon(sentinel_process.__file__, json.dumps(order), listener, executable=executable)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _log.warning("no sentinel on this node (%s): the job runs, but a lost rank will not be named", error)
         return ""
-    finally:
-        if links is not None and links.listener is not None:
-            links.listener.close()  # the sentinel has it now
     return json.dumps([name, token])
+
+
+def start_daemon(
+    script: str,
+    order: str,
+    listener: socket.socket,
+    *,
+    executable: str = sys.executable,
+    without: Sequence[str] = (),
+) -> None:
+    """Start a small process beside the ranks: the sentinel of a node, or the PMI-1 server of a step.
+
+    It outlives the rank that starts it, is nobody's child, and has a session of its own, so that what ends
+    the ranks does not end it. Waits for the script's first process; the one that it forks stays. It runs in
+    an isolated interpreter without site packages.
+
+    order      goes through standard input, for a command line can be read by other users
+    listener   a socket that it inherits; its number is the script's argument
+    without    variables that it shall not see
+    errors     OSError or subprocess.SubprocessError where it cannot be started
+    """
+    process = subprocess.run(
+        [executable, "-I", "-S", script, str(listener.fileno())],
+        input=order + "\n",
+        text=True,
+        stdout=subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", *without)},
+        pass_fds=(listener.fileno(),),
+        start_new_session=True,
+        timeout=START_LIMIT_S,
+        check=False,
+    )
+    if process.returncode != 0:
+        name = os.path.basename(script)
+        raise OSError(f"{executable} ended with status {process.returncode} when it was to start {name}")
 
 
 def _socket_name() -> str:

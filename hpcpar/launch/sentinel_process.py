@@ -25,7 +25,9 @@ sentinel has had one itself) is a loss only if others still work a second later,
 by themselves after it: where a whole job is ended, SIGTERM may find that a rank has crashed for want
 of its peers.
 
-The sentinels of several nodes are linked: see `sentinel_links`.
+The sentinels of several nodes do not know of each other. The one that sees a loss ends its own ranks and
+runs `end_command`; the launcher ends the other nodes' ranks. Their sentinels may name a rank as well:
+each line then gives the time of day, and the earliest names the cause.
 """
 
 from __future__ import annotations
@@ -61,8 +63,6 @@ FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # without importing `typing`, which takes longer than all the rest
     from typing import Any
-
-    from hpcpar.launch.sentinel_links import Hub, Spoke
 
 
 class Rank:
@@ -121,63 +121,47 @@ class Poller:
         return [(descriptor, bool(events & closed)) for descriptor, events in found]
 
 
-class Alone:
-    """Judges the losses of one node by itself: where there is no other, or no link to it."""
+class LossJudge:
+    """Tells a lost rank from one that was ended together with the whole job."""
 
     def __init__(self, sentinel: Sentinel) -> None:
         self.sentinel = sentinel
         self.pids: dict[int, int] = {}
         self.suspects: dict[int, float] = {}
-        self.followers = 0  # ranks lost by themselves behind a suspect
+        self.followers = 0  # ranks lost by themselves after a suspect
         self.end_at: float | None = None
 
-    def joined(self, rank: int, pid: int) -> None:
-        self.pids[rank] = pid
-
-    def done(self, rank: int) -> None:
-        """Nothing to judge."""
+    @property
+    def is_decided(self) -> bool:
+        """True once the cause of this job's end is known."""
+        return self.end_at is not None or self.sentinel.ending
 
     def aborting(self, rank: int, why: str) -> None:
-        """End the job in a while, if it does not end by itself; only the first tells why."""
+        """Record the first abort, and end what is left after `abort_grace_s` if it does not end by itself."""
         if self.end_at is None:
             host = self.sentinel.host
             self.sentinel.leave_word("aborted", host, rank, f"rank {rank} (on {host}) ended the job: {why}")
             self.end_at = time.monotonic() + self.sentinel.abort_grace_s
 
     def lost(self, rank: int) -> None:
-        """Name it, unless it may be what came of another's end; see `judge_suspects`."""
+        """Name the rank, unless its loss may follow from another rank's end (`judge_suspects`)."""
         if self.suspects:
             self.followers += 1
         elif not self.is_decided:
             self.name(rank)
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether it is known what has ended this job."""
-        return self.end_at is not None or self.sentinel.ending
-
-    def name(self, rank: int) -> None:
-        """Say that this rank was lost, and end the others."""
-        others = self.sentinel.members()
-        ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
-        self.sentinel.say_lost(rank, self.pids.get(rank, 0), ending)
-        self.sentinel.end(elsewhere=True)
-
     def suspect(self, rank: int) -> None:
+        """Note a rank that a signal from outside has ended; `judge_suspects` decides."""
         self.suspects[rank] = time.monotonic()
 
-    def told(self) -> None:
-        """Nobody else to tell."""
-
-    def leave(self) -> None:
-        """Nobody else to tell."""
-
-    @property
-    def stays(self) -> bool:
-        return False
-
-    def read(self, descriptor: int) -> bool:
-        return False
+    def name(self, rank: int) -> None:
+        """Say that this rank was lost, and end the job."""
+        ending = "ending the job"
+        if self.sentinel.nodes == 1:
+            others = self.sentinel.members()
+            ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
+        self.sentinel.say_lost(rank, self.pids.get(rank, 0), ending)
+        self.sentinel.end()
 
     def deadlines(self) -> list[float]:
         times = [since + OUTSIDE_S for since in self.suspects.values()]
@@ -188,16 +172,20 @@ class Alone:
             self.judge_suspects(now)
         if self.end_at is not None and now >= self.end_at:
             self.end_at = None
-            self.sentinel.end(elsewhere=True)
+            self.sentinel.end()
 
     def judge_suspects(self, now: float) -> None:
-        """Ranks were ended from outside: with nearly all others that was the job's end, else a loss."""
+        """Decide about ranks that were ended from outside: with nearly all others it was the job's end."""
         working = bool(self.sentinel.working())
         first = min(self.suspects, key=self.suspects.__getitem__)
         if working and now < self.suspects[first] + OUTSIDE_S:
             return
         if (working or self.followers > len(self.suspects)) and not self.is_decided:
             self.name(first)
+        elif self.sentinel.nodes > 1 and not self.sentinel.was_told:
+            # Nobody works on this node any more. Should only this node's ranks have been signalled, the
+            # ranks of the others would wait for them; where the whole job ends, this changes nothing.
+            self.sentinel.end_elsewhere()
         self.suspects.clear()
         self.followers = 0
 
@@ -230,13 +218,11 @@ class Sentinel:
             signal.signal(number, self.told_to_end)
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
-        self.judge = judge_for(self, order["link"])
+        self.judge = LossJudge(self)
 
     def told_to_end(self, number: int, frame: object) -> None:
         """The whole job is being ended from outside. Stay: a rank may be lost while others finish."""
-        if not self.was_told:
-            self.was_told = True
-            self.judge.told()
+        self.was_told = True
 
     def watch(self) -> None:
         while not self.is_over():
@@ -247,8 +233,6 @@ class Sentinel:
                     self.read(self.pidfds[descriptor], ended=True)
                 elif descriptor in self.ranks:
                     self.read(self.ranks[descriptor], ended=closed)
-                else:
-                    self.judge.read(descriptor)
             self.act_on_time()
 
     def members(self) -> list[Rank]:
@@ -262,7 +246,7 @@ class Sentinel:
     def is_over(self) -> bool:
         if self.leave_at is not None and time.monotonic() >= self.leave_at:
             return True
-        return self.listener is None and not self.members() and not self.judge.stays
+        return self.listener is None and not self.members()
 
     def patience_s(self) -> float | None:
         """How long nothing may happen before there is something to do by the clock."""
@@ -302,8 +286,7 @@ class Sentinel:
             self.greet(rank, line)
         elif line == "done":
             rank.finished = True
-            self.judge.done(rank.number)
-            with suppress(OSError):  # now that all who may have to know have been told
+            with suppress(OSError):  # the rank may have gone without waiting for the answer
                 rank.connection.sendall(b"ok\n")
         elif line.startswith("aborting:"):
             rank.finished = True
@@ -325,7 +308,7 @@ class Sentinel:
         if rank.pidfd >= 0:
             self.pidfds[rank.pidfd] = rank
             self.poller.add(rank.pidfd)
-        self.judge.joined(number, named_pid)
+        self.judge.pids[number] = named_pid
         with suppress(OSError):  # should it have gone already, its end of file comes next
             rank.connection.sendall(b"ok\n")
         if len(self.members()) == self.local_size:
@@ -350,35 +333,27 @@ class Sentinel:
         elif unexpected:
             self.judge.lost(rank.number)
 
-    def loss_of(self, rank: int, pid: int, host: str, ending: str) -> str:
-        return (
-            f"rank {rank} (pid {pid} on {host}) was lost: killed or exited without finishing; "
+    def say_lost(self, rank: int, pid: int, ending: str) -> None:
+        line = (
+            f"rank {rank} (pid {pid} on {self.host}) was lost: killed or exited without finishing; "
             f"{ending}{self.moment()}"
         )
-
-    def say_lost(self, rank: int, pid: int, ending: str) -> None:
-        line = self.loss_of(rank, pid, self.host, ending)
         self.say(line)
         self.leave_word("lost", self.host, rank, line)
 
-    def say(self, line: str) -> bool:
-        """Whether there was anybody to listen to standard error."""
-        try:
+    def say(self, line: str) -> None:
+        with suppress(OSError):  # nobody listens to standard error any more
             os.write(2, f"hpcpar: {line}\n".encode())
-        except OSError:
-            return False
-        return True
 
-    def end(self, *, elsewhere: bool) -> None:
-        """End the ranks of this node, now with TERM and soon with KILL, and the other nodes' if need be."""
+    def end(self) -> None:
+        """End the ranks of this node, now with TERM and soon with KILL, and have those of others ended."""
         if self.ending:
             return
         self.ending = True
         self.close_door()
         self.kill_at = time.monotonic() + self.kill_grace_s
         self.signal_all(signal.SIGTERM)
-        if elsewhere:
-            self.end_elsewhere()
+        self.end_elsewhere()
 
     def moment(self) -> str:
         """The time of day where several nodes may speak: a launcher that ends the job kills their ranks,
@@ -429,22 +404,6 @@ class Sentinel:
         quiet = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_RDWR, 0) for descriptor in (0, 1, 2)]
         with suppress(OSError):  # failing that, the ranks of other nodes end by their own time limit
             os.posix_spawn(self.end_command[0], self.end_command, dict(os.environ), file_actions=quiet)
-
-
-def judge_for(sentinel: Sentinel, link: dict[str, Any] | None) -> Alone | Hub | Spoke:
-    """Who tells a loss from an orderly end: this node alone, or the hub of the nodes' links."""
-    alone = Alone(sentinel)
-    if link is None:
-        return alone
-    # An isolated interpreter does not look where its script lies.
-    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
-    links = __import__("sentinel_links")
-    judge: Hub | Spoke
-    if link["node"] == 0:
-        judge = links.Hub(sentinel, link, socket.socket(fileno=link["listener"]))
-    else:
-        judge = links.Spoke(sentinel, link, alone)
-    return judge
 
 
 def same_user(connection: socket.socket) -> bool:
@@ -524,11 +483,7 @@ def main() -> None:
             with open(mark, "w"):
                 pass
         sentinel = Sentinel(order, listener, starter)
-        try:
-            sentinel.watch()
-        finally:
-            # Also if something unforeseen ends it: the link's end must not count as a lost node.
-            sentinel.judge.leave()
+        sentinel.watch()
     finally:
         if mark:
             os.unlink(mark)

@@ -16,7 +16,7 @@ YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
 
 CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
-"""What an MPI may take device pointers for; see `hpcpar.launch.cuda_awareness`."""
+"""What an MPI may take device pointers for; see `hpcpar.launch.cuda_aware`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,6 @@ class Settings:
     run_directory   HPCPAR_RUN_DIRECTORY   where the sentinel leaves word of a lost rank
     tuning          HPCPAR_TUNING          file with measured algorithms; "none": the built-in table
     shared_memory   HPCPAR_SHARED_MEMORY   ranks of a node exchange through memory that they share
-    node_timeout_s  HPCPAR_NODE_TIMEOUT_S  a node that has not answered the others for so long is lost
     cuda_aware      HPCPAR_CUDA_AWARE      what MPI takes device pointers for: 1 (all), 0 (nothing), or
                                            names out of CAPABILITIES; None: find out
     devices         HPCPAR_DEVICES         how GPUs' memory moves: one of DEVICE_WAYS; none: by host memory
@@ -41,7 +40,6 @@ class Settings:
     run_directory: str | None = None
     tuning: str | None = None
     shared_memory: bool = True
-    node_timeout_s: float = 20.0
     cuda_aware: tuple[str, ...] | None = None
     devices: str = "auto"
 
@@ -58,7 +56,6 @@ class Settings:
             run_directory=environ.get("HPCPAR_RUN_DIRECTORY") or None,
             tuning=environ.get("HPCPAR_TUNING") or None,
             shared_memory=flag(environ, "HPCPAR_SHARED_MEMORY", True),
-            node_timeout_s=seconds(environ, "HPCPAR_NODE_TIMEOUT_S", 20.0),
             cuda_aware=capabilities(environ, "HPCPAR_CUDA_AWARE"),
             devices=choice(environ, "HPCPAR_DEVICES", DEVICE_WAYS),
         )

@@ -31,15 +31,13 @@ from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import hosts as host_lists
 from hpcpar.launch import redirect, shared_space, slurm
 from hpcpar.launch.allocation import allocated_hosts, flux_nodes, has_several_hosts, is_batch_job
+from hpcpar.launch.bootstrap.pmi_selection import library_version, own_library, srun_plugins
+from hpcpar.launch.bootstrap.secret import VARIABLE as SECRET
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, Placing
-from hpcpar.launch.local_copy import LocalCopy
-from hpcpar.launch.own_library import library_version, own_library
 from hpcpar.launch.signals import START_AGAIN, STOPS_ON_USR1
-from hpcpar.launch.step_secret import VARIABLE as SECRET
 from hpcpar.launch.variables import ASKED_RANKS
-from hpcpar.launch.wiring import srun_plugins
 from hpcpar.units import as_timeout
 
 Which = Callable[[str], str | None]
@@ -120,7 +118,6 @@ def command_for(
     library: str | None = None,
     offered: Collection[str] | None = None,
     output_directory: str | None = None,
-    copy: LocalCopy | None = None,
 ) -> list[str]:
     """The command that starts n ranks of argv.
 
@@ -130,15 +127,12 @@ def command_for(
                it decides srun's --mpi= where the site has not (SLURM_MPI_TYPE)
     offered    what srun's --mpi= can be, where it is known
     output_directory   where each rank writes into files of its own
-    copy       of this environment on the nodes, to start the ranks from
     """
     if n < 1:
         raise ConfigError(f"a job of {n} ranks was asked for: it takes at least 1")
     program = program_for(argv, which, executable)
     if output_directory is not None:
         program = [executable, "-m", "hpcpar.launch.redirect", output_directory, *program]
-    if copy is not None:
-        program = [copy.localized(word) for word in program]
     info = detect(environ)
     if info.size > 1:
         raise LaunchError(
@@ -337,24 +331,14 @@ def run(
     wishes: Wishes = NO_WISHES,
     environ: Mapping[str, str] = os.environ,
     which: Which = shutil.which,
-    copy: LocalCopy | None = None,
-    stdin: int | None = None,
 ) -> int:
-    """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost.
-
-    copy    of this environment on the nodes, to start the ranks from
-    stdin   the launcher's standard input, as `subprocess` takes it; None: ours
-    """
+    """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost."""
     cuda = cuda_aware(wishes, environ, say)
-    if copy is not None:
-        cuda |= copy.variables({**environ, **cuda})
     wishes = replace(wishes, variables={**cuda, **wishes.variables})
     if wishes.output_directory is not None and len(wishes.hosts) <= 1 and not has_several_hosts(environ):
         redirect.make_directory(wishes.output_directory)  # one sentence here, where else every rank says it
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as run_directory:
-        command, prepared = prepare(
-            n, argv, run_directory, say, launcher, options, wishes, environ, which, copy
-        )
+        command, prepared = prepare(n, argv, run_directory, say, launcher, options, wishes, environ, which)
         say(f"hpcpar run: {shlex.join(command)}")
         job_environ = environ_for(
             prepared,
@@ -362,7 +346,7 @@ def run(
             is_root=os.geteuid() == 0,
             terminal_columns=shutil.get_terminal_size().columns if os.isatty(1) else None,
         )
-        process = subprocess.Popen(command, env=job_environ, stdin=stdin)
+        process = subprocess.Popen(command, env=job_environ)
         with forwarding(process, Path(run_directory)) as ended_by:
             status = process.wait()
         status = status if status >= 0 else 128 - status
@@ -393,7 +377,6 @@ def prepare(
     wishes: Wishes,
     environ: Mapping[str, str],
     which: Which,
-    copy: LocalCopy | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """The command that starts the job, and the environment to start it in."""
     library = installed_wheel()
@@ -430,7 +413,6 @@ def prepare(
         library=library,
         offered=offered,
         output_directory=wishes.output_directory and os.path.abspath(wishes.output_directory),
-        copy=copy,
     )
     kept = launcher_environ(environ, is_srun(path), wishes)
     return command, {**kept, **variables, **wishes.variables, **placing.variables}

@@ -99,12 +99,13 @@ def bind(array: Any, *, writable: bool, what: str = "buffer") -> Binding:
 
     writable   the operation will write to it
     what       the argument's name, for errors
-    errors     BufferTypeError for other objects, unknown element types, read-only memory
+    errors     BufferTypeError for other objects, unknown element types, arrays without plain memory of
+               their own, and results into read-only memory or into elements that share memory
     """
     if isinstance(array, np.ndarray):
         return _bind_numpy(array, writable=writable, what=what)
     if is_torch(array):
-        return _bind_torch(array, what)
+        return _bind_torch(array, writable=writable, what=what)
     if is_cupy(array):
         return _bind_cupy(array, what)
     raise BufferTypeError(
@@ -186,14 +187,19 @@ def fingerprint(array: Any) -> tuple[Any, ...] | None:
     None for what is not used in place: device arrays, not contiguous or read-only ones.
     """
     if isinstance(array, np.ndarray):
+        if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+            return None
         if not (array.size and array.flags.carray and array.dtype in _NUMPY_NAMES):
             return None
         # A quarter of what array.ctypes.data costs.
         return ctypes.addressof(_first_byte(array)), array.size, array.dtype
     if is_torch(array):
-        if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
+        try:
+            if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
+                return None
+            return array.data_ptr(), array.numel(), array.dtype
+        except RuntimeError:  # sparse, mkldnn and vmap's tensors have neither; `bind` refuses them
             return None
-        return array.data_ptr(), array.numel(), array.dtype
     return None
 
 
@@ -231,6 +237,11 @@ def is_cupy(array: Any) -> bool:
 
 
 def _bind_numpy(array: NDArray[Any], *, writable: bool, what: str) -> Binding:
+    if isinstance(array, np.ma.MaskedArray):
+        raise BufferTypeError(
+            f"{what} is a numpy.ma.MaskedArray, whose mask would be lost; pass array.filled(value), or "
+            f"array.data and array.mask by a call each"
+        )
     host = _numpy_host(np.ascontiguousarray(array).reshape(-1), what)
     if not writable:
         return Binding(array, host)
@@ -241,6 +252,7 @@ def _bind_numpy(array: NDArray[Any], *, writable: bool, what: str) -> Binding:
         )
     if array.flags.c_contiguous:
         return Binding(array, host)
+    require_distinct_elements(array.shape, array.strides, what, "numpy.ascontiguousarray(array)")
 
     def write_back() -> None:
         array[...] = host.elements.reshape(array.shape)
@@ -255,36 +267,82 @@ def _numpy_host(elements: NDArray[Any], what: str) -> HostBuffer:
     return HostBuffer(elements, elements.view(np.uint8), name, elements.dtype.itemsize)
 
 
+def require_distinct_elements(shape: Sequence[int], strides: Sequence[int], what: str, copied: str) -> None:
+    """Refuse a result into elements that share memory, such as those of an expanded tensor.
+
+    copied   the call that gives every element memory of its own
+    """
+    extent = 0
+    for stride, length in sorted(
+        (abs(stride), length) for stride, length in zip(strides, shape, strict=True)
+    ):
+        if length > 1 and stride <= extent:
+            break
+        extent += stride * (length - 1)
+    else:
+        return
+    if 0 not in shape and not _are_distinct(shape, strides):
+        raise BufferTypeError(
+            f"{what} has shape {tuple(shape)} and strides {tuple(strides)}: several of its elements are one "
+            f"place in memory, into which the result cannot be written (an expanded tensor, such as the "
+            f"gradient of a sum(), is one). Pass {copied}"
+        )
+
+
+def _are_distinct(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if no two indices have one offset, by looking at all of them; few arrays come so far."""
+    offsets = np.zeros(1, dtype=np.int64)
+    for length, stride in zip(shape, strides, strict=True):
+        if length > 1 and stride == 0:
+            return False
+        offsets = (offsets[:, None] + stride * np.arange(length)).reshape(-1)
+    return np.unique(offsets).size == offsets.size
+
+
 def torch_dtype_name(tensor: Any, what: str) -> str:
-    """Name of the element type; BufferTypeError for unknown ones and for sparse tensors."""
+    """Name of the element type; BufferTypeError for unknown ones and for tensors without dense memory."""
     import torch
 
+    problem = ""
+    if tensor.is_nested:
+        problem = "is a nested tensor; collectives take dense ones: pass each of tensor.unbind()"
+    elif tensor.layout is not torch.strided:
+        parts = ", or its indices and values" if str(tensor.layout).startswith("torch.sparse") else ""
+        problem = f"is a {tensor.layout} tensor; collectives take dense ones: pass tensor.to_dense(){parts}"
+    elif tensor.device.type == "meta":
+        problem = "is on the meta device and has no memory; materialise it first"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        problem = (
+            f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, which stands for its elements; "
+            f"pass the plain tensor that holds them (of a DTensor: to_local())"
+        )
+    else:
+        try:
+            tensor.data_ptr()
+        except RuntimeError:
+            problem = (
+                "is a tensor of torch.vmap or another function transform, and has no memory of its own; "
+                "call the collective outside of the transformed function"
+            )
+    if problem:
+        raise BufferTypeError(f"{what} {problem}")
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise unknown_dtype(what, str(tensor.dtype))
-    if tensor.layout is not torch.strided:
-        raise BufferTypeError(
-            f"{what} is a {tensor.layout} tensor; collectives take dense ones: "
-            f"pass tensor.to_dense(), or its indices and values"
-        )
     return name
 
 
-def _bind_torch(tensor: Any, what: str) -> Binding:
+def _bind_torch(tensor: Any, *, writable: bool, what: str) -> Binding:
     import torch
 
     name = torch_dtype_name(tensor, what)
     tensor = tensor.detach()
-    if (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    ):
+    is_contiguous = tensor.is_contiguous()
+    if tensor.device.type == "cpu" and is_contiguous and not tensor.is_conj() and not tensor.is_neg():
         # Not view(-1), which keeps the stride of a single element: 8 of a column that is one row high.
         return Binding(tensor, _torch_host(tensor.as_strided((tensor.numel(),), (1,)), name))
-    if tensor.device.type == "meta":
-        raise BufferTypeError(f"{what} is on the meta device and has no memory; materialise it first")
+    if writable and not is_contiguous:
+        require_distinct_elements(tensor.shape, tensor.stride(), what, "tensor.contiguous()")
     staged = torch.empty(
         tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda"
     )

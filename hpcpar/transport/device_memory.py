@@ -27,6 +27,7 @@ from hpcpar.transport.buffers import (
     HostBuffer,
     is_cupy,
     is_torch,
+    require_distinct_elements,
     torch_dtype_name,
     unknown_dtype,
 )
@@ -341,7 +342,7 @@ def bind_device(
              is no tensor or CuPy array
     """
     if is_torch(array):
-        return _bind_torch(array, queue(array.device.index), what)
+        return _bind_torch(array, queue(array.device.index), writable=writable, what=what)
     interface = array.__cuda_array_interface__
     name = str(getattr(array, "dtype", "") or np.dtype(interface["typestr"]))
     if name not in DTYPES:
@@ -377,11 +378,13 @@ def bind_device(
     return Binding(array, buffer, write_back)
 
 
-def _bind_torch(tensor: Any, queue: Queue, what: str) -> Binding:
+def _bind_torch(tensor: Any, queue: Queue, *, writable: bool, what: str) -> Binding:
     import torch
 
     name = torch_dtype_name(tensor, what)
     tensor = tensor.detach()
+    if writable and not tensor.is_contiguous():
+        require_distinct_elements(tensor.shape, tensor.stride(), what, "tensor.contiguous()")
     packed = tensor.resolve_conj().resolve_neg().contiguous()
     index = tensor.device.index
 

@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import mpi4py
 
@@ -41,6 +41,8 @@ if not _mpi4py_settled:
 cuda_wheels.load()
 
 from mpi4py import MPI  # noqa: E402
+
+T = TypeVar("T")
 
 MAX_MESSAGE_NBYTES = 2**30
 """Longer messages travel in pieces: MPI counts are 32-bit in most libraries' data paths."""
@@ -140,65 +142,37 @@ def memory_kinds() -> str | None:
 
 
 class _Exchange:
-    """MPI requests under way, receives first. Only point-to-point, whose lengths are checked, keeps them."""
+    """MPI requests under way, receives first.
+
+    keep_lengths   only for point-to-point, whose lengths are checked
+    """
 
     def __init__(
-        self, requests: list[MPI.Request], peers: list[int], receives: int, *, keep_lengths: bool
+        self,
+        requests: Sequence[MPI.Request],
+        peers: Sequence[int],
+        receives: int,
+        *,
+        keep_lengths: bool,
     ) -> None:
-        self._requests = requests
         self._peers = peers
+        statuses = [MPI.Status() if keep_lengths else None for _ in requests]
+        self._parts = list(zip(requests, statuses, peers, strict=True))
         self._receives = receives
-        self._statuses = [MPI.Status() for _ in requests] if keep_lengths else None
-        self._done = not requests
-
-    def test(self) -> bool:
-        if not self._done:
-            try:
-                self._done = MPI.Request.Testall(self._requests, self._statuses)
-            except MPI.Exception as error:
-                self._done = True
-                raise _explain(error, self._peers) from error
-        return self._done
-
-    def waiting_for(self) -> tuple[int, ...]:
-        if self._done:
-            return ()
-        pairs = zip(self._requests, self._peers, strict=True)
-        return tuple(sorted({peer for request, peer in pairs if not request.Get_status()}))
-
-    def received_nbytes(self) -> int:
-        statuses = self._statuses or []
-        return sum(status.Get_count(MPI.BYTE) for status in statuses[: self._receives])
-
-
-class _Prepared:
-    """Persistent requests, receives first: set up once, then half as dear to start as fresh ones."""
-
-    def __init__(
-        self, requests: list[MPI.Prequest], peers: list[int], receives: int, *, keep_lengths: bool
-    ) -> None:
-        self._requests = requests
-        self._peers = peers
-        self._receives = receives
-        self._statuses = [MPI.Status() if keep_lengths else None for _ in requests]
-        self._parts = list(zip(requests, self._statuses, peers, strict=True))
-        self._open: list[tuple[MPI.Prequest, MPI.Status | None, int]] = []
-        _prepared.add(self)
-
-    def start(self) -> None:
-        for request in self._requests:
-            request.Start()
         self._open = self._parts.copy()
 
     def test(self) -> bool:
+        # One by one: MPI_Testall would put an error into a status, and say only that it did.
         open_parts = self._open
         try:
             while open_parts:
                 request, status, _ = open_parts[-1]
-                if not request.Test(status):
+                # A null request is complete already: an exception of a signal handler came before the pop.
+                if request and not request.Test(status):
                     return False
                 open_parts.pop()
         except MPI.Exception as error:
+            self._open = []
             raise _explain(error, self._peers) from error
         return True
 
@@ -207,18 +181,36 @@ class _Prepared:
         try:
             self._open = [part for part in self._open if not part[0].Test(part[1])]
         except MPI.Exception as error:
+            self._open = []
             raise _explain(error, self._peers) from error
         return tuple(sorted({peer for _, _, peer in self._open}))
 
     def received_nbytes(self) -> int:
-        statuses = self._statuses[: self._receives]
+        statuses = (status for _, status, _ in self._parts[: self._receives])
         return sum(0 if status is None else status.Get_count(MPI.BYTE) for status in statuses)
+
+
+class _Prepared(_Exchange):
+    """Persistent requests: set up once, then half as dear to start as fresh ones."""
+
+    def __init__(
+        self, requests: Sequence[MPI.Prequest], peers: Sequence[int], receives: int, *, keep_lengths: bool
+    ) -> None:
+        super().__init__(requests, peers, receives, keep_lengths=keep_lengths)
+        self._requests = requests
+        self._open = []
+        _prepared.add(self)
+
+    def start(self) -> None:
+        for request in self._requests:
+            request.Start()
+        self._open = self._parts.copy()
 
     def free(self) -> None:
         for request in self._requests:
             if request != MPI.REQUEST_NULL:
                 request.Free()
-        self._requests, self._parts = [], []
+        self._requests, self._parts = (), []
         _prepared.discard(self)
 
 
@@ -409,34 +401,36 @@ class MpiTransport:
     def start(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
     ) -> Exchange:
-        requests: list[MPI.Request] = []
-        peers: list[int] = []
-        for octets, source in receives:
-            for piece in self._pieces(octets):
-                requests.append(self._comm.Irecv([piece, MPI.BYTE], source, tag))
-                peers.append(source)
-        count = len(requests)
-        for octets, to in sends:
-            for piece in self._pieces(octets):
-                requests.append(self._comm.Isend([piece, MPI.BYTE], to, tag))
-                peers.append(to)
-        return _Exchange(requests, peers, count, keep_lengths=tag >= COLLECTIVE_TAGS)
+        comm = self._comm
+        return self._post(_Exchange, comm.Irecv, comm.Isend, sends, receives, tag)
 
     def prepare(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
     ) -> Prepared:
-        requests: list[MPI.Prequest] = []
+        comm = self._comm
+        return self._post(_Prepared, comm.Recv_init, comm.Send_init, sends, receives, tag)
+
+    def _post(
+        self,
+        kind: Callable[..., T],
+        receive: Callable[..., MPI.Request],
+        send: Callable[..., MPI.Request],
+        sends: Sequence[tuple[Octets, int]],
+        receives: Sequence[tuple[Octets, int]],
+        tag: int,
+    ) -> T:
+        requests: list[MPI.Request] = []
         peers: list[int] = []
         for octets, source in receives:
             for piece in self._pieces(octets):
-                requests.append(self._comm.Recv_init([piece, MPI.BYTE], source, tag))
+                requests.append(receive([piece, MPI.BYTE], source, tag))
                 peers.append(source)
         count = len(requests)
         for octets, to in sends:
             for piece in self._pieces(octets):
-                requests.append(self._comm.Send_init([piece, MPI.BYTE], to, tag))
+                requests.append(send([piece, MPI.BYTE], to, tag))
                 peers.append(to)
-        return _Prepared(requests, peers, count, keep_lengths=tag >= COLLECTIVE_TAGS)
+        return kind(requests, peers, count, keep_lengths=tag >= COLLECTIVE_TAGS)
 
     def _pieces(self, octets: Octets) -> Sequence[Octets]:
         limit = self._max_message_nbytes
@@ -503,9 +497,9 @@ class MpiTransport:
 
 
 def _explain(error: MPI.Exception, peers: Sequence[int]) -> Exception:
-    """What an MPI error means to the caller."""
+    """Translate an MPI error; only a truncated message is the caller's mistake."""
     ranks = ", ".join(map(str, sorted(set(peers))))
-    if error.Get_error_class() in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
+    if error.Get_error_class() == MPI.ERR_TRUNCATE:
         return MismatchError(
             f"a message between this rank and rank {ranks} is longer than the buffer it arrived for "
             f"({error.Get_error_string()}); sender and receiver must name the same number of bytes. "

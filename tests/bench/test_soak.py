@@ -35,7 +35,7 @@ from hpcpar.bench.soak import (
 )
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.compiled import LANES
-from hpcpar.comm.operation import ScratchPool
+from hpcpar.comm.spaces import ScratchPool
 from hpcpar.errors import OperationError
 
 CALL = Call("allreduce", 0, "torch", "float32", "sum", 29, 0, 3, True, None, False)

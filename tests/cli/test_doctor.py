@@ -19,7 +19,7 @@ from hpcpar.cli.doctor import Measurement, RankFacts, TorchFacts, Visit, judge, 
 from hpcpar.cli.start_times import Elapsed, StartTimes
 from hpcpar.comm import run_loopback
 from hpcpar.comm.select import UP_TO, describe
-from hpcpar.launch.cuda_awareness import Capabilities
+from hpcpar.launch.cuda_aware import Capabilities
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.placement import RankPlace
 from hpcpar.units import GiB, MiB
@@ -98,7 +98,7 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
     "a slow file system": (
         visit(facts(0), facts(1, node=1, waited_s=60.0)),
         "rank 1 on node1 waited 1 min 00 s for files while it imported",
-        "hpcpar run --broadcast-env",
+        "jobscripts/node-local.sh",
         False,
     ),
     "too many ranks": (

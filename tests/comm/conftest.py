@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator
 from hpcpar.errors import StallError
 from hpcpar.transport.loopback import LoopbackTransport
@@ -148,7 +148,7 @@ def _numpy(array: Any) -> np.ndarray:
 EXCHANGES: dict[str, dict[str, Any]] = {
     "messages": {},
     "shared memory": {"shared_memory": True},
-    "small stages": {"shared_memory": True, "stage_nbytes": SMALL_STAGE_NBYTES},
+    "small stages": {"shared_memory": True, "post_nbytes": SMALL_STAGE_NBYTES},
 }
 
 

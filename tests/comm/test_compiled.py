@@ -66,8 +66,8 @@ def test_every_call_is_right_however_buffers_are_used(way, size):
 def test_every_call_over_mpi_is_right_however_buffers_are_used(way, world_of_messages):
     comm = world_of_messages.unchecked("compiled")
     assert_all_right([way(comm)])
-    assert comm.size == 1 or comm._recipes
-    assert all(recipe.group is not None for recipe in comm._recipes.values())
+    assert comm.size == 1 or comm._calls.cache
+    assert all(recipe.group is not None for recipe in comm._calls.cache.values())
 
 
 @pytest.mark.mpi
@@ -245,7 +245,7 @@ def test_signatures_that_made_room_leave_no_memory_behind(monkeypatch):
         for _ in range(2 * compiled.LANES + 1):
             for buffer in buffers:
                 comm.allreduce(buffer)
-        lanes = [lane for recipe in comm._recipes.values() for lane in recipe.group.lanes]
+        lanes = [lane for recipe in comm._calls.cache.values() for lane in recipe.group.lanes]
         return sum({id(lane): lane.landing.nbytes for lane in lanes}.values())
 
     assert all(nbytes <= 100_000 for nbytes in run_loopback(2, work))

@@ -156,7 +156,7 @@ def test_on_two_nodes_ranks_of_one_pull_and_the_others_are_sent_to(kernels, way:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_algorithm_can_be_pulled(kernels, size: int) -> None:
-    from hpcpar.algorithms.catalogue import ALGORITHMS
+    from hpcpar.algorithms.registry import ALGORITHMS
 
     def body(comm: Communicator) -> None:
         names = [name for name in ALGORITHMS["allreduce"] if name != "native"]
@@ -274,7 +274,7 @@ def test_arrays_of_one_call_are_on_one_gpu(kernels, monkeypatch) -> None:
     monkeypatch.setenv("STAND_IN_DEVICES", "2")
 
     def body(comm: Communicator) -> None:
-        assert comm._family.devices.ordinal == comm.rank
+        assert comm._runtime.devices.ordinal == comm.rank
         here, there, nowhere = (
             device_cases.DeviceArray.from_host(np.zeros(count, "float32"), ordinal=ordinal)
             for count, ordinal in ((4, 1), (4, 0), (0, 0))
@@ -392,13 +392,13 @@ def test_over_mpi_arrays_on_devices_get_what_arrays_on_hosts_get(
     kernels, world: Communicator, case: str, way: str
 ) -> None:
     with world.split(0, name=f"devices {way}") as comm:
-        before = comm._family.devices
+        before = comm._runtime.devices
         try:
             assert comm.share_devices(way)
             CASES[case](comm)
         finally:
             comm.barrier()
-            comm._family.devices = before
+            comm._runtime.devices = before
 
 
 @pytest.mark.mpi
@@ -406,7 +406,7 @@ def test_over_mpi_arrays_on_devices_get_what_arrays_on_hosts_get(
 def test_a_call_is_brought_to_its_end_by_whichever_thread(kernels, world: Communicator, way: str) -> None:
     """As one of autograd's threads does with what the main thread has begun; it has used no device yet."""
     with world.split(0, name=f"another thread {way}") as comm:
-        before = comm._family.devices
+        before = comm._runtime.devices
         try:
             assert comm.share_devices(way)
             array = on_device(values(comm.rank, 3000))
@@ -416,7 +416,7 @@ def test_a_call_is_brought_to_its_end_by_whichever_thread(kernels, world: Commun
             found = array.to_host()
         finally:
             comm.barrier()
-            comm._family.devices = before
+            comm._runtime.devices = before
     assert error is None
     np.testing.assert_array_equal(found, np.sum([values(r, 3000) for r in range(world.size)], axis=0))
 
@@ -425,10 +425,10 @@ def test_a_call_is_brought_to_its_end_by_whichever_thread(kernels, world: Commun
 def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels, world: Communicator) -> None:
     """What lies where something is still open here is refused: first let go of what has been done with."""
     with world.split(0, name="devices twice") as comm:
-        before = comm._family.devices
+        before = comm._runtime.devices
         try:
             assert comm.share_devices("pull")
-            devices = comm._family.devices
+            devices = comm._runtime.devices
             address = devices.cuda.alloc(TRIAL_NBYTES)
             shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
             for memory in shown:
@@ -439,7 +439,7 @@ def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels,
             again = comm.share_devices("pull")
         finally:
             comm.barrier()
-            comm._family.devices = before
+            comm._runtime.devices = before
     assert again
 
 
@@ -447,10 +447,10 @@ def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels,
 def test_what_another_thread_has_done_with_does_not_hinder_this_one(kernels, world: Communicator) -> None:
     """A hook in autograd's thread has read memory of a peer, which now has other memory in its place."""
     with world.split(0, name="devices of two threads") as comm:
-        before = comm._family.devices
+        before = comm._runtime.devices
         try:
             assert comm.share_devices("pull")
-            devices = comm._family.devices
+            devices = comm._runtime.devices
 
             def read(shown: list[bytes]) -> None:
                 devices.cuda.use(0)
@@ -474,5 +474,5 @@ def test_what_another_thread_has_done_with_does_not_hinder_this_one(kernels, wor
             told = comm.allgather_object(refused)
         finally:
             comm.barrier()
-            comm._family.devices = before
+            comm._runtime.devices = before
     assert told == [""] * world.size

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel.traffic import allreduce_nbytes
 from hpcpar.errors import CudaError
+from hpcpar.planner.traffic import allreduce_nbytes
 from hpcpar.transport import device_kernels
 from hpcpar.transport.cuda_driver import CudaDriver, driver
 from tests.comm.device_cases import on_device, values
@@ -74,7 +74,7 @@ def test_where_a_rank_has_no_room_for_a_trial_none_pulls(kernels, monkeypatch, r
     def body(comm: Communicator) -> tuple[str, ...]:
         second.extend([threading.get_ident()] * comm.rank)
         assert comm.share_devices("auto")
-        return comm._family.devices.reaches
+        return comm._runtime.devices.reaches
 
     assert run_loopback(2, body) == [("staged", "staged")] * 2
 

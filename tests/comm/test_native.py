@@ -202,7 +202,7 @@ def test_calls_are_counted_and_messages_are_not(native_world):
 @pytest.mark.mpi
 def test_the_environment_and_a_table_may_say_native(native_world):
     comm = native_world
-    comm._family.overrides = parse_overrides("allreduce=native,broadcast=native")
+    comm._runtime.overrides = parse_overrides("allreduce=native,broadcast=native")
     comm._table = Table("measured", {"allgather": {ANY: ((64.0, "native"), (float("inf"), "ring"))}})
     told = [
         comm.algorithm_for("allreduce", 8),
@@ -243,7 +243,7 @@ def test_loopback_has_none_of_its_own(collective):
 
 def test_over_loopback_a_caller_who_names_it_gets_an_error_and_a_table_is_passed_over():
     def work(comm):
-        comm._family.overrides = {"allreduce": "native"}
+        comm._runtime.overrides = {"allreduce": "native"}
         total = comm.allreduce(np.ones(3)).tolist()
         with pytest.raises(OperationError, match=r"allreduce by 'native'.*threads.*ring"):
             comm.allreduce(np.ones(3), algorithm="native")

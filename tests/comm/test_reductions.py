@@ -15,8 +15,6 @@ from hpcpar.comm import reductions, run_loopback
 from hpcpar.comm.blocks import FLOAT_BLOCK_COUNT
 from hpcpar.comm.reductions import (
     combine,
-    combine_many,
-    combine_scaled,
     finish,
     fold,
     prepare_combine,
@@ -147,7 +145,7 @@ def test_a_sum_of_many_16_bit_pieces_is_rounded_once(dtype, pieces):
     values = np.array([exact(source) for source in sources])
     truth = values.sum(axis=0)
     bound = UNIT[dtype] * np.abs(truth) + (pieces - 1) * 2.0**-24 * np.abs(values).sum(axis=0)
-    combine_many("sum", sources[0], sources[1:])
+    fold("sum", sources[0], sources)
     assert (np.abs(exact(sources[0]) - truth) <= bound * (1 + 1e-6)).all()
 
 
@@ -170,7 +168,7 @@ def test_hop_by_hop_rounding_stays_within_its_bound_and_is_worse_than_folding(dt
 def test_a_sum_of_many_floats_stays_within_the_bound_of_ordered_summation(dtype):
     sources = [host(random(2000, seed), dtype) for seed in range(16)]
     values = np.array([source.elements.astype(np.longdouble) for source in sources])
-    combine_many("sum", sources[0], sources[1:])
+    fold("sum", sources[0], sources)
     errors = np.abs(sources[0].elements - values.sum(axis=0))
     assert (errors <= 15 * UNIT[dtype] * np.abs(values).sum(axis=0) * (1 + 1e-6)).all()
 
@@ -222,8 +220,8 @@ def test_nothing_folds_to_nothing(dtype):
 def test_bits_and_truth_are_folded_too():
     flags = [host([rank == 0, False, True], "bool") for rank in range(3)]
     either, every = flags[0].copy(), flags[0].copy()
-    combine_many("or", either, flags[1:])
-    combine_many("and", every, flags[1:])
+    fold("or", either, flags)
+    fold("and", every, flags)
     assert (either.elements.tolist(), every.elements.tolist()) == ([True, False, True], [False, False, True])
     bits = [host([1 << rank], "int32") for rank in range(4)]
     fold("or", bits[3], bits)
@@ -269,24 +267,24 @@ def test_a_scaled_16_bit_sum_is_rounded_once(dtype, factor, divisor):
     truth = values.sum(axis=0)
     # 4 additions, the factor's own rounding, a product and a quotient, all in float32
     bound = UNIT[dtype] * np.abs(truth) + 7 * 2.0**-24 * np.abs(values).sum(axis=0)
-    combine_many("sum", sources[0], sources[1:], factor=factor, divisor=divisor)
+    fold("sum", sources[0], sources, factor=factor, divisor=divisor)
     assert (np.abs(exact(sources[0]) - truth) <= bound * (1 + 1e-6)).all()
 
 
 def test_an_average_of_float16_may_pass_through_sums_beyond_its_range():
     sources = [host([60000.0] * 100, "float16") for _ in range(4)]
-    combine_many("average", sources[0], sources[1:], divisor=4)
+    fold("average", sources[0], sources, divisor=4)
     assert exact(sources[0]).tolist() == [60000.0] * 100
     pair = [host([60000.0] * 100, "float16") for _ in range(2)]
-    combine_scaled("sum", pair[0], pair[1], 0.5)
+    fold("sum", pair[0], pair, factor=0.5)
     assert exact(pair[0]).tolist() == [60000.0] * 100
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_combine_scaled_is_a_sum_and_a_product_in_the_elements_type(dtype):
+def test_a_scaled_sum_of_two_is_a_sum_and_a_product_in_the_elements_type(dtype):
     target, incoming = host(random(500, 1), dtype), host(random(500, 2), dtype)
     expected = (target.elements + incoming.elements) * np.dtype(dtype).type(0.1)
-    combine_scaled("sum", target, incoming, 0.1)
+    fold("sum", target, (target, incoming), factor=0.1)
     np.testing.assert_array_equal(target.elements, expected)
 
 
@@ -313,7 +311,7 @@ def test_integers_are_scaled_in_float64_and_truncated_towards_zero():
     scale(target, 0.5)
     assert target.elements.tolist() == [3, -3, 1, 0, 2**30 - 1]
     total = host([5, -5], "int64")
-    combine_scaled("sum", total, host([6, -6], "int64"), 0.5)
+    fold("sum", total, (total, host([6, -6], "int64")), factor=0.5)
     assert total.elements.tolist() == [5, -5]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, arena, caller, operation, run_loopback, select, shared
 from hpcpar.comm.arena import LANES
 from hpcpar.errors import StallError
@@ -188,11 +188,11 @@ def test_what_is_sent_is_laid_out_in_pieces_or_read_where_it_lies_as_these_tests
                 comm.allreduce(data, algorithm="direct")
                 comm.alltoall(data[: count // size * size], out=out[: count // size * size])
             for collective in ("allreduce", "alltoall"):
-                (recipe,) = [r for r in comm._recipes.values() if r.collective == collective]
+                (recipe,) = [r for r in comm._calls.cache.values() if r.collective == collective]
                 step = next(program for program in recipe.programs if program is not None).steps[-1]
                 places = {sending.place and bool(sending.place & arena.PRIVATE) for sending in step._sendings}
                 found[collective, kind, count] = pieces_of(step) > len(step._parts()), *places
-            comm._forget(list(comm._recipes))
+            comm._forget(list(comm._calls.cache))
         return found
 
     # (several pieces, where it lies: in the stage, in a shared array or in private memory)
@@ -308,7 +308,7 @@ def test_more_recipes_than_are_kept_make_room(sharing, monkeypatch):
             for tensor in tensors[: 2 if call % 2 else 7]:
                 tensor.fill_(call + comm.rank)
                 right.append(set(comm.allreduce(tensor).tolist()) == {2 * call + 1})
-        assert len(comm._recipes) <= 3
+        assert len(comm._calls.cache) <= 3
         assert len(comm._seen["allreduce"]) <= 3
         return right
 
@@ -729,7 +729,7 @@ def test_what_was_counted_stays_when_a_call_is_no_longer_remembered(sharing):
         for _ in range(TIMES):
             comm.allreduce(data, algorithm="ring")
         before = comm.traffic.nbytes_sent("allreduce")
-        comm._forget(list(comm._recipes))
+        comm._forget(list(comm._calls.cache))
         after = comm.traffic.nbytes_sent("allreduce")
         comm.allreduce(data, algorithm="ring")
         return before, after, comm.traffic.nbytes_sent("allreduce"), comm.traffic.row("allreduce").calls

@@ -82,7 +82,7 @@ def sums(comm):
 def test_ranks_of_one_node_share_memory_and_so_do_all_that_are_split_from_them(size):
     def work(comm):
         part = comm.split(0, key=-comm.rank)
-        return comm._is_all_shared, part._is_all_shared, sums(comm), sums(part)
+        return comm._calls.is_all_shared, part._is_all_shared, sums(comm), sums(part)
 
     shares = size > 1
     assert run_loopback(size, work, **OPTIONS) == [(shares, shares, True, True)] * size
@@ -91,14 +91,14 @@ def test_ranks_of_one_node_share_memory_and_so_do_all_that_are_split_from_them(s
 def test_ranks_on_several_nodes_share_memory_in_part_and_those_of_one_node_in_all():
     def work(comm):
         node = comm.split_by_node()
-        return comm.shares_memory, comm._is_all_shared, node._is_all_shared, sums(comm), sums(node)
+        return comm.shares_memory, comm._calls.is_all_shared, node._is_all_shared, sums(comm), sums(node)
 
     assert run_loopback(4, work, nodes=(0, 1, 0, 1), **OPTIONS) == [(True, False, True, True, True)] * 4
 
 
 def test_nobody_shares_memory_who_was_not_asked_to(directory):
     def work(comm):
-        return comm._arena, comm.split(0)._arena
+        return comm._calls.segment, comm.split(0)._calls.segment
 
     assert run_loopback(2, work) == [(None, None)] * 2
 
@@ -117,7 +117,7 @@ def test_calls_that_were_remembered_before_are_right_after():
                 comm.share_memory()
             tensor.fill_(call)
             right.append(comm.allreduce(tensor)[3].item() == 2 * call)
-        return all(right) and comm._is_all_shared
+        return all(right) and comm._calls.is_all_shared
 
     assert run_loopback(2, work) == [True, True]
 
@@ -126,9 +126,9 @@ def test_calls_that_were_remembered_before_are_right_after():
 def test_a_stage_that_is_asked_for_is_had_unless_there_would_be_no_room_in_it(size):
     def work(comm):
         comm.share_memory(stage_nbytes=8192)
-        asked = comm._arena.stage
+        asked = comm._calls.segment.stage
         comm.share_memory(stage_nbytes=1)
-        return asked, comm._arena.stage, sums(comm)
+        return asked, comm._calls.segment.stage, sums(comm)
 
     assert run_loopback(size, work) == [(8192, least_stage_nbytes(size), True)] * size
 
@@ -179,7 +179,7 @@ def test_where_memory_cannot_be_shared_all_ranks_exchange_by_messages_after_one_
         comm.allreduce(array)
         comm.free_shared(array)
         part = comm.split(0)
-        return comm._arena, part._arena, comm.share_memory(), sums(comm), sums(part), array.tolist()
+        return comm._calls.segment, part._calls.segment, comm.share_memory(), sums(comm), sums(part), array.tolist()
 
     with caplog.at_level(logging.WARNING, logger="hpcpar"):
         found = run_loopback(size, work, **OPTIONS)
@@ -201,7 +201,7 @@ def test_one_rank_that_cannot_share_is_enough(directory, monkeypatch, caplog):
 
     monkeypatch.setattr(shared_memory, "hindrance", one_of_them)
     with caplog.at_level(logging.WARNING, logger="hpcpar"):
-        assert run_loopback(3, lambda comm: (comm._arena, sums(comm)), **OPTIONS) == [(None, True)] * 3
+        assert run_loopback(3, lambda comm: (comm._calls.segment, sums(comm)), **OPTIONS) == [(None, True)] * 3
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "does not want to" in caplog.text
     assert os.listdir(directory) == []
@@ -216,9 +216,9 @@ def test_arrays_that_there_is_no_room_for_are_ordinary_ones(directory, monkeypat
         for _ in range(2 * LANES):
             array[:] = comm.rank + 1
             comm.allreduce(array)
-        numbers = list(comm._arena.arrays)
+        numbers = list(comm._calls.segment.arrays)
         comm.free_shared(array)
-        return set(array.tolist()), numbers, comm._is_all_shared
+        return set(array.tolist()), numbers, comm._calls.is_all_shared
 
     with caplog.at_level(logging.WARNING, logger="hpcpar"):
         assert run_loopback(2, work, **OPTIONS) == [({3.0}, [], True)] * 2
@@ -233,7 +233,7 @@ def test_processes_that_may_not_read_each_other_share_memory_all_the_same(monkey
         for _ in range(2 * LANES):
             array[:] = comm.rank + 1
             comm.broadcast(array, root=1)
-        return comm._is_all_shared, comm._arena.pids, set(array.tolist())
+        return comm._calls.is_all_shared, comm._calls.segment.pids, set(array.tolist())
 
     assert run_loopback(2, work, **OPTIONS) == [(True, (), {2.0})] * 2
 
@@ -265,7 +265,7 @@ def test_ranks_may_ask_for_arrays_of_different_sizes_which_do_not_overlap():
         array = comm.allocate_shared(1 + 37 * comm.rank, "uint8")
         array[...] = comm.rank + 1
         comm.barrier()
-        whole = comm._arena.arrays[1].octets
+        whole = comm._calls.segment.arrays[1].octets
         found = array.tolist(), np.bincount(whole, minlength=4)[1:].tolist()
         comm.barrier()
         return found
@@ -280,7 +280,7 @@ def test_the_others_see_what_a_rank_writes_to_its_shared_array():
         array = comm.allocate_shared(16, "int64")
         array[:] = 5 + comm.rank
         comm.barrier()
-        found = set(comm._arena.arrays[1].octets.view("int64").tolist()) - {0}  # whole pages
+        found = set(comm._calls.segment.arrays[1].octets.view("int64").tolist()) - {0}  # whole pages
         comm.barrier()
         return found
 
@@ -337,7 +337,7 @@ def test_an_array_that_was_freed_but_is_still_held_is_an_ordinary_one():
             array[:] = comm.rank + call
             comm.allreduce(array)
             right.append(array[0] == array[-1] == 2 * call + 1)
-        return all(right), comm._arena.arrays
+        return all(right), comm._calls.segment.arrays
 
     assert run_loopback(2, work, **OPTIONS) == [(True, {})] * 2
 
@@ -347,11 +347,11 @@ def test_arrays_of_different_allocations_are_not_freed_and_every_rank_is_told():
         first, second = (comm.allocate_shared(100, "float64") for _ in range(2))
         with pytest.raises(OperationError, match=r"different allocations: number \[1, 2\]") as caught:
             comm.free_shared(second if comm.rank else first)
-        numbers = list(comm._arena.arrays)
+        numbers = list(comm._calls.segment.arrays)
         with pytest.raises(OperationError, match="different allocations"):
             comm.free_shared(np.zeros(100) if comm.rank else first)
         comm.free_shared(second)
-        return caught.type, numbers, list(comm._arena.arrays), sums(comm)
+        return caught.type, numbers, list(comm._calls.segment.arrays), sums(comm)
 
     assert run_loopback(2, work, **OPTIONS) == [(OperationError, [1, 2], [1], True)] * 2
 
@@ -360,7 +360,7 @@ def test_a_rank_whose_array_has_no_elements_frees_it_with_the_others():
     def work(comm):
         array = comm.allocate_shared(1000 * comm.rank, "float64")
         comm.free_shared(array)
-        return comm._arena.arrays
+        return comm._calls.segment.arrays
 
     assert run_loopback(3, work, **OPTIONS) == [{}] * 3
 
@@ -369,7 +369,7 @@ def test_part_of_a_shared_array_stands_for_the_whole_when_it_is_freed():
     def work(comm):
         array = comm.allocate_shared(1000, torch.float32)
         comm.free_shared(array[100:200])
-        return comm._arena.arrays
+        return comm._calls.segment.arrays
 
     assert run_loopback(2, work, **OPTIONS) == [{}] * 2
 
@@ -494,13 +494,13 @@ def test_memory_that_no_rank_uses_any_more_is_given_back_by_the_next_allocation(
         part = gone[5:10] if comm.rank == 0 else None
         del gone
         third = comm.allocate_shared(10, "float64")
-        held = len(comm._arena.arrays)
+        held = len(comm._calls.segment.arrays)
         del part
         fourth = comm.allocate_shared(10, "float64")
         for array in (kept, third, fourth):
             array[:] = comm.rank
             comm.allreduce(array)
-        return held, len(comm._arena.arrays), {float(x) for a in (kept, third, fourth) for x in a}
+        return held, len(comm._calls.segment.arrays), {float(x) for a in (kept, third, fourth) for x in a}
 
     assert run_loopback(3, work, **OPTIONS) == [(3, 3, {3.0})] * 3
 

@@ -107,7 +107,7 @@ def test_who_waits_in_vain_is_told_for_which_unit() -> None:
     over = threading.Event()
 
     def body(comm: Communicator) -> str:
-        comm._family.progress._watch.timeout_s = 0.1
+        comm._runtime.progress._watch.timeout_s = 0.1
         model = fully_shard(Routed(), comm)
         if comm.rank:
             assert over.wait(60)

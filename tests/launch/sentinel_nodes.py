@@ -1,4 +1,4 @@
-"""The ranks of a node, or of several, as small processes that do as they are told on standard input."""
+"""Ranks of a node as small processes that do as they are told on standard input."""
 
 from __future__ import annotations
 
@@ -53,21 +53,11 @@ def paused(pid: int) -> Iterator[None]:
 
 
 RANK = """
-import os, resource, signal, sys, time
-from hpcpar.launch.sentinel import Guard, Links, open_hub, start
+import os, signal, sys, time
+from hpcpar.launch.sentinel import Guard, start
 
 rank, size, address, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], eval(sys.argv[4])
-if "descriptors" in options:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (options.pop("descriptors"), most))
 if not address:
-    if "links" in options:
-        links = options.pop("links")
-        listener = None
-        if not links["address"]:
-            listener, links["address"] = open_hub(len(links["ranks"]))
-        print(links["address"], flush=True)
-        options.update(nodes=len(links["ranks"]), links=Links(listener=listener, **links))
     address = start(local_size=size, **options)
     print(address, flush=True)
 for line in sys.stdin:
@@ -97,8 +87,6 @@ for line in sys.stdin:
 class Node:
     """Stand-ins for the ranks of one node, their sentinel's standard error and its directory.
 
-    first     number of its first rank in the job
-    links     the fields of `sentinel.Links`; an empty address makes it the hub's node
     options   for `sentinel.start`
     """
 
@@ -108,8 +96,6 @@ class Node:
         size: int,
         *,
         host: str = "node7",
-        first: int = 0,
-        links: dict[str, object] | None = None,
         **options: object,
     ) -> None:
         self.directory = directory / "run"
@@ -117,13 +103,8 @@ class Node:
         self.error = (directory / "stderr").open("w+")
         self.size = size
         self.host = host
-        self.first = first
-        self.is_off = False
         self.options = {"run_directory": str(self.directory), "host": host, **options}
-        if links is not None:
-            self.options["links"] = links
         self.ranks = [self.spawn(0, "")]
-        self.hub = self.answer(0) if links is not None else ""
         self.address = self.answer(0)
         self.ranks += [self.spawn(rank, self.address) for rank in range(1, size)]
 
@@ -134,7 +115,7 @@ class Node:
                 "-S",
                 "-c",
                 RANK,
-                str(self.first + rank),
+                str(rank),
                 str(self.size),
                 address,
                 repr(self.options),
@@ -184,27 +165,12 @@ class Node:
     def is_watched(self) -> bool:
         return any(self.directory.glob("watching-*"))
 
-    def has_said_something(self) -> bool:
-        return os.path.getsize(self.error.name) > 0
-
     def lines(self) -> list[str]:
         """What the sentinel has said, once it has gone."""
         await_sentinels(self.directory, patience_s=15)
         assert not self.is_watched(), "the sentinel is still there"
         self.error.seek(0)
         return self.error.read().splitlines()
-
-    def power_off(self) -> None:
-        """Kill all of the node's processes at once, its sentinel included; its link has ended then."""
-        self.is_off = True
-        pid = self.sentinel_pid
-        os.kill(pid, signal.SIGSTOP)
-        for rank in self.ranks:
-            rank.kill()
-        os.kill(pid, signal.SIGKILL)
-        for rank in self.ranks:
-            rank.wait(timeout=10)
-        await_that(lambda: has_ended(pid), "the sentinel has ended")
 
     def words(self) -> list[str]:
         return sorted(path.name for path in self.directory.iterdir())

@@ -239,19 +239,44 @@ def test_several_nodes_say_when(tmp_path: Path, nodes: list[Node]) -> None:
     nodes[0].join()
     nodes[0].kill(0)
     (line,) = nodes[0].lines()
-    assert "no other rank of this node is left (at " in line
+    assert "killed or exited without finishing; ending the job (at " in line
 
 
-def test_other_nodes_are_ended_by_the_given_command(tmp_path: Path, nodes: list[Node]) -> None:
-    mark = tmp_path / "ended"
-    nodes.append(Node(tmp_path, 2, end_command=("/bin/touch", str(mark))))
+def test_a_rank_alone_on_its_node_that_says_nothing_is_named(tmp_path: Path, nodes: list[Node]) -> None:
+    nodes.append(Node(tmp_path, 1))
     nodes[0].join()
     nodes[0].kill(0)
-    nodes[0].lines()
-    deadline = time.monotonic() + 5
-    while not mark.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert mark.exists()
+    assert "no other rank of this node is left" in nodes[0].lines()[0]
+
+
+@pytest.mark.parametrize("how", ["killed", "aborted", "all told to end"])
+def test_other_nodes_are_ended_by_the_given_command(tmp_path: Path, nodes: list[Node], how: str) -> None:
+    mark = tmp_path / "ended"
+    node = Node(tmp_path, 2, nodes=2, end_command=("/bin/touch", str(mark)), abort_grace_s=0.3)
+    nodes.append(node)
+    node.join()
+    if how == "killed":
+        node.kill(0)
+    elif how == "aborted":
+        node.do(0, "abort")
+    else:
+        for process in node.ranks:
+            process.terminate()
+    assert (len(node.lines()) == 1) is (how == "killed")
+    await_that(mark.exists, "the command has run")
+
+
+def test_other_nodes_go_on_where_all_ranks_of_this_one_finish(tmp_path: Path, nodes: list[Node]) -> None:
+    mark = tmp_path / "ended"
+    node = Node(tmp_path, 2, nodes=2, end_command=("/bin/touch", str(mark)))
+    nodes.append(node)
+    node.join()
+    for rank in range(2):
+        node.do(rank, "done")
+        node.tell(rank, "exit 0")
+    assert node.lines() == []
+    time.sleep(0.3)
+    assert not mark.exists()
 
 
 def test_the_sentinel_is_small_and_no_child_of_the_rank(node: Node) -> None:
@@ -361,3 +386,56 @@ def test_under_mpiexec_the_lost_rank_is_named_every_time(tmp_path: Path, how: st
         pid = done.stdout.split("pid ")[1].split()[0]
         verdicts.append(len(said) == 1 and said[0].startswith(f"hpcpar: rank {lost} (pid {pid} on "))
     assert verdicts == [True] * 5
+
+
+TWO_NODES = """
+import os, signal, sys
+import numpy as np
+import hpcpar
+from hpcpar.comm import world as start_up
+from hpcpar.transport import mpi
+
+# Ranks of one machine that believe to be on two; the launcher's variables would say otherwise.
+mpi._world_nodes = lambda: (0, 0, 1, 1)
+start_up._crosscheck = lambda world, info: info
+world = hpcpar.init()
+assert set(world.nodes) == {0, 1}
+world.allreduce(np.ones(8))
+if sys.argv[1:] == [str(world.rank)]:
+    print("pid", os.getpid(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1:]:
+    world.allreduce(np.ones(8))
+"""
+
+
+def job_on_two_nodes(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run four ranks, with a daemon of the launcher for each node's two where it can have that."""
+    script = directory / "job.py"
+    script.write_text(TWO_NODES)
+    version = subprocess.run([str(MPIEXEC), "--version"], capture_output=True, text=True, check=True).stdout
+    daemons = "-launcher fork -hosts 127.0.0.1,localhost -ppn 2" if "HYDRA" in version else ""
+    return subprocess.run(
+        [str(MPIEXEC), *daemons.split(), "-n", "4", sys.executable, str(script), *words],
+        env={**os.environ, **FOR_MPIEXEC},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec")
+def test_short_jobs_on_two_nodes_end_in_silence(tmp_path: Path) -> None:
+    done = [job_on_two_nodes(tmp_path) for _ in range(5)]
+    assert [(job.returncode, job.stderr) for job in done] == [(0, "")] * 5
+
+
+@pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec")
+def test_a_rank_lost_on_one_of_two_nodes_ends_the_job_and_the_earliest_line_names_it(tmp_path: Path) -> None:
+    for lost in (3, 0):
+        done = job_on_two_nodes(tmp_path, str(lost))
+        said = [line for line in done.stderr.splitlines() if line.startswith("hpcpar: rank")]
+        pid = done.stdout.split("pid ")[1].split()[0]
+        first = min(said, key=lambda line: line.rpartition("(at ")[2])
+        assert first.startswith(f"hpcpar: rank {lost} (pid {pid} on "), done.stderr

@@ -24,7 +24,6 @@ def test_every_variable_is_read() -> None:
         "HPCPAR_RUN_DIRECTORY": "/scratch/run",
         "HPCPAR_TUNING": "/home/me/tuning.toml",
         "HPCPAR_SHARED_MEMORY": "0",
-        "HPCPAR_NODE_TIMEOUT_S": "90",
         "HPCPAR_CUDA_AWARE": "reductions, point-to-point",
     }
     assert Settings.from_environ(environ) == Settings(
@@ -34,7 +33,6 @@ def test_every_variable_is_read() -> None:
         "/scratch/run",
         "/home/me/tuning.toml",
         False,
-        90.0,
         ("point_to_point", "reductions"),
     )
 

@@ -17,7 +17,6 @@ from hpcpar.cuda_wheels import Wheels
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import supervise
 from hpcpar.launch.hosts import Host
-from hpcpar.launch.local_copy import LocalCopy
 from hpcpar.launch.supervise import (
     NO_WISHES,
     Ending,
@@ -292,15 +291,6 @@ def test_a_run_says_its_command_and_returns_the_programs_status(launcher: superv
     assert (
         run(3, ["-c", "raise SystemExit(7)"], say=said.append, environ=plain_environ(), which=launcher) == 7
     )
-
-
-def test_the_job_reads_what_it_is_given(launcher: supervise.Which, tmp_path: Path) -> None:
-    (tmp_path / "input").write_text("hello")
-    program = ["-c", "import sys; sys.exit(len(sys.stdin.read()))"]
-    with open(tmp_path / "input") as file:
-        for stdin, status in ((subprocess.DEVNULL, 0), (file.fileno(), 5)):
-            told = {"environ": plain_environ(), "which": launcher, "stdin": stdin}
-            assert run(1, program, say=lambda line: None, **told) == status  # type: ignore[arg-type]
 
 
 def test_a_run_whose_standard_output_is_closed_is_run(
@@ -624,25 +614,6 @@ def test_open_mpi_sends_what_makes_it_cuda_aware_to_other_hosts() -> None:
     words = words_of("openmpi", 2, wishes, {"UCX_TLS": "tcp"})
     sent = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
     assert {*UCX, "UCX_TLS"} <= set(sent)
-
-
-def test_a_copy_of_the_environment_brings_its_own_ucx(
-    launcher: supervise.Which, wheels_for_cuda: list[dict[str, object]]
-) -> None:
-    class Copy:
-        def localized(self, path: str) -> str:
-            return path
-
-        def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-            return {"LD_LIBRARY_PATH": "/copy/libucx/lib:" + environ["LD_LIBRARY_PATH"]}
-
-    code = (
-        "import os, sys; "
-        "sys.exit(0 if os.environ['LD_LIBRARY_PATH'] == '/copy/libucx/lib:/env/libucx/lib' else 5)"
-    )
-    copy: LocalCopy = Copy()  # type: ignore[assignment]
-    environ = plain_environ()
-    assert run(1, ["-c", code], say=lambda line: None, environ=environ, which=launcher, copy=copy) == 0
 
 
 def test_srun_ends_the_job_at_one_interrupt() -> None:

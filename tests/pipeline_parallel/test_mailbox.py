@@ -103,7 +103,7 @@ def test_every_message_arrives_where_it_belongs_and_nothing_is_left(schedule, kn
             box = mailbox(comm, schedule, forms(schedule) if known else None)
             walk(comm, schedule, box, wrong, lambda _: None)
         comm.barrier()
-        return wrong, comm.traffic.nbytes_sent("send"), not comm._family.progress.under_way
+        return wrong, comm.traffic.nbytes_sent("send"), not comm._runtime.progress.under_way
 
     results = run(2, on_rank)
     assert [wrong for wrong, _, _ in results] == [[], []]
@@ -179,7 +179,7 @@ def test_at_the_end_what_is_not_delivered_is_waited_for():
             time.sleep(0.05)
             box.activation(1, 0)
         box.finish()
-        return not comm._family.progress.under_way
+        return not comm._runtime.progress.under_way
 
     assert run(2, on_rank) == [True, True]
 
@@ -215,7 +215,7 @@ def test_a_stage_that_failed_sends_nothing_and_keeps_its_promise(known):
             box.send_nothing(Action(1, "B", 0))
         box.finish()
         comm.barrier()
-        return found, not comm._family.progress.under_way
+        return found, not comm._runtime.progress.under_way
 
     zeros = [[0.0, 0.0]] if known else []
     assert run(2, on_rank) == [([zeros], True), ([not known, zeros], True)]

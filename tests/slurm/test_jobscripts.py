@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,56 @@ def test_many_nodes(submit: Submit) -> None:
     assert "ranks: 2 (dp=2)" in job.output
     assert "ZeRO-1" in job.output
     assert len(node_names(job)) == 2
+
+
+@pytest.fixture
+def small_environment(tmp_path: Path) -> Path:
+    """A project whose .venv has an MPI of its own, a package, and a view of this environment's packages."""
+    environment, own = tmp_path / ".venv", Path(sys.prefix)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60)
+    packages = next(environment.glob("lib/python3*/site-packages"))
+    (packages / "others.pth").write_text(
+        f"{next(own.glob('lib/python3*/site-packages'))}\n{ROOT}\nimport where_from\n"
+    )
+    (packages / "where_from.py").write_text(
+        "import os, sys\n"
+        "if 'train' in sys.argv: print('from', __file__, 'on', os.uname().nodename, flush=True)\n"
+    )
+    mpi = [
+        *own.glob("lib/libmpi*"),
+        *own.glob("lib/mpich"),
+        *own.glob("bin/mpiexec*"),
+        *own.glob("bin/hydra*"),
+    ]
+    for found in mpi:
+        subprocess.run(["cp", "-a", str(found), str(environment / found.relative_to(own))], check=True)
+    for name in ("examples", "jobscripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def test_ranks_start_from_copies_on_their_nodes_which_are_gone_after_the_job(
+    cluster: Cluster, small_environment: Path
+) -> None:
+    # /tmp is one directory for all nodes of this cluster; /dev/shm is a node's own.
+    job = cluster.sbatch(
+        "--ntasks-per-node=1",
+        "jobscripts/node-local.sh",
+        "examples/tiny.toml",
+        *TINY,
+        directory=small_environment,
+        timeout_s=JOB_S,
+        SLURM_TMPDIR="/dev/shm",
+    )
+    assert job.state() == "COMPLETED", job.output
+    Submit.check(job, small_environment / "runs" / f"node-local-{job.id}")
+    copy = f"/dev/shm/hpcpar-environment-{job.id}"
+    for node in ("node1", "node2"):
+        assert re.search(rf"^from {copy}/lib/python\S+/where_from.py on {node}$", job.output, re.MULTILINE)
+    look = "ls -d /dev/shm/hpcpar-environment-*; echo seen on $(hostname)"
+    seen = cluster.run("srun", "-N2", "-n2", "-t1", "sh", "-c", look)
+    assert sorted(seen.stdout.splitlines()) == ["seen on node1", "seen on node2"]
+    assert not list(small_environment.glob("*.tar"))
 
 
 def test_zero_3(submit: Submit) -> None:

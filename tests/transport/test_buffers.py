@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from hpcpar.comm import run_loopback
 from hpcpar.errors import BufferTypeError
 from hpcpar.transport.buffers import (
     DTYPES,
@@ -111,6 +113,85 @@ def test_fresh_arrays_are_of_the_same_library_and_type():
 def test_what_cannot_travel_is_named(array, words):
     with pytest.raises(BufferTypeError, match=words):
         bind(array, writable=False, what="the gradient")
+
+
+def fake_tensor():
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls most of these a prototype
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "sparse_coo tensor.*pass tensor.to_dense"),
+        (lambda: torch.eye(4).to_sparse_csr(), "sparse_csr tensor.*pass tensor.to_dense"),
+        (lambda: torch.eye(4).to_sparse_csc(), "sparse_csc tensor.*pass tensor.to_dense"),
+        (lambda: torch.eye(4).to_mkldnn(), "_mkldnn tensor.*pass tensor.to_dense"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor.*unbind"),
+        (lambda: torch.ones(3, device="meta"), "meta device"),
+        (fake_tensor, "FakeTensor, which stands for its elements"),
+        (lambda: np.ma.masked_array([1.0, 2.0], [False, True]), "MaskedArray.*mask would be lost"),
+    ],
+)
+@pytest.mark.parametrize("as_out", [False, True])
+def test_an_array_without_plain_memory_is_refused_before_anything_moves(make, words, as_out):
+    def body(comm):
+        with pytest.raises(BufferTypeError, match=words):
+            comm.allreduce(torch.ones(4) if as_out else make(), out=make() if as_out else None)
+
+    run_loopback(2, body)
+
+
+def test_a_masked_array_is_refused_after_a_call_on_its_data():
+    masked = np.ma.masked_array([1.0, 2.0], [False, True])
+
+    def body(comm):
+        for _ in range(3):
+            comm.allreduce(masked.data)
+        with pytest.raises(BufferTypeError, match="MaskedArray"):
+            comm.allreduce(masked)
+
+    run_loopback(1, body)
+
+
+def test_a_tensor_under_a_function_transform_is_refused():
+    for transform in (torch.vmap, torch.func.grad):
+        with pytest.raises(BufferTypeError, match="call the collective outside of the transformed function"):
+            transform(lambda tensor: bind(tensor, writable=False) and tensor.sum())(torch.ones(3))
+
+
+def gradient_of_a_sum():
+    x = torch.ones(3, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(x.sum(), x)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("make", "copied"),
+    [
+        (gradient_of_a_sum, "tensor.contiguous"),
+        (lambda: torch.ones(5).expand(2, 5), "tensor.contiguous"),
+        (lambda: torch.arange(8.0).unfold(0, 3, 1), "tensor.contiguous"),
+        (lambda: np.lib.stride_tricks.as_strided(np.ones(6), (4, 3), (8, 8)), "numpy.ascontiguousarray"),
+    ],
+)
+def test_a_result_into_elements_that_share_memory_is_refused_with_the_call_that_works(make, copied):
+    for _ in range(2):
+        with pytest.raises(BufferTypeError, match=rf"one place in memory.*Pass {copied}"):
+            bind(make(), writable=True)
+    assert bind(make(), writable=False).host.count == np.prod(make().shape)
+
+
+def test_views_whose_elements_are_distinct_take_a_result():
+    array = np.zeros((4, 6))
+    interleaved = torch.zeros(16).as_strided((2, 3), (3, 2))  # 0 2 4 and 3 5 7
+    for view in (array.T, array[::-2, ::3], array[:, :1], torch.zeros(3, 4).t(), interleaved):
+        binding = bind(view, writable=True)
+        binding.host.elements[...] = np.arange(binding.host.count)
+        binding.write_back()
+        assert view.reshape(-1).tolist() == list(range(binding.host.count))
+    assert bind(torch.ones(1).expand(0, 1), writable=True).host.count == 0
 
 
 @pytest.mark.gpu

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
+
+from hpcpar.errors import MismatchError, PeerFailedError
 
 
 @pytest.mark.mpi
@@ -63,3 +66,34 @@ def test_before_version_4_mpi_has_a_limit(world):
         "before version 4 MPI has a limit to pieces, and no rank knows all of them",
     ]
     assert told_by_mpi_4 == [None, None, "MPI knows no max of float16"]
+
+
+@pytest.mark.mpi
+def test_only_a_truncated_message_is_told_as_longer_than_its_buffer(world):
+    from mpi4py import MPI
+
+    from hpcpar.transport.mpi import _explain
+
+    assert isinstance(_explain(MPI.Exception(MPI.ERR_TRUNCATE), [1]), MismatchError)
+    for code in (MPI.ERR_IN_STATUS, MPI.ERR_OTHER, MPI.ERR_INTERN):
+        told = _explain(MPI.Exception(code), [1])
+        assert isinstance(told, PeerFailedError)
+        assert MPI.Get_error_string(code) in str(told)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_an_exchange_of_several_messages_names_the_one_that_is_too_long(world, pieces):
+    transport = type(world._transport).world()
+    to = (world.rank + 1) % world.size
+    received = [np.zeros(4, np.uint8) for _ in range(pieces)]
+    exchange = transport.start(
+        [(np.zeros(5, np.uint8), to)] * pieces, [(r, (world.rank - 1) % world.size) for r in received], 1
+    )
+    try:
+        with pytest.raises(MismatchError, match="longer than the buffer"):
+            any(iter(exchange.test, None))
+        assert exchange.test()
+    finally:
+        world.barrier()
+        transport.free()

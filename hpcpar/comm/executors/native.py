@@ -86,7 +86,9 @@ class NativeStep:
     place   where the result belongs; MPI may have to leave it elsewhere first
     """
 
-    def __init__(self, natives: Natives, call: NativeCall, place: HostBuffer, participants: Participants) -> None:
+    def __init__(
+        self, natives: Natives, call: NativeCall, place: HostBuffer, participants: Participants
+    ) -> None:
         self._natives = natives
         self._call = call
         self._place = place

@@ -40,9 +40,9 @@ from zlib import crc32
 
 import numpy as np
 
-from hpcpar.algorithms.catalogue import Algorithm
-from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.algorithms.topology import Nodes
 from hpcpar.comm.compiled import ExecutorStep
 from hpcpar.comm.plan import Edges, Message, Offsets, Plan, PlannedStep, Run, overlapping, runs_of
 from hpcpar.comm.shm_segment import (
@@ -58,7 +58,7 @@ from hpcpar.comm.shm_segment import (
     SLOTS,
     ShmSegment,
 )
-from hpcpar.comm.spaces import Action, Spaces, copies_of, copying, folds, itemsize_of, octets_of
+from hpcpar.comm.spaces import Action, Spaces, copies_of, copying, folds, octets_of
 from hpcpar.errors import MismatchError
 from hpcpar.transport import peer_memory
 from hpcpar.transport.buffers import HostBuffer
@@ -170,27 +170,32 @@ class SharedCall:
         self.described = described
         self.is_short = is_short
         self.words = segment.words
-        self.digest = crc32(described.encode()) & DIGEST_MASK
+        self._digest = (crc32(described.encode()) & DIGEST_MASK) << DIGEST_SHIFT
         self.spaces: dict[str, HostBuffer] = dict(spaces)
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
-        self.number = self.slot = self.stamp = 0
+        self.number, self.slot, self.stamp = -1, 0, 0
         self.headers: Sequence[int] = segment.headers[0]
 
     def begin(self, number: int) -> None:
-        self.number = number & NUMBER_MASK
-        self.slot = number % SLOTS
-        self.stamp = self.number << NUMBER_SHIFT | self.digest << DIGEST_SHIFT
-        self.headers = self.segment.headers[self.slot]
+        self.number = number
+        self.slot = slot = number % SLOTS
+        self.stamp = (number & NUMBER_MASK) << NUMBER_SHIFT | self._digest
+        self.headers = self.segment.headers[slot]
 
     def is_free(self) -> bool:
-        """True when all ranks have ended the call that used the slot before."""
-        words, number = self.words, self.number
-        for header in self.headers:
+        """True when all ranks have ended the call that used the slot before: the one in the own header."""
+        words, headers = self.words, self.headers
+        before = words[headers[self.segment.rank]]
+        if before & PHASE_MASK != ENDED:
+            return False
+        before >>= NUMBER_SHIFT
+        for header in headers:
             state = words[header]
-            if state & PHASE_MASK != ENDED and state >> NUMBER_SHIFT != number:
+            number = state >> NUMBER_SHIFT
+            if (number != before or state & PHASE_MASK != ENDED) and number != self.number & NUMBER_MASK:
                 if state & PHASE_MASK == FAILED:
-                    raise self._mismatch(self.headers.index(header))
+                    raise self._mismatch(headers.index(header))
                 return False
         return True
 
@@ -213,7 +218,7 @@ class SharedCall:
         least = self.stamp | phase
         if least <= state <= self.stamp | ENDED:
             return True
-        if state >> NUMBER_SHIFT == self.number and state >> DIGEST_SHIFT != self.stamp >> DIGEST_SHIFT:
+        if state >> NUMBER_SHIFT == self.stamp >> NUMBER_SHIFT and state >> DIGEST_SHIFT != self.stamp >> DIGEST_SHIFT:
             raise self._mismatch(rank)
         if state == self.stamp | FAILED:
             raise self._mismatch(rank)
@@ -235,22 +240,24 @@ class SharedCall:
 class Group:
     """Messages that one or several local peers send for the same ranges."""
 
-    def __init__(self, call: SharedCall, messages: Sequence[Message], sources: Sequence[Source], op: str) -> None:
+    def __init__(
+        self, call: SharedCall, messages: Sequence[Message], sources: Sequence[Source], op: str
+    ) -> None:
         self.call = call
         self.messages = messages
         self.sources = sources
         self.waits = [(source.rank, source.phase) for source in sources]
         self._op = op
-        self._by_slot: list[list[Action] | None] = [None] * SLOTS
+        self.by_slot: list[list[Action] | None] = [None] * SLOTS
         self._by_bases: dict[tuple[int, ...], list[Action]] = {}
 
     def actions(self) -> list[Action]:
         """What reads and reduces these messages, once all of them are there."""
         if self.call.is_short:
             slot = self.call.slot
-            found = self._by_slot[slot]
+            found = self.by_slot[slot]
             if found is None:
-                found = self._by_slot[slot] = self._from_bodies(slot)
+                found = self.by_slot[slot] = self._from_bodies(slot)
             return found
         words, headers = self.call.words, self.call.headers
         bases = tuple(words[headers[source.rank] + BASE_OF[source.space]] for source in self.sources)
@@ -328,7 +335,9 @@ class Group:
             if len(pieces) == 1 and pieces[0].memory is not None:
                 landed.append((part, pieces[0].memory))
                 continue
-            landing = call.segment.landing(max(SUMMED_AT_ONCE_NBYTES + LINE_NBYTES * len(reads), stride * len(reads)))
+            landing = call.segment.landing(
+                max(SUMMED_AT_ONCE_NBYTES + LINE_NBYTES * len(reads), stride * len(reads))
+            )
             memory = landing[at * stride :][: end - begin]
             actions += _filling([memory], pieces)
             landed.append((part, memory))
@@ -356,9 +365,7 @@ class Group:
         for _, start, stop in runs:
             offset, nbytes = start * itemsize, (stop - start) * itemsize
             if base & PRIVATE:
-                found.append(
-                    Stretch(segment.pids[source.rank], (base & ~PRIVATE) + offset, nbytes, None)
-                )
+                found.append(Stretch(segment.pids[source.rank], (base & ~PRIVATE) + offset, nbytes, None))
             else:
                 found.append(Stretch(0, 0, nbytes, segment.shared_part(base, offset, nbytes)))
         return found
@@ -465,6 +472,7 @@ class SharedStep:
         self._posts = posts
         self._beside = beside
         self._groups = groups
+        self._count = len(groups)
         self._readers = readers if not call.is_short else ()
         self._elsewhere = elsewhere
         self._is_elsewhere_done = elsewhere is None
@@ -473,12 +481,12 @@ class SharedStep:
         self._is_held = is_held
         self._tells = not call.is_short and (not is_last or bool(readers))
         self._state = CLAIMING
+        self._number = 0
         self._at = 0
         self._actions: Iterator[Action] | None = None
 
     def begin(self, number: int) -> None:
-        if self._is_first:
-            self._call.begin(number)
+        self._number = number
         self._state = CLAIMING
         self._at = 0
         self._actions = None
@@ -487,20 +495,20 @@ class SharedStep:
             self._is_elsewhere_done = False
 
     def advance(self, looks: int) -> bool:
-        state = self._state
-        if state == DONE:
-            return True
-        call = self._call
-        words, own = self._words, call.headers[self._own_rank]
-        if state <= COPYING:
-            if state == CLAIMING:
-                if self._is_first:
-                    if not call.is_free():
-                        return False
-                    if call.bases or call.table:
-                        call.publish_bases()
-                self._actions = iter(self._before) if self._before else None
-                self._state = COPYING
+        call, words = self._call, self._words
+        if self._state == CLAIMING:
+            if self._is_first:
+                if call.number != self._number:
+                    call.begin(self._number)
+                if not call.is_free():
+                    return False
+                if call.bases or call.table:
+                    call.publish_bases()
+            if self._before:
+                self._actions = iter(self._before)
+            self._state = COPYING
+        own = call.headers[self._own_rank]
+        if self._state == COPYING:
             if self._actions is not None:
                 for action in self._actions:
                     action()
@@ -519,19 +527,20 @@ class SharedStep:
             if self._is_held and not self._is_elsewhere_done:
                 return False
         if self._state == RECEIVING:
-            if not self._receive(looks):
+            if self._at < self._count and not self._receive(looks):
                 return False
             if self._tells:
                 if self._fence is not None:
                     self._fence()
                 words[own] = call.stamp | self._read
             self._state = READ
-        for rank, phase in self._readers:
-            if not call.has_come(rank, phase):
-                return False
+        if self._readers:
+            for rank, phase in self._readers:
+                if not call.has_come(rank, phase):
+                    return False
         if not self._is_elsewhere_done:
             return False
-        if self._is_last:
+        if self._is_last and self._state == READ:
             if self._fence is not None:
                 self._fence()
             words[own] = call.stamp | ENDED
@@ -543,7 +552,7 @@ class SharedStep:
         call, groups = self._call, self._groups
         words, headers, stamp = self._words, call.headers, call.stamp
         most = stamp | ENDED
-        while self._at < len(groups):
+        while self._at < self._count:
             if self._actions is None:
                 group = groups[self._at]
                 for rank, phase in group.waits:
@@ -556,7 +565,7 @@ class SharedStep:
                             return False
                 if self._fence is not None:
                     self._fence()
-                self._actions = iter(group.actions())
+                self._actions = iter(group.by_slot[call.slot] or group.actions())
             for action in self._actions:
                 action()
             self._at += 1
@@ -568,10 +577,12 @@ class SharedStep:
         states = [self._words[header] for header in call.headers]
         missing: set[int] = set()
         if self._state == CLAIMING:
+            before, now = states[self._own_rank] >> NUMBER_SHIFT, call.stamp >> NUMBER_SHIFT
             missing = {
                 ranks[r]
                 for r, state in enumerate(states)
-                if state & PHASE_MASK != ENDED and state >> NUMBER_SHIFT != call.number
+                if state >> NUMBER_SHIFT != now
+                and (state >> NUMBER_SHIFT != before or state & PHASE_MASK != ENDED)
             }
         waits = [wait for group in self._groups[self._at :] for wait in group.waits]
         if self._state == READ:
@@ -601,7 +612,9 @@ def is_short(segment: ShmSegment, layout: Layout, nbytes: int, *, combines: bool
     return layout.post_nbytes(segment.ranks) <= segment.post_nbytes
 
 
-def shared_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, ExecutorStep]) -> list[SharedStep]:
+def shared_steps(
+    call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, ExecutorStep]
+) -> list[SharedStep]:
     """Bind a plan to the memory of the node.
 
     elsewhere   for each step, by index, its messages to and from other nodes
@@ -714,6 +727,8 @@ class _Matching:
         step = layout.schedule(peer)[number]
         local = call.segment.local[peer]
         phase = 2 * number + 1
+        if not send.chunks:  # a barrier's
+            return Source(local, phase, "data", (), 0)
         if layout.is_uneven and send.space == "input":
             return Source(local, phase, "input", None, 0)
         runs, _ = runs_of(send, self._edges)
