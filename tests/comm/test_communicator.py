@@ -103,14 +103,14 @@ def calls_after_free(comm: Communicator) -> list[str]:
     x, out = np.ones(4), np.ones(4 * comm.size)
     part = comm.split(0, name="part")
     assert part is not None
-    prepared, view = part.prepare("allgather", x, out=out), part.unchecked("view")
+    view = part.unchecked("view")
     for _ in range(4):
-        prepared()
+        part.allgather(x, out=out)
         part.allreduce(x)
     part.free()
     said = []
     for call in (
-        prepared,
+        lambda: part.allgather(x, out=out),
         lambda: part.allreduce(x),
         lambda: view.allreduce(x),
         lambda: part.broadcast_object(1),

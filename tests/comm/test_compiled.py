@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.comm import compiled, run_loopback
+from hpcpar.comm import calls, run_loopback
+from hpcpar.comm.executors.message import TURNS
 from hpcpar.comm.tuning import Tuning
 
 
@@ -67,24 +68,23 @@ def test_every_call_over_mpi_is_right_however_buffers_are_used(way, world_of_mes
     comm = world_of_messages.unchecked("compiled")
     assert_all_right([way(comm)])
     assert comm.size == 1 or comm._calls.cache
-    assert all(recipe.group is not None for recipe in comm._calls.cache.values())
+
+
+@pytest.mark.parametrize(("limit", "value"), [("CACHED", 2), ("CACHED_NBYTES", 1000)])
+def test_calls_that_left_the_cache_come_back_right(limit, value, monkeypatch):
+    monkeypatch.setattr(calls, limit, value)
+    assert_all_right(run_loopback(3, sizes_in_turn))
 
 
 @pytest.mark.mpi
-def test_lanes_that_make_room_over_mpi_free_their_requests(world_of_messages, monkeypatch):
-    monkeypatch.setattr(compiled, "MOST_SIGNATURES", 2)
+def test_calls_that_left_the_cache_over_mpi_free_their_requests(world_of_messages, monkeypatch):
+    monkeypatch.setattr(calls, "CACHED", 2)
     assert_all_right([sizes_in_turn(world_of_messages.unchecked("compiled"))])
-
-
-@pytest.mark.parametrize(("limit", "value"), [("MOST_SIGNATURES", 2), ("LANDING_NBYTES", 1000)])
-def test_signatures_that_make_room_for_others_come_back_right(limit, value, monkeypatch):
-    monkeypatch.setattr(compiled, limit, value)
-    assert_all_right(run_loopback(3, sizes_in_turn))
 
 
 def test_more_calls_under_way_than_lanes_wait_for_their_turn():
     def work(comm):
-        buffers = [np.full(20, comm.rank + call, dtype=float) for call in range(5 * compiled.LANES)]
+        buffers = [np.full(20, comm.rank + call, dtype=float) for call in range(5 * TURNS)]
         handles = [comm.start_allreduce(buffer) for buffer in buffers]
         order = np.random.default_rng(comm.rank).permutation(len(handles))
         for index in order:
@@ -111,7 +111,7 @@ def test_a_buffer_that_was_resized_or_replaced_under_its_name_is_seen():
 def test_a_buffer_is_not_kept_alive_by_what_was_compiled_for_it():
     def work(comm):
         array, tensor = np.ones(1000), torch.ones(1000)
-        for _ in range(3 * compiled.LANES):
+        for _ in range(3 * TURNS):
             comm.allreduce(array)
             comm.allreduce(tensor)
         references = weakref.ref(array), weakref.ref(tensor)
@@ -125,7 +125,7 @@ def test_a_buffer_is_not_kept_alive_by_what_was_compiled_for_it():
 def test_a_buffer_and_a_handle_that_the_caller_drops_live_until_the_call_is_done():
     def work(comm):
         kept = np.ones(1000)
-        for _ in range(3 * compiled.LANES):
+        for _ in range(3 * TURNS):
             comm.start_allreduce(np.ones(1000), algorithm="ring")
         comm.allreduce(kept)
         comm.barrier()
@@ -195,80 +195,6 @@ def test_averages_and_results_of_remembered_calls_are_right():
             assert shard == [10 + 2 * call] * 3
 
 
-@pytest.mark.mpi
-def test_a_call_that_queues_in_a_lane_is_done_before_the_lane_makes_room(world_of_messages, monkeypatch):
-    """Five calls of one signature on four lanes, then signatures that push them out."""
-    monkeypatch.setattr(compiled, "LANDING_NBYTES", compiled.LANES * compiled.LARGEST_NBYTES)
-    comm = world_of_messages.unchecked("compiled")
-    count = compiled.LARGEST_NBYTES // 4
-    buffers = [np.zeros(count, dtype=np.float32) for _ in range(compiled.LANES + 1)]
-    for _ in range(3 * compiled.LANES):  # every buffer is compiled on every lane, and lane 0 is next
-        for buffer in buffers:
-            comm.allreduce(buffer)
-    others = [np.ones(count - 8 * (number + 1), dtype=np.float32) for number in range(4)]
-    for buffer in buffers:
-        buffer[:] = comm.rank + 1
-    if comm.rank:
-        time.sleep(0.2)  # so that rank 0 has all five under way when room is to be made
-    handles = [comm.start_allreduce(array) for array in (*buffers, *others)]
-    for handle in handles:
-        handle.wait()
-    total = sum(range(1, comm.size + 1))
-    found = [(float(array.min()), float(array.max())) for array in (*buffers, *others)]
-    assert found == [(total, total)] * len(buffers) + [(comm.size, comm.size)] * len(others)
-
-
-@pytest.mark.mpi
-def test_what_is_compiled_for_a_call_is_kept_while_calls_on_many_other_buffers_come(world_of_messages):
-    comm = world_of_messages.unchecked("compiled")
-    buffers = [np.zeros(500) for _ in range((compiled.PROGRAMS_PER_LANE + 2) * compiled.LANES)]
-    total = sum(range(1, comm.size + 1))
-    found = []
-    for _ in range(5):
-        for _ in range(3 * compiled.LANES):
-            comm.allreduce(buffers[0])  # compiled on every lane
-        for buffer in buffers:
-            buffer[:] = comm.rank + 1
-        if comm.rank:
-            time.sleep(0.05)  # so that rank 0 has all of them under way
-        for handle in [comm.start_allreduce(buffer) for buffer in buffers]:
-            handle.wait()
-        found.append([float(buffer.min()) for buffer in buffers])
-    assert found == [[total] * len(buffers)] * 5
-
-
-def test_signatures_that_made_room_leave_no_memory_behind(monkeypatch):
-    monkeypatch.setattr(compiled, "LANDING_NBYTES", 100_000)
-
-    def work(comm):
-        buffers = [np.zeros(1000 + number) for number in range(20)]
-        for _ in range(2 * compiled.LANES + 1):
-            for buffer in buffers:
-                comm.allreduce(buffer)
-        lanes = [lane for recipe in comm._calls.cache.values() for lane in recipe.group.lanes]
-        return sum({id(lane): lane.landing.nbytes for lane in lanes}.values())
-
-    assert all(nbytes <= 100_000 for nbytes in run_loopback(2, work))
-
-
-def test_memory_to_land_in_is_had_for_buffers_that_come_again_and_for_no_others():
-    def landing_nbytes(comm):
-        return sum(lane.landing.nbytes for group in comm._lanes._groups.values() for lane in group.lanes)
-
-    def work(comm):
-        seen_once = [np.zeros(1000 + number) for number in range(20)]
-        for buffer in seen_once:
-            comm.allreduce(buffer)
-        before = landing_nbytes(comm)
-        for _ in range(2 * compiled.LANES):
-            comm.allreduce(seen_once[0])
-        return before, landing_nbytes(comm)
-
-    for before, after in run_loopback(2, work):
-        assert before == 0
-        assert 0 < after <= compiled.LANES * 1000 * 8
-
-
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("collective", ["reduce", "reduce_scatter"])
 def test_what_is_forgotten_while_a_call_is_under_way_keeps_its_memory_until_that_is_done(
@@ -300,27 +226,22 @@ def test_what_is_forgotten_while_a_call_is_under_way_keeps_its_memory_until_that
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("way", ["started", "prepared"])
-def test_a_rank_that_only_gives_may_be_in_several_reductions_of_an_array_at_once(way, shared_memory):
+def test_a_rank_that_only_gives_may_be_in_several_reductions_of_an_array_at_once(shared_memory):
     def work(comm):
-        data, outs = np.zeros(5), [np.zeros(5) for _ in range(9)]
-        given = outs[:8] if way == "started" else outs
-        last = comm.prepare("reduce", data, algorithm="ring", out=outs[-1])
+        data, outs = np.zeros(5), [np.zeros(5) for _ in range(8)]
         found, expected = [], []
         for call in range(5):
             data[:] = comm.rank + call
             comm.barrier()
             if comm.rank == comm.size - 1:
                 time.sleep(0.005)
-            handles = [comm.start_reduce(data, algorithm="ring", out=out) for out in outs[:8]]
-            if way == "prepared":
-                last()
+            handles = [comm.start_reduce(data, algorithm="ring", out=out) for out in outs]
             for handle in handles:
                 handle.wait()
-            found += [set(out.tolist()) for out in given]
-            expected += [{float(sum(rank + call for rank in range(comm.size)))}] * len(given)
+            found += [set(out.tolist()) for out in outs]
+            expected += [{float(sum(rank + call for rank in range(comm.size)))}] * len(outs)
         row = comm.traffic.row("reduce")
-        assert row.calls == (40 if way == "started" else 45)
+        assert row.calls == 40
         return (found, expected) if comm.rank == 0 else ([], [])
 
     assert_all_right(run_loopback(3, work, shared_memory=shared_memory))

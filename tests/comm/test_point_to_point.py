@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.comm import Communicator, point_to_point, run_loopback
+from hpcpar.comm import Communicator, calls, run_loopback
 from hpcpar.errors import MismatchError, OperationError
 
 
@@ -99,7 +99,7 @@ def test_messages_that_come_again_over_mpi_are_right_and_not_made_anew(any_world
 
 @pytest.mark.mpi
 def test_more_messages_than_are_remembered_are_right(any_world, monkeypatch):
-    monkeypatch.setattr(point_to_point, "MOST_REMEMBERED", 4)
+    monkeypatch.setattr(calls, "CACHED", 4)
     messages_again_and_again(any_world, times=4, buffers=6)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hpcpar.comm import Communicator, caller, run_loopback
+from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import StallError
 
 
@@ -132,17 +132,15 @@ def test_ranks_that_wait_for_each_other_are_told_so():
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
-@pytest.mark.parametrize("is_prepared", [False, True])
-def test_an_array_outlives_a_known_call_that_stalled(shares_memory, is_prepared, monkeypatch):
+def test_an_array_outlives_a_known_call_that_stalled(shares_memory):
     """What comes late would otherwise be written to memory that is somebody else's by then."""
-    monkeypatch.setattr(caller, "ATTEMPTS_AT_ONCE", 10)  # of 10 ms between threads
     release = threading.Event()
 
     def work(comm):
         if shares_memory:
             comm.share_memory()
         array = np.ones(1000)
-        call = comm.prepare("allreduce", array) if is_prepared else partial(comm.allreduce, array)
+        call = partial(comm.allreduce, array)
         for _ in range(6):
             call()
         if comm.rank == 1:
@@ -175,9 +173,9 @@ def test_what_other_ranks_never_come_to_is_given_up_with_its_communicator(exchan
         calls = other.calls
         if comm.rank == 0:
             other.start_allreduce(np.ones(100_000))
-        begun, before = other.calls - calls, len(comm._under_way)
+        begun, before = other.calls - calls, len(comm._runtime.progress.under_way)
         other.abandon()
         comm.allreduce(np.ones(10))
-        return begun, before, len(comm._under_way)
+        return begun, before, len(comm._runtime.progress.under_way)
 
     assert run_loopback(3, work, **exchange) == [(1, 1, 0), (0, 0, 0), (0, 0, 0)]

@@ -179,7 +179,14 @@ def test_where_memory_cannot_be_shared_all_ranks_exchange_by_messages_after_one_
         comm.allreduce(array)
         comm.free_shared(array)
         part = comm.split(0)
-        return comm._calls.segment, part._calls.segment, comm.share_memory(), sums(comm), sums(part), array.tolist()
+        return (
+            comm._calls.segment,
+            part._calls.segment,
+            comm.share_memory(),
+            sums(comm),
+            sums(part),
+            array.tolist(),
+        )
 
     with caplog.at_level(logging.WARNING, logger="hpcpar"):
         found = run_loopback(size, work, **OPTIONS)
@@ -201,7 +208,9 @@ def test_one_rank_that_cannot_share_is_enough(directory, monkeypatch, caplog):
 
     monkeypatch.setattr(shared_memory, "hindrance", one_of_them)
     with caplog.at_level(logging.WARNING, logger="hpcpar"):
-        assert run_loopback(3, lambda comm: (comm._calls.segment, sums(comm)), **OPTIONS) == [(None, True)] * 3
+        assert (
+            run_loopback(3, lambda comm: (comm._calls.segment, sums(comm)), **OPTIONS) == [(None, True)] * 3
+        )
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "does not want to" in caplog.text
     assert os.listdir(directory) == []

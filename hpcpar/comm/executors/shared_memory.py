@@ -218,7 +218,10 @@ class SharedCall:
         least = self.stamp | phase
         if least <= state <= self.stamp | ENDED:
             return True
-        if state >> NUMBER_SHIFT == self.stamp >> NUMBER_SHIFT and state >> DIGEST_SHIFT != self.stamp >> DIGEST_SHIFT:
+        if (
+            state >> NUMBER_SHIFT == self.stamp >> NUMBER_SHIFT
+            and state >> DIGEST_SHIFT != self.stamp >> DIGEST_SHIFT
+        ):
             raise self._mismatch(rank)
         if state == self.stamp | FAILED:
             raise self._mismatch(rank)
