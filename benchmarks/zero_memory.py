@@ -48,7 +48,7 @@ from hpcpar.data_parallel import (
 )
 from hpcpar.data_parallel.memory import STATE
 from hpcpar.data_parallel.process_memory import process_memory
-from hpcpar.data_parallel.scattered import ROOMS
+from hpcpar.data_parallel.zero2 import ROOMS
 from hpcpar.launch import binding
 from hpcpar.models import PRESETS, Llama, LlamaConfig, next_token_loss
 from hpcpar.models.initialise import initial_value
@@ -193,7 +193,7 @@ def measure(comm: Communicator, variant: Variant, options: argparse.Namespace) -
     del loss
     after = settled_nbytes(comm)
     added = None if after is None or before is None else after - before
-    bucket_nbytes = max(bucket.nbytes for bucket in optimizer.synchronizer.buckets)
+    bucket_nbytes = max(bucket.nbytes for bucket in optimizer.reducer.buckets)
     return Result(variant, report, bucket_nbytes, comm.allgather_object(added), value)
 
 

@@ -28,10 +28,10 @@ from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM
 from hpcpar.checkpoint.stored import Files, Stored, from_record
 from hpcpar.checkpoint.writers import Coordinates
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.fully_sharded import sharding_of
+from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import OwnPiece
-from hpcpar.data_parallel.publication import wait_for_new
 from hpcpar.data_parallel.sharded_step import MASTER
+from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class _Filling:
             if self._on_wholes is not None:
                 self._state_dict["state"] = saved.whole_states(optimizer, state.parameter_names)
         # What the optimizer has pieces of is brought by these.
-        stepped = () if self._on_pieces is None else self._on_pieces.synchronizer.parameters
+        stepped = () if self._on_pieces is None else self._on_pieces.reducer.parameters
         self._brought = {id(parameter) for parameter in stepped}
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from hpcpar.checkpoint.piece_files import PieceFiles, on_cpu
 from hpcpar.checkpoint.stored import Files, Stored
 from hpcpar.checkpoint.writers import Writer
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.optimizer import optimizers_of
+from hpcpar.data_parallel.distributed_optimizer import optimizers_of
 from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, layout_of
 from hpcpar.data_parallel.sharded_step import MASTER, State, is_elementwise
 from hpcpar.errors import CheckpointError

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.fully_sharded import sharding_of
+from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import CheckpointError
 from hpcpar.tensor_parallel.split import comm_of, split_of
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from hpcpar.data_parallel.activations import watch_activations
+from hpcpar.data_parallel.batch_norm import SyncBatchNorm
 from hpcpar.data_parallel.broadcast import broadcast_parameters, expected_broadcast_nbytes
-from hpcpar.data_parallel.fully_sharded import fully_shard, summon_full_parameters
-from hpcpar.data_parallel.gradients import GradientSynchronizer
+from hpcpar.data_parallel.distributed_optimizer import DistributedOptimizer
 from hpcpar.data_parallel.memory import MemoryReport, memory_report
-from hpcpar.data_parallel.optimizer import DistributedOptimizer
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.reducer import Reducer
 from hpcpar.data_parallel.running_statistics import average_running_statistics
-from hpcpar.data_parallel.sync_batch_norm import SyncBatchNorm
 from hpcpar.data_parallel.traffic import allreduce_nbytes, expected_nbytes
+from hpcpar.data_parallel.zero3 import fully_shard, summon_full_parameters
 
 __all__ = [
     "DistributedOptimizer",
-    "GradientSynchronizer",
     "MemoryReport",
     "Precision",
+    "Reducer",
     "SyncBatchNorm",
     "allreduce_nbytes",
     "average_running_statistics",

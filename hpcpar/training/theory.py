@@ -153,7 +153,7 @@ def _norms(
     looks   in each step, at whether gradients are finite: a number each time, on dp counted already
     """
     over = split_over(model)
-    kinds = {over.get(name, ()) for name in optimizer.synchronizer.names}
+    kinds = {over.get(name, ()) for name in optimizer.reducer.names}
     total: Counter[tuple[Communicator, str]] = Counter()
     for comm in dict.fromkeys([*(comm for kind in kinds for comm in kind), *([] if pp is None else [pp])]):
         once = allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")

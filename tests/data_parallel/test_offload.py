@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, storage, summon_full_parameters
-from hpcpar.data_parallel.storage import OnCpu, OnDisk, Resident, storage_of
+from hpcpar.data_parallel.offload import CpuOffload, DiskOffload, NoOffload, make_offload
 from hpcpar.errors import HpcparError, OffloadError, PeerFailedError
 from tests.grid import checkered
 
@@ -268,7 +268,7 @@ def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_r
 
         return call
 
-    places = OnDisk(tmp_path)
+    places = DiskOffload(tmp_path)
     contents: list[list[tuple[Tensor, dict[str, Any]]]] = []
     for number in range(8):
         master = torch.full((3,), float(number))
@@ -284,22 +284,22 @@ def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_r
         assert (first.tolist(), last.tolist()) == ([number] * 2, [number])
         assert state["moment"].tolist() == [10.0 + number] * 2
         first.add_(100)
-        places.park(number)
-    places.settle()
+        places.offload(number)
+    places.wait()
     monkeypatch.undo()
     for number in order:
         places.fetch(number)
         (first, state), _ = contents[number]
         assert first.tolist() == [100.0 + number] * 2
-        places.park(number, changed=False)
+        places.offload(number, changed=False)
 
 
 def test_what_offload_asks_for() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert type(storage_of(None, cpu)) is Resident
-    assert type(storage_of(None, gpu)) is Resident
-    assert type(storage_of("cpu", cpu)) is Resident
-    assert type(storage_of("cpu", gpu)) is OnCpu
+    assert type(make_offload(None, cpu)) is NoOffload
+    assert type(make_offload(None, gpu)) is NoOffload
+    assert type(make_offload("cpu", cpu)) is NoOffload
+    assert type(make_offload("cpu", gpu)) is CpuOffload
 
 
 # --- more state than memory -----------------------------------------------------------------------------
