@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, storage, summon_full_parameters
+from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, offload, summon_full_parameters
 from hpcpar.data_parallel.offload import CpuOffload, DiskOffload, NoOffload, make_offload
 from hpcpar.errors import HpcparError, OffloadError, PeerFailedError
 from tests.grid import checkered
@@ -127,7 +127,7 @@ def test_between_steps_memory_holds_no_state(stage: int, tmp_path: Path) -> None
     numel = sum(parameter.numel() for parameter in Network().parameters())
     unused = 2
     assert counts == [0, 0]
-    kept = [each.tensor for file in update._storage._files.values() for each in file.fields]  # type: ignore[attr-defined]
+    kept = [each.tensor for file in update._offload._files.values() for each in file.fields]  # type: ignore[attr-defined]
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept) == 0
     assert update.nbytes() == 12 * numel - 8 * unused
     files = list(tmp_path.rglob("*.bin"))
@@ -183,7 +183,7 @@ def full_on_rank_1(monkeypatch: pytest.MonkeyPatch, room: list[int]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(path, nbytes)
 
-    monkeypatch.setattr(storage, "_reserve", limited)
+    monkeypatch.setattr(offload, "_reserve", limited)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -275,8 +275,8 @@ def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_r
         contents.append([(master[:2], {}), (master[2:], {})])
         contents[-1][0][1]["moment"] = torch.full((2,), 10.0 + number)
         places.adopt(number, contents[-1], master)
-    monkeypatch.setattr(storage, "_read", beside(storage._read, +1))
-    monkeypatch.setattr(storage, "_write", beside(storage._write, -1))
+    monkeypatch.setattr(offload, "_read", beside(storage._read, +1))
+    monkeypatch.setattr(offload, "_write", beside(storage._write, -1))
     for turn, number in enumerate(order):
         places.fetch(number, following=order[turn + 1 :])
         together[number].wait(20)

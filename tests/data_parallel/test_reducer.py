@@ -424,7 +424,7 @@ def test_ranks_with_different_parameters_are_told() -> None:
         assert "rank 1: number 0 is p0 [1] float64 (frozen) where rank 0 has p0 [1] float64" in message
 
 
-def test_a_forgotten_synchronizer_answers_no_more() -> None:
+def test_a_forgotten_reducer_answers_no_more() -> None:
     named = parameters([1.0])
     reducer = Reducer(named, Communicator.alone())
     named[0][1].sum().backward()
@@ -436,7 +436,7 @@ def test_a_forgotten_synchronizer_answers_no_more() -> None:
     assert named[0][1].grad.data_ptr() != flat.data_ptr()
 
 
-def test_a_closed_synchronizer_leaves_gradients_alone() -> None:
+def test_a_closed_reducer_leaves_gradients_alone() -> None:
     named = parameters([1.0])
     reducer = Reducer(named, Communicator.alone())
     reducer.close()
