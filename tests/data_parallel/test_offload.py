@@ -176,7 +176,7 @@ def full_on_rank_1(monkeypatch: pytest.MonkeyPatch, room: list[int]) -> None:
     """Let rank 1, a thread, have no room for files larger than room[0] bytes."""
     import threading
 
-    reserve = storage._reserve
+    reserve = offload._reserve
 
     def limited(path: Path, nbytes: int) -> None:
         if threading.current_thread().name == "rank 1" and nbytes > room[0]:
@@ -275,8 +275,8 @@ def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_r
         contents.append([(master[:2], {}), (master[2:], {})])
         contents[-1][0][1]["moment"] = torch.full((2,), 10.0 + number)
         places.adopt(number, contents[-1], master)
-    monkeypatch.setattr(offload, "_read", beside(storage._read, +1))
-    monkeypatch.setattr(offload, "_write", beside(storage._write, -1))
+    monkeypatch.setattr(offload, "_read", beside(offload._read, +1))
+    monkeypatch.setattr(offload, "_write", beside(offload._write, -1))
     for turn, number in enumerate(order):
         places.fetch(number, following=order[turn + 1 :])
         together[number].wait(20)

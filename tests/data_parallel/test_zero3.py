@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
-from hpcpar.data_parallel.zero3 import FullyShardedState, Unit
+from hpcpar.data_parallel.zero3 import FsdpUnit, FullyShardedState
 from hpcpar.errors import (
     HpcparError,
     MismatchError,
@@ -1405,7 +1405,7 @@ def test_a_steps_graph_goes_with_the_step_and_does_not_wait_for_the_garbage_coll
 def test_units_have_the_memory_of_their_parameters_and_padding() -> None:
     def body(comm: Communicator) -> list[tuple[str, int, int]]:
         model = fully_shard(Network(count=2), comm)
-        units: list[Unit] = sharding(model).units
+        units: list[FsdpUnit] = sharding(model).units
         return [(unit.name, unit.nbytes, sum(h.block.own.nbytes for h in unit.held)) for unit in units]
 
     # Root: 12 + 4 + 12 = 28 elements, 30 on three ranks; a layer: 20 + 5 + 20 = 45.
