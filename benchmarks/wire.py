@@ -38,12 +38,14 @@ import hosts as network
 from option_types import at_least, output_file
 
 import hpcpar
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
+from hpcpar.algorithms.simulate import simulate
+from hpcpar.algorithms.topology import Link, Topology
 from hpcpar.bench import collectives, peers
 from hpcpar.bench.measure import Buffers, Candidate, Case, Place, Row, measure, row, usable, wrong_elements
-from hpcpar.bench.wire_bytes import least_nbytes, scheduled_nbytes
+from hpcpar.comm.select import segments_for
 from hpcpar.transport.mpi import library_facts
-from hpcpar.units import MiB, format_nbytes, parse_nbytes
+from hpcpar.units import MiB, busbw_factor, format_nbytes, parse_nbytes
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -249,9 +251,18 @@ def measure_case(
             stream_mb_per_s,
             wire_nbytes(candidate, comm),
             algorithm and scheduled_nbytes(algorithm, job.hosts, job.ranks_per_host, case.nbytes),
-            least_nbytes(case.collective, job.hosts, case.nbytes),
+            # The least that each host must send, however many ranks it has (Patarasuk, Yuan 2009).
+            busbw_factor(case.collective, job.hosts) * case.nbytes,
         )
         candidate.close()
+
+
+def scheduled_nbytes(algorithm: Algorithm, hosts: int, ranks_per_host: int, nbytes: int) -> float:
+    """Return the bytes that each host sends to others by the algorithm's steps; the mean of the hosts."""
+    topology = Topology(ranks_per_host, Link(0.0, 0.0), Link(0.0, 0.0))
+    segments = segments_for(algorithm, nbytes)
+    cost = simulate(algorithm, hosts * ranks_per_host, nbytes, topology, segments=segments)
+    return cost.nbytes_between_nodes / hosts
 
 
 def wire_nbytes(candidate: Candidate, comm: Communicator) -> float:

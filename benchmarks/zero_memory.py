@@ -46,12 +46,12 @@ from hpcpar.data_parallel import (
     memory_report,
     watch_activations,
 )
-from hpcpar.data_parallel.memory import STATE
 from hpcpar.data_parallel.process_memory import process_memory
-from hpcpar.data_parallel.zero2 import ROOMS
+from hpcpar.data_parallel.zero2 import STAGING_BUFFERS
 from hpcpar.launch import binding
 from hpcpar.models import PRESETS, Llama, LlamaConfig, next_token_loss
 from hpcpar.models.initialise import initial_value
+from hpcpar.planner.memory import STATE
 from hpcpar.units import MiB, format_nbytes
 
 SEED = 0
@@ -104,8 +104,10 @@ class Result:
         if sum(line.beyond_nbytes for line in lines) < 0:
             found.append("all ranks together hold less than the whole model state")
         rooms = max(each.staging_nbytes for each in self.report.of_ranks)
-        if rooms > ROOMS * self.bucket_nbytes:
-            found.append(f"rooms of {rooms} bytes, more than {ROOMS} buckets of {self.bucket_nbytes}")
+        if rooms > STAGING_BUFFERS * self.bucket_nbytes:
+            found.append(
+                f"rooms of {rooms} bytes, more than {STAGING_BUFFERS} buckets of {self.bucket_nbytes}"
+            )
         return [f"{self.variant.stage} {self.variant.name}: {text}" for text in found]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcpar.autograd.recompute import Recompute, recompute
+from hpcpar.autograd.recompute import recompute
 from hpcpar.autograd.regions import (
     all_to_all,
     copy_to,
@@ -12,6 +12,7 @@ from hpcpar.autograd.regions import (
     scatter_to,
 )
 from hpcpar.autograd.weight_grad_mode import DeferredGradients
+from hpcpar.planner.shapes import Recompute
 
 __all__ = [
     "DeferredGradients",

@@ -11,21 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hpcpar.autograd.weight_grad_mode import DeferredGradients, under_way
-from hpcpar.errors import ConfigError
 
 T = TypeVar("T")
-
-Mode = Literal["none", "selective", "full"]
-
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class Streams(Protocol):
@@ -34,37 +28,6 @@ class Streams(Protocol):
     def state_dict(self) -> dict[str, Tensor]: ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What a model's layers compute anew in backward.
-
-    mode     "none"; "selective", the attention core (scores, softmax, its dropout, and over values); "full",
-             each layer from its input
-    layers   how many of them, from the first on; None = all
-    errors   ConfigError for another mode, or fewer than no layers
-    """
-
-    mode: Mode = "none"
-    layers: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"recompute: there is no mode {self.mode!r}; there are {', '.join(MODES)}")
-        if self.layers is not None and (not isinstance(self.layers, int) or self.layers < 0):
-            raise ConfigError(f"recompute: layers={self.layers!r}; give 0 or more, or None for all of them")
-
-    def of_layer(self, number: int, total: int) -> Mode:
-        """What layer `number`, from 0, of a model of `total` layers computes anew.
-
-        errors   ConfigError when more layers were asked for than there are
-        """
-        if self.layers is not None and self.layers > total:
-            raise ConfigError(
-                f"recompute: layers={self.layers}, but the model has {total}; give {total} or fewer"
-            )
-        return self.mode if self.layers is None or number < self.layers else "none"
 
 
 def recompute(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcpar.bench.activations import Kept, title
-from hpcpar.tensor_parallel.activation_formulas import PARTS, LayerShape
+from hpcpar.planner.activations import ACTIVATION_KINDS, LayerShape
 from hpcpar.units import MiB
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MEASURED = "tab:blue"
 
-COLOURS = dict(zip(PARTS, ("0.45", "tab:orange", "moccasin", "tab:green"), strict=True))
+COLOURS = dict(zip(ACTIVATION_KINDS, ("0.45", "tab:orange", "moccasin", "tab:green"), strict=True))
 
 BAR_INCHES = 0.62
 HEIGHT = 0.36

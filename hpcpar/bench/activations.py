@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel.activations import watch_activations
+from hpcpar.data_parallel.saved_activations import watch_activations
 from hpcpar.errors import LayoutError
 from hpcpar.models.gpt_layer import GptLayer
-from hpcpar.tensor_parallel.activation_formulas import WAYS, LayerShape, Part, Way
+from hpcpar.planner.activations import TECHNIQUES, ActivationKind, LayerShape, Technique
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.random_streams import RandomStreams
 from hpcpar.tensor_parallel.split import require_divisible
@@ -38,7 +38,7 @@ class Kept:
     way: str
     formula: str
     nbytes: int
-    parts: dict[Part, float]
+    parts: dict[ActivationKind, float]
 
     @property
     def formula_nbytes(self) -> float:
@@ -61,11 +61,11 @@ def measure(shape: LayerShape, tp: int) -> list[Kept]:
         raise LayoutError(f"hidden={shape.hidden} does not divide among heads={shape.heads}")
     return [
         Kept(name, way.formula, kept_nbytes(shape, way, tp), way.parts(shape, tp))
-        for name, way in WAYS.items()
+        for name, way in TECHNIQUES.items()
     ]
 
 
-def kept_nbytes(shape: LayerShape, way: Way, tp: int) -> int:
+def kept_nbytes(shape: LayerShape, way: Technique, tp: int) -> int:
     """Measured on a layer in bfloat16, between its forward and its backward."""
 
     def work(comm: Communicator) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcpar.data_parallel.memory import STATE
+from hpcpar.planner.memory import STATE
 from hpcpar.units import MiB, format_nbytes
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def activations(tp: int, sequence: int, batch: int, hidden: int, heads: int, pic
     attention core or the whole layer computed anew in backward. All ranks are threads of this process.
     """
     from hpcpar.bench import activations as measuring
-    from hpcpar.tensor_parallel.activation_formulas import LayerShape
+    from hpcpar.planner.activations import LayerShape
 
     shape = LayerShape(sequence, batch, hidden, heads)
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, Bucket, assign
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
-from hpcpar.data_parallel.traffic import broadcast_nbytes
+from hpcpar.planner.traffic import broadcast_nbytes
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator

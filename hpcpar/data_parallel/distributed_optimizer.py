@@ -42,10 +42,10 @@ from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened, is_elementwise, part_of
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
-from hpcpar.data_parallel.traffic import ByCollective, expected_traffic
 from hpcpar.data_parallel.zero2 import STAGING_BUCKET_BYTES, ShardedGradients
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
 from hpcpar.errors import DivergenceError, OffloadError, OperationError
+from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -787,7 +787,7 @@ class DistributedOptimizer(Optimizer):
 
     def expected_traffic(
         self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0, loads: int = 0
-    ) -> ByCollective:
+    ) -> dict[str, int]:
         """Bytes that all ranks together send by collective, by theory.
 
         backwards   in each step: microbatches
@@ -796,14 +796,12 @@ class DistributedOptimizer(Optimizer):
                     without looks once itself, unless nonfinite="step"
         loads       of states, in all: they bring new parameters, too
         """
-        total = expected_traffic(
+        norms = norms if self._nonfinite == "step" else max(norms, 1)
+        total = data_parallel_nbytes(
             self.dp_comm,
             self._reducer.buckets,
+            StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads),
             stage=self.zero_stage,
-            steps=steps,
-            backwards=backwards,
-            norms=norms if self._nonfinite == "step" else max(norms, 1),
-            loads=loads,
             algorithm=self._algorithm,
             dtype=None if self.precision is None else self.precision.reduction,
             gathered=not self._common,

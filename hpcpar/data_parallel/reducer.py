@@ -35,8 +35,8 @@ from hpcpar.data_parallel.parameters import (
 )
 from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
 from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
-from hpcpar.data_parallel.traffic import expected_nbytes
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
+from hpcpar.planner.traffic import expected_nbytes
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator

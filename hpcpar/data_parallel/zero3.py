@@ -56,10 +56,10 @@ from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.sharded_parameter import ShardedParameter
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters, PendingUpdate
-from hpcpar.data_parallel.traffic import ByCollective, allgather_nbytes, dtype_of
 from hpcpar.data_parallel.unit_plan import Place, Policy, UnitPlan, hides, plan_units, tensors_in
 from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError, StallError
+from hpcpar.planner.traffic import allgather_nbytes, dtype_of
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -672,7 +672,7 @@ class FullyShardedState:
                 own.copy_(new)
                 self.writes += 1
 
-    def expected_traffic(self, forwards: int, backwards: int) -> ByCollective:
+    def expected_traffic(self, forwards: int, backwards: int) -> dict[str, int]:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
 
         Every unit is gathered in forward, and again in backward unless it is kept.

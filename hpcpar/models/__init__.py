@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hpcpar.models.generation import generate
 from hpcpar.models.layers import Layers
-from hpcpar.models.llama import Llama, Part
-from hpcpar.models.llama_config import PRESETS, LlamaConfig
+from hpcpar.models.llama import Llama
 from hpcpar.models.loss import next_token_loss
 from hpcpar.models.parallel import parallel_layers
 from hpcpar.models.stages import LlamaStages
+from hpcpar.planner.shapes import PRESETS, LlamaConfig, Part
 
 __all__ = [
     "PRESETS",

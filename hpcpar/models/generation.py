@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpcpar.errors import ConfigError
-from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.planner.shapes import LlamaConfig
 
 
 class LanguageModel(Protocol):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.autograd import recompute
-from hpcpar.autograd.recompute import Mode, Recompute
 from hpcpar.errors import LayoutError
+from hpcpar.planner.shapes import Recompute, RecomputeMode
 from hpcpar.seeds import parameter_seed
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.dropout import Dropout
@@ -61,7 +61,7 @@ class GptLayer(nn.Module):
         *,
         attention_dropout: float = 0.1,
         hidden_dropout: float = 0.1,
-        mode: Mode = "none",
+        mode: RecomputeMode = "none",
         seed: int = 0,
     ) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.planner.shapes import LlamaConfig
 
 
 def hugging_face_config(sizes: LlamaConfig, *, dtype: str, end_of_document: int | None) -> dict[str, Any]:

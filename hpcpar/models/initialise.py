@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.errors import MismatchError
-from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.seeds import parameter_seed
 from hpcpar.tensor_parallel import own_shard
 

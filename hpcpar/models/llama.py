@@ -16,20 +16,17 @@ source   Touvron et al. 2023, arXiv 2302.13971; Ainslie et al. 2023, arXiv 2305.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.autograd import Recompute, recompute
-from hpcpar.autograd.recompute import Mode
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models.initialise import initial_value, initialise
 from hpcpar.models.layers import Layers
-from hpcpar.models.llama_config import LlamaConfig
 from hpcpar.models.loss import Reduction
 from hpcpar.models.rotary import rotary_tables, rotate
+from hpcpar.planner.shapes import LlamaConfig, Part, RecomputeMode
 from hpcpar.tensor_parallel import Dropout, Stream, own_shard
 
 Rotation = tuple[Tensor, Tensor]
@@ -37,37 +34,6 @@ Rotation = tuple[Tensor, Tensor]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """What is one parameter where embeddings are tied."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What of the whole model there is.
-
-    layers   by their numbers in the whole model
-    embeds   it begins with the embedding: its input is tokens [B, S], else [B, S, H]
-    heads    it ends with norm and output projection: its output is logits [B, S, V], else [B, S, H]
-    """
-
-    layers: range
-    embeds: bool
-    heads: bool
-
-    @classmethod
-    def of(cls, start: int, stop: int, layers: int) -> Part:
-        """Items start … stop - 1 of a model's embedding, `layers` layers, and head.
-
-        errors   LayoutError where it has no such items
-        """
-        if not 0 <= start < stop <= layers + 2:
-            raise LayoutError(
-                f"items {start} to {stop} are no part of a model of {layers} layers; give a start below the "
-                f"stop, within the {layers + 2} items that embedding, layers and head are"
-            )
-        return cls(range(max(start, 1) - 1, min(stop - 1, layers)), start == 0, stop == layers + 2)
-
-    @classmethod
-    def whole(cls, layers: int) -> Part:
-        return cls(range(layers), embeds=True, heads=True)
 
 
 class SelfAttention(nn.Module):
@@ -134,7 +100,7 @@ class DecoderLayer(nn.Module):
     mode   what is computed anew in backward
     """
 
-    def __init__(self, config: LlamaConfig, layers: Layers, mode: Mode) -> None:
+    def __init__(self, config: LlamaConfig, layers: Layers, mode: RecomputeMode) -> None:
         super().__init__()
         self.input_layernorm = layers.norm(config.hidden_size, config.norm_epsilon)
         self.self_attn = SelfAttention(config, layers, selective=mode == "selective")

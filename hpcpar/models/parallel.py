@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hpcpar.models.layers import Layers
-from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import (
     ColumnParallelLinear,
     Heads,

@@ -22,10 +22,10 @@ from hpcpar.autograd import Recompute
 from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.errors import LayoutError
 from hpcpar.models.layers import Layers
-from hpcpar.models.llama import EMBEDDING, HEAD, Llama, Part
-from hpcpar.models.llama_config import LlamaConfig
+from hpcpar.models.llama import EMBEDDING, HEAD, Llama
 from hpcpar.models.loss import Reduction
 from hpcpar.pipeline_parallel.balance import require_split
+from hpcpar.planner.shapes import LlamaConfig, Part
 
 
 class LlamaStages(nn.Module):
@@ -118,25 +118,6 @@ class LlamaStages(nn.Module):
     def whole_logits(self, logits: Tensor) -> Tensor:
         """`Llama.whole_logits` of what the last stage gave."""
         return self._whole_logits(logits)
-
-
-def layer_costs(config: LlamaConfig, sequence: int, *, recompute: Recompute | None = None) -> list[int]:
-    """Of embedding, each layer, and head with loss: products of forward and backward, in FLOPs per token.
-
-    embedding   0: it looks up
-    a layer     as LlamaConfig.flops_per_token, and what is recomputed: a forward (full), or the attention
-                core's 4·S·A·D (selective)
-    head        6·V·H
-    sequence    S of the whole sequence
-    """
-    again = recompute or Recompute()
-    head = 2 * config.vocab_size * config.hidden_size
-    layer = (config.flops_per_token(sequence, backward=False) - head) // config.layers
-    core = 4 * sequence * config.heads * config.head_width
-    anew = {"none": 0, "selective": core, "full": layer}
-    numbers = range(config.layers)
-    layers = [3 * layer + anew[again.of_layer(number, config.layers)] for number in numbers]
-    return [0, *layers, 3 * head]
 
 
 def measured_costs(

@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hpcpar.checkpoint import Loaded, load, save
-from hpcpar.checkpoint.catalogue import by_step
+from hpcpar.checkpoint.checkpoint_directory import by_step
 from hpcpar.comm import Communicator
 from hpcpar.comm.places import gather_placement
 from hpcpar.comm.preemption import Preemption
@@ -34,7 +34,7 @@ from hpcpar.data_parallel import (
     memory_report,
     watch_activations,
 )
-from hpcpar.data_parallel.activations import Activations
+from hpcpar.data_parallel.saved_activations import Activations
 from hpcpar.errors import CheckpointError, ConfigError, DataError, DivergenceError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, generate
@@ -50,13 +50,13 @@ from hpcpar.training.build import (
     tensor_parallel_of,
 )
 from hpcpar.training.config import Config, model_config_saved
-from hpcpar.training.memory_need import require_memory
+from hpcpar.training.expected_traffic import ExpectedTraffic, Passes, expected_traffic
+from hpcpar.training.memory_check import require_memory
 from hpcpar.training.metrics import Metrics, draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel, copies_here, require_known
 from hpcpar.training.schedule import learning_rate
 from hpcpar.training.step import StepResult, WholeModel, held_out_loss, train_step
 from hpcpar.training.summary import TrafficLine, as_records, gather_traffic, table
-from hpcpar.training.theory import Passes, Theory, expected_traffic
 from hpcpar.training.timeline import Timeline, span
 from hpcpar.units import format_duration
 
@@ -622,7 +622,7 @@ class Run:
             Metrics(self.directory, first_step=self.first_step, steps=steps, console=self._console)
         )
 
-    def _theory(self) -> Theory:
+    def _theory(self) -> ExpectedTraffic:
         """Bytes of the common start, the layers, the gradients and the losses."""
         cuts = self._stretches()
         passes = Passes(

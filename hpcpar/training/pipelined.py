@@ -18,7 +18,7 @@ from hpcpar.errors import ConfigError, ScheduleError
 from hpcpar.mesh import Mesh
 from hpcpar.models import LlamaConfig, LlamaStages
 from hpcpar.models.layers import Layers
-from hpcpar.models.stages import layer_costs, measured_costs
+from hpcpar.models.stages import measured_costs
 from hpcpar.pipeline_parallel import Pipeline, TiedWeights
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand, stage_costs
 from hpcpar.pipeline_schedules import catalogue, text
@@ -100,7 +100,9 @@ def item_costs(
 ) -> list[float]:
     """Of embedding, each layer and head: as `pipeline.balance` says, the same on all ranks. Collective."""
     if config.pipeline.balance != "measured":
-        return [float(cost) for cost in layer_costs(sizes, config.train.sequence, recompute=config.recompute)]
+        return [
+            float(cost) for cost in sizes.flops_per_item(config.train.sequence, recompute=config.recompute)
+        ]
     dtype = torch.float64 if config.train.precision == "float64" else torch.float32
     measured = measured_costs(
         sizes,

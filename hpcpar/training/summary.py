@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcpar.comm import Communicator
-from hpcpar.training.theory import Theory
+from hpcpar.training.expected_traffic import ExpectedTraffic
 from hpcpar.units import format_duration, format_nbytes
 
 
@@ -46,7 +46,7 @@ class TrafficLine:
         return None if self.nbytes_theory is None else self.nbytes_sent - self.nbytes_theory
 
 
-def gather_traffic(comm: Communicator, theory: Theory) -> list[TrafficLine]:
+def gather_traffic(comm: Communicator, theory: ExpectedTraffic) -> list[TrafficLine]:
     """The counts of all ranks on all communicators of the run, the same on every rank; collective.
 
     theory   of the communicators that this rank is in; of each the first rank's is taken

@@ -9,7 +9,7 @@ import pytest
 from hpcpar.bench.activation_picture import draw
 from hpcpar.bench.activations import Kept, measure, table, title
 from hpcpar.errors import LayoutError
-from hpcpar.tensor_parallel.activation_formulas import WAYS, LayerShape
+from hpcpar.planner.activations import TECHNIQUES, LayerShape
 
 SHAPE = LayerShape(sequence=64, batch=2, hidden=64, heads=4)
 
@@ -17,9 +17,11 @@ SHAPE = LayerShape(sequence=64, batch=2, hidden=64, heads=4)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_every_way_is_measured_within_five_percent_of_its_formula(tp: int) -> None:
     found = measure(SHAPE, tp)
-    assert [(each.way, each.formula) for each in found] == [(name, way.formula) for name, way in WAYS.items()]
+    assert [(each.way, each.formula) for each in found] == [
+        (name, way.formula) for name, way in TECHNIQUES.items()
+    ]
     for each in found:
-        assert each.formula_nbytes == WAYS[each.way].nbytes(SHAPE, tp)
+        assert each.formula_nbytes == TECHNIQUES[each.way].nbytes(SHAPE, tp)
         assert 0 <= each.beyond <= 0.05
 
 

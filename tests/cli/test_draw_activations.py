@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcpar.cli import main
-from hpcpar.tensor_parallel.activation_formulas import WAYS, LayerShape
+from hpcpar.planner.activations import TECHNIQUES, LayerShape
 
 SMALL = ("--sequence", "32", "--batch", "1", "--hidden", "32", "--heads", "4", "--tp", "2")
 
@@ -24,7 +24,7 @@ def test_every_way_is_a_line_with_its_formula_and_its_bytes(capsys: pytest.Captu
     title, _, head, *lines = output(capsys, *SMALL).splitlines()
     assert title.endswith("s=32 b=1 h=32 a=4 (5as/h = 20), t=2")
     assert "measured" in head
-    for line, (name, way) in zip(lines, WAYS.items(), strict=True):
+    for line, (name, way) in zip(lines, TECHNIQUES.items(), strict=True):
         assert line.startswith(f"{name} ")
         assert way.formula in line
         assert f" {way.nbytes(LayerShape(32, 1, 32, 4), 2):,.0f} " in line

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel.traffic import allreduce_nbytes
 from hpcpar.errors import CudaError
+from hpcpar.planner.traffic import allreduce_nbytes
 from hpcpar.transport import device_kernels
 from hpcpar.transport.cuda_driver import CudaDriver, driver
 from tests.comm.device_cases import on_device, values

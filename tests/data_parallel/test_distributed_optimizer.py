@@ -11,8 +11,8 @@ from torch import nn
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.traffic import usage_map_nbytes
 from hpcpar.errors import MismatchError, OperationError
+from hpcpar.planner.traffic import usage_map_nbytes
 
 
 def linear(seed: int = 0) -> nn.Linear:

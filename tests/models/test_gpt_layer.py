@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from hpcpar import watch_activations
 from hpcpar.autograd import Recompute
-from hpcpar.autograd.recompute import MODES, Mode
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models.gpt_layer import GptLayer
-from hpcpar.tensor_parallel.activation_formulas import WAYS, LayerShape, layer_nbytes
+from hpcpar.planner.activations import TECHNIQUES, LayerShape, layer_nbytes
+from hpcpar.planner.shapes import RECOMPUTE_MODES, RecomputeMode
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.random_streams import RandomStreams
 from hpcpar.tensor_parallel.split import gather_whole, whole_parameters
@@ -96,7 +96,7 @@ def step(layer: GptLayer, tp: TensorParallel) -> Result:
 
 
 def results(
-    size: int, mode: Mode = "none", *, sequence_parallel: bool = False, **dropouts: float
+    size: int, mode: RecomputeMode = "none", *, sequence_parallel: bool = False, **dropouts: float
 ) -> list[Result]:
     def work(comm: Communicator) -> Result:
         tp = parallel(comm, sequence_parallel=sequence_parallel)
@@ -155,17 +155,19 @@ def test_the_layer_is_the_one_written_out_in_torch() -> None:
         torch.testing.assert_close(found.gradients[name], value.grad, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RECOMPUTE_MODES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_any_number_of_ranks_computes_what_one_does(size: int, sequence_parallel: bool, mode: Mode) -> None:
+def test_any_number_of_ranks_computes_what_one_does(
+    size: int, sequence_parallel: bool, mode: RecomputeMode
+) -> None:
     (expected,) = results(1, **NO_DROPOUT)
     for found in results(size, mode, sequence_parallel=sequence_parallel, **NO_DROPOUT):
         require_close(found, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_dropout_on_what_all_ranks_hold_is_the_serial_one(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", RECOMPUTE_MODES)
+def test_dropout_on_what_all_ranks_hold_is_the_serial_one(mode: RecomputeMode) -> None:
     (expected,) = results(1, attention_dropout=0.0, hidden_dropout=0.3)
     for found in results(2, mode, attention_dropout=0.0, hidden_dropout=0.3):
         require_close(found, expected)
@@ -221,15 +223,15 @@ def kept_nbytes(
     return run_loopback(size, work)
 
 
-def gpt_layer(tp: TensorParallel, mode: Mode = "none") -> GptLayer:
+def gpt_layer(tp: TensorParallel, mode: RecomputeMode = "none") -> GptLayer:
     return GptLayer(SHAPE.hidden, SHAPE.heads, tp, RandomStreams(0, tp.rank), mode=mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RECOMPUTE_MODES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_what_is_kept_is_within_five_percent_of_the_formula(
-    size: int, sequence_parallel: bool, mode: Mode
+    size: int, sequence_parallel: bool, mode: RecomputeMode
 ) -> None:
     found = kept_nbytes(size, lambda tp: gpt_layer(tp, mode), sequence_parallel=sequence_parallel)
     formula = layer_nbytes(SHAPE, size, sequence_parallel=sequence_parallel, recompute=mode)
@@ -239,7 +241,7 @@ def test_what_is_kept_is_within_five_percent_of_the_formula(
 
 
 def test_the_ways_of_the_paper_differ_as_far_as_five_percent_can_tell() -> None:
-    found = sorted(way.nbytes(SHAPE, 4) for way in WAYS.values())
+    found = sorted(way.nbytes(SHAPE, 4) for way in TECHNIQUES.values())
     assert all(second > 1.1 * first for first, second in pairwise(found))
 
 
@@ -260,7 +262,7 @@ def test_without_gathering_again_each_rank_keeps_two_whole_inputs() -> None:
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("layers", [0, 1, 3, None])
-def test_only_the_first_layers_are_recomputed(layers: int | None, mode: Mode) -> None:
+def test_only_the_first_layers_are_recomputed(layers: int | None, mode: RecomputeMode) -> None:
     total = 3
     which = Recompute(mode, layers)
     (found,) = kept_nbytes(

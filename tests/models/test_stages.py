@@ -15,7 +15,7 @@ from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, Part, parallel_layers
-from hpcpar.models.stages import layer_costs, measured_costs
+from hpcpar.models.stages import measured_costs
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand
 from hpcpar.pipeline_schedules.placement import v_shape
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel
@@ -153,7 +153,7 @@ def test_a_rank_builds_its_own_stages_and_nothing_else() -> None:
 
 
 def test_in_a_v_the_ends_are_on_one_rank_and_share_the_tied_parameter() -> None:
-    split = balanced(layer_costs(TIED, 12), 4, v_shape(2).rank_of_stage)
+    split = balanced(TIED.flops_per_item(12), 4, v_shape(2).rank_of_stage)
     first, second = (LlamaStages(TIED, Layers(), split, own, seed=1).double() for own in ((0, 3), (1, 2)))
     assert list(first.stages) == [0, 3]
     assert first.stages[0].model.embed_tokens.weight is first.stages[3].lm_head.weight
@@ -300,7 +300,7 @@ def test_a_part_of_what_there_is_not_is_refused() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, TIED, LlamaConfig.preset("llama3-8b")])
 def test_costs_by_products_add_up_to_the_models(config: LlamaConfig) -> None:
-    costs = layer_costs(config, 512)
+    costs = config.flops_per_item(512)
     assert len(costs) == config.layers + 2
     assert sum(costs) == config.flops_per_token(512)
     assert costs[0] == 0
@@ -309,17 +309,17 @@ def test_costs_by_products_add_up_to_the_models(config: LlamaConfig) -> None:
 
 
 def test_costs_by_products_count_what_is_recomputed() -> None:
-    plain, sequence = layer_costs(SMALL, 8), 8
-    full = layer_costs(SMALL, sequence, recompute=Recompute("full", layers=2))
+    plain, sequence = SMALL.flops_per_item(8), 8
+    full = SMALL.flops_per_item(sequence, recompute=Recompute("full", layers=2))
     assert [3 * cost // 4 for cost in full[1:3]] == plain[1:3]
     assert full[3:] == plain[3:]
-    selective = layer_costs(SMALL, sequence, recompute=Recompute("selective"))
+    selective = SMALL.flops_per_item(sequence, recompute=Recompute("selective"))
     assert [a - b for a, b in zip(selective, plain, strict=True)] == [0, *[4 * sequence * 16] * 4, 0]
 
 
 def test_a_head_as_dear_as_two_layers_takes_two_from_its_stage() -> None:
     config = LlamaConfig.preset("llama3-8b", layers=14)
-    costs = layer_costs(config, 4096)
+    costs = config.flops_per_item(4096)
     layer_counts = [stop - start for start, stop in balanced(costs, 4)]
     assert layer_counts == [5, 4, 4, 3]  # of which the first is the embedding, the last the head
 

@@ -16,7 +16,6 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, parallel_layers
-from hpcpar.models.stages import layer_costs
 from hpcpar.pipeline_parallel import Pipeline
 from hpcpar.pipeline_parallel.balance import balanced, by_hand
 from hpcpar.pipeline_parallel.tied import TiedWeights
@@ -348,7 +347,7 @@ def test_by_every_kind_of_schedule_gradients_are_those_of_the_serial_tied_model(
     serial = Llama(config, seed=1).double()
     truth = serial.loss(serial(tokens), targets)
     truth.backward()  # type: ignore[no-untyped-call]
-    split = balanced(layer_costs(config, 8), schedule.stages, schedule.rank_of_stage)
+    split = balanced(config.flops_per_item(8), schedule.stages, schedule.rank_of_stage)
 
     def on_rank(comm: Communicator) -> tuple[float | None, dict[str, Tensor]]:
         rank = LlamaStages(config, Layers(), split, schedule.stages_of(comm.rank), seed=1).double()

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES, Bucket
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, view_like
 from hpcpar.data_parallel.reducer import Reducer
-from hpcpar.data_parallel.traffic import usage_map_nbytes
 from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod.gpu_streams import in_this_stream
 from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.responses import Ticket
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.sparse_gradients import start_sparse
+from hpcpar.planner.traffic import usage_map_nbytes
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:

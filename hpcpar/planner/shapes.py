@@ -1,0 +1,285 @@
+"""Sizes of a Llama, of the part of it that a pipeline stage holds, and of what is recomputed. Pure integers.
+
+Shape letters: S sequence, H hidden, F ffn, A heads, K key-value heads, D head size, V vocabulary,
+L layers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from hpcpar.errors import ConfigError, LayoutError
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the floating-point types that a model is trained in."""
+
+RecomputeMode = Literal["none", "selective", "full"]
+
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+
+MAY_BE_ZERO = ("initial_std", "dropout")
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of an element type: "float32" for itself and for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activations that a model's layers recompute in backward.
+
+    mode     "none"; "selective", the attention core (scores, softmax, its dropout, and over values); "full",
+             each layer from its input
+    layers   number of layers that do so, from the first on; None = all
+    errors   ConfigError for another mode, or fewer than no layers
+    """
+
+    mode: RecomputeMode = "none"
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in RECOMPUTE_MODES:
+            raise ConfigError(
+                f"recompute: there is no mode {self.mode!r}; there are {', '.join(RECOMPUTE_MODES)}"
+            )
+        if self.layers is not None and (not isinstance(self.layers, int) or self.layers < 0):
+            raise ConfigError(f"recompute: layers={self.layers!r}; give 0 or more, or None for all of them")
+
+    def of_layer(self, number: int, total: int) -> RecomputeMode:
+        """Return the mode of layer `number`, from 0, of a model of `total` layers.
+
+        errors   ConfigError when more layers were asked for than there are
+        """
+        if self.layers is not None and self.layers > total:
+            raise ConfigError(
+                f"recompute: layers={self.layers}, but the model has {total}; give {total} or fewer"
+            )
+        return self.mode if self.layers is None or number < self.layers else "none"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that one pipeline stage holds.
+
+    layers   by their numbers in the whole model
+    embeds   it begins with the embedding: its input is tokens [B, S], else [B, S, H]
+    heads    it ends with norm and output projection: its output is logits [B, S, V], else [B, S, H]
+    """
+
+    layers: range
+    embeds: bool
+    heads: bool
+
+    @classmethod
+    def of(cls, start: int, stop: int, layers: int) -> Part:
+        """Return items start … stop - 1 of a model's embedding, `layers` layers, and head.
+
+        errors   LayoutError where it has no such items
+        """
+        if not 0 <= start < stop <= layers + 2:
+            raise LayoutError(
+                f"items {start} to {stop} are no part of a model of {layers} layers; give a start below the "
+                f"stop, within the {layers + 2} items that embedding, layers and head are"
+            )
+        return cls(range(max(start, 1) - 1, min(stop - 1, layers)), start == 0, stop == layers + 2)
+
+    @classmethod
+    def whole(cls, layers: int) -> Part:
+        return cls(range(layers), embeds=True, heads=True)
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a model of the Llama architecture (arXiv 2302.13971, 2407.21783).
+
+    kv_heads        heads of keys and values, None = `heads`; each serves heads / kv_heads queries
+    head_size       None = hidden_size / heads
+    ffn_size        inner width of the gated feed-forward, None = 8/3 hidden_size rounded up to 32s
+    max_sequence    longest sequence that the model is meant for; longer ones are refused
+    initial_std     standard deviation of the weights before training; the two projections of a
+                    layer that write to the residual stream have it divided by sqrt(2 layers)
+    dropout         probability, in training, of the attention's shares and of what is added to the
+                    residual stream
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    head_size: int | None = None
+    ffn_size: int | None = None
+    max_sequence: int = 256
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    tie_embeddings: bool = False
+    initial_std: float = 0.02
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        self._check_positive()
+        if self.head_size is None:
+            if self.hidden_size % self.heads:
+                raise ConfigError(
+                    f"hidden_size={self.hidden_size} does not divide among heads={self.heads}; "
+                    f"choose heads that divide it, or set head_size"
+                )
+            object.__setattr__(self, "head_size", self.hidden_size // self.heads)
+        if self.ffn_size is None:
+            object.__setattr__(self, "ffn_size", 32 * math.ceil(self.hidden_size * 8 / 3 / 32))
+        self._check_heads()
+
+    def _check_positive(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None or isinstance(value, bool) or field.name in MAY_BE_ZERO:
+                continue
+            if not value > 0:
+                raise ConfigError(f"{field.name}={value!r} must be greater than 0")
+        if not self.initial_std >= 0:
+            raise ConfigError(f"initial_std={self.initial_std!r} must be 0 or greater")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout!r} must be a probability from 0 to below 1")
+
+    def _check_heads(self) -> None:
+        if self.heads % self.key_value_heads:
+            raise ConfigError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.key_value_heads}; "
+                f"every head of keys and values serves the same number of query heads"
+            )
+        if self.head_width % 2:
+            raise ConfigError(
+                f"head_size={self.head_width} is odd, but rotary embeddings turn pairs of values; "
+                f"choose an even head_size"
+            )
+
+    @property
+    def key_value_heads(self) -> int:
+        """`kv_heads`, after its default was filled in."""
+        assert self.kv_heads is not None
+        return self.kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """`head_size`, after its default was filled in."""
+        assert self.head_size is not None
+        return self.head_size
+
+    @property
+    def ffn_width(self) -> int:
+        """`ffn_size`, after its default was filled in."""
+        assert self.ffn_size is not None
+        return self.ffn_size
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
+        """Return a config by name, some fields changed: preset("tiny", layers=2).
+
+        Sizes that follow from changed ones (head_size, ffn_size) are derived anew unless given.
+        """
+        if name not in PRESETS:
+            close = difflib.get_close_matches(name, PRESETS, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"no model is called {name!r}; {hint}there are {', '.join(PRESETS)}")
+        known = {field.name for field in fields(cls)}
+        for key in changes:
+            if key not in known:
+                close = difflib.get_close_matches(key, sorted(known), n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise ConfigError(f"a model has no field {key!r}; {hint}there are {sorted(known)}")
+        derived: dict[str, None] = {}
+        if changes.keys() & {"hidden_size", "heads"}:
+            derived["head_size"] = None
+        if "hidden_size" in changes:
+            derived["ffn_size"] = None
+        return replace(PRESETS[name], **(derived | changes))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter of the whole model, by name, in the model's order.
+
+        Names are those of Hugging Face's Llama. With tied embeddings there is no lm_head.
+        """
+        hidden, ffn = self.hidden_size, self.ffn_width
+        queries, key_values = self.heads * self.head_width, self.key_value_heads * self.head_width
+        table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            table |= {
+                f"{prefix}.input_layernorm.weight": (hidden,),
+                f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
+                f"{prefix}.self_attn.k_proj.weight": (key_values, hidden),
+                f"{prefix}.self_attn.v_proj.weight": (key_values, hidden),
+                f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
+                f"{prefix}.post_attention_layernorm.weight": (hidden,),
+                f"{prefix}.mlp.gate_proj.weight": (ffn, hidden),
+                f"{prefix}.mlp.up_proj.weight": (ffn, hidden),
+                f"{prefix}.mlp.down_proj.weight": (hidden, ffn),
+            }
+        table["model.norm.weight"] = (hidden,)
+        if not self.tie_embeddings:
+            table["lm_head.weight"] = (self.vocab_size, hidden)
+        return table
+
+    def parameters(self) -> int:
+        """Count the parameters of the whole model: V·H (twice unless tied) + H + L·(2H + 2HD(A+K) + 3HF)."""
+        hidden = self.hidden_size
+        embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
+        return embeddings + hidden + self.layers * (2 * hidden + self._layer_weights())
+
+    def _layer_weights(self) -> int:
+        attention = 2 * self.hidden_size * self.head_width * (self.heads + self.key_value_heads)
+        return attention + 3 * self.hidden_size * self.ffn_width
+
+    def flops_per_token(self, sequence: int, *, backward: bool = True) -> int:
+        """Count the floating-point operations of the matrix products for one token of such a sequence.
+
+        forward    2 per weight that multiplies (embedding look-up and norms not counted)
+                   + 4·L·S·A·D for scores and values, counted in full, without halving for causality
+        backward   twice the forward; recomputation is not counted
+        source     arXiv 2104.04473, appendix, and 2204.02311, appendix B: the same convention, so
+                   an MFU from these figures is comparable with theirs
+        """
+        weights = self.layers * self._layer_weights() + self.vocab_size * self.hidden_size
+        attention = 4 * self.layers * sequence * self.heads * self.head_width
+        return (2 * weights + attention) * (3 if backward else 1)
+
+    def flops_per_item(self, sequence: int, *, recompute: Recompute | None = None) -> list[int]:
+        """Count FLOPs per token, forward and backward, of embedding, each layer, and head with loss.
+
+        embedding   0: it looks up
+        a layer     as `flops_per_token`, and what is recomputed: a forward (full), or the attention core's
+                    4·S·A·D (selective)
+        head        6·V·H
+        sequence    S of the whole sequence
+        """
+        again = recompute or Recompute()
+        head = 2 * self.vocab_size * self.hidden_size
+        layer = (self.flops_per_token(sequence, backward=False) - head) // self.layers
+        core = 4 * sequence * self.heads * self.head_width
+        recomputed = {"none": 0, "selective": core, "full": layer}
+        modes = [again.of_layer(number, self.layers) for number in range(self.layers)]
+        return [0, *(3 * layer + recomputed[mode] for mode in modes), 3 * head]
+
+
+# The usual 0.02 suits widths of thousands; narrow models learn faster from about 0.7 / sqrt(width).
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(256, 128, 4, 4, 2, ffn_size=352, max_sequence=256, initial_std=0.06),
+    "5m": LlamaConfig(256, 256, 6, 8, 4, ffn_size=768, max_sequence=512, initial_std=0.04),
+    "50m": LlamaConfig(32_000, 512, 12, 8, 4, ffn_size=1408, max_sequence=1024, tie_embeddings=True),
+    "125m": LlamaConfig(50_304, 768, 12, 12, 12, ffn_size=2048, max_sequence=2048, tie_embeddings=True),
+    "llama2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, ffn_size=11_008, max_sequence=4096),
+    "llama2-70b": LlamaConfig(32_000, 8192, 80, 64, 8, ffn_size=28_672, max_sequence=4096),
+    "llama3-8b": LlamaConfig(
+        128_256, 4096, 32, 32, 8, ffn_size=14_336, max_sequence=8192, rope_theta=500_000.0
+    ),
+    "llama3-70b": LlamaConfig(
+        128_256, 8192, 80, 64, 8, ffn_size=28_672, max_sequence=8192, rope_theta=500_000.0
+    ),
+}
+"""Presets, from a model that two laptop cores train in minutes to Meta's published sizes."""

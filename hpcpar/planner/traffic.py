@@ -1,0 +1,517 @@
+"""Bytes that training sends, by theory. Tests hold the counted bytes equal to these figures.
+
+All figures are sums over the ranks of a communicator; S is the size of the whole array.
+
+    collective                                 algorithm by which a communicator sends so many bytes
+    data parallelism, stages of ZeRO           per optimizer step, in parameters × (N - 1) on all N ranks:
+                                               stages 0 and 1: 2Φ; stage 2 (k + 1)Φ; stage 3: 3kΦ
+    tensor and sequence parallelism            per layer 8bsh(t - 1)/t values on each rank
+    pipeline parallelism                       bsh values per boundary between ranks and direction
+
+sources   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 7; Shoeybi et al. 2019, arXiv 1909.08053,
+          section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple, Protocol
+
+from hpcpar.errors import OperationError
+from hpcpar.partition import bounds
+from hpcpar.planner.shapes import ITEMSIZE, LlamaConfig, Part, Recompute, dtype_name
+
+NORM_NBYTES = 8
+"""One float64: a gradient norm."""
+
+USAGE_DIGESTS_NBYTES = 16
+"""Two digests of what wrote to parameters, beside the map of parameters with a gradient."""
+
+NATIVE = "native"
+"""MPI's own collective, whose bytes are not counted."""
+
+
+class Ranks(Protocol):
+    """A communicator as the formulas need it: `hpcpar.comm.Communicator`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """Node of each rank."""
+        ...
+
+    def algorithm_for(
+        self,
+        collective: str,
+        nbytes: int,
+        *,
+        named: str | None = None,
+        dtype: str = "any",
+        op: str = "sum",
+        on_device: bool = False,
+    ) -> str:
+        """Return the algorithm that a collective of so many bytes runs by."""
+        ...
+
+
+# --- one collective -------------------------------------------------------------------------------
+
+
+def allreduce_nbytes(
+    comm: Ranks,
+    nbytes: int,
+    *,
+    algorithm: str | None = None,
+    dtype: str = "any",
+    op: str = "sum",
+    on_device: bool = False,
+) -> int:
+    """Count the bytes that all ranks of `comm` send in one all-reduce of S = `nbytes`.
+
+    2(p-1)S                ring, direct, both kinds of tree, anything on two ranks: no byte twice
+    m·log₂m·S + 2(p-m)S    recursive doubling, m the largest power of two up to p
+    p(p-1)S                one-shot: every rank sends its whole vector to every other
+    2(m-1)S + 2(p-m)S      Rabenseifner
+    2(p-N)S + 2(N-1)S      hierarchical on N nodes: within them and between them, so 2(p-1)S again
+    2(p-N)S + …            leaders: as recursive doubling among N ranks
+    0                      native: MPI's own messages are not counted
+
+    nbytes      as they travel: half of a float32 array's where it is compressed
+    algorithm   None = the communicator's choice for this many bytes
+    dtype       element type that travels, where tables or MPI make a difference
+    on_device   the array is on a GPU, for which other algorithms may be chosen
+    """
+    size = comm.size
+    name = comm.algorithm_for("allreduce", nbytes, named=algorithm, dtype=dtype, op=op, on_device=on_device)
+    members = _power_of_two_up_to(size)
+    match name:
+        case "ring" | "direct" | "binomial" | "double_binary":
+            return 2 * (size - 1) * nbytes
+        case "hierarchical" | "hierarchical_halving" | "hierarchical_pipelined":
+            return 2 * (size - 1) * nbytes
+        case "recursive_doubling":
+            return _doubling_vectors(size) * nbytes
+        case "one_shot":
+            return size * (size - 1) * nbytes
+        case "rabenseifner":
+            return (2 * (members - 1) + 2 * (size - members)) * nbytes
+        case "leaders":
+            nodes = len(set(comm.nodes))
+            return (2 * (size - nodes) + _doubling_vectors(nodes)) * nbytes
+        case "native":
+            return 0
+    raise OperationError(f"no theory of the bytes of an allreduce by {name!r}")
+
+
+def reduce_scatter_nbytes(
+    comm: Ranks,
+    nbytes: int,
+    *,
+    algorithm: str | None = None,
+    dtype: str = "any",
+    op: str = "sum",
+    on_device: bool = False,
+) -> int:
+    """Count the bytes that all ranks of `comm` send in one reduce-scatter of S = `nbytes` to equal shards.
+
+    (p-1)S                 every algorithm of ours
+    (p-1)S + (p-m)S/p      recursive halving, m the largest power of two up to p: the folded ranks
+    0                      native
+    """
+    size = comm.size
+    name = comm.algorithm_for(
+        "reduce_scatter", nbytes, named=algorithm, dtype=dtype, op=op, on_device=on_device
+    )
+    if name == NATIVE:
+        return 0
+    folded = size - _power_of_two_up_to(size) if name == "recursive_halving" else 0
+    return (size - 1) * nbytes + folded * nbytes // size
+
+
+def allgather_nbytes(
+    comm: Ranks,
+    nbytes: int,
+    *,
+    algorithm: str | None = None,
+    dtype: str = "any",
+    on_device: bool = False,
+) -> int:
+    """Count the bytes that all ranks of `comm` send in one all-gather of S = `nbytes` in all: (p-1)S."""
+    name = comm.algorithm_for("allgather", nbytes, named=algorithm, dtype=dtype, on_device=on_device)
+    return 0 if name == NATIVE else (comm.size - 1) * nbytes
+
+
+def _power_of_two_up_to(size: int) -> int:
+    return 1 << (size.bit_length() - 1)
+
+
+def _doubling_vectors(size: int) -> int:
+    """Count the vectors that all ranks send in a recursive doubling, folded ranks included."""
+    members = _power_of_two_up_to(size)
+    return members * (members.bit_length() - 1) + 2 * (size - members)
+
+
+# --- data parallelism and ZeRO --------------------------------------------------------------------
+
+
+class FlatBuffer(Protocol):
+    """A bucket as the formulas need it: `hpcpar.data_parallel.buckets.Bucket`.
+
+    kind   the element type, or a tuple that begins with it and may hold a device
+    """
+
+    @property
+    def members(self) -> Sequence[int]: ...
+
+    @property
+    def kind(self) -> Hashable: ...
+
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Number of times that a run reduces and gathers.
+
+    steps       of the optimizer
+    backwards   in each step: microbatches
+    norms       gradient norms in each step, of one number each; stage 0 sends none
+    loads       of checkpoints, in all: in stages 1 and 2 parameters are all-gathered then
+    """
+
+    steps: int = 1
+    backwards: int = 1
+    norms: int = 0
+    loads: int = 0
+
+
+def data_parallel_nbytes(
+    comm: Ranks,
+    buckets: Iterable[FlatBuffer],
+    counts: StepCounts,
+    *,
+    stage: int,
+    algorithm: str | None = None,
+    dtype: object | None = None,
+    gathered: bool = True,
+) -> dict[str, int]:
+    """Count the bytes of gradients and parameters, by collective.
+
+        stage   gradients                         parameters
+        0       all-reduced in each step
+        1       reduce-scattered in each step     all-gathered in each step
+        2       reduce-scattered in each backward all-gathered in each step
+        3       reduce-scattered in each backward by `hpcpar.fully_shard`, not counted here
+
+    In every stage a map of the parameters with a gradient is all-reduced once a step.
+
+    dtype       in which gradients are reduced; None = their own
+    gathered    parameters travel; False where the ranks of a node share them
+    """
+    held = list(buckets)
+    parameters = sum(len(bucket.members) for bucket in held)
+    if not parameters:
+        return {}
+    named = algorithm if stage == 0 else None
+    map_nbytes = usage_map_nbytes(parameters)
+    reduced = allreduce_nbytes(comm, map_nbytes, algorithm=named, dtype="uint8", op="or")
+    total: Counter[str] = Counter()
+    for bucket in held:
+        own_dtype, on_device = dtype_of(bucket), is_on_gpu(bucket)
+        travels_as = own_dtype if dtype is None else dtype_name(dtype)
+        nbytes = bucket.nbytes if dtype is None else bucket.numel * ITEMSIZE[travels_as]
+        reduction = reduce_scatter_nbytes if stage else allreduce_nbytes
+        sent = reduction(
+            comm, nbytes, algorithm=algorithm, dtype=travels_as, op="average", on_device=on_device
+        )
+        if stage == 0:
+            reduced += sent
+            continue
+        total["reduce_scatter"] += counts.steps * (1 if stage == 1 else counts.backwards) * sent
+        if stage < 3 and gathered:
+            shards = allgather_nbytes(comm, bucket.nbytes, dtype=own_dtype, on_device=on_device)
+            total["allgather"] += (counts.steps + counts.loads) * shards
+    if stage:
+        reduced += counts.norms * allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
+    return {"allreduce": counts.steps * reduced, **total}
+
+
+def expected_nbytes(
+    comm: Ranks,
+    buckets: Iterable[FlatBuffer],
+    *,
+    synchronizations: int = 1,
+    algorithm: str | None = None,
+) -> int:
+    """Count the bytes that all ranks of `comm` send to average these gradients so many times.
+
+    Each synchronization all-reduces every bucket and the map of parameters with a gradient. Accumulated
+    microbatches send nothing, so synchronizations are optimizer steps.
+    """
+    counts = StepCounts(steps=synchronizations)
+    return data_parallel_nbytes(comm, buckets, counts, stage=0, algorithm=algorithm).get("allreduce", 0)
+
+
+def broadcast_nbytes(comm: Ranks, buckets: Iterable[FlatBuffer]) -> int:
+    """Count the bytes that all ranks of `comm` send to copy these buckets from one rank to all.
+
+    Every algorithm of ours sends every value to every other rank once: (p-1)S.
+    """
+    return sum(
+        (comm.size - 1) * bucket.nbytes
+        for bucket in buckets
+        if comm.algorithm_for("broadcast", bucket.nbytes, dtype=dtype_of(bucket), on_device=is_on_gpu(bucket))
+        != NATIVE
+    )
+
+
+def usage_map_nbytes(parameters: int) -> int:
+    """Count the bytes of a map with one bit per parameter, and of the digests beside it."""
+    return math.ceil(parameters / 8) + USAGE_DIGESTS_NBYTES
+
+
+def dtype_of(bucket: FlatBuffer) -> str:
+    """Return the name of a bucket's element type."""
+    return dtype_name(bucket.kind[0] if isinstance(bucket.kind, tuple) else bucket.kind)
+
+
+def is_on_gpu(bucket: FlatBuffer) -> bool:
+    """Return True where the bucket's kind names a CUDA device."""
+    kind = bucket.kind
+    return isinstance(kind, tuple) and any(getattr(part, "type", None) == "cuda" for part in kind)
+
+
+# --- tensor and sequence parallelism --------------------------------------------------------------
+
+Collective = Literal["allreduce", "allgather", "reduce_scatter"]
+
+Values = Literal["of the model", "largest logits", "of the loss"]
+
+
+class Exchange(NamedTuple):
+    """One collective.
+
+    values   of the whole array
+    kind     the model's type and a sum; or, of the loss, at least float32, and once a maximum
+    """
+
+    collective: Collective
+    values: int
+    kind: Values = "of the model"
+
+
+class Microbatch(NamedTuple):
+    """Size of a forward, or of a forward and its backward."""
+
+    sequences: int
+    tokens: int
+
+
+class TensorParallelOptions(Protocol):
+    """The tp axis as the formulas need it: `hpcpar.tensor_parallel.TensorParallel`."""
+
+    @property
+    def size(self) -> int: ...
+
+    sequence_parallel: bool
+    gather_again: bool
+    chunks: int
+
+
+class TensorParallelExchanges:
+    """Collectives of the t ranks that share a Llama's layers, for one microbatch.
+
+    b sequences of s tokens, h hidden, L layers; unit = bsh values, ar = all-reduce, rs = reduce-scatter,
+    ag = all-gather. Queries, keys and values are one gather and one sum, and so are gate and up.
+
+                        tensor parallel              with sequence parallelism
+                        forward       backward       forward            backward
+      embedding         ar unit                      rs unit            ag unit
+      each layer        2 ar unit     2 ar unit      2 (ag + rs unit)   2 (ag + rs unit)   again: + 2 ag unit
+      norms, 2L + 1                                                     ar h each
+      output projection               ar unit        ag unit            rs unit            again: + ag unit
+      loss              ar bs, ar 2bs                ar bs, ar 2bs
+
+    An ar sends 2(t - 1) times its values over all ranks, rs and ag (t - 1) times: a layer 8bsh(t - 1)/t
+    values on each rank either way, and 10 with `gather_again`. In addition:
+
+        full recomputation   a layer's forward once more
+        shared heads         with fewer key-value heads than ranks: ar of both weights' gradients in each
+                             backward, over the ranks with the same head
+    """
+
+    def __init__(self, config: LlamaConfig, tp: TensorParallelOptions, microbatch: Microbatch) -> None:
+        self._config = config
+        self._tp = tp
+        self._sequences, self._tokens = microbatch
+        self._unit = self._sequences * self._tokens * config.hidden_size
+
+    def forward(self, part: Part) -> Iterator[Exchange]:
+        """Yield the collectives from tokens to the loss, as far as a part goes."""
+        if part.embeds:
+            yield Exchange("reduce_scatter" if self._tp.sequence_parallel else "allreduce", self._unit)
+        for _ in part.layers:
+            yield from self.layer_forward()
+        if part.heads:
+            yield from self._column_forward()
+            tokens = self._sequences * self._tokens
+            yield Exchange("allreduce", tokens, "largest logits")
+            yield Exchange("allreduce", 2 * tokens, "of the loss")
+
+    def backward(self, part: Part, recompute: Recompute) -> Iterator[Exchange]:
+        """Yield the collectives from the loss to the embedding, without those of shared heads."""
+        if part.heads:
+            yield from self._column_backward()
+            yield from self._norm_backward()
+        for number in part.layers:
+            if recompute.of_layer(number, self._config.layers) == "full":
+                yield from self.layer_forward()
+            yield from self.layer_backward()
+        if part.embeds and self._tp.sequence_parallel:
+            yield Exchange("allgather", self._unit)
+
+    def layer_forward(self) -> Iterator[Exchange]:
+        """Yield the collectives of attention and feed-forward."""
+        for _ in range(2):
+            yield from self._column_forward()
+            yield from self._row_forward()
+
+    def layer_backward(self) -> Iterator[Exchange]:
+        """Yield the collectives of feed-forward and attention, and of the norm before each."""
+        for _ in range(2):
+            if self._tp.sequence_parallel:
+                yield from self._in_chunks("allgather")
+            yield from self._column_backward()
+            yield from self._norm_backward()
+
+    def shared_heads_backward(self, part: Part) -> Iterator[Exchange]:
+        """Yield the all-reduces of key and value weights over the ranks with the same head."""
+        if self._config.key_value_heads < self._tp.size:
+            for _ in range(2 * len(part.layers)):
+                yield Exchange("allreduce", self._config.head_width * self._config.hidden_size)
+
+    def _column_forward(self) -> Iterator[Exchange]:
+        """Gather the input of the column-parallel layers that share it."""
+        if self._tp.sequence_parallel:
+            yield from self._in_chunks("allgather")
+
+    def _column_backward(self) -> Iterator[Exchange]:
+        """Sum the input's gradient; gather the input again if it was not kept."""
+        if not self._tp.sequence_parallel:
+            yield Exchange("allreduce", self._unit)
+            return
+        if self._tp.gather_again:
+            yield Exchange("allgather", self._unit)
+        yield from self._in_chunks("reduce_scatter")
+
+    def _row_forward(self) -> Iterator[Exchange]:
+        """Sum the output of a row-parallel layer."""
+        if self._tp.sequence_parallel:
+            yield from self._in_chunks("reduce_scatter")
+        else:
+            yield Exchange("allreduce", self._unit)
+
+    def _norm_backward(self) -> Iterator[Exchange]:
+        """Sum the gradient of a norm's weight, to which each rank adds that of its own tokens."""
+        if self._tp.sequence_parallel:
+            yield Exchange("allreduce", self._config.hidden_size)
+
+    def _in_chunks(self, collective: Collective) -> Iterator[Exchange]:
+        """Cut a unit into chunks, each with an equal range of every rank's part of the sequence."""
+        own = self._tokens // self._tp.size
+        for start, stop in bounds(own, min(self._tp.chunks, own) or 1):
+            values = self._sequences * self._tp.size * (stop - start) * self._config.hidden_size
+            yield Exchange(collective, values)
+
+
+def tensor_parallel_exchanges(
+    config: LlamaConfig,
+    tp: TensorParallelOptions,
+    *,
+    trained: Iterable[Microbatch] = (),
+    evaluated: Iterable[Microbatch] = (),
+    recompute: Recompute | None = None,
+    parts: Sequence[Part] | None = None,
+) -> tuple[Counter[Exchange], Counter[Exchange]]:
+    """Count the collectives on the tp axis, and those among its ranks that share a key-value head.
+
+    trained     a forward and a backward of each; evaluated: a forward of each
+    recompute   as the model was built with
+    parts       that these ranks hold; None = the whole model
+    """
+    on_axis: Counter[Exchange] = Counter()
+    on_sharers: Counter[Exchange] = Counter()
+    if tp.size == 1:
+        return on_axis, on_sharers
+    again = recompute or Recompute()
+    forwards = Counter(evaluated)
+    backwards = Counter(trained)
+    for part in [Part.whole(config.layers)] if parts is None else parts:
+        for size in forwards.keys() | backwards.keys():
+            of_pass = TensorParallelExchanges(config, tp, size)
+            forward, backward = Counter(of_pass.forward(part)), Counter(of_pass.backward(part, again))
+            _add(on_axis, forward, forwards[size] + backwards[size])
+            _add(on_axis, backward, backwards[size])
+            _add(on_sharers, Counter(of_pass.shared_heads_backward(part)), backwards[size])
+    return on_axis, on_sharers
+
+
+def _add(total: Counter[Exchange], exchanges: Counter[Exchange], times: int) -> None:
+    if times:
+        for exchange, count in exchanges.items():
+            total[exchange] += times * count
+
+
+def exchanges_nbytes(
+    comm: Ranks, exchanges: Counter[Exchange], dtype: object, *, on_device: bool = False
+) -> Counter[str]:
+    """Count the bytes that all ranks of `comm` send for these exchanges, by collective.
+
+    dtype       of parameters and activations
+    on_device   activations are on GPUs
+    """
+    total: Counter[str] = Counter()
+    for exchange, times in exchanges.items():
+        name = dtype_name(dtype)
+        if exchange.kind != "of the model" and ITEMSIZE[name] < ITEMSIZE["float32"]:
+            name = "float32"
+        nbytes = exchange.values * ITEMSIZE[name]
+        match exchange.collective:
+            case "allgather":
+                sent = allgather_nbytes(comm, nbytes, dtype=name, on_device=on_device)
+            case "reduce_scatter":
+                sent = reduce_scatter_nbytes(comm, nbytes, dtype=name, on_device=on_device)
+            case "allreduce":
+                op = "max" if exchange.kind == "largest logits" else "sum"
+                sent = allreduce_nbytes(comm, nbytes, dtype=name, op=op, on_device=on_device)
+        total[exchange.collective] += times * sent
+    return total
+
+
+# --- pipeline parallelism -------------------------------------------------------------------------
+
+
+def rank_boundaries(rank_of_stage: Sequence[int]) -> int:
+    """Count the neighbouring stages on different ranks: rank_boundaries((0, 1, 1, 0)) == 2."""
+    return sum(one != other for one, other in pairwise(rank_of_stage))
+
+
+def pipeline_nbytes(
+    rank_of_stage: Sequence[int], *, token_nbytes: int, trained_tokens: int, evaluated_tokens: int = 0
+) -> int:
+    """Count the bytes of activations and their gradients between the ranks of a pipeline.
+
+    token_nbytes     of one token's activation between two stages: h values
+    trained_tokens   that go forward and back; with sequence parallelism those on one tp rank
+    """
+    return rank_boundaries(rank_of_stage) * token_nbytes * (2 * trained_tokens + evaluated_tokens)

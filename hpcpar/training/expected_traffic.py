@@ -1,0 +1,186 @@
+"""Bytes that a run must send by theory, by communicator and collective; its counts are compared with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hpcpar.autograd import Recompute
+from hpcpar.comm.preemption import QUESTION_NBYTES
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.models import Llama, LlamaStages
+from hpcpar.pipeline_parallel.mailbox import ANNOUNCEMENT_NBYTES
+from hpcpar.planner.shapes import dtype_name
+from hpcpar.planner.traffic import (
+    NORM_NBYTES,
+    Microbatch,
+    allreduce_nbytes,
+    exchanges_nbytes,
+    pipeline_nbytes,
+    rank_boundaries,
+    tensor_parallel_exchanges,
+)
+from hpcpar.tensor_parallel import TensorParallel, split_over
+from hpcpar.training.pipelined import PipelinedModel
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+ExpectedTraffic = Mapping[tuple["Communicator", str], int]
+"""(communicator, collective) -> bytes that all of its ranks together must send."""
+
+STEP_LOSS_NBYTES, HELD_OUT_LOSS_NBYTES = 8, 16
+"""A sum; a sum and its tokens."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Numbers of passes, steps and loads of a run on this rank.
+
+    trained       sequences in each microbatch of a step
+    held_out      sequences in each microbatch of an evaluation
+    sequence      tokens in a sequence
+    stretches     steps after each of which losses are summed
+    loads         of checkpoints
+    """
+
+    trained: Sequence[int]
+    evaluations: int
+    held_out: Sequence[int]
+    sequence: int
+    stretches: Sequence[int]
+    loads: int
+
+    @property
+    def steps(self) -> int:
+        return sum(self.stretches)
+
+
+def expected_traffic(
+    model: Llama | LlamaStages,
+    optimizer: DistributedOptimizer,
+    tp: TensorParallel,
+    losses: Communicator,
+    passes: Passes,
+    *,
+    recompute: Recompute,
+    start_nbytes: int,
+    worker: PipelinedModel | None = None,
+    preemption: Communicator | None = None,
+) -> ExpectedTraffic:
+    """Count the bytes of every communicator that this rank is in.
+
+    losses         where losses are summed
+    recompute      as the model was built with
+    start_nbytes   of the parameters' broadcast; 0: there was none
+    worker         where layers are divided over a pipeline
+    preemption     where ranks ask each other between steps whether to stop
+    """
+    dp = optimizer.dp_comm
+    total: Counter[tuple[Communicator, str]] = Counter()
+    total[dp, "broadcast"] += start_nbytes
+    looks = 1 if optimizer.scaler.dynamic else 0
+    stages = 1 if worker is None else len(worker.model.stages)
+    gradients = optimizer.expected_traffic(
+        passes.steps,
+        backwards=len(passes.trained) * stages,
+        forwards=passes.evaluations * len(passes.held_out),
+        norms=looks,
+        loads=passes.loads,
+    )
+    total.update({(dp, collective): nbytes for collective, nbytes in gradients.items()})
+    pp = None if worker is None else worker.pipeline.comm
+    total.update(_norms(model, optimizer, pp, passes.steps, looks=looks))
+    total.update(_tensor_parallel(model, tp, passes, recompute, worker))
+    if worker is not None:
+        total.update(_pipeline(worker, tp, passes))
+    summed = [STEP_LOSS_NBYTES * steps for steps in passes.stretches]
+    for nbytes in summed + [HELD_OUT_LOSS_NBYTES] * passes.evaluations:
+        total[losses, "allreduce"] += allreduce_nbytes(losses, nbytes, dtype="float64")
+    if preemption is not None:
+        questions = max(0, passes.steps - 1)
+        total[preemption, "allreduce"] += questions * allreduce_nbytes(
+            preemption, QUESTION_NBYTES, dtype="uint8"
+        )
+    return total
+
+
+def _tensor_parallel(
+    model: Llama | LlamaStages,
+    tp: TensorParallel,
+    passes: Passes,
+    recompute: Recompute,
+    worker: PipelinedModel | None,
+) -> Counter[tuple[Communicator, str]]:
+    """Count the bytes on the tp axis, and among its ranks that share a key-value head."""
+    parameter = next(model.parameters())
+    on_axis, on_sharers = tensor_parallel_exchanges(
+        model.config,
+        tp,
+        trained=passes.steps * [Microbatch(each, passes.sequence) for each in passes.trained],
+        evaluated=passes.evaluations * [Microbatch(each, passes.sequence) for each in passes.held_out],
+        recompute=recompute,
+        parts=None if worker is None else [stage.part for stage in worker.model.stages.values()],
+    )
+    found = {tp.comm: on_axis}
+    if on_sharers:
+        found[tp.sharers(model.config.key_value_heads).same] = on_sharers
+    total: Counter[tuple[Communicator, str]] = Counter()
+    for comm, exchanges in found.items():
+        sent = exchanges_nbytes(comm, exchanges, parameter.dtype, on_device=parameter.is_cuda)
+        total.update({(comm, collective): nbytes for collective, nbytes in sent.items()})
+    return total
+
+
+def _pipeline(
+    worker: PipelinedModel, tp: TensorParallel, passes: Passes
+) -> Counter[tuple[Communicator, str]]:
+    """Count the bytes of activations and their gradients between stages, and of tied weights' gradients.
+
+    A receiver that does not know an activation's shape from an earlier pass gets an announcement first.
+    """
+    model, schedule, comm = worker.model, worker.pipeline.schedule, worker.pipeline.comm
+    homes = [schedule.rank_of_stage[stage] for stage in range(schedule.stages)]
+    tokens = passes.sequence // (tp.size if tp.sequence_parallel else 1)
+    total: Counter[tuple[Communicator, str]] = Counter()
+    total[comm, "send"] += pipeline_nbytes(
+        homes,
+        token_nbytes=model.config.hidden_size * next(model.parameters()).dtype.itemsize,
+        trained_tokens=passes.steps * sum(passes.trained) * tokens,
+        evaluated_tokens=passes.evaluations * sum(passes.held_out) * tokens,
+    )
+    announced = (len(passes.trained) if passes.steps else 0) + len(passes.held_out)
+    total[comm, "send"] += rank_boundaries(homes) * announced * ANNOUNCEMENT_NBYTES
+    for name, over in worker.tied.comms.items():
+        parameter = model.tied_parameters()[name]
+        assert parameter is not None, "this rank has a copy"
+        total[over, "allreduce"] += passes.steps * allreduce_nbytes(
+            over, parameter.nbytes, dtype=dtype_name(parameter.dtype), on_device=parameter.is_cuda
+        )
+    return total
+
+
+def _norms(
+    model: nn.Module, optimizer: DistributedOptimizer, pp: Communicator | None, steps: int, *, looks: int
+) -> Counter[tuple[Communicator, str]]:
+    """Count the bytes of gradient norms.
+
+    On dp there is a number for each group of parameters that are split over the same communicators, and then
+    one on each of those communicators and on pp.
+
+    looks   checks in each step for non-finite gradients, of a number each; those on dp are counted elsewhere
+    """
+    over = split_over(model)
+    kinds = {over.get(name, ()) for name in optimizer.reducer.names}
+    total: Counter[tuple[Communicator, str]] = Counter()
+    for comm in dict.fromkeys([*(comm for kind in kinds for comm in kind), *([] if pp is None else [pp])]):
+        once = allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
+        total[comm, "allreduce"] += steps * (1 + looks) * once
+    if optimizer.zero_stage:
+        dp = optimizer.dp_comm
+        total[dp, "allreduce"] += steps * allreduce_nbytes(dp, len(kinds) * NORM_NBYTES, dtype="float64")
+    return total

@@ -1,0 +1,81 @@
+"""Refuse a run whose model state is larger than the memory that there is, before anything is allocated.
+
+Activations come on top; so what does not fit here fits nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hpcpar.data_parallel.process_memory import available_on_node, available_to_process
+from hpcpar.errors import ConfigError
+from hpcpar.mesh import Mesh
+from hpcpar.models import LlamaConfig
+from hpcpar.planner.memory import MemoryNeed, StateWidths, model_state_nbytes
+from hpcpar.training.config import Config
+from hpcpar.units import format_nbytes
+
+
+def memory_need(
+    config: Config, sizes: LlamaConfig, *, dp: int, tp: int, pp: int, node_sharers: int, on_gpu: bool
+) -> MemoryNeed:
+    """Return the bytes of model state on each rank, taken to have an equal share of the layers.
+
+    node_sharers   ranks of a node that hold the parameters in common; 1 = each has its own
+    """
+    section, parameters = config.optimizer, sizes.parameters() // (tp * pp)
+    widths = StateWidths.of(
+        config.train.precision,
+        moments=2 if section.name == "adamw" else 1 if section.momentum else 0,
+        moment_dtype=section.moments,
+        sum_dtype=section.reduction,
+    )
+    return MemoryNeed.of(
+        model_state_nbytes(parameters, widths, stage=section.zero_stage, ranks=dp, node_sharers=node_sharers),
+        building_nbytes=0 if section.zero_stage == 3 else parameters * widths.building,
+        offload=section.offload,
+        on_gpu=on_gpu,
+    )
+
+
+def require_memory(config: Config, vocabulary: int, mesh: Mesh, device: torch.device) -> None:
+    """Raise ConfigError on every rank where the model state exceeds some node's memory. Collective."""
+    sizes, world = config.model_config_for(vocabulary), mesh.world
+    nodes = list(world.nodes)
+    local = nodes.count(nodes[world.rank])
+    need = memory_need(
+        config,
+        sizes,
+        dp=mesh.dp.size,
+        tp=mesh.tp.size,
+        pp=mesh.pp.size,
+        node_sharers=local if config.optimizer.shared_parameters else 1,
+        on_gpu=device.type == "cuda",
+    )
+    lacks = [
+        _lack(need.host, local, available_on_node(), f"for all {local} of its node, which has"),
+        _lack(need.host, 1, available_to_process(), "in all, and may have (ulimit -v)"),
+    ]
+    if device.type == "cuda":
+        lacks.append(
+            _lack(need.device, 1, torch.cuda.mem_get_info(device)[0], f"in all, and its {device} has")
+        )
+    told = world.allgather_object(next((lack for lack in lacks if lack), None))
+    found = next((f"rank {rank} needs {lack}" for rank, lack in enumerate(told) if lack), None)
+    if found is not None:
+        raise ConfigError(
+            f"model.preset = {config.model.preset!r}, {sizes.parameters():,} parameters, does not fit: "
+            f"{found}, and activations come on top. Take more ranks or nodes with optimizer.zero_stage=3 or "
+            "mesh.tp, 16 bits (train.precision=bfloat16), optimizer.offload, or a smaller model"
+        )
+
+
+def _lack(need: Mapping[str, int], ranks: int, available: int | None, who: str) -> str | None:
+    """Describe the need and the available memory, where that is less; else None."""
+    total = ranks * sum(need.values())
+    if available is None or total <= available:
+        return None
+    purposes = ", ".join(f"{format_nbytes(nbytes)} for {what}" for what, nbytes in need.items() if nbytes)
+    return f"{purposes}: {format_nbytes(total)} {who} {format_nbytes(available)}"

@@ -1,0 +1,66 @@
+"""Bytes that a Llama layer saves for backward, measured through saved-tensor hooks, equal the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpcpar.autograd import Recompute
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel import watch_activations
+from hpcpar.models import Llama, LlamaConfig, parallel_layers
+from hpcpar.planner.activations import llama_layer_nbytes
+from hpcpar.tensor_parallel import TensorParallel
+from tests.grid import pairwise
+
+BATCH, SEQUENCE = 2, 24
+
+WAYS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "sequence": {"sequence_parallel": True},
+    "sequence, gather again": {"sequence_parallel": True, "gather_again": True},
+}
+
+
+def config_of(layers: int, kv_heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=16, hidden_size=40, layers=layers, heads=8, kv_heads=kv_heads, head_size=6, ffn_size=56
+    )
+
+
+def kept(comm: Communicator, config: LlamaConfig, dtype: torch.dtype, mode: str, way: dict[str, Any]) -> int:
+    layers = parallel_layers(config, TensorParallel(comm, **way))
+    model = Llama(config, layers, recompute=Recompute(mode)).to(dtype)  # type: ignore[arg-type]
+    tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 16
+    with watch_activations(model) as activations:
+        logits = model(tokens)
+        found = activations.nbytes
+    del logits
+    return found
+
+
+CASES = pairwise([1, 2, 4], [8, 2], WAYS, ["none", "selective", "full"], [torch.float32, torch.float64])
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "way", "mode", "dtype"), CASES)
+def test_a_layer_keeps_what_the_formula_says(
+    size: int, kv_heads: int, way: str, mode: str, dtype: torch.dtype
+) -> None:
+    """One layer's share: what a model of three layers keeps beyond one of two."""
+
+    def more(comm: Communicator) -> int:
+        of_three, of_two = (kept(comm, config_of(n, kv_heads), dtype, mode, WAYS[way]) for n in (3, 2))
+        return of_three - of_two
+
+    expected = llama_layer_nbytes(
+        config_of(1, kv_heads),
+        BATCH,
+        SEQUENCE,
+        itemsize=dtype.itemsize,
+        tp=size,
+        mode=mode,  # type: ignore[arg-type]
+        **WAYS[way],
+    )
+    assert run_loopback(size, more) == [expected] * size
