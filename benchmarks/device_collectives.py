@@ -58,7 +58,7 @@ from hpcpar.launch import binding
 from hpcpar.units import GB, busbw_factor, parse_nbytes
 
 if TYPE_CHECKING:
-    from hpcpar.launch.cuda_awareness import Capabilities
+    from hpcpar.launch.cuda_aware import Capabilities
 
 PLACES: dict[str, Place] = {
     "allreduce": "in",
@@ -215,7 +215,7 @@ def bind_to_gpu(world: Communicator, wanted: str) -> tuple[torch.device, tuple[s
 def find_awareness(world: Communicator, device: torch.device) -> Capabilities:
     """What MPI takes device pointers for, as rank 0 finds out by a probe."""
     from hpcpar.cli.doctor import find_awareness as find
-    from hpcpar.launch.cuda_awareness import Capabilities
+    from hpcpar.launch.cuda_aware import Capabilities
     from hpcpar.transport.mpi import library_facts, memory_kinds
 
     if device.type == "cpu":

@@ -66,7 +66,7 @@ A process that a rank has started without the launcher's variables is alone (`HP
 | Open MPI 5 | Hydra | `LaunchError` |
 | MPICH 5 | less room in /dev/shm than its ranks on the node need | `LaunchError` with what to set |
 
-Under srun, what connects the ranks is in the table at the top of `hpcpar/launch/wiring.py`.
+Under srun, what connects the ranks is in the table at the top of `hpcpar/launch/bootstrap/pmi_selection.py`.
 
 ## Where `hpcpar run` starts ranks
 

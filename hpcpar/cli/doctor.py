@@ -25,13 +25,13 @@ import click
 from hpcpar import cuda_wheels
 from hpcpar.cli.start_times import MODULES, StartTimes, process_age_s, time_import
 from hpcpar.errors import HpcparError
-from hpcpar.launch import binding, cuda_awareness
+from hpcpar.launch import binding, cuda_aware
+from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
 from hpcpar.launch.crosscheck import library_name
-from hpcpar.launch.cuda_awareness import Capabilities
+from hpcpar.launch.cuda_aware import Capabilities
 from hpcpar.launch.environment import RankInfo, detect
 from hpcpar.launch.placement import NodePlace, Placement, RankPlace
 from hpcpar.launch.settings import Settings
-from hpcpar.launch.wiring import loaded_libraries
 from hpcpar.units import GiB, MiB, busbw_factor, format_duration, format_nbytes
 
 if TYPE_CHECKING:
@@ -218,13 +218,13 @@ def hints_left_to_the_report() -> Iterator[None]:
 
 def examine(world: Communicator, start: StartTimes = NOT_TIMED) -> Visit:
     """Gather every rank's facts, measure, judge. Collective; the same on every rank."""
-    from hpcpar.comm.world import way as way_taken
+    from hpcpar.comm.world import bootstrap
     from hpcpar.transport.mpi import library_facts, memory_kinds
 
     mpi = library_facts()
     loaded = loaded_libraries()
     awareness, libraries, advice = world.broadcast_object(
-        (find_awareness(mpi["library"], memory_kinds()), cuda_awareness.parts(loaded), wheels_advice(loaded))
+        (find_awareness(mpi["library"], memory_kinds()), cuda_aware.parts(loaded), wheels_advice(loaded))
         if world.rank == 0
         else None
     )
@@ -235,7 +235,7 @@ def examine(world: Communicator, start: StartTimes = NOT_TIMED) -> Visit:
         ranks=tuple(world.allgather_object(rank_facts(world, start))),
         measurements=tuple(measure(world, nbytes) for nbytes in CHECK_NBYTES),
         choices=choices(world),
-        connected_by=way.why if (way := way_taken()) else "MPI was started by somebody else",
+        connected_by=way.why if (way := bootstrap()) else "MPI was started by somebody else",
         libraries=libraries,
         wheels_advice=advice,
     )
@@ -247,7 +247,7 @@ def find_awareness(mpi_library: str, memory_kinds: str | None) -> Capabilities:
     asked = Settings.from_environ().cuda_aware
     if asked is None and not cuda_wheels.gpu_is_visible(os.environ):
         return Capabilities(source="not tried: no GPU is visible")
-    return cuda_awareness.capabilities(
+    return cuda_aware.capabilities(
         mpi_library, asked=asked, driver=driver_version(), memory_kinds=memory_kinds
     )
 

@@ -21,19 +21,15 @@ from hpcpar.errors import ConfigError, LaunchError, PeerFailedError
 from hpcpar.launch import (
     binding,
     crosscheck,
-    cuda_awareness,
+    cuda_aware,
     environment,
     lone,
-    one_voice,
-    rendezvous,
     sentinel,
     shared_space,
-    throwaway,
     variables,
-    wiring,
 )
+from hpcpar.launch.bootstrap import pmi_selection
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.own_library import name_hint
 from hpcpar.launch.placement import Placement, RankPlace, visible_gpus
 from hpcpar.launch.settings import Settings, own_tuning_file
 from hpcpar.transport import cuda_driver
@@ -46,7 +42,7 @@ log = logging.getLogger("hpcpar")
 _hooks: FailureHooks | None = None
 """Exception hooks and the sentinel belong to the process, however often it calls init()."""
 
-_way: wiring.Way | None = None
+_bootstrap: pmi_selection.Bootstrap | None = None
 """MPI belongs to the process as well; None until hpcpar starts it."""
 
 
@@ -109,7 +105,7 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
     def mpi_takes_pointers() -> bool:
         from hpcpar.transport import mpi
 
-        found = cuda_awareness.capabilities(
+        found = cuda_aware.capabilities(
             mpi.library_version(),
             asked=settings.cuda_aware,
             driver=str(cuda_driver.driver().version),
@@ -120,44 +116,46 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
     world.share_devices(settings.devices, mpi_takes_pointers)
 
 
-def way() -> wiring.Way | None:
-    """Return how the ranks were connected; None where hpcpar has not started MPI."""
-    return _way
+def bootstrap() -> pmi_selection.Bootstrap | None:
+    """Return how the ranks found each other; None where hpcpar has not started MPI."""
+    return _bootstrap
 
 
 def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
     """Start MPI, with a server of our own where the launcher does not connect the ranks."""
-    global _way  # MPI is the process's, and starts once
+    global _bootstrap  # MPI is the process's, and starts once
     try:
         from hpcpar.transport import mpi
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"no MPI library could be loaded ({error}). Load your site's MPI module, or "
-            f"`pip install hpcpar[mpich]`; `hpcpar doctor` shows what is found{name_hint(str(error))}"
+            f"no MPI library could be loaded ({error}). Load your site's MPI module, or `pip install "
+            f"hpcpar[mpich]`; `hpcpar doctor` shows what is found{pmi_selection.name_hint(str(error))}"
         ) from error
     if info.size > 1 and mpi.is_the_parents():
         _refuse_forked(info)
     if not mpi.is_started():
         if info.size > 1 and variables.parent_is_the_rank():
             _refuse_child(info)
-        _way = wiring.choose(info, mpi.library_version())
-        wiring.clear_stale(_way)
+        _bootstrap = pmi_selection.choose(info, mpi.library_version())
+        pmi_selection.clear_stale(_bootstrap)
         try:
             ranks_here = info.local_size or 1
             room_nbytes = shared_space.room_within_ranks(ranks_here)
             shared_space.require(ranks_here, mpi.library_version(), room_nbytes)
         except LaunchError:
             if info.local_rank:
-                one_voice.leave_it_to_another_rank()
+                crosscheck.leave_it_to_another_rank()
             raise
-        if _way.kind == "none":
+        if _bootstrap.kind == "none":
             _refuse(info, mpi.library_version())
-        elif _way.kind == "server":
-            with rendezvous.connected(info, timeout_s=patience_s):
+        elif _bootstrap.kind == "server":
+            from hpcpar.launch.bootstrap import pmi_client  # brings asyncio, which others do not need
+
+            with pmi_client.connected(info, timeout_s=patience_s):
                 mpi.start()
         else:
             mpi.start()
-            time.sleep(_way.settle_s)
+            time.sleep(_bootstrap.settle_s)
     if info.size > 1:
         variables.mark_as_rank()
     return mpi.MpiTransport.world()
@@ -165,7 +163,7 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
 
 def _refuse_child(info: RankInfo) -> NoReturn:
     """Raise in a process that a rank has started: MPI would fail in it, or wait for ever (Open MPI 5)."""
-    names = {f"{name.partition('_')[0]}_" for name in os.environ if throwaway.is_of_the_job(name)}
+    names = {f"{name.partition('_')[0]}_" for name in os.environ if environment.is_of_a_job(name)}
     raise LaunchError(
         f"rank {info.rank} of {info.size} (pid {os.getppid()}) started this process (pid {os.getpid()}), "
         f"which has inherited the launcher's variables ({info.launcher}) and is taken for that rank, but no "
@@ -186,8 +184,8 @@ def _refuse_forked(info: RankInfo) -> NoReturn:
 def _refuse(info: RankInfo, library: str) -> NoReturn:
     """Raise on every rank what rank 0 says alone: launcher and library cannot meet."""
     if info.rank > 0:
-        one_voice.leave_it_to_another_rank()
-    offered = wiring.srun_plugins() if info.rank == 0 else None
+        crosscheck.leave_it_to_another_rank()
+    offered = pmi_selection.srun_plugins() if info.rank == 0 else None
     raise LaunchError(crosscheck.refusal(info, library, offered))
 
 
@@ -216,12 +214,12 @@ def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
             host=socket.gethostname(),
             mpi_node=world.nodes[world.rank],
             neighbours=[local_ranks[rank] for rank in here],
-            started_before=_way is None,
+            started_before=_bootstrap is None,
         )
     except LaunchError as error:
         failure = error
         if world.size == 1 and info.rank > 0:
-            one_voice.leave_it_to_another_rank()
+            crosscheck.leave_it_to_another_rank()
     try:
         world.unchecked("start-up").agree(failure, "comparing the launcher's variables with MPI")
     except PeerFailedError as error:

@@ -7,8 +7,10 @@ model, each alone. `check_against_mpi` refuses it and says what to type instead.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import NoReturn
 
 from hpcpar.errors import LaunchError
@@ -46,7 +48,7 @@ def check_against_mpi(
     taken at MPI's word.
     """
     if info.launcher == "single" and mpi_size > 1:
-        info = RankInfo(mpi_rank, mpi_size, None, None, None, None, launcher="unknown", wire="own")
+        info = RankInfo(mpi_rank, mpi_size, None, None, None, None, launcher="unknown", pmi="own")
     where = f"on {host}, rank {info.rank}"
     if info.size > 1 and mpi_size == 1:
         raise LaunchError(
@@ -166,7 +168,7 @@ def refusal(info: RankInfo, mpi_library: str, offered: Collection[str] | None = 
             f"meant to be alone, unset PMIX_NAMESPACE"
         )
     if info.launcher == "slurm":
-        offer = f"offers --mpi={info.wire}"
+        offer = f"offers --mpi={info.pmi}"
     else:
         offer = "speaks PMI-1" if info.launcher == "hydra" else "speaks PMIx"
     return (
@@ -240,7 +242,7 @@ def _started(info: RankInfo) -> str:
 
 
 def _wire(info: RankInfo) -> str:
-    return f"srun offers --mpi={info.wire}, " if info.launcher == "slurm" else ""
+    return f"srun offers --mpi={info.pmi}, " if info.launcher == "slurm" else ""
 
 
 def _refuse(where: str, launcher_says: str, mpi_says: str, info: RankInfo, mpi_library: str) -> NoReturn:
@@ -250,3 +252,21 @@ def _refuse(where: str, launcher_says: str, mpi_says: str, info: RankInfo, mpi_l
         f"Variables of another launcher may be left over (start from a fresh shell), or the launcher is not "
         f"this library's. {remedy(info, mpi_library)}"
     )
+
+
+def leave_it_to_another_rank(line: str = "") -> None:
+    """Have an uncaught LaunchError end this process without a traceback; its status is 1 as ever.
+
+    For what all ranks find wrong and one of them says.
+
+    line   what is written instead, to standard error
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, LaunchError):
+            before(kind, error, trace)
+        elif line:
+            sys.stderr.write(f"hpcpar: {line}\n")
+
+    sys.excepthook = hook

@@ -10,6 +10,7 @@ started, `hpcpar.launch.crosscheck` believes whichever launcher agrees with it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class RankInfo:
     node      index of this rank's node, 0-based
     nodes     host names, by node index
     launcher  "torchrun" "flux" "openmpi" "pals" "mvapich" "hydra" "jsrun" "slurm" or "single"
-    wire      how MPI finds its peers: srun's "pmix" "pmi2" "cray" "none"; "own" for launchers
-              that bring their MPI's way along; "none" where there is none
+    pmi       how MPI finds its peers: srun's "pmix" "pmi2" "cray" "none"; "own" for launchers
+              that bring their MPI's own; "none" where there is none
     hint      something that looks forgotten, to be said once, or None
     """
 
@@ -40,7 +41,7 @@ class RankInfo:
     node: int | None
     nodes: tuple[str, ...] | None
     launcher: str
-    wire: str
+    pmi: str
     hint: str | None = None
 
 
@@ -59,7 +60,7 @@ class Launcher:
     local_rank: str
     local_size: str
     node: str = ""
-    wire: str = "own"
+    pmi: str = "own"
     called: str = ""
 
 
@@ -75,7 +76,7 @@ LAUNCHERS = (
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
         node="GROUP_RANK",
-        wire="none",
+        pmi="none",
         called="torchrun",
     ),
     Launcher(
@@ -149,6 +150,20 @@ DAEMONS = ("hydra_pmi_proxy", "hydra_bstrap_pr", "pmi_proxy", "orted", "prted")
 """Programs by which an mpiexec reaches nodes, and which it has srun start; names end after 15 letters."""
 
 
+# Variables of launchers for their ranks; not those by which a user sets MPI.
+_OF_A_JOB = re.compile(
+    r"(PMI|PMIX|PALS|PRTE|PRRTE|ORTE|HYDRA|HYDI|MPIEXEC|MPI_LOCAL|SLURM|SLURMD|SRUN|FLUX|JSM|LSB|LSF|PBS|COBALT"
+    r"|TORCHELASTIC|MV2_COMM_WORLD|MVP_COMM_WORLD|I_MPI_HYDRA|HPCPAR_RUN|HPCPAR_STEP)(_.*|[A-Z]*)?"
+    r"|OMPI_(?!MCA_|ALLOW_RUN_AS_ROOT).*"
+    r"|OMPI_MCA_(orte|ess|pmix|prte|num_procs|initial_wdir|cpu_type|PREFIXES|shmem_RUNTIME|hwloc|app_ctx).*"
+)
+
+
+def is_of_a_job(name: str) -> bool:
+    """Return whether a variable tells a process to which job, or rank of it, it belongs."""
+    return _OF_A_JOB.fullmatch(name) is not None
+
+
 def detect(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> RankInfo:
     """Tell who this process is. Reads variables only; LaunchError where they contradict each other.
 
@@ -159,7 +174,7 @@ def detect(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> RankIn
     for innermost in claims(environ, proc):
         return innermost
     hint = slurm.forgotten_srun(environ, proc) or forgotten_launcher(environ)
-    return RankInfo(0, 1, 0, 1, 0, None, launcher="single", wire="none", hint=hint)
+    return RankInfo(0, 1, 0, 1, 0, None, launcher="single", pmi="none", hint=hint)
 
 
 def claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> Iterator[RankInfo]:
@@ -206,7 +221,7 @@ def _from_step(environ: Mapping[str, str], proc: Path) -> RankInfo:
         node=task.node,
         nodes=task.nodes,
         launcher="slurm",
-        wire=task.wire,
+        pmi=task.pmi,
         hint=slurm.forgotten_srun(environ, proc),
     )
 
@@ -223,7 +238,7 @@ def _from_launcher(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:
         node=optional(launcher.node),
         nodes=None,
         launcher=launcher.name,
-        wire=launcher.wire,
+        pmi=launcher.pmi,
     )
 
 

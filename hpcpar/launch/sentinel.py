@@ -25,9 +25,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from hpcpar.launch import bystander, sentinel_process
+from hpcpar.launch import sentinel_process
 
 _log = logging.getLogger("hpcpar.launch")
+
+START_LIMIT_S = 60.0
 
 
 def start(
@@ -70,13 +72,46 @@ def start(
                 "abort_grace_s": abort_grace_s,
                 "kill_grace_s": kill_grace_s,
             }
-            bystander.start(
-                sentinel_process.__file__, json.dumps(order), [listener.fileno()], executable=executable
-            )
+            start_daemon(sentinel_process.__file__, json.dumps(order), listener, executable=executable)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _log.warning("no sentinel on this node (%s): the job runs, but a lost rank will not be named", error)
         return ""
     return json.dumps([name, token])
+
+
+def start_daemon(
+    script: str,
+    order: str,
+    listener: socket.socket,
+    *,
+    executable: str = sys.executable,
+    without: Sequence[str] = (),
+) -> None:
+    """Start a small process beside the ranks: the sentinel of a node, or the PMI-1 server of a step.
+
+    It outlives the rank that starts it, is nobody's child, and has a session of its own, so that what ends
+    the ranks does not end it. Waits for the script's first process; the one that it forks stays. It runs in
+    an isolated interpreter without site packages.
+
+    order      goes through standard input, for a command line can be read by other users
+    listener   a socket that it inherits; its number is the script's argument
+    without    variables that it shall not see
+    errors     OSError or subprocess.SubprocessError where it cannot be started
+    """
+    process = subprocess.run(
+        [executable, "-I", "-S", script, str(listener.fileno())],
+        input=order + "\n",
+        text=True,
+        stdout=subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", *without)},
+        pass_fds=(listener.fileno(),),
+        start_new_session=True,
+        timeout=START_LIMIT_S,
+        check=False,
+    )
+    if process.returncode != 0:
+        name = os.path.basename(script)
+        raise OSError(f"{executable} ended with status {process.returncode} when it was to start {name}")
 
 
 def _socket_name() -> str:

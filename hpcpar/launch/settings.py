@@ -16,7 +16,7 @@ YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
 
 CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
-"""What an MPI may take device pointers for; see `hpcpar.launch.cuda_awareness`."""
+"""What an MPI may take device pointers for; see `hpcpar.launch.cuda_aware`."""
 
 
 @dataclass(frozen=True, slots=True)

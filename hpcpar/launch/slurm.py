@@ -36,7 +36,7 @@ class SlurmTask:
     local_size: int | None
     node: int | None
     nodes: tuple[str, ...] | None
-    wire: str
+    pmi: str
 
 
 def task_counts(text: str) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ def task(environ: Mapping[str, str]) -> SlurmTask:
         host = nodes[node]
         nodes = tuple(dict.fromkeys(nodes))
         node, local_rank, local_size = nodes.index(host), None, None
-    return SlurmTask(rank, size, local_rank, local_size, node, nodes, wire(environ))
+    return SlurmTask(rank, size, local_rank, local_size, node, nodes, pmi_of_step(environ))
 
 
 def _local_size(
@@ -187,8 +187,8 @@ def _local_size(
     return None
 
 
-def wire(environ: Mapping[str, str]) -> str:
-    """Return how this step's tasks can find each other: "pmix", "pmi2", "cray" or "none" (srun --mpi=…).
+def pmi_of_step(environ: Mapping[str, str]) -> str:
+    """Return the PMI that this step's tasks have: "pmix", "pmi2", "cray" or "none" (srun --mpi=…).
 
     A step that a task of another step, or a rank of mpiexec, has started inherits that one's variables; they
     lead nowhere.

@@ -31,14 +31,13 @@ from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch import hosts as host_lists
 from hpcpar.launch import redirect, shared_space, slurm
 from hpcpar.launch.allocation import allocated_hosts, flux_nodes, has_several_hosts, is_batch_job
+from hpcpar.launch.bootstrap.pmi_selection import library_version, own_library, srun_plugins
+from hpcpar.launch.bootstrap.secret import VARIABLE as SECRET
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, Placing
-from hpcpar.launch.own_library import library_version, own_library
 from hpcpar.launch.signals import START_AGAIN, STOPS_ON_USR1
-from hpcpar.launch.step_secret import VARIABLE as SECRET
 from hpcpar.launch.variables import ASKED_RANKS
-from hpcpar.launch.wiring import srun_plugins
 from hpcpar.units import as_timeout
 
 Which = Callable[[str], str | None]

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from hpcpar.checkpoint import Loaded, load, save
-from hpcpar.checkpoint.catalogue import by_step
+from hpcpar.checkpoint.checkpoint_directory import by_step
 from hpcpar.comm import Communicator
 from hpcpar.data import Prepared, Sampler
 from hpcpar.data_parallel import DistributedOptimizer

@@ -1,6 +1,6 @@
 """Tries on two ranks what MPI does with device pointers: `python -m hpcpar.transport.cuda_probe FILE names…`.
 
-A program of its own, started by `hpcpar.launch.cuda_awareness` as a throw-away job, for an MPI that cannot
+A program of its own, started by `hpcpar.launch.cuda_aware` as a throw-away job, for an MPI that cannot
 touches device memory with the CPU, and crashes. Rank 0 writes into FILE, a line at a time:
 
     start point_to_point      about to try

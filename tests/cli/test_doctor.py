@@ -19,7 +19,7 @@ from hpcpar.cli.doctor import Measurement, RankFacts, TorchFacts, Visit, judge, 
 from hpcpar.cli.start_times import Elapsed, StartTimes
 from hpcpar.comm import run_loopback
 from hpcpar.comm.select import UP_TO, describe
-from hpcpar.launch.cuda_awareness import Capabilities
+from hpcpar.launch.cuda_aware import Capabilities
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.placement import RankPlace
 from hpcpar.units import GiB, MiB

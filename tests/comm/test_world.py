@@ -41,7 +41,7 @@ def test_srun_that_started_four_tasks_of_which_each_is_alone_is_refused():
         "except RuntimeError as error:\n"
         "    raise SystemExit(f'{type(error).__module__}.{type(error).__name__}: {error}')"
     )
-    done = python(code, **SLURM_STEP_OF_FOUR, HPCPAR_WIRE="launcher")
+    done = python(code, **SLURM_STEP_OF_FOUR, HPCPAR_BOOTSTRAP="launcher")
     assert done.returncode == 1
     told = done.stderr.strip().splitlines()[-1]
     assert told.startswith("hpcpar.errors.LaunchError")

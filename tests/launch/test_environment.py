@@ -136,7 +136,7 @@ def test_what_sruns_task_was_started_with_is_of_a_launcher_outside_of_the_step(
 
 def test_srun_with_crays_plugin_is_slurm_although_it_sets_one_variable_of_pals() -> None:
     info = detect(STEP | {"PALS_RANKID": "3", "PMI_SIZE": "4", "PALS_APINFO": "/var/spool/apinfo"})
-    assert (info.launcher, info.wire) == ("slurm", "cray")
+    assert (info.launcher, info.pmi) == ("slurm", "cray")
 
 
 def test_the_shell_of_a_batch_script_is_one_process_and_gets_a_hint() -> None:

@@ -13,11 +13,11 @@ from hpcpar.launch.slurm import (
     host_names,
     in_step,
     job_tasks,
+    pmi_of_step,
     require_cores,
     restarts,
     task,
     task_counts,
-    wire,
 )
 
 
@@ -145,11 +145,11 @@ def test_counts_that_do_not_fit_the_step_give_way_to_the_list_of_this_nodes_task
 
 
 def test_the_wire_is_told_by_what_the_plugin_sets() -> None:
-    assert wire({"PMIX_NAMESPACE": "slurm.pmix.3.0"}) == "pmix"
-    assert wire({"PMIX_NAMESPACE": "prterun-7"}) == "none"
-    assert wire({"PMI_FD": "11", "PMI_RANK": "0"}) == "pmi2"
-    assert wire({"PALS_APINFO": "/x"}) == "cray"
-    assert wire({}) == "none"
+    assert pmi_of_step({"PMIX_NAMESPACE": "slurm.pmix.3.0"}) == "pmix"
+    assert pmi_of_step({"PMIX_NAMESPACE": "prterun-7"}) == "none"
+    assert pmi_of_step({"PMI_FD": "11", "PMI_RANK": "0"}) == "pmi2"
+    assert pmi_of_step({"PALS_APINFO": "/x"}) == "cray"
+    assert pmi_of_step({}) == "none"
 
 
 # As Slurm 22.05 tells the tasks of step 1 that a task of step 0, or of another job, has started with srun.
@@ -164,21 +164,21 @@ def test_the_wire_is_told_by_what_the_plugin_sets() -> None:
 )
 def test_a_step_inside_a_step_does_not_believe_the_outer_ones_plugin(inherited: dict[str, str]) -> None:
     inner = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1", **inherited}
-    assert wire(inner) == "none"
-    assert wire({**inner, "PMIX_NAMESPACE": "slurm.pmix.5.1"}) == "pmix"
-    assert wire({**inner, "PMIX_NAMESPACE": "", "PMI_FD": "9", "PMI_JOBID": "5.1"}) == "pmi2"
+    assert pmi_of_step(inner) == "none"
+    assert pmi_of_step({**inner, "PMIX_NAMESPACE": "slurm.pmix.5.1"}) == "pmix"
+    assert pmi_of_step({**inner, "PMIX_NAMESPACE": "", "PMI_FD": "9", "PMI_JOBID": "5.1"}) == "pmi2"
 
 
 def test_a_heterogeneous_step_goes_by_the_id_of_its_first_component() -> None:
     second = {"SLURM_JOB_ID": "6", "SLURM_STEP_ID": "0", "SLURM_JOB_ID_HET_GROUP_0": "5"}
-    assert wire({**second, "PMI_FD": "10", "PMI_JOBID": "5.0"}) == "pmi2"
-    assert wire({**second, "PMIX_NAMESPACE": "slurm.pmix.5.0"}) == "pmix"
+    assert pmi_of_step({**second, "PMI_FD": "10", "PMI_JOBID": "5.0"}) == "pmi2"
+    assert pmi_of_step({**second, "PMIX_NAMESPACE": "slurm.pmix.5.0"}) == "pmix"
 
 
 def test_what_a_rank_of_mpiexec_hands_on_to_a_step_is_no_wire_of_the_step() -> None:
     hydra = {"PMI_FD": "5", "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1", "SLURM_STEP_ID": "1"}
-    assert wire(hydra) == "none"
-    assert wire({**hydra, "PMI_JOBID": "5.1", "SLURM_JOB_ID": "5"}) == "pmi2"
+    assert pmi_of_step(hydra) == "none"
+    assert pmi_of_step({**hydra, "PMI_JOBID": "5.1", "SLURM_JOB_ID": "5"}) == "pmi2"
 
 
 def test_only_srun_makes_a_step() -> None:

@@ -48,7 +48,7 @@ class Step:
 
     words: str
     size: int
-    wire: str
+    pmi: str
     inner: Step | None = None
 
     def line(self, case: str) -> str:
@@ -134,16 +134,14 @@ def random_set(dice: random.Random) -> list[str]:
 
 def random_step(dice: random.Random, nodes: Sequence[str], *, may_nest: bool = True) -> Step:
     """A step on some of these nodes."""
-    wire = dice.choice(("none", "none", "none", "pmi2", "pmix"))
-    always = f"--overlap --overcommit --mpi={wire}"
+    pmi = dice.choice(("none", "none", "none", "pmi2", "pmix"))
+    always = f"--overlap --overcommit --mpi={pmi}"
     kind = dice.randrange(4)
     if kind == 0 and may_nest:
         # In whatever order the nodes are named, and however often.
         placed = [dice.choice(nodes) for _ in range(dice.randint(1, 9))]
         many = len(set(placed))
-        return Step(
-            f"{always} -m arbitrary -N{many} -n{len(placed)} -w {','.join(placed)}", len(placed), wire
-        )
+        return Step(f"{always} -m arbitrary -N{many} -n{len(placed)} -w {','.join(placed)}", len(placed), pmi)
     many = dice.randint(1, len(nodes))
     size = dice.randint(many, min(10, CPUS * many))
     where = ""
@@ -155,12 +153,12 @@ def random_step(dice: random.Random, nodes: Sequence[str], *, may_nest: bool = T
     inner = None
     if may_nest and dice.random() < 0.3:
         inner = random_step(dice, nodes, may_nest=False)
-    return Step(f"{always} -m {order} -N{many} -n{size} {where}", size, wire, inner)
+    return Step(f"{always} -m {order} -N{many} -n{size} {where}", size, pmi, inner)
 
 
 def random_heterogeneous_step(dice: random.Random, *, nodes: tuple[int, int]) -> Step:
     """A step over both components of a job with so many nodes, or over one."""
-    wire = dice.choice(("none", "none", "pmi2", "pmix"))
+    pmi = dice.choice(("none", "none", "pmi2", "pmix"))
     groups = dice.choice(((0, 1), (0, 1), (0, 1), (0,), (1,)))
     parts, size = [], 0
     for group in groups:
@@ -169,9 +167,9 @@ def random_heterogeneous_step(dice: random.Random, *, nodes: tuple[int, int]) ->
         size += tasks
         order = dice.choice(("block", "cyclic"))
         parts.append(
-            f"--het-group={group} --overlap --overcommit --mpi={wire} -m {order} -N{many} -n{tasks} $OUT/task"
+            f"--het-group={group} --overlap --overcommit --mpi={pmi} -m {order} -N{many} -n{tasks} $OUT/task"
         )
-    return Step(" : ".join(parts).removesuffix(" $OUT/task"), size, wire)
+    return Step(" : ".join(parts).removesuffix(" $OUT/task"), size, pmi)
 
 
 def run_steps(site: Cluster, out: Path, words: Sequence[str], steps: Mapping[str, Step]) -> str:
@@ -194,7 +192,7 @@ def told(case: Path) -> list[tuple[str, dict[str, str]]]:
 
 
 def truth(
-    tasks: Sequence[tuple[str, dict[str, str]]], size: int, wire: str, nodes: Sequence[str]
+    tasks: Sequence[tuple[str, dict[str, str]]], size: int, pmi: str, nodes: Sequence[str]
 ) -> list[RankInfo]:
     """What the tasks of a step should find out, in the order of the tasks."""
     ranks = defaultdict(list)
@@ -209,7 +207,7 @@ def truth(
             node=nodes.index(host),
             nodes=tuple(nodes),
             launcher="slurm",
-            wire=wire,
+            pmi=pmi,
         )
         for host, environ in tasks
     ]
@@ -245,7 +243,7 @@ def test_200_random_steps_are_read_as_slurm_has_placed_their_tasks(site: Cluster
     for (name, step, tasks), nodes in zip(tried, as_scontrol_expands(site, lists), strict=True):
         assert set(nodes) == {host for host, _ in tasks}
         found = [detect(environ) for _, environ in tasks]
-        assert found == truth(tasks, step.size, step.wire, nodes), f"{name}: {step}"
+        assert found == truth(tasks, step.size, step.pmi, nodes), f"{name}: {step}"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.launch import throwaway
-from hpcpar.launch.cuda_awareness import PROBE, _remove_segments
+from hpcpar.launch import cuda_aware
+from hpcpar.launch.cuda_aware import PROBE, _remove_segments
 from hpcpar.launch.settings import CAPABILITIES
 from tests.transport import cuda_stand_in
 
@@ -49,11 +49,11 @@ cuda_probe.Memory.read = spoilt
 
 ASK_THE_DEVICE = """
 from hpcpar import cuda_wheels
-from hpcpar.launch import cuda_awareness
-from hpcpar.launch.wiring import loaded_libraries
+from hpcpar.launch import cuda_aware
+from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
 from hpcpar.transport import mpi
 mpi.start()
-found = cuda_awareness.capabilities(mpi.library_version(), memory_kinds=mpi.memory_kinds())
+found = cuda_aware.capabilities(mpi.library_version(), memory_kinds=mpi.memory_kinds())
 print("JOINED" if cuda_wheels.are_joined(loaded_libraries()) else "APART")
 print(found, found.evidence, sep="\\n")
 """
@@ -62,7 +62,7 @@ print(found, found.evidence, sep="\\n")
 def report_of(tmp_path: Path, program: list[str], *names: str, **variables: str) -> list[str]:
     file = tmp_path / "report"
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
-    ended = throwaway.run(2, [sys.executable, *program, str(file), *names], environ, 60.0)
+    ended = cuda_aware.run_job(2, [sys.executable, *program, str(file), *names], environ, 60.0)
     assert file.exists(), ended
     lines = file.read_text().splitlines()
     _remove_segments(lines)
@@ -113,7 +113,7 @@ def test_on_a_gpu_there_is_an_answer_and_the_two_wheels_move_device_memory(tmp_p
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path)}
     asked = subprocess.run(
         [sys.executable, "-c", ASK_THE_DEVICE],
-        env=throwaway.own_environ(environ),
+        env=cuda_aware.own_environ(environ),
         capture_output=True,
         text=True,
         timeout=200,

@@ -1,0 +1,354 @@
+"""A rank's side of the PMI-1 server: rank 0 starts it, every rank finds it and shows that it belongs here.
+
+    with connected(info, timeout_s=600.0):   # PMI_* in the environment, and a connection behind PMI_FD
+        MPI.Init_thread()                    # the library takes it from there
+                                             # PMI_* are gone again: a child process is no rank
+
+The server listens on rank 0's node, on one of a row of ports that follows from the step's key. The others
+try the ports, and the hosts where rank 0 may be, until one answers with a proof that it knows the key.
+Whoever else listens there is passed over. `pmi_server.py` has the protocol.
+
+    HPCPAR_STEP_SECRET   what the key is made of, instead of the file in the user's home
+    HPCPAR_PMI_HOST      where rank 0 is reached: a name or an address, where Slurm's host name does not do
+    HPCPAR_PMI_PORTS     first-last: the ports that a firewall lets through
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import random
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from hpcpar.errors import ConfigError, LaunchError
+from hpcpar.launch.bootstrap import pmi_server
+from hpcpar.launch.bootstrap.secret import VARIABLE, secret_file, step_key, step_name, user_secret
+from hpcpar.launch.crosscheck import leave_it_to_another_rank
+from hpcpar.launch.environment import RankInfo
+from hpcpar.launch.sentinel import end_command_for, start_daemon
+from hpcpar.launch.slurm import host_names
+from hpcpar.units import as_timeout
+
+PORTS = (20000, 29999)  # below those that systems deal out by themselves
+TRIES = 16
+CONNECT_LIMIT_S = 3.0
+SCONTROL_LIMIT_S = 10.0
+ANSWER_LIMIT_S = 60.0
+OTHER_HOSTS_AFTER_S = 5.0
+UNREACHABLE_LIMIT_S = 30.0
+LAUNCHER_VARIABLES = ("PMI_", "PMIX_")
+CONNECTED = "HPCPAR_CONNECTED_STEP"
+"""Set for the children of a rank: the step whose world they cannot join again."""
+
+WITHOUT_IT = "`srun --mpi=pmi2` with HPCPAR_BOOTSTRAP=launcher"
+
+
+@contextmanager
+def connected(
+    info: RankInfo, *, timeout_s: float, environ: MutableMapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Connect this rank with all others of its step, for the MPI library that is started inside.
+
+    timeout_s   how long to wait for ranks that have not come
+    errors      LaunchError, on every rank that has come, where one is missing or was lost; where rank 0
+                cannot be reached; where there is no secret
+    """
+    step = step_name(environ)
+    if environ.get(CONNECTED) == step:
+        raise LaunchError(
+            f"this process was started by rank {info.rank} of step {step} and cannot join its "
+            f"world: let the rank itself call hpcpar.init(), or start the child without SLURM_* variables"
+        )
+    key = step_key(user_secret(environ, may_create=info.rank == 0), environ)
+    ports = port_row(key, environ)
+    address = start_server(info, key, ports, timeout_s, environ) if info.rank == 0 else None
+    connection = _Search(info, key, ports, time.monotonic() + timeout_s, environ, address).join()
+    _remove_launcher_variables(environ)  # srun's offer, which the library would try to take
+    # MPI reads PMI_FD in this process; programs that it starts do not get the connection.
+    descriptor = connection.detach()
+    rank, size = str(info.rank), str(info.size)
+    environ.update(PMI_FD=str(descriptor), PMI_RANK=rank, PMI_SIZE=size, PMI_ID=rank)
+    identity = os.fstat(descriptor).st_ino
+    os.register_at_fork(after_in_child=lambda: _let_go(descriptor, identity))
+    try:
+        yield
+    finally:
+        _remove_launcher_variables(environ)
+        environ[CONNECTED] = step
+
+
+def _remove_launcher_variables(environ: MutableMapping[str, str]) -> None:
+    for name in [name for name in environ if name.startswith(LAUNCHER_VARIABLES)]:
+        del environ[name]
+
+
+def _let_go(descriptor: int, identity: int) -> None:
+    """In a forked child: neither speak on the rank's connection nor keep it open when the rank dies.
+
+    The number stays taken, for the library still believes that it is its own; unless MPI has ended, and
+    the number is another file's now.
+    """
+    with suppress(OSError):
+        if os.fstat(descriptor).st_ino == identity:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, descriptor, inheritable=False)
+            os.close(nowhere)
+
+
+def port_row(key: bytes, environ: Mapping[str, str]) -> tuple[int, ...]:
+    """The ports to try, in this order: the same on all ranks of a step, others for another step."""
+    first, last = PORTS
+    text = environ.get("HPCPAR_PMI_PORTS")
+    if text:
+        words = text.split("-")
+        if len(words) > 2 or not all(word.isascii() and word.isdigit() for word in words):
+            raise ConfigError(
+                f"HPCPAR_PMI_PORTS={text!r} is not understood: set it to first-last, as 50000-50100"
+            )
+        first, last = int(words[0]), int(words[-1])
+    if not 0 < first <= last < 65536:
+        raise ConfigError(f"HPCPAR_PMI_PORTS={text!r}: ports lie between 1 and 65535, the lower one first")
+    shuffled = random.Random(pmi_server.proof(key, "port"))
+    return tuple(shuffled.sample(range(first, last + 1), min(TRIES, last + 1 - first)))
+
+
+def hosts_of_rank_0(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the likely hosts of rank 0, and the other possible ones.
+
+    Block, cyclic and plane distributions put rank 0 on the step's first node; an arbitrary one, and
+    the components of a heterogeneous step, may not.
+    """
+    if environ.get("HPCPAR_PMI_HOST"):
+        return [environ["HPCPAR_PMI_HOST"]], []
+    listed = environ.get("SLURM_STEP_NODELIST")
+    nodes = list(dict.fromkeys(host_names(listed))) if listed else []
+    if "0" in environ.get("SLURM_GTIDS", "").split(","):
+        return ["localhost", *nodes], []
+    if not nodes:
+        raise LaunchError(
+            "Slurm does not say on which hosts this step runs (SLURM_STEP_NODELIST): set HPCPAR_PMI_HOST to "
+            f"the host of rank 0, or use {WITHOUT_IT}"
+        )
+    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") or "SLURM_HET_SIZE" in environ:
+        return nodes, []
+    return nodes[:1], nodes[1:]
+
+
+def start_server(
+    info: RankInfo, key: bytes, ports: Sequence[int], timeout_s: float, environ: Mapping[str, str]
+) -> tuple[str, int]:
+    """Start this step's server, on rank 0 only; returns where it listens, as seen from here."""
+    with listen(ports) as listener:
+        order = {
+            "key": key.hex(),
+            "size": info.size,
+            "step": step_name(environ),
+            "end_command": list(end_command_for(info.launcher, environ)),
+            "join_limit_s": timeout_s,
+        }
+        try:
+            start_daemon(pmi_server.__file__, json.dumps(order), listener, without=[VARIABLE])
+        except (OSError, subprocess.SubprocessError) as error:
+            raise LaunchError(
+                f"hpcpar's PMI-1 server cannot be started on {socket.gethostname()} ({error}): "
+                f"{WITHOUT_IT} does without it"
+            ) from error
+        loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+        return loopback, int(listener.getsockname()[1])
+
+
+def listen(ports: Sequence[int]) -> socket.socket:
+    """Listen on the first free port of the row, for IPv6 and IPv4 where the system has both."""
+    errors: dict[int, str] = {}
+    for port in ports:
+        for family in (socket.AF_INET6, socket.AF_INET):
+            try:
+                both = family == socket.AF_INET6
+                return socket.create_server(
+                    ("", port), family=family, backlog=pmi_server.BACKLOG, dualstack_ipv6=both
+                )
+            except ValueError:  # this system has no IPv6
+                continue
+            except OSError as error:
+                errors[port] = os.strerror(error.errno or 0)
+                if "in use" in errors[port]:
+                    break  # an IPv4 socket beside it would hear only half of the calls
+    tried = "; ".join(f"{port}: {why}" for port, why in errors.items())
+    raise LaunchError(
+        f"rank 0 can listen on none of {len(ports)} ports of {socket.gethostname()} ({tried}): name others "
+        f"in HPCPAR_PMI_PORTS=first-last, or use {WITHOUT_IT}"
+    )
+
+
+@dataclass
+class _Search:
+    """The way of one rank into its step: hosts and ports to try, and what was found there.
+
+    address      where the server is, for rank 0, which knows
+    refused      somebody's system said that nobody listens: rank 0 may still be on its way
+    strangers    "host:port" of listeners that did not know the key
+    """
+
+    info: RankInfo
+    key: bytes
+    ports: Sequence[int]
+    deadline: float
+    environ: Mapping[str, str]
+    address: tuple[str, int] | None = None
+    hosts: list[str] = field(default_factory=list)
+    refused: bool = False
+    strangers: set[str] = field(default_factory=set)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def join(self) -> socket.socket:
+        """Find the server, join it, and wait until all ranks have: the connection is MPI's next."""
+        connection = self.find()
+        verdict = ""
+        with suppress(OSError):
+            # The server's own limit is the same and runs out first; this one is for a server that is gone.
+            connection.settimeout(as_timeout(max(0.0, self.deadline - time.monotonic()) + 10.0))
+            verdict = _line(connection)
+        if verdict != "go":
+            connection.close()
+            word, _, why = verdict.partition(" ")
+            if word == "quiet":
+                leave_it_to_another_rank()
+            why = why or "its server on rank 0's node ended: was rank 0 killed?"
+            step = step_name(self.environ)
+            raise LaunchError(f"rank {self.info.rank} of step {step} cannot start MPI: {why}")
+        connection.settimeout(None)
+        return connection
+
+    def find(self) -> socket.socket:
+        """Try hosts and ports until one lets this rank in, or the time is up."""
+        likely, others = ([self.address[0]], []) if self.address else hosts_of_rank_0(self.environ)
+        self.ports = [self.address[1]] if self.address else self.ports
+        start, pause_s = time.monotonic(), 0.01
+        while True:
+            self.hosts = likely if time.monotonic() - start < OTHER_HOSTS_AFTER_S else [*likely, *others]
+            self.refused = False
+            for host in self.hosts:
+                connection = self.try_host(host)
+                if connection is not None:
+                    return connection
+            now = time.monotonic()
+            unreachable = not self.refused and now - start > UNREACHABLE_LIMIT_S
+            if now >= self.deadline or unreachable:
+                if self.info.rank > 1:
+                    leave_it_to_another_rank(f"rank {self.info.rank} did not find rank 0, either")
+                raise LaunchError(self.not_found(now - start))
+            # Ranks in step with each other would all come at once.
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, 0.5)
+
+    def try_host(self, host: str) -> socket.socket | None:
+        """Return the connection, if the step's server is there and takes this rank."""
+        try:
+            where = address_of(host)
+        except OSError as error:
+            self.errors[host] = _reason(error)
+            return None
+        for port in self.ports:
+            try:
+                connection = socket.create_connection((where, port), timeout=CONNECT_LIMIT_S)
+            except ConnectionRefusedError:
+                self.refused = True
+                continue
+            except OSError as error:
+                self.errors[host] = _reason(error)
+                continue
+            with suppress(OSError, ValueError):
+                if self.introduce(connection):
+                    return connection
+            connection.close()
+            self.strangers.add(f"{host}:{port}")
+            self.refused = True  # somebody is there, so the host can be reached: rank 0 may still come
+        return None
+
+    def introduce(self, connection: socket.socket) -> bool:
+        """Both sides prove that they know the key; True once the server has let this rank in."""
+        host = socket.gethostname()
+        # Slurm's name for the node: several of its nodes may be one host, with a /dev/shm each.
+        node = self.environ.get("SLURMD_NODENAME") or host
+        facts = json.dumps({"rank": self.info.rank, "size": self.info.size, "host": host, "node": node})
+        pmi_server.set_options(connection)
+        mine = secrets.token_hex(16)
+        connection.sendall(f"{pmi_server.PROTOCOL} {mine}\n".encode())
+        protocol, theirs, shown = _line(connection).split(" ")
+        expected = pmi_server.proof(self.key, "server", mine, theirs)
+        if protocol != pmi_server.PROTOCOL or not hmac.compare_digest(shown.encode(), expected.encode()):
+            return False
+        connection.sendall(f"{pmi_server.proof(self.key, 'rank', mine, theirs, facts)} {facts}\n".encode())
+        connection.settimeout(ANSWER_LIMIT_S)  # to give up from here on would be taken for this rank's end
+        answer = _line(connection)
+        if answer.startswith("no "):
+            raise LaunchError(f"this rank cannot join its step: {answer[3:]}")
+        return answer == "here"
+
+    def not_found(self, waited_s: float) -> str:
+        found = [f"{host}: {why}" for host, why in sorted(self.errors.items()) if host in self.hosts]
+        if self.strangers:
+            found.append(
+                f"{', '.join(sorted(self.strangers)[:4])}: somebody who does not know this step's key"
+            )
+        if self.refused:
+            found.append("nobody listens yet, so rank 0 has not come to MPI's start: see what it wrote")
+        secret = VARIABLE if VARIABLE in self.environ else str(secret_file(self.environ))
+        return (
+            f"rank {self.info.rank} of step {step_name(self.environ)} did not find rank 0 within "
+            f"{waited_s:.0f} s: tried {', '.join(self.hosts[:8])}, ports {', '.join(map(str, self.ports))} "
+            f"({'; '.join(found)}). Is there a firewall (HPCPAR_PMI_PORTS=first-last), another address "
+            f"(HPCPAR_PMI_HOST=…), or another secret on rank 0's node ({secret})? {WITHOUT_IT} "
+            f"does without any of this where Slurm has it"
+        )
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
+
+
+def _line(connection: socket.socket) -> str:
+    """Read one line, and not a byte more: what comes after it is for the MPI library."""
+    received = b""
+    while not received.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(received) > 4096:
+            raise ConnectionError("it closed the connection, or is no server of ours")
+        received += byte
+    return received[:-1].decode("utf-8", "replace")
+
+
+def address_of(host: str) -> str:
+    """Return the host itself where the system knows its name, else the address that Slurm has for the node.
+
+    errors   OSError where neither knows one now: all ranks ask at once, and Slurm may be slow to answer
+    """
+    try:
+        socket.getaddrinfo(host, None)
+        return host
+    except OSError:
+        scontrol = shutil.which("scontrol")
+        if scontrol is None:
+            raise
+    try:
+        said = subprocess.run(
+            [scontrol, "--oneliner", "show", "node", host],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_LIMIT_S,
+            check=False,
+        ).stdout
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(
+            f"its name is not known here, and scontrol did not answer in {error.timeout:g} s"
+        ) from error
+    words = dict(word.split("=", 1) for word in said.split() if "=" in word)
+    return words.get("NodeAddr", host)
