@@ -38,8 +38,9 @@ import hosts as network
 from option_types import at_least, output_file
 
 import hpcpar
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
-from hpcpar.algorithms.price import Link, Topology, price
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
+from hpcpar.algorithms.simulate import simulate
+from hpcpar.algorithms.topology import Link, Topology
 from hpcpar.bench import collectives, peers
 from hpcpar.bench.measure import Buffers, Candidate, Case, Place, Row, measure, row, usable, wrong_elements
 from hpcpar.comm.select import segments_for
@@ -260,7 +261,7 @@ def scheduled_nbytes(algorithm: Algorithm, hosts: int, ranks_per_host: int, nbyt
     """Return the bytes that each host sends to others by the algorithm's steps; the mean of the hosts."""
     topology = Topology(ranks_per_host, Link(0.0, 0.0), Link(0.0, 0.0))
     segments = segments_for(algorithm, nbytes)
-    cost = price(algorithm, hosts * ranks_per_host, nbytes, topology, segments=segments)
+    cost = simulate(algorithm, hosts * ranks_per_host, nbytes, topology, segments=segments)
     return cost.nbytes_between_nodes / hosts
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpcpar.algorithms.powers import doublings
+from hpcpar.algorithms.doubling import doublings
 from hpcpar.algorithms.step import Receive, Send, Step, Steps
 
 

@@ -10,6 +10,8 @@ and hands it the result at the end (the fold).
 
 Of two partners the lower rank's value is the left operand on both, so that both get the same bits.
 
+The dissemination barrier walks the same distances, for any number of ranks.
+
 n ranks, m members, S bytes of the whole vector.
 """
 
@@ -17,8 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcpar.algorithms.powers import doublings, largest_power
 from hpcpar.algorithms.step import Receive, Send, Step, Steps
+
+
+def doublings(size: int) -> tuple[int, ...]:
+    """1, 2, 4 … below `size`: ⌈log₂ size⌉ distances; doublings(6) == (1, 2, 4)."""
+    return tuple(1 << bit for bit in range((size - 1).bit_length()))
+
+
+def largest_power(size: int) -> int:
+    """The largest power of two that is at most `size`; largest_power(6) == 4."""
+    return 1 << (size.bit_length() - 1)
 
 
 def allreduce(rank: int, size: int) -> Steps:
@@ -70,6 +81,18 @@ def rabenseifner(rank: int, size: int) -> Steps:
     members = largest_power(size)
     every = tuple(range(members))
     yield from _folded(rank, size, _halve_then_double(rank, size), every, every, combine=True)
+
+
+def barrier(rank: int, size: int) -> Steps:
+    """Let no rank leave before every rank has entered, by messages without content.
+
+    before   nothing
+    after    every rank has heard, directly or through others, of all ranks
+    cost     ⌈log₂n⌉α
+    source   Hensgen, Finkel, Manber 1988, "Two algorithms for barrier synchronization"
+    """
+    for distance in doublings(size):
+        yield Step((Send((rank + distance) % size),), (Receive((rank - distance) % size),))
 
 
 def fold_chunks(size: int) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from hpcpar.algorithms.catalogue import Algorithm
-from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Copy, Receive, Send, Space, Step
+from hpcpar.algorithms.topology import Nodes
 from hpcpar.errors import OperationError
 
 _LETTERS: dict[Space, str] = {"data": "", "input": "i", "output": "o", "work": "w"}

@@ -1,7 +1,7 @@
 """Hierarchical: the ranks of a node work together first, so that each byte crosses between nodes once.
 
 Nothing new is exchanged here: the flat algorithms are run among the ranks of each node and along the
-lanes of `placement`, one rank of every node, on the chunks that these share.
+lanes of `topology`, one rank of every node, on the chunks that these share.
 
     all-reduce                     node 0           node 1
     inside    reduce-scatter       0 ⇄ 1 ⇄ 2        3 ⇄ 4 ⇄ 5       a rank is left with its lane's part
@@ -29,9 +29,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from hpcpar.algorithms import direct, doubling, ring, tree
-from hpcpar.algorithms.placement import Nodes, Placement, place
-from hpcpar.algorithms.powers import largest_power
+from hpcpar.algorithms.doubling import largest_power
 from hpcpar.algorithms.step import Generator, Receive, Send, Step, Steps
+from hpcpar.algorithms.topology import NodeMap, Nodes, map_nodes
 
 Chunks = tuple[int, ...]
 """What one chunk of a flat algorithm stands for here: any number of chunks, also none."""
@@ -51,8 +51,8 @@ def allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
     source   Cho, Finkler, Serrano, Kung, Hunter 2019, "BlueConnect"; Träff, Hunold 2020,
              "Decomposing collectives for exploiting multi-lane communication"
     """
-    placement = place(size, nodes)
-    yield from _allreduce(rank, placement, ring.allreduce, pieces=placement.nodes)
+    node_map = map_nodes(size, nodes)
+    yield from _allreduce(rank, node_map, ring.allreduce, pieces=node_map.nodes)
 
 
 def halving_allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
@@ -64,8 +64,8 @@ def halving_allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> St
              with m for N, + 2α' + S/g·(2β' + γ)
     source   Träff, Hunold 2020, with Rabenseifner 2004 along the lanes
     """
-    placement = place(size, nodes)
-    yield from _allreduce(rank, placement, doubling.rabenseifner, pieces=largest_power(placement.nodes))
+    node_map = map_nodes(size, nodes)
+    yield from _allreduce(rank, node_map, doubling.rabenseifner, pieces=largest_power(node_map.nodes))
 
 
 def leaders_allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
@@ -78,13 +78,13 @@ def leaders_allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> St
              log₂m, + 2α' + 2Sβ' + Sγ
     source   MPICH src/mpi/coll/allreduce/allreduce_intra_smp.c
     """
-    placement = place(size, nodes)
-    yield from _inside(rank, placement, tree.reduce, ((0,),))
-    if placement.local_rank(rank) == 0:
-        leaders = tuple(members[0] for members in placement.members)
-        node = placement.node_of[rank]
-        yield from _among(doubling.allreduce(node, placement.nodes), leaders, ((0,),))
-    yield from _inside(rank, placement, tree.broadcast, ((0,),))
+    node_map = map_nodes(size, nodes)
+    yield from _inside(rank, node_map, tree.reduce, ((0,),))
+    if node_map.local_rank(rank) == 0:
+        leaders = tuple(members[0] for members in node_map.members)
+        node = node_map.node_of[rank]
+        yield from _among(doubling.allreduce(node, node_map.nodes), leaders, ((0,),))
+    yield from _inside(rank, node_map, tree.broadcast, ((0,),))
 
 
 def reduce_scatter(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
@@ -96,7 +96,7 @@ def reduce_scatter(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps
     cost     inside (g-1)α + (g-1)/g·S(β + γ); between (N-1)α' + (N-1)/N·S/g·(β' + γ)
     source   as `allreduce`
     """
-    yield from _reduce_scatter(rank, place(size, nodes), ring.reduce_scatter)
+    yield from _reduce_scatter(rank, map_nodes(size, nodes), ring.reduce_scatter)
 
 
 def halving_reduce_scatter(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
@@ -108,7 +108,7 @@ def halving_reduce_scatter(rank: int, size: int, *, nodes: Nodes | None = None) 
              is not a power of two, as in `doubling`
     source   Träff, Hunold 2020, with Thakur, Rabenseifner, Gropp 2005 along the lanes
     """
-    yield from _reduce_scatter(rank, place(size, nodes), doubling.reduce_scatter)
+    yield from _reduce_scatter(rank, map_nodes(size, nodes), doubling.reduce_scatter)
 
 
 def allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
@@ -119,7 +119,7 @@ def allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
     cost     between (N-1)(α' + S/n·β'); inside (g-1)(α + S/g·β)
     source   as `allreduce`
     """
-    yield from _allgather(rank, place(size, nodes), ring.allgather)
+    yield from _allgather(rank, map_nodes(size, nodes), ring.allgather)
 
 
 def doubling_allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
@@ -131,7 +131,7 @@ def doubling_allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> S
              `doubling`; inside (g-1)(α + S/g·β)
     source   Träff, Hunold 2020, with Thakur, Rabenseifner, Gropp 2005 along the lanes
     """
-    yield from _allgather(rank, place(size, nodes), doubling.allgather)
+    yield from _allgather(rank, map_nodes(size, nodes), doubling.allgather)
 
 
 def pipelined_allreduce(rank: int, size: int, *, segments: int = 1, nodes: Nodes | None = None) -> Steps:
@@ -144,14 +144,14 @@ def pipelined_allreduce(rank: int, size: int, *, segments: int = 1, nodes: Nodes
              nodes 2k(N-1)α' + (N-1)/N·S/g·(2β' + γ); inside 2(g-1)α + (g-1)/g·S/k·(2β + γ)
     source   as `allreduce`; the pipeline as in Träff, Hunold 2020, section 2
     """
-    placement = place(size, nodes)
-    grid = _grid(placement, placement.nodes)
-    shares = _shares(rank, placement, grid)
-    inside = _inside(rank, placement, direct.reduce_scatter, shares)
-    between = _side_by_side(_along_lanes(rank, placement, ring.allreduce, grid))
-    inside_again = _inside(rank, placement, direct.allgather, shares)
+    node_map = map_nodes(size, nodes)
+    grid = _grid(node_map, node_map.nodes)
+    shares = _shares(rank, node_map, grid)
+    inside = _inside(rank, node_map, direct.reduce_scatter, shares)
+    between = _side_by_side(_along_lanes(rank, node_map, ring.allreduce, grid))
+    inside_again = _inside(rank, node_map, direct.allgather, shares)
     walk = (*_at_least_one(inside), *between, *_at_least_one(inside_again))
-    chunks = placement.lanes * placement.nodes
+    chunks = node_map.lanes * node_map.nodes
     numbers = [[(segment * chunks + chunk,) for chunk in range(chunks)] for segment in range(segments)]
     yield from _staggered(walk, size, numbers)
 
@@ -166,10 +166,10 @@ def pipelined_reduce_scatter(rank: int, size: int, *, segments: int = 1, nodes: 
              (g-1)α + (g-1)/g·S/k·(β + γ)
     source   as `pipelined_allreduce`
     """
-    placement = place(size, nodes)
-    grid = _grid_of_ranks(placement)
-    inside = _inside(rank, placement, direct.reduce_scatter, _shares(rank, placement, grid))
-    between = _side_by_side(_along_lanes(rank, placement, ring.reduce_scatter, grid))
+    node_map = map_nodes(size, nodes)
+    grid = _grid_of_ranks(node_map)
+    inside = _inside(rank, node_map, direct.reduce_scatter, _shares(rank, node_map, grid))
+    between = _side_by_side(_along_lanes(rank, node_map, ring.reduce_scatter, grid))
     yield from _staggered((*_at_least_one(inside), *between), size, _parts_of_chunks(size, segments))
 
 
@@ -181,10 +181,10 @@ def pipelined_allgather(rank: int, size: int, *, segments: int = 1, nodes: Nodes
     cost     for long vectors about: between the nodes k(N-1)α' + (N-1)/N·S/g·β'; inside (g-1)(α + S/gk·β)
     source   as `pipelined_allreduce`
     """
-    placement = place(size, nodes)
-    grid = _grid_of_ranks(placement)
-    between = _side_by_side(_along_lanes(rank, placement, ring.allgather, grid))
-    inside = _inside(rank, placement, direct.allgather, _shares(rank, placement, grid))
+    node_map = map_nodes(size, nodes)
+    grid = _grid_of_ranks(node_map)
+    between = _side_by_side(_along_lanes(rank, node_map, ring.allgather, grid))
+    inside = _inside(rank, node_map, direct.allgather, _shares(rank, node_map, grid))
     yield from _staggered((*between, *_at_least_one(inside)), size, _parts_of_chunks(size, segments))
 
 
@@ -197,12 +197,12 @@ def broadcast(rank: int, size: int, *, root: int = 0, segments: int = 1, nodes: 
              than S between the nodes
     source   Träff, Hunold 2020, with the pipelined chain of van de Geijn 1994 along the lanes
     """
-    placement = place(size, nodes)
-    grid = _grid(placement, segments)
+    node_map = map_nodes(size, nodes)
+    grid = _grid(node_map, segments)
     along_lanes = _between(
-        rank, placement, ring.broadcast, grid, root=placement.node_of[root], segments=segments
+        rank, node_map, ring.broadcast, grid, root=node_map.node_of[root], segments=segments
     )
-    yield from _broadcast(rank, placement, root, grid, along_lanes)
+    yield from _broadcast(rank, node_map, root, grid, along_lanes)
 
 
 def binomial_broadcast(rank: int, size: int, *, root: int = 0, nodes: Nodes | None = None) -> Steps:
@@ -213,10 +213,10 @@ def binomial_broadcast(rank: int, size: int, *, root: int = 0, nodes: Nodes | No
     cost     inside 2(g-1)(α + S/g·β); between ⌈log₂N⌉(α' + S/g·β')
     source   Träff, Hunold 2020, with Thakur, Rabenseifner, Gropp 2005 along the lanes
     """
-    placement = place(size, nodes)
-    grid = _grid(placement, 1)
-    along_lanes = _between(rank, placement, tree.broadcast, grid, root=placement.node_of[root])
-    yield from _broadcast(rank, placement, root, grid, along_lanes)
+    node_map = map_nodes(size, nodes)
+    grid = _grid(node_map, 1)
+    along_lanes = _between(rank, node_map, tree.broadcast, grid, root=node_map.node_of[root])
+    yield from _broadcast(rank, node_map, root, grid, along_lanes)
 
 
 def leaders_broadcast(rank: int, size: int, *, root: int = 0, nodes: Nodes | None = None) -> Steps:
@@ -228,89 +228,85 @@ def leaders_broadcast(rank: int, size: int, *, root: int = 0, nodes: Nodes | Non
     cost     between ⌈log₂N⌉(α' + Sβ'); inside ⌈log₂g⌉(α + Sβ)
     source   MPICH src/mpi/coll/bcast/bcast_intra_smp.c
     """
-    placement = place(size, nodes)
-    home = placement.node_of[root]
-    leaders = tuple(root if node == home else members[0] for node, members in enumerate(placement.members))
-    node = placement.node_of[rank]
+    node_map = map_nodes(size, nodes)
+    home = node_map.node_of[root]
+    leaders = tuple(root if node == home else members[0] for node, members in enumerate(node_map.members))
+    node = node_map.node_of[rank]
     if rank == leaders[node]:
-        yield from _among(tree.broadcast(node, placement.nodes, root=home), leaders, ((0,),))
-    yield from _inside(rank, placement, tree.broadcast, ((0,),), root=placement.local_rank(leaders[node]))
+        yield from _among(tree.broadcast(node, node_map.nodes, root=home), leaders, ((0,),))
+    yield from _inside(rank, node_map, tree.broadcast, ((0,),), root=node_map.local_rank(leaders[node]))
 
 
-def _allreduce(rank: int, placement: Placement, flat: Generator, *, pieces: int) -> Steps:
-    grid = _grid(placement, pieces)
-    shares = _shares(rank, placement, grid)
-    yield from _inside(rank, placement, direct.reduce_scatter, shares)
-    yield from _between(rank, placement, flat, grid)
-    yield from _inside(rank, placement, direct.allgather, shares)
+def _allreduce(rank: int, node_map: NodeMap, flat: Generator, *, pieces: int) -> Steps:
+    grid = _grid(node_map, pieces)
+    shares = _shares(rank, node_map, grid)
+    yield from _inside(rank, node_map, direct.reduce_scatter, shares)
+    yield from _between(rank, node_map, flat, grid)
+    yield from _inside(rank, node_map, direct.allgather, shares)
 
 
-def _reduce_scatter(rank: int, placement: Placement, flat: Generator) -> Steps:
-    grid = _grid_of_ranks(placement)
-    yield from _inside(rank, placement, direct.reduce_scatter, _shares(rank, placement, grid))
-    yield from _between(rank, placement, flat, grid)
+def _reduce_scatter(rank: int, node_map: NodeMap, flat: Generator) -> Steps:
+    grid = _grid_of_ranks(node_map)
+    yield from _inside(rank, node_map, direct.reduce_scatter, _shares(rank, node_map, grid))
+    yield from _between(rank, node_map, flat, grid)
 
 
-def _allgather(rank: int, placement: Placement, flat: Generator) -> Steps:
-    grid = _grid_of_ranks(placement)
-    yield from _between(rank, placement, flat, grid)
-    yield from _inside(rank, placement, direct.allgather, _shares(rank, placement, grid))
+def _allgather(rank: int, node_map: NodeMap, flat: Generator) -> Steps:
+    grid = _grid_of_ranks(node_map)
+    yield from _between(rank, node_map, flat, grid)
+    yield from _inside(rank, node_map, direct.allgather, _shares(rank, node_map, grid))
 
 
-def _broadcast(rank: int, placement: Placement, root: int, grid: Grid, along_lanes: Steps) -> Steps:
+def _broadcast(rank: int, node_map: NodeMap, root: int, grid: Grid, along_lanes: Steps) -> Steps:
     """The root deals the lanes' parts out in its node; in the end each node brings them together."""
-    shares = _shares(rank, placement, grid)
-    at_home = placement.node_of[rank] == placement.node_of[root]
+    shares = _shares(rank, node_map, grid)
+    at_home = node_map.node_of[rank] == node_map.node_of[root]
     if at_home:
-        yield from _inside(rank, placement, direct.scatter, shares, root=placement.local_rank(root))
+        yield from _inside(rank, node_map, direct.scatter, shares, root=node_map.local_rank(root))
     yield from along_lanes
-    for step in _inside(rank, placement, direct.allgather, shares):
+    for step in _inside(rank, node_map, direct.allgather, shares):
         # The root has everything: it is sent nothing.
         sends = tuple(send for send in step.sends if send.to != root)
         yield Step(sends, () if rank == root else step.receives)
 
 
-def _grid(placement: Placement, pieces: int) -> Grid:
+def _grid(node_map: NodeMap, pieces: int) -> Grid:
     """The data in one run of chunks for each lane, which the flat algorithm cuts into `pieces`."""
-    return tuple(
-        tuple((lane * pieces + piece,) for piece in range(pieces)) for lane in range(placement.lanes)
-    )
+    return tuple(tuple((lane * pieces + piece,) for piece in range(pieces)) for lane in range(node_map.lanes))
 
 
-def _grid_of_ranks(placement: Placement) -> Grid:
+def _grid_of_ranks(node_map: NodeMap) -> Grid:
     """One chunk for each rank: piece m of lane l is that of node m's local rank l, if it has one."""
     return tuple(
-        tuple(members[lane : lane + 1] for members in placement.members) for lane in range(placement.lanes)
+        tuple(members[lane : lane + 1] for members in node_map.members) for lane in range(node_map.lanes)
     )
 
 
-def _shares(rank: int, placement: Placement, grid: Grid) -> tuple[Chunks, ...]:
+def _shares(rank: int, node_map: NodeMap, grid: Grid) -> tuple[Chunks, ...]:
     """For each local rank of this rank's node, the chunks of all lanes that it serves."""
     return tuple(
-        tuple(chunk for lane in placement.lanes_of(neighbour) for chunks in grid[lane] for chunk in chunks)
-        for neighbour in placement.neighbours(rank)
+        tuple(chunk for lane in node_map.lanes_of(neighbour) for chunks in grid[lane] for chunk in chunks)
+        for neighbour in node_map.neighbours(rank)
     )
 
 
-def _inside(
-    rank: int, placement: Placement, flat: Generator, chunks: Sequence[Chunks], **options: int
-) -> Steps:
+def _inside(rank: int, node_map: NodeMap, flat: Generator, chunks: Sequence[Chunks], **options: int) -> Steps:
     """A flat algorithm among the ranks of this rank's node."""
-    neighbours = placement.neighbours(rank)
-    yield from _among(flat(placement.local_rank(rank), len(neighbours), **options), neighbours, chunks)
+    neighbours = node_map.neighbours(rank)
+    yield from _among(flat(node_map.local_rank(rank), len(neighbours), **options), neighbours, chunks)
 
 
-def _between(rank: int, placement: Placement, flat: Generator, grid: Grid, **options: int) -> Steps:
+def _between(rank: int, node_map: NodeMap, flat: Generator, grid: Grid, **options: int) -> Steps:
     """A flat algorithm among the nodes, along all lanes that this rank serves, abreast."""
-    yield from _abreast(_along_lanes(rank, placement, flat, grid, **options))
+    yield from _abreast(_along_lanes(rank, node_map, flat, grid, **options))
 
 
-def _along_lanes(rank: int, placement: Placement, flat: Generator, grid: Grid, **options: int) -> list[Steps]:
+def _along_lanes(rank: int, node_map: NodeMap, flat: Generator, grid: Grid, **options: int) -> list[Steps]:
     """A flat algorithm among the nodes, for each lane that this rank serves."""
-    node = placement.node_of[rank]
+    node = node_map.node_of[rank]
     return [
-        _renamed(flat(node, placement.nodes, **options), placement.lane(lane), grid[lane])
-        for lane in placement.lanes_of(rank)
+        _renamed(flat(node, node_map.nodes, **options), node_map.lane(lane), grid[lane])
+        for lane in node_map.lanes_of(rank)
     ]
 
 

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
-from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.registry import Algorithm, require_collective
 from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.algorithms.topology import Nodes
 from hpcpar.errors import OperationError, ScheduleError
 
 
@@ -54,8 +54,7 @@ def prove_schedules(
     chunks, work_chunks   how many there are in the data (or input) and work space; None: as many as
                           the schedules name, or one for each rank where the collective demands it
     """
-    if collective not in ALGORITHMS:
-        raise OperationError(f"no collective {collective!r}; there are {', '.join(ALGORITHMS)}")
+    require_collective(collective)
     if not 0 <= root < len(schedules):
         raise OperationError(f"root {root} is none of the {len(schedules)} ranks that have a schedule")
     if chunks is None:

@@ -11,7 +11,7 @@ the whole vector.
 
 from __future__ import annotations
 
-from hpcpar.algorithms.powers import doublings
+from hpcpar.algorithms.doubling import doublings
 from hpcpar.algorithms.step import Receive, Send, Step, Steps
 
 

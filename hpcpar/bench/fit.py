@@ -1,6 +1,6 @@
 """`hpcpar bench fit`: the cost model's parameters from measured lines, and how well the model does then.
 
-Every line of an algorithm whose bill is exact is one equation,
+Every line of an algorithm whose closed form is exact is one equation,
 
     seconds = messages·α + S·sent·β + S·combined·γ,
 
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcpar.algorithms.bills import Bill, Levels
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.cost import Cost, TwoLevelCost
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench.collectives import CHOSEN, read_json
 from hpcpar.comm.select import segments_for
 from hpcpar.errors import OperationError
@@ -83,28 +83,28 @@ def equations(
     return found
 
 
-def _levels(header: Mapping[str, Any], line: Mapping[str, Any]) -> Levels | None:
+def _levels(header: Mapping[str, Any], line: Mapping[str, Any]) -> TwoLevelCost | None:
     """The line's critical path within and between nodes; None where no exact form is known."""
-    nodes, ranks, nothing = header["nodes"], line["ranks"], Bill(0)
+    nodes, ranks, nothing = header["nodes"], line["ranks"], Cost(0)
     if line["collective"] == "send":
-        message = Bill(1, 1)
+        message = Cost(1, 1)
         known = line["algorithm"] == CHOSEN
-        found = Levels(message, nothing) if nodes == 1 else Levels(nothing, message)
+        found = TwoLevelCost(message, nothing) if nodes == 1 else TwoLevelCost(nothing, message)
         return found if known else None
     algorithm = ALGORITHMS.get(line["collective"], {}).get(line["algorithm"])
     if algorithm is None or algorithm.estimated or (algorithm.placed and nodes == 1):
         return None
     segments = segments_for(algorithm, line["nbytes"])
     if nodes == 1:
-        return Levels(algorithm.bill(ranks, segments), nothing)
-    if nodes == ranks or algorithm.levels is None:
-        return Levels(nothing, algorithm.bill(ranks, segments))
+        return TwoLevelCost(algorithm.cost(ranks, segments), nothing)
+    if nodes == ranks or algorithm.on_nodes is None:
+        return TwoLevelCost(nothing, algorithm.cost(ranks, segments))
     if ranks % nodes or ranks // nodes != header["ranks_per_node"]:
         return None  # the closed forms are of equally full nodes
-    return algorithm.levels(nodes, ranks // nodes, segments)
+    return algorithm.cost_on_nodes(nodes, ranks // nodes, segments)
 
 
-def _coefficients(levels: Levels, nbytes: int) -> tuple[float, ...]:
+def _coefficients(levels: TwoLevelCost, nbytes: int) -> tuple[float, ...]:
     inside, between = levels
     combined = inside.combined + between.combined
     return (

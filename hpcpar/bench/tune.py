@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench.collectives import AHEAD, CHOSEN, Options, Say, ours
 from hpcpar.bench.gpus import finished
 from hpcpar.bench.measure import ON_HOST, PLACES, Buffers, Case, measure, usable, wrong_elements

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.algorithms.compare import Crossover, Estimate, crossovers, estimates, fastest
-from hpcpar.algorithms.price import Link, Topology
+from hpcpar.algorithms.registry import ALGORITHMS
+from hpcpar.algorithms.simulate import Crossover, Estimate, crossovers, estimates, fastest
+from hpcpar.algorithms.topology import Link, Topology
 from hpcpar.cli.bench import NOT_NEGATIVE, require_writable
 from hpcpar.errors import ConfigError
 from hpcpar.units import GB, format_duration, format_nbytes, parse_nbytes

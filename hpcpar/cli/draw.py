@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from hpcpar.algorithms import catalogue
 from hpcpar.algorithms import draw as drawing
+from hpcpar.algorithms import registry
 from hpcpar.cli import Commands, LazyGroup
 from hpcpar.errors import HpcparError, OperationError
 
@@ -68,14 +68,14 @@ def steps(algorithm: str | None, size: int, collective: str | None, root: int, r
             raise OperationError(f"root {root} of {size} ranks does not exist: 0 to {size - 1} do")
         name = collective_with(algorithm) if collective is None else collective
         nodes = tuple(rank // ranks_per_node for rank in range(size))
-        click.echo(drawing.draw(catalogue.find(name, algorithm), size, root=root, nodes=nodes))
+        click.echo(drawing.draw(registry.find(name, algorithm), size, root=root, nodes=nodes))
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
 
 
 def collective_with(algorithm: str) -> str:
-    """The first collective, in the catalogue's order, that has an algorithm of this name."""
-    for collective, algorithms in catalogue.ALGORITHMS.items():
+    """The first collective, in the registry's order, that has an algorithm of this name."""
+    for collective, algorithms in registry.ALGORITHMS.items():
         if algorithm in algorithms:
             return collective
     raise OperationError(f"no collective has an algorithm {algorithm!r}; there are:\n{listing(None)}")
@@ -85,11 +85,11 @@ def listing(collective: str | None) -> str:
     """Every collective's algorithms, one collective per line."""
     chosen = {
         name: algorithms
-        for name, algorithms in catalogue.ALGORITHMS.items()
+        for name, algorithms in registry.ALGORITHMS.items()
         if collective is None or name == collective
     }
     if not chosen:
-        known = ", ".join(catalogue.ALGORITHMS)
+        known = ", ".join(registry.ALGORITHMS)
         raise click.ClickException(f"there is no collective {collective!r}; there are {known}")
     width = max(len(name) for name in chosen)
     return "\n".join(f"{name:<{width}}  {'  '.join(algorithms)}" for name, algorithms in chosen.items())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.algorithms.compare import Crossover, Estimate
+from hpcpar.algorithms.simulate import Crossover, Estimate
 from hpcpar.units import format_nbytes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from zlib import crc32
 
-from hpcpar.algorithms.catalogue import Algorithm
+from hpcpar.algorithms.registry import Algorithm
 from hpcpar.comm.arena import BOARD_PLACES, Lane, comes_to
 from hpcpar.comm.operation import (
     Offsets,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.comm import arena, native
 from hpcpar.comm.accounting import Trace, Traffic, TrafficRow
 from hpcpar.comm.arena import Arena

@@ -10,7 +10,7 @@
     end with identical bits.
 *   `start_x(...)` returns a `Handle` at once; `x(...)` is `start_x(...).wait()`. All ranks must start
     the collectives of one communicator in the same order.
-*   `algorithm` names one of `hpcpar.algorithms.catalogue`; None chooses by size.
+*   `algorithm` names one of `hpcpar.algorithms.registry`; None chooses by size.
 *   `algorithm="native"` is the MPI library's own, where it has one (allreduce, reduce_scatter, allgather,
     broadcast, alltoall), and OperationError where it cannot: over loopback, or in sums of 16-bit floating
     point. It works on host memory like all others. The order of summation, identical bits on all ranks, and

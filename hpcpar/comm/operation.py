@@ -16,9 +16,9 @@ from typing import Protocol
 
 import numpy as np
 
-from hpcpar.algorithms.catalogue import Algorithm
-from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.algorithms.topology import Nodes
 from hpcpar.comm.reductions import prepare_combine, prepare_fold
 from hpcpar.errors import MismatchError
 from hpcpar.transport.buffers import HostBuffer

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from hpcpar.algorithms.bills import Bill
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
+from hpcpar.algorithms.cost import Cost
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.step import Step
 from hpcpar.comm.arena import post_nbytes
 from hpcpar.errors import ConfigError, OperationError
@@ -157,23 +157,16 @@ def _no_steps(rank: int, size: int) -> Iterator[Step]:
 
 def _native(collective: str) -> Algorithm:
     return Algorithm(
-        collective,
-        NATIVE,
-        _no_steps,
-        lambda size, segments: 1,
-        lambda size, segments: Bill(0),
-        rooted=collective == "broadcast",
-        uneven=True,
-        estimated=True,
+        NATIVE, _no_steps, "1", lambda size, segments: Cost(0), estimated=True, collective=collective
     )
 
 
 NATIVES = {c: _native(c) for c in ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall")}
-"""MPI's own as an answer of `choose`: not in the catalogue, since it can be neither proved nor priced."""
+"""MPI's own as an answer of `choose`: not in the registry, since it can be neither proved nor simulated."""
 
 
 def named_algorithm(collective: str, name: str) -> Algorithm:
-    """As the catalogue's `find`, and "native" too; OperationError with a list of what there is."""
+    """As the registry's `find`, and "native" too; OperationError with a list of what there is."""
     if name == NATIVE and collective in NATIVES:
         return NATIVES[collective]
     return find(collective, name)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcpar.algorithms.catalogue import Algorithm
-from hpcpar.algorithms.placement import Nodes
+from hpcpar.algorithms.registry import Algorithm
+from hpcpar.algorithms.topology import Nodes
 from hpcpar.comm.arena import (
     ALIGNED,
     DIRECT,
@@ -87,7 +87,7 @@ def regions_for(algorithm: Algorithm, size: int, root: int, segments: int, nodes
     """Different things that a rank sends in one step, at most: so many regions its stage needs.
 
     All ranks must come to the same answer, so it is that of the first ranks, of which one is the busiest
-    in every algorithm of the catalogue.
+    in every algorithm of the registry.
     """
     most = 1
     for rank in range(min(size, RANKS_LOOKED_AT)):

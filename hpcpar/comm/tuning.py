@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm.select import ANY, Rules, Table, built_in, built_in_on_device, named_algorithm
 from hpcpar.durable import write_whole
 from hpcpar.errors import ConfigError, OperationError

@@ -29,7 +29,7 @@ from itertools import pairwise
 import torch
 
 from hpcpar import partition
-from hpcpar.algorithms.powers import doublings, largest_power
+from hpcpar.algorithms.doubling import doublings, largest_power
 from hpcpar.comm import Communicator
 from hpcpar.errors import OperationError
 

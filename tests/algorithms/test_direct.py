@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS, find
 from hpcpar.algorithms.draw import draw
+from hpcpar.algorithms.registry import ALGORITHMS, find
 
 ALLREDUCE_OF_3 = """\
 allreduce direct: 3 ranks, a vector S of 3 chunks

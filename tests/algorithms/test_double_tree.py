@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.algorithms.catalogue import find
 from hpcpar.algorithms.double_tree import allreduce, children_of, depth_of, exchanged, parent_of, restored
 from hpcpar.algorithms.draw import draw
+from hpcpar.algorithms.registry import find
 
 #    node 0 ── 4 ─┬─ 2 ─┬─ 1
 #                 │     └─ 3

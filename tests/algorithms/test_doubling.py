@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from hpcpar.algorithms.catalogue import find
-from hpcpar.algorithms.doubling import allgather, fold_chunks, reduce_scatter
+from hpcpar.algorithms.doubling import allgather, doublings, fold_chunks, largest_power, reduce_scatter
 from hpcpar.algorithms.draw import draw
+from hpcpar.algorithms.registry import find
 
 RABENSEIFNER_OF_6 = """\
 allreduce rabenseifner: 6 ranks, a vector S of 4 chunks
@@ -58,3 +58,34 @@ def test_the_even_rank_of_a_folded_pair_only_hands_over_and_takes_back() -> None
     assert first.sends[0].to == last.receives[0].source == 3
     assert first.sends[0].chunks == tuple(range(7))
     assert last.receives[0].chunks == (2,)
+
+
+BARRIER_OF_4 = """\
+barrier dissemination: 4 ranks
+
+           rank 0   rank 1   rank 2   rank 3
+messages   2        2        2        2
+sends      0 S      0 S      0 S      0 S
+step 0     →1  ←3   →2  ←0   →3  ←1   →0  ←2
+step 1     →2  ←2   →3  ←3   →0  ←0   →1  ←1
+"""
+
+
+def test_word_spreads_to_the_next_rank_and_then_to_the_one_after() -> None:
+    assert draw(find("barrier", "dissemination"), 4) == BARRIER_OF_4
+
+
+def test_a_barrier_of_n_ranks_takes_the_logarithm_rounded_up() -> None:
+    for size, rounds in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (33, 6)):
+        assert len(find("barrier", "dissemination").schedule(0, size)) == rounds
+
+
+def test_doublings_are_the_powers_of_two_below_a_size() -> None:
+    assert doublings(1) == ()
+    assert doublings(2) == (1,)
+    assert doublings(6) == doublings(8) == (1, 2, 4)
+    assert doublings(9) == (1, 2, 4, 8)
+
+
+def test_the_largest_power_of_two_does_not_exceed_its_size() -> None:
+    assert [largest_power(size) for size in range(1, 10)] == [1, 2, 2, 4, 4, 4, 4, 8, 8]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.draw import draw
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
 from hpcpar.errors import OperationError
 
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]

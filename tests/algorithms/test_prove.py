@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.prove import prove, prove_schedules
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.step import Copy, Receive, Send, Step
 from hpcpar.errors import OperationError, ScheduleError
 from tests.grid import checkered

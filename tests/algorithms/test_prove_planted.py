@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS, Algorithm
 from hpcpar.algorithms.prove import prove_schedules
+from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.algorithms.step import Receive, Send, Step
 from hpcpar.errors import ScheduleError
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from hpcpar.algorithms import ring
-from hpcpar.algorithms.catalogue import find
 from hpcpar.algorithms.draw import draw
+from hpcpar.algorithms.registry import find
 from hpcpar.algorithms.step import Receive, Send, Step
 
 ALLREDUCE_OF_4 = """\

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.algorithms import tree
-from hpcpar.algorithms.catalogue import find
 from hpcpar.algorithms.draw import draw
+from hpcpar.algorithms.registry import find
 from hpcpar.algorithms.step import Receive, Send, Step, Steps
 
 BROADCAST_OF_8 = """\

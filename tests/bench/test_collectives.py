@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench import collectives
 from hpcpar.bench.collectives import (
     CHOSEN,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench.collectives import write_json
 from hpcpar.bench.fit import NAMES, Equation, equations, report, solve
 from hpcpar.bench.measure import Case, Place, Row, Timing, row
@@ -41,7 +41,7 @@ def modelled(ranks: int, collectives: tuple[str, ...] = tuple(ALGORITHMS)) -> li
         for name, algorithm in ALGORITHMS[collective].items():
             for nbytes in SIZES:
                 segments = segments_for(algorithm, nbytes)
-                seconds = algorithm.cost(ranks, nbytes, ALPHA_S, BETA, GAMMA, segments)
+                seconds = algorithm.seconds(ranks, nbytes, ALPHA_S, BETA, GAMMA, segments)
                 case = Case(collective, nbytes // 4, "float32", "torch", ranks)
                 place: Place = "out" if collective == "alltoall" else "in"
                 rows.append(row(case, name, place, Timing((seconds,), 1), 0))

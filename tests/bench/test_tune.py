@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench import tune
 from hpcpar.bench.collectives import Options
 from hpcpar.bench.gpus import use_gpu

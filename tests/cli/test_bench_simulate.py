@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
-from hpcpar.algorithms.compare import estimates
-from hpcpar.algorithms.price import Link, Topology
+from hpcpar.algorithms.registry import ALGORITHMS
+from hpcpar.algorithms.simulate import estimates
+from hpcpar.algorithms.topology import Link, Topology
 from hpcpar.cli import main
 from hpcpar.cli.bench import require_writable
 from hpcpar.errors import ConfigError

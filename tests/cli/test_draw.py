@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.algorithms import catalogue
+from hpcpar.algorithms import registry
 from hpcpar.algorithms.draw import draw
 from hpcpar.cli import main
 
@@ -19,31 +19,31 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0)
 
 def test_a_name_alone_draws_the_first_collective_that_has_it(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = output(capsys, "ring", "--size", "4")
-    assert drawn.rstrip("\n") == draw(catalogue.find("allreduce", "ring"), 4).rstrip("\n")
+    assert drawn.rstrip("\n") == draw(registry.find("allreduce", "ring"), 4).rstrip("\n")
 
 
 def test_the_collective_and_the_root_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = output(capsys, "binomial", "--size", "5", "--collective", "broadcast", "--root", "3")
-    assert drawn.rstrip("\n") == draw(catalogue.find("broadcast", "binomial"), 5, root=3).rstrip("\n")
+    assert drawn.rstrip("\n") == draw(registry.find("broadcast", "binomial"), 5, root=3).rstrip("\n")
 
 
 def test_the_ranks_of_each_node_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = output(capsys, "hierarchical", "--size", "4", "--ranks-per-node", "2")
-    expected = draw(catalogue.find("allreduce", "hierarchical"), 4, nodes=(0, 0, 1, 1))
+    expected = draw(registry.find("allreduce", "hierarchical"), 4, nodes=(0, 0, 1, 1))
     assert drawn.rstrip("\n") == expected.rstrip("\n")
     assert "node 1" in drawn
 
 
-@pytest.mark.parametrize("collective", list(catalogue.ALGORITHMS))
+@pytest.mark.parametrize("collective", list(registry.ALGORITHMS))
 def test_every_algorithm_can_be_drawn(collective: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in catalogue.ALGORITHMS[collective]:
+    for name in registry.ALGORITHMS[collective]:
         assert output(capsys, name, "--size", "3", "--collective", collective).strip()
 
 
 def test_without_a_name_everything_there_is_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys).splitlines()
     assert [line.split() for line in lines] == [
-        [collective, *algorithms] for collective, algorithms in catalogue.ALGORITHMS.items()
+        [collective, *algorithms] for collective, algorithms in registry.ALGORITHMS.items()
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator
 from hpcpar.errors import StallError
 from hpcpar.transport.loopback import LoopbackTransport

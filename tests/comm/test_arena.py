@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm.arena import (
     ALIGNED,
     ARENA_NBYTES,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.algorithms.catalogue import find
+from hpcpar.algorithms.registry import find
 from hpcpar.comm import run_loopback
 from hpcpar.comm.arena import BOARD_PLACES, LANES
 from hpcpar.comm.board import MOVED_NBYTES, BoardStep, suits

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.wire import WIRES
 from hpcpar.errors import MismatchError, OperationError

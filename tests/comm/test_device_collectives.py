@@ -156,7 +156,7 @@ def test_on_two_nodes_ranks_of_one_pull_and_the_others_are_sent_to(kernels, way:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_algorithm_can_be_pulled(kernels, size: int) -> None:
-    from hpcpar.algorithms.catalogue import ALGORITHMS
+    from hpcpar.algorithms.registry import ALGORITHMS
 
     def body(comm: Communicator) -> None:
         names = [name for name in ALGORITHMS["allreduce"] if name != "native"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.reductions import OPS, require_op
 from hpcpar.errors import OperationError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import caller, run_loopback, select, shared
 
 PLACED = {

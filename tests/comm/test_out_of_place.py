@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import operation, run_loopback, shared
 from hpcpar.comm.operation import Message, Plan, PlannedStep
 from hpcpar.comm.out_of_place import reading

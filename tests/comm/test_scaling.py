@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.scaling import Factors, Rescaling
 from hpcpar.errors import MismatchError, OperationError

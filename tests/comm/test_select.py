@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm.select import (
     ANY,
     BUILT_IN,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpcpar import partition
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, arena, caller, operation, run_loopback, select, shared
 from hpcpar.comm.arena import LANES
 from hpcpar.errors import StallError

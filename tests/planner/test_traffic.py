@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.algorithms.catalogue import ALGORITHMS
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.buckets import Bucket, Extent, assign
 from hpcpar.errors import OperationError
