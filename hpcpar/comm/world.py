@@ -32,7 +32,7 @@ from hpcpar.launch.bootstrap import pmi_selection
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.placement import Placement, RankPlace, visible_gpus
 from hpcpar.launch.settings import Settings, own_tuning_file
-from hpcpar.transport import cuda_driver
+from hpcpar.transport.gpu import runtime
 
 if TYPE_CHECKING:
     from hpcpar.transport.mpi import MpiTransport
@@ -108,7 +108,7 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
         found = cuda_aware.capabilities(
             mpi.library_version(),
             asked=settings.cuda_aware,
-            driver=str(cuda_driver.driver().version),
+            driver=str(runtime.driver().version),
             memory_kinds=mpi.memory_kinds(),
         )
         return found.point_to_point is True
