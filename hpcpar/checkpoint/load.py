@@ -1,11 +1,14 @@
-"""Reading a checkpoint: each rank verifies a part, and nothing is changed until all found theirs whole.
+"""Loading: verify every file, check that all fits, and only then change the model.
 
-Each rank then reads what it needs: of what it owns in pieces those elements alone, whoever wrote them.
+    each rank   verifies a share of the files ─┐
+                reads the JSON files           ├─ agree ─> checks names, shapes, groups ─ agree ─> reads
+                                               │           random-number states            its elements
+
+A rank reads only what it needs: of parameters that it owns in pieces, those elements, whoever wrote them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,17 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpcpar.checkpoint import random_state, random_streams
-from hpcpar.checkpoint.catalogue import STATE
-from hpcpar.checkpoint.choice import choose_together
-from hpcpar.checkpoint.holding import holding_of
-from hpcpar.checkpoint.manifest import Manifest
+from hpcpar.checkpoint import random_state
+from hpcpar.checkpoint.checkpoint_directory import choose_together
+from hpcpar.checkpoint.files import Pieces, ShardReader, StoredTensor
+from hpcpar.checkpoint.local_tensor import LocalTensor
+from hpcpar.checkpoint.manifest import MODEL, OPTIMIZER, RANDOM, STATE, Manifest, SavedState, reading
 from hpcpar.checkpoint.model_state import ModelState, check_forms, check_names
-from hpcpar.checkpoint.optimizer_state import SavedStates, distributed_of, group_names
-from hpcpar.checkpoint.positions import Member, Positions
-from hpcpar.checkpoint.save import MODEL, OPTIMIZER, PIECES, RANDOM
-from hpcpar.checkpoint.stored import Files, Stored, from_record
-from hpcpar.checkpoint.writers import Coordinates
+from hpcpar.checkpoint.optimizer_state import StoredOptimizer, distributed_of, group_names
+from hpcpar.checkpoint.ownership import PipelinePositions, RankContents, RankCoordinates
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.fully_sharded import sharding_of
 from hpcpar.data_parallel.parameters import OwnPiece
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says beside the tensors.
+    """Non-tensor content of a checkpoint.
 
     path              the checkpoint that was read
-    step, extra       as they were saved
+    step, extra       as saved
     ranks             ranks of the job that saved it
-    random_restored   whether this rank's random-number states, and the streams of its model, are those that
-                      were saved for it
+    random_restored   True if this rank's random-number states, and its model's streams, are those that were
+                      saved for it
     """
 
     path: Path
@@ -65,30 +65,28 @@ def load(
     restore_random: bool = True,
     accept: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> Loaded:
-    """Bring model, optimizer and random numbers to where a checkpoint left them. Collective.
+    """Restore model, optimizer and random numbers from a checkpoint. Collective.
 
-    path            a checkpoint, or a directory of them. Of a directory the newest sound one is taken, the
-                    same on all ranks: every file of it as it was written, every value a finite number. Newer
-                    ones that are not are passed over with warnings. Every rank must see it
-    accept          called on every rank with the checkpoint and its `extra`, before anything is compared;
-                    what it raises, the same on all, ends the loading
+    path            a checkpoint, or a directory of them; every rank must see it. Of a directory, all ranks
+                    take the newest sound one: every file as written, every value finite. Newer ones that are
+                    not sound are passed over with warnings
     model           as for `save`; its ranks together have all that the checkpoint has
-    restore_random  with another number of ranks than saved it, or other layers on them, only ranks that there
-                    were then, with the same layers, find their states; the others keep theirs. What modules
-                    have as `random_streams` is restored only on as many ranks, and of as many in tensor
-                    parallelism, as saved it
-    comm            of all ranks that load: all that model and optimizer are split, sharded or spread over
+    comm            all ranks that load: all that model and optimizer are split, sharded or spread over
+    restore_random  on other numbers of ranks, or with other layers on them, only ranks that existed when
+                    saving, with the same layers, find their states; the others keep theirs. `random_streams`
+                    of modules are restored only on the same number of ranks and tensor-parallel ranks
+    accept          called on every rank with the checkpoint and its `extra`, before anything is compared;
+                    an exception from it, the same on all ranks, ends the loading
 
-    What was saved by one pipeline, one stage of ZeRO, one tensor-parallel degree and one number of ranks is
-    loaded into any others: a rank takes its layers, and of a split parameter its part of the whole, and zeros
-    for padding. What is tied across ranks takes the value of its first name. Where it has master weights, or
-    the optimizer (or the fully sharded model) has a precision, floating-point types may differ: parameters
-    and master weights become the most exact values that there are, and those of a DistributedOptimizer that
-    is not given become the parameters'. Nothing of model, optimizer or random numbers is touched unless every
-    file was found whole, and by every rank to be of its model.
+    A checkpoint of any pipeline, ZeRO stage, tensor-parallel degree and number of ranks loads into any other:
+    a rank takes its layers, its shard of split parameters, and zeros for padding. Ranks that share a tied
+    tensor take the value of its first name. Floating-point types may differ if there are master weights, or
+    if the optimizer (or the fully sharded model) has a precision: parameters and master weights then get the
+    most exact saved values, and a DistributedOptimizer that is not given takes the parameters'. Nothing of
+    model, optimizer or random numbers changes before every file was found whole, and fitting, by every rank.
 
-    errors  CheckpointError that names the file, what was expected, what was found and, where the checkpoint
-            was named itself, the newest sound one beside it; of several ranks, PeerFailedError on every one,
+    errors  CheckpointError that names the file, what was expected, what was found and, if the checkpoint was
+            named itself, the newest sound one beside it; of several ranks, PeerFailedError on every one,
             with that text
     """
     with comm.together(f"looking for a checkpoint in {path}"):
@@ -97,191 +95,189 @@ def load(
     chosen = choose_together(Path(path), comm)
     doing = f"loading the checkpoint {chosen}"
     with comm.together(doing):
-        content = _Content.read(chosen, Manifest.read(chosen))
+        contents = _Contents.read(chosen)
     if accept is not None:
-        accept(chosen, content.state["extra"])
+        accept(chosen, contents.state.extra)
     with comm.together(doing):
         state = ModelState(model)
         groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
-    positions = Positions.agree(Member(state.names, groups), comm, doing)
+    positions = PipelinePositions.agree(RankContents(state.names, groups), comm, doing)
     with comm.together(doing):
-        filling = _Filling(content, model, state, optimizer, positions)
+        restore = _Restore(contents, model, state, optimizer, positions)
+        saved_random = contents.random_for(comm.rank, positions) if restore_random else None
+    # Every rank has found all in order; from here on models change.
     with comm.together(doing):
-        filling.fill_whole()
+        restore.whole_tensors()
     with comm.together(doing):
-        # What is collective in it, over some of the ranks, fails on all of those or none.
-        filling.fill_pieces()
+        # The collectives inside fail on all ranks that take part, or on none.
+        restore.pieces()
     with comm.together(doing):
         for each in distributed:
-            # Its own states brought master weights along, and shards tell it of theirs.
+            # The given optimizer got its master weights from the checkpoint, and ZeRO-3 shards tell theirs.
             if each is not optimizer and each.sharding is None:
                 each.take_parameters()
-    restored = False
-    if restore_random:
-        with comm.together(doing):
-            restored = _restore_random(content, model, positions, comm)
-    return Loaded(chosen, content.state["step"], content.state["extra"], content.ranks, restored)
+    with comm.together(doing):
+        restored = saved_random is not None and _restore_random(contents, model, saved_random, comm)
+    return Loaded(chosen, contents.state.step, contents.state.extra, contents.ranks, restored)
 
 
-def _restore_random(content: _Content, model: nn.Module, positions: Positions, comm: Communicator) -> bool:
-    """Whether all that was saved for this rank is restored."""
-    # A rank in another place would draw what another one drew.
-    if comm.rank >= content.ranks or not content.had_same_names(comm.rank, positions):
-        return False
-    saved = content.random_of(comm.rank)
-    random_state.restore(saved, content.state["random"][comm.rank])
-    if not random_streams.are_in(saved):
+def _restore_random(
+    contents: _Contents, model: nn.Module, saved: random_state.Saved, comm: Communicator
+) -> bool:
+    """Restore this rank's states; return False if its model's streams had to be left alone."""
+    random_state.restore(saved)
+    if not random_state.has_streams(saved):
         return True
-    own = Coordinates.of(model, None)
-    at_home = content.ranks == comm.size and content.state["tp"][comm.rank] == [own.tp_rank, own.tp_size]
-    if at_home:
-        random_streams.restore(model, saved)
-    return at_home
+    own, tp = RankCoordinates.of(model, None), contents.state.tp
+    is_same_place = (
+        contents.ranks == comm.size and tp is not None and tp[comm.rank] == (own.tp_rank, own.tp_size)
+    )
+    if is_same_place:
+        random_state.restore_streams(model, saved)
+    return is_same_place
 
 
 @dataclass(frozen=True)
-class _Content:
-    """What a verified checkpoint holds; of tensors, where they are."""
+class _Contents:
+    """A verified checkpoint: its state.json, and the location of its tensors."""
 
     path: Path
-    state: dict[str, Any]
-    files: Files
-    model: dict[str, Stored]
-    optimizer: SavedStates | None
+    state: SavedState
+    files: ShardReader
+    model: dict[str, StoredTensor]
+    optimizer: StoredOptimizer | None
 
     @classmethod
-    def read(cls, path: Path, manifest: Manifest) -> _Content:
-        for name in (STATE, MODEL, RANDOM):
-            if name not in manifest.files:
-                raise CheckpointError(f"{path} is not a checkpoint of this program: it has no {name}")
-        state = json.loads((path / STATE).read_text())
-        pieces = json.loads((path / PIECES).read_text()) if PIECES in manifest.files else {}
-        files = Files(path)
-
-        def tensors(file: str, kind: str) -> dict[str, Stored]:
-            records = pieces.get(kind, {})
-            return files.all_in(file) | {name: from_record(name, record) for name, record in records.items()}
-
+    def read(cls, path: Path) -> _Contents:
+        manifest = Manifest.of(path)
+        state, pieces, files = SavedState.read(path / STATE), Pieces(path, manifest), ShardReader(path)
+        model = files.all_in(MODEL) | pieces.model
         optimizer = None
-        if OPTIMIZER in manifest.files:
-            where = str(path / OPTIMIZER)
-            optimizer = SavedStates(
-                tensors(OPTIMIZER, "optimizer"), state["optimizer"], state["aliases"], files, where
-            )
-        return cls(path, state, files, tensors(MODEL, "model"), optimizer)
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        aliases: dict[str, str] = self.state["aliases"]
-        return aliases
+        with reading(path / STATE):
+            if unknown := [name for name in state.aliases.values() if name not in model]:
+                raise CheckpointError(f"{path / STATE} has an alias of {unknown[0]}, which was not saved")
+            if OPTIMIZER in manifest.files:
+                if state.optimizer is None:
+                    raise CheckpointError(f"{path} has {OPTIMIZER}, which {STATE} does not describe")
+                tensors = files.all_in(OPTIMIZER) | pieces.optimizer
+                where = str(path / OPTIMIZER)
+                optimizer = StoredOptimizer(tensors, state.optimizer, state.aliases, files, where)
+        return cls(path, state, files, model, optimizer)
 
     @property
     def ranks(self) -> int:
-        return len(self.state["random"])
+        return len(self.state.random)
 
     @property
     def has_masters(self) -> bool:
         return self.optimizer is not None and self.optimizer.has_masters
 
     @cached_property
-    def tensors(self) -> dict[str, Stored]:
-        """The model's, tied ones under each of their names."""
-        return self.model | {name: self.model[first] for name, first in self.aliases.items()}
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The model's tensors, tied ones under each of their names."""
+        return self.model | {name: self.model[first] for name, first in self.state.aliases.items()}
 
-    def value(self, name: str, dtype: torch.dtype) -> Stored:
-        """Of a parameter or buffer, what comes nearest to its value in a type: master weights, if need be."""
+    def nearest(self, name: str, dtype: torch.dtype) -> StoredTensor:
+        """Return the most exact saved values of a tensor: master weights, unless the types are equal."""
         stored = self.tensors[name]
         master = None if self.optimizer is None else self.optimizer.master(name)
         return stored if master is None or stored.dtype == dtype else master
 
-    def had_same_names(self, rank: int, positions: Positions) -> bool:
-        """Whether a rank that saved it had the same part of the model as the rank has now."""
-        saved: list[str] | None = self.state.get("names")
-        if saved is None:  # by a version for which each had all
-            return len(positions.members) == 1
-        return saved[rank] == positions.digests[rank]
+    def random_for(self, rank: int, positions: PipelinePositions) -> random_state.Saved | None:
+        """Read and check the states of a rank; None if it did not save, or had other layers.
 
-    def random_of(self, rank: int) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(f"{rank}/"): stored.whole(self.files)
-            for name, stored in self.files.all_in(RANDOM).items()
-            if name.startswith(f"{rank}/")
-        }
+        A rank in another place would draw another one's numbers.
+        """
+        names = self.state.names
+        if names is None:  # a version for which every rank had all layers
+            is_same = len(positions.contents) == 1
+        else:
+            is_same = rank < self.ranks and names[rank] == positions.digests[rank]
+        if rank >= self.ranks or not is_same:
+            return None
+        with reading(self.path / RANDOM):
+            tensors = {
+                name.removeprefix(f"{rank}/"): stored.whole(self.files)
+                for name, stored in self.files.all_in(RANDOM).items()
+                if name.startswith(f"{rank}/")
+            }
+            saved = tensors, self.state.random[rank]
+            random_state.check(saved)
+        return saved
 
 
-class _Filling:
-    """A checkpoint on its way into a model and an optimizer, which it is found to fit when this is made."""
+class _Restore:
+    """Transfer of a checkpoint into a model and an optimizer; the constructor checks that they fit."""
 
     def __init__(
         self,
-        content: _Content,
+        contents: _Contents,
         model: nn.Module,
         state: ModelState,
         optimizer: Optimizer | None,
-        positions: Positions,
+        positions: PipelinePositions,
     ) -> None:
-        self._content = content
+        self._contents = contents
         self._state = state
         self._sharding = sharding_of(list(model.parameters()))
-        has_pieces = isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces
-        self._on_pieces = optimizer if isinstance(optimizer, DistributedOptimizer) and has_pieces else None
-        self._on_wholes = None if has_pieces else optimizer
+        on_pieces = isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces
+        self._on_pieces = optimizer if isinstance(optimizer, DistributedOptimizer) and on_pieces else None
+        self._on_wholes = None if on_pieces else optimizer
         precisions = [getattr(owner, "precision", None) for owner in (self._sharding, optimizer)]
-        may_differ = content.has_masters or any(precisions)
-        where = str(content.path / MODEL)
-        check_names(positions.names, positions.aliases, content.tensors, where)
-        check_forms(state, content.tensors, where, precision_may_differ=may_differ)
+        may_differ = contents.has_masters or any(precisions)
+        where = str(contents.path / MODEL)
+        check_names(positions.names, positions.aliases, contents.tensors, where)
+        check_forms(state, contents.tensors, where, precision_may_differ=may_differ)
         if optimizer is not None:
-            saved = self._saved_states
-            self._state_dict = saved.state_dict(optimizer, positions.groups or [])
+            self._state_dict = self._saved.state_dict(optimizer, positions.groups or [])
             if self._on_wholes is not None:
-                self._state_dict["state"] = saved.whole_states(optimizer, state.parameter_names)
-        # What the optimizer has pieces of is brought by these.
+                self._state_dict["state"] = self._saved.whole_states(optimizer, state.parameter_names)
+        # An optimizer on pieces brings its parameters along with their states.
         stepped = () if self._on_pieces is None else self._on_pieces.synchronizer.parameters
-        self._brought = {id(parameter) for parameter in stepped}
+        self._with_optimizer = {id(parameter) for parameter in stepped}
 
     @torch.no_grad()
-    def fill_whole(self) -> None:
-        """All that is not in pieces. Memory stays, so that views of it (buckets, ties) stay what they are."""
+    def whole_tensors(self) -> None:
+        """Fill what is not in pieces, in place: buckets and ties are views of the same memory."""
+        if self._on_wholes is not None:
+            # First the optimizer, which may still refuse what it is given.
+            with reading(self._contents.path / STATE):
+                self._on_wholes.load_state_dict(self._state_dict)
         sharded = () if self._sharding is None else self._sharding.every_parameter()
-        elsewhere = self._brought | {id(parameter) for parameter in sharded}
+        elsewhere = self._with_optimizer | {id(parameter) for parameter in sharded}
         for value in self._state.tensors:
             if id(value) not in elsewhere and value.numel():
-                stored = self._content.value(self._state.name_of(value), value.dtype)
-                value.copy_(stored.held(self._content.files, holding_of(value)))
-        if self._on_wholes is not None:
-            self._on_wholes.load_state_dict(self._state_dict)
+                stored = self._contents.nearest(self._state.name_of(value), value.dtype)
+                value.copy_(stored.local(self._contents.files, LocalTensor.of(value)))
 
-    def fill_pieces(self) -> None:
-        """Of all that is in pieces this rank's. Collective over the ranks that they are spread over."""
+    def pieces(self) -> None:
+        """Fill this rank's pieces. Collective over the ranks that share them."""
         if self._sharding is not None:
             self._sharding.load(self._values_of)
         if self._on_pieces is not None:
             self._on_pieces.load_own_states(self._state_of, self._state_dict)
 
     @property
-    def _saved_states(self) -> SavedStates:
-        if self._content.optimizer is None:
+    def _saved(self) -> StoredOptimizer:
+        if self._contents.optimizer is None:
             raise CheckpointError(
-                f"{self._content.path} was saved without an optimizer, but there is one to restore; "
+                f"{self._contents.path} was saved without an optimizer, but there is one to restore; "
                 f"load with optimizer=None to begin with a fresh one"
             )
-        return self._content.optimizer
+        return self._contents.optimizer
 
     def _values_of(self, piece: OwnPiece) -> Tensor | None:
-        if id(piece.parameter) in self._brought:
+        if id(piece.parameter) in self._with_optimizer:
             return None
         name = self._state.name_of(piece.parameter)
-        return self._read(piece, self._content.value(name, piece.parameter.dtype))
+        return self._elements(piece, self._contents.nearest(name, piece.parameter.dtype))
 
     def _state_of(self, piece: OwnPiece) -> dict[str, Any]:
-        """The optimizer's state of a piece, and in any case its values as master weights."""
+        """Read the optimizer's state of a piece, and in any case its values as master weights."""
         name = self._state.name_of(piece.parameter)
-        saved = self._saved_states
-        values = saved.master(name) or self._content.tensors[name]
-        holding = holding_of(piece.parameter, piece.layout)
-        return {MASTER: self._read(piece, values), **saved.state_of(name, holding, piece)}
+        values = self._saved.master(name) or self._contents.tensors[name]
+        return {MASTER: self._elements(piece, values), **self._saved.state_of(name, piece)}
 
-    def _read(self, piece: OwnPiece, stored: Stored) -> Tensor:
-        holding = holding_of(piece.parameter, piece.layout)
-        return stored.elements(self._content.files, holding, piece.start, piece.stop)
+    def _elements(self, piece: OwnPiece, stored: StoredTensor) -> Tensor:
+        local = LocalTensor.of(piece.parameter, piece.layout)
+        return stored.elements(self._contents.files, local, piece.start, piece.stop)

@@ -1,6 +1,7 @@
-"""What a checkpoint consists of: every file's bytes and SHA-256, so that no damage goes unseen.
+"""The manifest: size and SHA-256 of each file. And the only reader of a checkpoint's JSON files.
 
-safetensors by itself noticed none of 200 flipped bits, `torch.load` two; with this, all 200.
+Without digests, safetensors noticed none of 200 flipped bits and `torch.load` two; with them, all 200 are
+found. A checkpoint may come from a stranger: its names and types are checked here before anyone uses them.
 """
 
 from __future__ import annotations
@@ -8,108 +9,226 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from safetensors import SafetensorError
 
 from hpcpar.durable import sha256
-from hpcpar.errors import CheckpointError
+from hpcpar.errors import CheckpointError, HpcparError
 
 FORMAT = 3
-"""1 had whole tensors alone, 2 pieces of whole tensors alone."""
+"""1 had whole tensors only, 2 had pieces of whole tensors only."""
 
 READABLE = (1, 2, 3)
 MANIFEST = "manifest.json"
+STATE = "state.json"
+PIECES = "pieces.json"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+RANDOM = "random.safetensors"
+
+_ADVICE = "use another checkpoint, or copy this one again from where it is whole"
+
+# --- reading what may be damaged, or made by a stranger -------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What one file must be."""
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn every exception that the content of a file can cause into a CheckpointError that names it."""
+    try:
+        yield
+    except HpcparError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except (
+        *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+        SafetensorError,
+    ) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {reason}; {_ADVICE}") from error
 
-    nbytes: int
+
+def regular(path: Path) -> os.stat_result:
+    """Return the status of a regular file; CheckpointError for anything else, OSError if it is missing.
+
+    A link could lead out of the checkpoint, a FIFO or a device never end.
+    """
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file; copy the file itself into the checkpoint")
+    return status
+
+
+def _plain(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_plain)]
+"""One path component."""
+
+AnyRecord = TypeVar("AnyRecord", bound="Record")
+
+
+class Record(BaseModel):
+    """Base of the JSON objects in a checkpoint; further keys are ignored."""
+
+    model_config = ConfigDict(frozen=True)
+
+    @classmethod
+    def read(cls: type[AnyRecord], path: Path) -> AnyRecord:
+        """Parse and validate a file; CheckpointError for whatever is wrong with it."""
+        with reading(path):
+            regular(path)
+            return cls.model_validate(json.loads(path.read_text()))
+
+
+# --- state.json -----------------------------------------------------------------------------------
+
+
+class SavedGroup(Record):
+    """Parameter group of the saved optimizer: names of its parameters, and options that are no tensors."""
+
+    parameters: list[str]
+    options: dict[str, Any]
+
+
+class SavedScale(Record):
+    """Loss scaler of the saved optimizer."""
+
+    scale: float
+    dynamic: bool
+    good: int
+    skipped: int
+
+
+class SavedOptimizer(Record):
+    """Non-tensor part of the saved optimizer.
+
+    scalars   parameter -> key -> value, of states that are no tensors
+    """
+
+    scalars: dict[str, dict[str, Any]]
+    groups: list[SavedGroup]
+    loss_scale: SavedScale | None = None
+
+
+class SavedState(Record):
+    """Content of state.json.
+
+    random       for each rank that saved, the random-number states that are no tensors
+    aliases      further name -> first name of a tied tensor
+    tp           (rank, size) in tensor parallelism of each rank that saved
+    names        digest of each rank's tensor names; None: every rank had all
+    not_finite   first tensor with NaN or infinite values, if there is one
+    """
+
+    step: NonNegativeInt
+    random: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    aliases: dict[str, str]
+    optimizer: SavedOptimizer | None = None
+    tp: list[tuple[int, int]] | None = None
+    names: list[str] | None = None
+    not_finite: str | None = None
+    extra: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _covers_all_ranks(self) -> SavedState:
+        if any(each is not None and len(each) != len(self.random) for each in (self.tp, self.names)):
+            raise ValueError("random, tp and names are of different numbers of ranks")
+        return self
+
+
+# --- manifest.json --------------------------------------------------------------------------------
+
+
+class FileDigest(Record):
+    """Expected size and SHA-256 of one file."""
+
+    nbytes: NonNegativeInt
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> Entry:
-        """Of a file as it lies there now."""
-        return cls(path.stat().st_size, sha256(path))
+    def of(cls, path: Path) -> FileDigest:
+        return cls(nbytes=path.stat().st_size, sha256=sha256(path))
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Record):
     """The files of a complete checkpoint, by name."""
 
-    step: int
-    files: dict[str, Entry]
+    step: NonNegativeInt
+    files: dict[FileName, FileDigest]
     format: int = FORMAT
 
     def text(self) -> str:
-        """The one way to write it down, sealed with its own SHA-256: any other text is damage."""
-        files = {name: vars(entry) for name, entry in sorted(self.files.items())}
+        """Write the manifest down, sealed with its own SHA-256; there is one text for each manifest."""
+        files = {name: digest.model_dump() for name, digest in sorted(self.files.items())}
         content = {"format": self.format, "step": self.step, "files": files}
         seal = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         return json.dumps(content | {"seal": seal}, indent=1) + "\n"
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
-        """The manifest in a checkpoint's directory; CheckpointError when it is missing or damaged."""
+    def of(cls, directory: Path) -> Manifest:
+        """Read a checkpoint's manifest; CheckpointError if it is missing, damaged or of a later format."""
         path = directory / MANIFEST
-        try:
+        if not os.path.lexists(path):
+            fault = f"is not a complete checkpoint: it has no {MANIFEST}"
+            raise CheckpointError(f"{directory} {fault if directory.exists() else 'does not exist'}")
+        with reading(path):
+            regular(path)
             text = path.read_text()
             content = json.loads(text)
-        except FileNotFoundError:
-            fault = (
-                f"is not a complete checkpoint: it has no {MANIFEST}"
-                if directory.exists()
-                else "does not exist"
-            )
-            raise CheckpointError(f"{directory} {fault}") from None
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} is damaged: {error}; {_ADVICE}") from error
-        if isinstance(content, dict) and content.get("format") not in (None, *READABLE):
-            raise CheckpointError(
-                f"{path} has format {content['format']}, this version reads {READABLE[0]} to {READABLE[-1]}"
-            )
-        try:
-            manifest = cls(
-                content["step"],
-                {name: Entry(**entry) for name, entry in content["files"].items()},
-                content["format"],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}; {_ADVICE}") from error
+            if isinstance(content, dict) and content.get("format") not in (None, *READABLE):
+                raise CheckpointError(
+                    f"{path} has format {content['format']}, this version reads {READABLE[0]} to "
+                    f"{READABLE[-1]}"
+                )
+            manifest = cls.model_validate(content)
         if manifest.text() != text:
             raise CheckpointError(f"{path} is damaged: it is not as it was written; {_ADVICE}")
         return manifest
 
+    def require(self, *names: str, directory: Path) -> None:
+        for name in names:
+            if name not in self.files:
+                raise CheckpointError(f"{directory} is not a checkpoint of this program: it has no {name}")
+
     def check_sizes(self, directory: Path) -> None:
-        """CheckpointError unless all files are there, as long as they should be. Reads none of them."""
-        for name, entry in self.files.items():
+        """CheckpointError unless every file is there, regular and of the right size. Reads none of them."""
+        for name, digest in self.files.items():
             path = directory / name
             try:
-                found = path.stat().st_size
+                found = regular(path).st_size
             except OSError as error:
                 raise CheckpointError(
-                    f"{path} should have {entry.nbytes} bytes, but: {error.strerror}; {_ADVICE}"
+                    f"{path} should have {digest.nbytes} bytes, but: {error.strerror}; {_ADVICE}"
                 ) from error
-            if found != entry.nbytes:
-                raise CheckpointError(f"{path} should have {entry.nbytes} bytes, but has {found}; {_ADVICE}")
+            if found != digest.nbytes:
+                raise CheckpointError(f"{path} should have {digest.nbytes} bytes, but has {found}; {_ADVICE}")
 
-    def check_content(self, directory: Path, *, rank: int, size: int) -> None:
-        """CheckpointError unless every bit of this rank's part of the files is as it was written.
+    def check_content(self, directory: Path, *, rank: int, size: int) -> list[str]:
+        """CheckpointError unless every bit of this rank's share of the files is as written.
 
-        About 1 s per GB. Between them `size` ranks look at every file.
+        Returns the share. Together `size` ranks read every file once, at about 1 s per GB.
         """
         self.check_sizes(directory)
-        for name in parts({name: entry.nbytes for name, entry in self.files.items()}, size)[rank]:
+        share = shares({name: digest.nbytes for name, digest in self.files.items()}, size)[rank]
+        for name in share:
             self._check_file(directory, name)
+        return share
 
     def check_changed(self, directory: Path) -> None:
-        """CheckpointError where a file that changed after the manifest was written is not what it was.
+        """CheckpointError if a file that changed after the manifest was written has other content.
 
-        The manifest is written last, so that of a checkpoint which nobody touched almost nothing is read.
+        The manifest is written last, so almost nothing of an untouched checkpoint is read.
         """
         self.check_sizes(directory)
         written_ns = (directory / MANIFEST).stat().st_mtime_ns
@@ -118,27 +237,21 @@ class Manifest:
                 self._check_file(directory, name)
 
     def _check_file(self, directory: Path, name: str) -> None:
-        expected = self.files[name].sha256
-        try:
-            found = sha256(directory / name)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {directory / name}: {error.strerror}") from error
+        path, expected = directory / name, self.files[name].sha256
+        with reading(path):
+            found = sha256(path)
         if found != expected:
             raise CheckpointError(
-                f"{directory / name} is damaged: its SHA-256 should be {expected[:16]}…, "
-                f"but is {found[:16]}…; {_ADVICE}"
+                f"{path} is damaged: its SHA-256 should be {expected[:16]}…, but is {found[:16]}…; {_ADVICE}"
             )
 
 
-def parts(nbytes: Mapping[str, int], size: int) -> list[list[str]]:
-    """Names shared out among `size` ranks, so that each has about as many bytes: the largest first."""
-    shares: list[list[str]] = [[] for _ in range(size)]
+def shares(nbytes: Mapping[str, int], size: int) -> list[list[str]]:
+    """Divide file names among `size` ranks, largest first, so that each has about as many bytes."""
+    names_of: list[list[str]] = [[] for _ in range(size)]
     loads = [(0, rank) for rank in range(size)]
     for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
         load, rank = heapq.heappop(loads)
-        shares[rank].append(name)
+        names_of[rank].append(name)
         heapq.heappush(loads, (load + nbytes[name], rank))
-    return shares
-
-
-_ADVICE = "use another checkpoint, or copy this one again from where it is whole"
+    return names_of

@@ -1,11 +1,12 @@
-"""A model's parameters and buffers, by name, and whether a checkpoint is of a model that is built alike.
+"""Parameters and buffers of a model by name, and the check that a checkpoint is of a model built alike.
 
-Names are those of the whole model, also where a rank has a few of its layers only. What the whole model has
-once, under two names, may then be two tensors of two ranks, which is for the model to say:
+Names are those of the whole model, also on a rank with a few of its layers. A tensor that the whole model has
+once, under two names, may then be two tensors of two ranks; the model says so:
 
     model.tied_names = {"lm_head.weight": "model.embed_tokens.weight"}        further name: first name
 
-the same on all ranks, whichever of them they have. What several have under one name is tied to that name.
+identically on all ranks, whichever of the names they have. A parameter that several positions of a pipeline
+have under one name is tied to that name itself.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hpcpar.checkpoint.holding import holding_of
-from hpcpar.checkpoint.stored import Stored
+from hpcpar.checkpoint.files import StoredTensor
+from hpcpar.checkpoint.local_tensor import LocalTensor
 from hpcpar.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Names:
-    """What one rank's model calls its tensors.
+class TensorNames:
+    """Names of one rank's tensors.
 
     parameters, buffers   all names, in the model's order
     aliases               further name -> first name of the same tensor, or of its equal on another rank
-    tied                  those of the aliases that the model told
+    tied                  the aliases that come from the model's `tied_names`
     """
 
     parameters: tuple[str, ...]
@@ -44,7 +44,7 @@ class Names:
 
     @cached_property
     def digest(self) -> str:
-        """The same for the same names, in whatever order."""
+        """SHA-256 of the names, independent of their order."""
         return hashlib.sha256("\n".join(sorted(self.all)).encode()).hexdigest()
 
     def first(self, name: str) -> str:
@@ -55,52 +55,52 @@ class ModelState:
     """A rank's model as a checkpoint sees it.
 
     errors   CheckpointError for a state that is no tensor, for a tensor that is not the model's own or has no
-             values, and for `tied_names` that go round
+             values, and for cyclic `tied_names`
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._state = _tensors_of(model)
-        tied = _told_ties(model)
-        first_names: dict[int, str] = {}
+        tied = _resolved_ties(model)
+        # A tensor goes by the first name that its ties give it, else by its first name in the model.
+        self._name_of: dict[int, str] = {}
         for name, value in self._state.items():
             if name in tied:
-                first_names.setdefault(id(value), tied[name])
-        self._name_of: dict[int, str] = first_names
+                self._name_of.setdefault(id(value), tied[name])
         for name, value in self._state.items():
             self._name_of.setdefault(id(value), name)
         firsts = {name: self._name_of[id(value)] for name, value in self._state.items()}
-        parameters = tuple(name for name, value in self._state.items() if isinstance(value, nn.Parameter))
-        self.names = Names(
-            parameters,
-            tuple(name for name in self._state if name not in set(parameters)),
+        is_parameter = {name: isinstance(value, nn.Parameter) for name, value in self._state.items()}
+        self.names = TensorNames(
+            tuple(name for name in self._state if is_parameter[name]),
+            tuple(name for name in self._state if not is_parameter[name]),
             {name: first for name, first in {**tied, **firsts}.items() if name != first},
             tied,
         )
 
     def name_of(self, tensor: Tensor) -> str:
-        """Its first name, under which a checkpoint has it."""
+        """Return the first name of a tensor, under which a checkpoint has it."""
         return self._name_of[id(tensor)]
 
     @cached_property
     def parameter_names(self) -> dict[int, str]:
-        """The first name of each parameter, by its id."""
+        """First name of each parameter, by its id."""
         return {id(each): self.names.first(name) for name, each in self._model.named_parameters()}
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Each once. Two have the same first name where both ends of a tie are tensors of their own here."""
+        """Each tensor once. Two have the same first name if both ends of a tie are separate tensors here."""
         return list({id(value): value for value in self._state.values()}.values())
 
     @cached_property
     def copies(self) -> list[Tensor]:
-        """Those that have the first name of another one, by itself or before them."""
+        """Tensors whose first name belongs to another tensor here."""
         first_of = {self.name_of(value): value for value in reversed(self.tensors)}
         first_of |= {name: self._state[name] for name in first_of if name in self._state}
         return [value for value in self.tensors if first_of[self.name_of(value)] is not value]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor), tied ones under each of their names."""
+        """Yield (name, tensor), tied ones under each of their names."""
         return iter(self._state.items())
 
 
@@ -126,8 +126,8 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _told_ties(model: nn.Module) -> dict[str, str]:
-    """`tied_names`, with what stands at the end of a chain as the first name."""
+def _resolved_ties(model: nn.Module) -> dict[str, str]:
+    """Return `tied_names` with each chain followed to its end."""
     tied: Mapping[str, str] = getattr(model, "tied_names", None) or {}
     ends = {}
     for name in tied:
@@ -147,9 +147,9 @@ def _told_ties(model: nn.Module) -> dict[str, str]:
 def check_names(
     names: Collection[str], aliases: Mapping[str, str], found: Collection[str], where: str
 ) -> None:
-    """CheckpointError that names the first tensors which are missing or too many.
+    """CheckpointError that names the first missing and the first superfluous tensor.
 
-    names     of the whole model: all that its ranks have
+    names     of the whole model, that is of all ranks
     aliases   in the model
     found     in the checkpoint, with aliases
     """
@@ -168,29 +168,24 @@ def check_names(
 
 
 def check_forms(
-    state: ModelState, found: Mapping[str, Stored], where: str, *, precision_may_differ: bool
+    state: ModelState, found: Mapping[str, StoredTensor], where: str, *, precision_may_differ: bool
 ) -> None:
-    """CheckpointError that names the first tensor of this rank which is of another form there.
-
-    Shapes are those of whole tensors, however they are split there and here.
+    """CheckpointError that names the first tensor of this rank whose whole shape or dtype differs.
 
     found                  by name, with aliases
-    precision_may_differ   a floating-point type may be another one
+    precision_may_differ   accept another floating-point type
     """
     for name, value in state.items():
         stored = found[state.name_of(value)]
-        dtype, shape = stored.dtype, holding_of(value).shape
+        dtype, shape = stored.dtype, LocalTensor.of(value).shape
         both_float = dtype.is_floating_point and value.dtype.is_floating_point
         if stored.shape == shape and (dtype == value.dtype or (both_float and precision_may_differ)):
             continue
         forms = f"{name} there is {stored.shape} {dtype}, in the model {shape} {value.dtype}"
         if stored.shape != shape or not both_float:
             raise CheckpointError(f"{where} is of another model: {forms}")
+        short = str(dtype).removeprefix("torch.")
         raise CheckpointError(
-            f"{where} was saved in {_name(dtype)}: {forms}; build the model in that type "
-            f"(train.precision={_name(dtype)}), or give the optimizer a precision, which rounds"
+            f"{where} was saved in {short}: {forms}; build the model in that type "
+            f"(train.precision={short}), or give the optimizer a precision, which rounds"
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

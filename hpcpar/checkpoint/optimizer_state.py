@@ -1,45 +1,43 @@
-"""An optimizer's state by parameter name, so that it does not depend on the order of parameters.
+"""An optimizer's state by parameter name, independent of the order of parameters.
 
-tensors      "state/<parameter>/<key>", whole or, of a split parameter and of an optimizer that steps on
-             pieces, each rank's own, flat; "options/<group>/<key>"
-description  {"scalars": {parameter: {key: value}},
-              "groups": [{"parameters": [names], "options": {key: value}}],
-              "loss_scale": of an optimizer that scales losses, else null}
+tensors      "state/<parameter>/<key>": whole; or, of a split parameter and of an optimizer that steps on
+             pieces, each rank's own, flat. "options/<group>/<key>"
+state.json   `manifest.SavedOptimizer`: states and options that are no tensors, groups, loss scale
 
-A parameter has the first name that its model knows it by. In a pipeline each position writes the states of
-its parameters, and what it has of a group is a part of the group of that number.
+A parameter goes by the first name that its model has for it. In a pipeline each position writes the states
+of its parameters, and its groups are parts of the whole optimizer's groups of the same number.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpcpar.checkpoint.holding import Holding, holding_of, is_the_same_everywhere
-from hpcpar.checkpoint.piece_files import PieceFiles, on_cpu
-from hpcpar.checkpoint.stored import Files, Stored
-from hpcpar.checkpoint.writers import Writer
+from hpcpar.checkpoint.files import ShardReader, ShardWriter, StoredTensor, on_cpu
+from hpcpar.checkpoint.local_tensor import LocalTensor, is_replicated
+from hpcpar.checkpoint.manifest import SavedOptimizer
+from hpcpar.checkpoint.ownership import WritePlan
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.optimizer import optimizers_of
 from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, layout_of
 from hpcpar.data_parallel.sharded_step import MASTER, State, is_elementwise
 from hpcpar.errors import CheckpointError
 
-Description = dict[str, Any]
 Scalars = dict[str, dict[str, Any]]
+"""Parameter -> key -> value, of states that are no tensors."""
 
 ParameterNames = Mapping[int, str]
-"""The name of each parameter, by its id."""
+"""Name of each parameter, by its id."""
 
 
 def distributed_of(model: nn.Module, optimizer: Optimizer | None) -> list[DistributedOptimizer]:
-    """Those that step on a model's parameters, whether or not one of them is the `optimizer` at hand.
+    """Return the DistributedOptimizers that step on a model's parameters, `optimizer` or others.
 
-    errors   CheckpointError where that is what one of them holds, and steps with on pieces
+    errors   CheckpointError if `optimizer` is the inner one of these and steps on pieces
     """
     found = optimizers_of(model.parameters())
     if any(each.inner is optimizer and each.steps_on_pieces for each in found):
@@ -50,41 +48,32 @@ def distributed_of(model: nn.Module, optimizer: Optimizer | None) -> list[Distri
     return found
 
 
-# --- out ------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 def write_states(
-    optimizer: Optimizer, name_of: ParameterNames, files: PieceFiles, writer: Writer
-) -> tuple[dict[str, Tensor], Scalars]:
-    """Write what this rank is to write of the states.
-
-    Returns (what is whole and for the common file, where this rank writes that, what is no tensor).
-    """
+    optimizer: Optimizer, name_of: ParameterNames, files: ShardWriter, plan: WritePlan
+) -> Scalars:
+    """Write this rank's part of the states; return its values that are no tensors."""
     on_pieces = isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces
     sharded = isinstance(optimizer, DistributedOptimizer) and optimizer.zero_stage > 0
-    common: dict[str, Tensor] = {}
     scalars: Scalars = {}
     for name, piece, state in _own_states(optimizer, name_of):
-        if not writer.writes(piece.parameter, sharded=sharded):
+        if not plan.writes(piece.parameter, sharded=sharded):
             continue
-        if on_pieces or not is_the_same_everywhere(piece.parameter):
-            own_scalars = _write_piece(name, piece, state, files, writer)
+        if on_pieces or not is_replicated(piece.parameter):
+            own_scalars = _write_piece(name, piece, state, files, plan)
         else:
-            own_scalars = dict(state)
-            wholes: dict[str, Tensor] = {}
-            _part(own_scalars, f"state/{name}", wholes)
-            if writer.writes_common:
-                common |= wholes
-            else:
-                for key, value in wholes.items():
-                    files.add_whole(key, value)
+            own_scalars, tensors = _separated(state)
+            for key, value in tensors.items():
+                files.add_whole(f"state/{name}/{key}", value)
         if own_scalars:
             scalars[name] = own_scalars
-    return common, scalars
+    return scalars
 
 
 def _own_states(optimizer: Optimizer, name_of: ParameterNames) -> Iterator[tuple[str, OwnPiece, State]]:
-    """The states that this rank has; those of whole parameters are as they are, those of pieces flat."""
+    """Yield this rank's states: flat for pieces, in shape for whole parameters."""
     if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
         for piece, state in optimizer.own_states():
             yield name_of[id(piece.parameter)], piece, state
@@ -97,40 +86,36 @@ def _own_states(optimizer: Optimizer, name_of: ParameterNames) -> Iterator[tuple
 
 
 def _write_piece(
-    name: str, piece: OwnPiece, state: State, files: PieceFiles, writer: Writer
+    name: str, piece: OwnPiece, state: State, files: ShardWriter, plan: WritePlan
 ) -> dict[str, Any]:
-    """Write a piece's state; what is no tensor in it is returned.
+    """Write a piece's state; return its values that are no tensors.
 
-    What a parameter has but once, such as a number of steps, is written by who has its first element.
+    Whoever has a parameter's first element writes what the parameter has once, such as a step count.
     """
-    holding = holding_of(piece.parameter, piece.layout)
-    has_first = piece.start == 0 and writer.has_first_part
+    local = LocalTensor.of(piece.parameter, piece.layout)
+    has_first = piece.start == 0 and plan.has_first_shard
     scalars = {}
     for key, value in state.items():
         if is_elementwise(value, piece.stop - piece.start):
             is_flat = value.dim() == 1
             flat = value if is_flat else in_memory_order(value.reshape(piece.layout[0]), piece.layout)
-            files.add(f"state/{name}/{key}", flat, holding, piece.start)
+            files.add(f"state/{name}/{key}", flat, local, piece.start)
         elif isinstance(value, Tensor):
-            _require_once(name, key, value, piece.parameter)
+            if value.numel() > 1 and not is_replicated(piece.parameter):
+                raise CheckpointError(
+                    f"the optimizer's {key} of {name}, which is split, has shape {tuple(value.shape)}: "
+                    "neither one number nor an element for each of the parameter's, so it cannot be split as "
+                    "that is; take an optimizer that treats every element by itself, such as AdamW"
+                )
             if has_first:
-                files.add_whole(f"state/{name}/{key}", value)
+                files.add_once(f"state/{name}/{key}", value)
         elif has_first:
             scalars[key] = value
     return scalars
 
 
-def _require_once(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
-    if value.numel() > 1 and not is_the_same_everywhere(parameter):
-        raise CheckpointError(
-            f"the optimizer's {key} of {name}, which is split, has shape {tuple(value.shape)}: neither one "
-            "number nor an element for each of the parameter's, so it cannot be split as that is; take an "
-            "optimizer that treats every element by itself, such as AdamW"
-        )
-
-
 def group_names(optimizer: Optimizer, name_of: ParameterNames) -> list[list[str]]:
-    """The names of each group's parameters, in the group's order; CheckpointError for one without a name."""
+    """Return each group's parameter names, in order; CheckpointError for a parameter without a name."""
     for number, group in enumerate(optimizer.param_groups):
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in name_of]
         if unknown:
@@ -142,38 +127,40 @@ def group_names(optimizer: Optimizer, name_of: ParameterNames) -> list[list[str]
 
 
 def group_options(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """(options that are tensors, all others by group)."""
+    """Return (options that are tensors, all others by group)."""
     tensors: dict[str, Tensor] = {}
-    options = [_options(group) for group in optimizer.param_groups]
-    for number, values in enumerate(options):
-        _part(values, f"options/{number}", tensors)
+    options = []
+    for number, group in enumerate(optimizer.param_groups):
+        others, found = _separated(_options(group))
+        tensors |= {f"options/{number}/{key}": on_cpu(value) for key, value in found.items()}
+        options.append(others)
     return tensors, options
 
 
-# --- in -------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
-class SavedStates:
+class StoredOptimizer:
     """The optimizer in a checkpoint.
 
-    aliases   further names of parameters -> those by which states are found
+    aliases   further names of parameters -> first names, under which states are found
     where     its file, for errors
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, Stored],
-        description: Description,
+        tensors: Mapping[str, StoredTensor],
+        saved: SavedOptimizer,
         aliases: Mapping[str, str],
-        files: Files,
+        files: ShardReader,
         where: str,
     ) -> None:
-        self._description = description
+        self._saved = saved
         self._aliases = aliases
         self._files = files
         self._where = where
-        self._states: dict[str, dict[str, Stored]] = defaultdict(dict)
-        self._options: dict[int, dict[str, Stored]] = defaultdict(dict)
+        self._states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+        self._options: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
         for path, stored in tensors.items():
             kind, rest = path.split("/", 1)
             owner, key = rest.rsplit("/", 1)
@@ -186,90 +173,102 @@ class SavedStates:
     def has_masters(self) -> bool:
         return any(MASTER in states for states in self._states.values())
 
-    def master(self, name: str) -> Stored | None:
-        """A parameter's master weights, if it had any."""
+    def master(self, name: str) -> StoredTensor | None:
+        """Return a parameter's master weights, if it had any."""
         return self._states.get(self._first(name), {}).get(MASTER)
 
     def state_dict(self, optimizer: Optimizer, whole_groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """What the optimizer's load_state_dict takes to go on from the saved state, but for states.
+        """Build a state_dict for the optimizer from the saved one, without states.
 
-        Its groups may list their parameters in another order than the saved ones did, and may come in
-        another order; but what was one group must be one group. CheckpointError otherwise.
+        Groups, and parameters in a group, may come in another order than they were saved; but what was one
+        group must be one group. CheckpointError otherwise.
 
-        whole_groups   the names in each group, on all ranks together
+        whole_groups   names in each group, of all ranks together
         """
-        saved: dict[frozenset[str], list[int]] = defaultdict(list)
-        for number, group in enumerate(self._description["groups"]):
-            saved[frozenset(group["parameters"])].append(number)
+        unused: dict[frozenset[str], list[int]] = defaultdict(list)
+        for number, saved in enumerate(self._saved.groups):
+            unused[frozenset(saved.parameters)].append(number)
         groups = []
         for group, names, indices in zip(
             optimizer.param_groups, whole_groups, _indices(optimizer), strict=True
         ):
             current = {key: value for key, value in group.items() if key != "params"}
             wanted = frozenset(map(self._first, names))
-            if saved[wanted]:
-                current |= self._options_of(saved[wanted].pop(0), current)
+            if unused[wanted]:
+                current |= self._options_of(unused[wanted].pop(0), current)
             elif wanted:
-                raise CheckpointError(_no_such_group(wanted, self._description, self._where))
+                raise CheckpointError(self._no_such_group(wanted))
             groups.append({**current, "params": indices})
-        left = [names for names, numbers in saved.items() if numbers and names]
+        left = [names for names, numbers in unused.items() if numbers and names]
         if left:
             raise CheckpointError(
                 f"{self._where} has {len(left)} groups of parameters that the optimizer does not have; "
                 f"one of them holds {min(left[0])}"
             )
-        scale = self._description.get("loss_scale")
-        return {"param_groups": groups} | ({} if scale is None else {"loss_scale": scale})
+        scale = self._saved.loss_scale
+        return {"param_groups": groups} | ({} if scale is None else {"loss_scale": scale.model_dump()})
 
     def whole_states(self, optimizer: Optimizer, name_of: ParameterNames) -> dict[int, dict[str, Any]]:
-        """The states of parameters as this rank has them, by number in a state_dict; no master weights."""
-        return {
-            index: self._whole_state(name, holding_of(parameter))
-            for name, parameter, index in _members(optimizer, name_of)
-            if self._first(name) in self._states or self._first(name) in self._description["scalars"]
-        }
+        """Read this rank's states in shape, by number in a state_dict, without master weights."""
+        found = {}
+        for name, parameter, index in _members(optimizer, name_of):
+            if self._first(name) in self._states or self._first(name) in self._saved.scalars:
+                found[index] = self._read(name, LocalTensor.of(parameter), None)
+                found[index].pop(MASTER, None)
+        return found
+
+    def state_of(self, name: str, piece: OwnPiece) -> dict[str, Any]:
+        """Read the state of a piece of a parameter, flat."""
+        return self._read(name, LocalTensor.of(piece.parameter, piece.layout), piece)
 
     def _first(self, name: str) -> str:
         return self._aliases.get(name, name)
 
     def _options_of(self, number: int, current: Mapping[str, Any]) -> dict[str, Any]:
-        """A saved group's; JSON made lists of what are tuples in the current ones."""
-        options = _options(self._description["groups"][number]["options"])
+        """Read a saved group's options, in the types of the current ones."""
+        options = _options(self._saved.groups[number].options)
         tensors = {key: stored.whole(self._files) for key, stored in self._options[number].items()}
-        return {key: _like(current.get(key), value) for key, value in options.items()} | tensors
+        return {key: self._like(key, current.get(key), value) for key, value in options.items()} | tensors
 
-    def _whole_state(self, name: str, holding: Holding) -> dict[str, Any]:
-        state = self._read(name, holding, lambda stored: stored.held(self._files, holding))
-        state.pop(MASTER, None)
-        return state
+    def _like(self, key: str, current: Any, saved: Any) -> Any:
+        """Return a saved option as the optimizer holds it: JSON made lists of tuples."""
+        if isinstance(current, (int, float)) and isinstance(saved, (str, list, dict)):
+            raise CheckpointError(f"{self._where} was saved with {key} = {saved!r}, which is no number")
+        return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
 
-    def state_of(self, name: str, holding: Holding, piece: OwnPiece) -> dict[str, Any]:
-        """The state of a piece of the parameter of a name, flat."""
-        return self._read(
-            name, holding, lambda stored: stored.elements(self._files, holding, piece.start, piece.stop)
-        )
+    def _read(self, name: str, local: LocalTensor, piece: OwnPiece | None) -> dict[str, Any]:
+        """Read a parameter's state, flat for a piece; tensors of another shape than its own are whole."""
 
-    def _read(self, name: str, holding: Holding, own_part: Callable[[Stored], Tensor]) -> dict[str, Any]:
-        """A parameter's state; `own_part` reads what has an element for each of the parameter's."""
-
-        def value(stored: Stored) -> Tensor:
-            is_of_elements = stored.shape and stored.shape == holding.shape
-            return own_part(stored) if is_of_elements else stored.whole(self._files)
+        def value(stored: StoredTensor) -> Tensor:
+            if not stored.shape or stored.shape != local.shape:
+                return stored.whole(self._files)
+            if piece is None:
+                return stored.local(self._files, local)
+            return stored.elements(self._files, local, piece.start, piece.stop)
 
         first = self._first(name)
         tensors = {key: value(stored) for key, stored in self._states.get(first, {}).items()}
-        return {**self._description["scalars"].get(first, {}), **tensors}
+        return {**self._saved.scalars.get(first, {}), **tensors}
+
+    def _no_such_group(self, wanted: frozenset[str]) -> str:
+        saved: Iterable[set[str]] = (set(group.parameters) for group in self._saved.groups)
+        nearest = max(saved, key=lambda names: len(names & wanted), default=set())
+        differing = sorted(wanted ^ nearest)
+        return (
+            f"{self._where} has no group of the {len(wanted)} parameters that the optimizer has in one; the "
+            f"nearest has {len(nearest)}, and the first difference is {differing[0] if differing else 'none'}"
+        )
 
 
 def _members(optimizer: Optimizer, name_of: ParameterNames) -> Iterator[tuple[str, Tensor, int]]:
-    """(name, parameter, number in torch's state_dict) of all that the optimizer holds."""
+    """Yield (name, parameter, number in torch's state_dict) of all that the optimizer holds."""
     groups = zip(optimizer.param_groups, group_names(optimizer, name_of), _indices(optimizer), strict=True)
     for group, names, indices in groups:
         yield from zip(names, group["params"], indices, strict=True)
 
 
 def _indices(optimizer: Optimizer) -> Iterator[list[int]]:
-    """The numbers that torch's state_dict gives each group's parameters."""
+    """Yield the numbers that torch's state_dict gives each group's parameters."""
     start = 0
     for group in optimizer.param_groups:
         yield list(range(start, start + len(group["params"])))
@@ -277,30 +276,11 @@ def _indices(optimizer: Optimizer) -> Iterator[list[int]]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a group but its parameters, and their names, which torch keeps there if it was told them."""
+    """Drop a group's parameters, and the names that torch keeps there if it was told them."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _part(values: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> None:
-    """Move the tensors among `values` to `tensors`."""
-    for key in [key for key, value in values.items() if isinstance(value, Tensor)]:
-        tensors[f"{prefix}/{key}"] = on_cpu(values.pop(key))
-
-
-def _like(current: Any, saved: Any) -> Any:
-    """JSON has lists only: what the optimizer holds as a tuple becomes one again."""
-    return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
-
-
-def _no_such_group(names: Iterable[str], description: Description, where: str) -> str:
-    wanted = set(names)
-    nearest = max(
-        (set(group["parameters"]) for group in description["groups"]),
-        key=lambda saved: len(saved & wanted),
-        default=set(),
-    )
-    differing = sorted(wanted ^ nearest)
-    return (
-        f"{where} has no group of the {len(wanted)} parameters that the optimizer has in one; the nearest "
-        f"has {len(nearest)}, and the first difference is {differing[0] if differing else 'none'}"
-    )
+def _separated(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (values that are no tensors, tensors)."""
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    return {key: value for key, value in values.items() if key not in tensors}, tensors

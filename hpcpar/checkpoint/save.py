@@ -1,8 +1,8 @@
-"""Writing a checkpoint: every rank writes what it alone has, rank 0 the rest, and all know whether it worked.
+"""Saving: every rank writes what it alone has, rank 0 the rest; it succeeds on all ranks or on none.
 
-rank 0    makes a directory ─> writes ─┬─> describes all files, gives the directory its name
-rank 1                         writes ─┤
-rank 2                         writes ─┘
+rank 0    makes a staging directory ─> writes ─┬─> describes all files, renames the directory
+rank 1                                 writes ─┤
+rank 2                                 writes ─┘
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,36 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpcpar.checkpoint import random_state, random_streams
-from hpcpar.checkpoint.catalogue import (
-    NOT_FINITE,
-    STATE,
-    checkpoint_path,
-    fault_of,
-    not_finite,
-    prune,
-)
-from hpcpar.checkpoint.holding import holding_of, is_the_same_everywhere
-from hpcpar.checkpoint.manifest import MANIFEST, Entry, Manifest
+from hpcpar.checkpoint import random_state
+from hpcpar.checkpoint.checkpoint_directory import checkpoint_path, fault_of, not_finite, prune
+from hpcpar.checkpoint.files import ShardWriter, WrittenShard, pieces_text, write_tensors
+from hpcpar.checkpoint.local_tensor import LocalTensor, is_replicated
+from hpcpar.checkpoint.manifest import MANIFEST, PIECES, RANDOM, STATE, FileDigest, Manifest
 from hpcpar.checkpoint.model_state import ModelState
-from hpcpar.checkpoint.optimizer_state import (
-    Scalars,
-    distributed_of,
-    group_names,
-    group_options,
-    write_states,
-)
-from hpcpar.checkpoint.piece_files import (
-    PieceFiles,
-    Written,
-    first_not_finite,
-    joined,
-    on_cpu,
-    write_tensors,
-)
-from hpcpar.checkpoint.positions import Member, Positions
-from hpcpar.checkpoint.stored import as_record
-from hpcpar.checkpoint.writers import Coordinates, Writer
+from hpcpar.checkpoint.optimizer_state import distributed_of, group_names, group_options, write_states
+from hpcpar.checkpoint.ownership import PipelinePositions, RankContents, RankCoordinates, WritePlan
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.fully_sharded import sharding_of
 from hpcpar.data_parallel.parameters import in_memory_order
@@ -63,13 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MODEL, OPTIMIZER, RANDOM, PIECES = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "random.safetensors",
-    "pieces.json",
-)
-
 
 def save(
     directory: str | Path,
@@ -81,68 +52,58 @@ def save(
     comm: Communicator,
     keep: int | None = 3,
 ) -> Path:
-    """Write the checkpoint of a step; returns its path, step-00000200 under `directory`. Collective.
+    """Write the checkpoint of a step; return its path, step-00000200 under `directory`. Collective.
 
     step    optimizer steps taken so far
-    extra   whatever JSON can hold and the caller wants back: config, scheduler, data position, for with
-            another global batch the same step is another place in the data
-    model   parameters and buffers have the names of the whole model, of which this may be a few layers; of
-            what is tied across ranks, `tied_names` tells. Running statistics of BatchNorm and InstanceNorm
-            that differ between replicas become their averages, here, too
-    comm    of all ranks that model and optimizer are split, sharded or spread over, and their replicas;
+    extra   any JSON values to get back from `load`: config, scheduler, data position. With another global
+            batch the same step is another place in the data
+    model   with the names of the whole model, of which it may be a few layers; `tied_names` tells what is
+            tied across ranks. Running statistics of BatchNorm and InstanceNorm that differ between replicas
+            become their averages, in the model, too
+    comm    all ranks that model and optimizer are split, sharded or spread over, and their replicas;
             `directory` is the same for all
-    keep    checkpoints to keep, this one included; None keeps all. What is damaged or not finite goes first,
-            and the newest sound one stays whatever the number is
+    keep    number of checkpoints to keep, this one included; None keeps all. Damaged and non-finite ones go
+            first; the newest sound one always stays
 
-    What is split, sharded or spread is written by its owners, at the same time; of what is a replica the
-    first rank's is written, and random-number states for every rank. The checkpoint appears whole or not at
-    all, and one of the same step is replaced. Where a parameter, a buffer or an optimizer's state has values
-    that are no numbers, or infinite ones outside of buffers, the checkpoint says so, and a warning: `load`
-    passes over it.
+    Owners write their shards at the same time; the first of several replicas writes for all. The checkpoint
+    appears whole or not at all, and replaces one of the same step. If a parameter, a buffer or an optimizer
+    state is NaN, or infinite outside of buffers, the checkpoint and a warning say so: `load` passes over it.
 
     errors  OSError (a full disk, no permission) or CheckpointError (a state that is no tensor, a part that
             no rank of `comm` has, layers or groups of ranks that do not fit together); of several ranks,
-            PeerFailedError on every one, with that text. CheckpointError for a step that is none, and for
-            values that are no finite numbers in the place of a sound checkpoint of the same step
+            PeerFailedError on every one, with that text. CheckpointError for an invalid step, and for
+            non-finite values in the place of a sound checkpoint of the same step
     """
     step = _counted(step)
     final = checkpoint_path(Path(directory), step)
     doing = f"saving the checkpoint {final}"
     with comm.together(doing):
+        _check_arguments(final, keep)
         state = ModelState(model)
         distributed_of(model, optimizer)
         groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
-        own_random = _random_states(model)
+        own_random = random_state.capture(model)
     wait_for_new(model.parameters())
-    positions = Positions.agree(Member(state.names, groups), comm, doing)
-    position = positions.of_ranks[comm.rank]
-    with comm.together(doing):
-        own_coordinates = Coordinates.of(model, optimizer, position)
-        digest = digest_of_buffers(model)
+    positions = PipelinePositions.agree(RankContents(state.names, groups), comm, doing)
     random_states = comm.gather_object(own_random)
-    told = comm.allgather_object((own_coordinates, digest))
-    coordinates = [each for each, _ in told]
-    _agree_on_buffers(model, told, comm)
-    with ExitStack() as to_be_named:
+    coordinates = _agree_on_coordinates(model, optimizer, positions, comm, doing)
+    with ExitStack() as naming:
         staging = None
         with comm.together(doing):
-            _refuse_to_keep_none(keep)
-            elsewhere = [
-                each for each in state.tensors if not positions.writes(position, state.name_of(each))
-            ]
-            writer = Writer(coordinates, comm, {id(each) for each in (*elsewhere, *state.copies)})
+            plan = _write_plan(state, positions, coordinates, comm)
             if comm.rank == 0:
-                staging = to_be_named.enter_context(whole_directory(final))
+                # Leaving this context gives the directory its final name; an error removes it.
+                staging = naming.enter_context(whole_directory(final))
         staging = Path(comm.broadcast_object(str(staging)))
         with comm.together(doing):
-            mine = _write_own(staging, model, state, optimizer, writer, comm.rank)
-        of_ranks = comm.gather_object(mine)
+            output = _write_own(_Target(staging, comm.rank, plan), model, state, optimizer)
+        outputs = comm.gather_object(output)
         with comm.together(doing):
-            if of_ranks is not None and random_states is not None:
-                ranks = _Ranks(positions, coordinates, random_states, of_ranks)
+            if outputs is not None and random_states is not None:
+                ranks = _AllRanks(positions, coordinates, random_states, outputs)
                 _write_common(staging, step, dict(extra or {}), ranks)
                 _refuse_to_replace_a_sound_one(final, ranks.not_finite)
-                to_be_named.close()
+                naming.close()
                 if ranks.not_finite is not None:
                     logger.warning("%s; loading passes over it", not_finite(final))
                 if keep is not None:
@@ -150,111 +111,11 @@ def save(
     return final
 
 
-@dataclass
-class _Own:
-    """What one rank wrote.
-
-    entries            its files, by name
-    model, optimizer   the pieces in them
-    scalars            of states, what is no tensor
-    options, tensors   of the optimizer's groups, and those that are tensors
-    loss_scale         of the optimizer
-    not_finite         the first tensor of its with values that are no finite numbers
-    """
-
-    entries: dict[str, Entry] = field(default_factory=dict)
-    model: list[Written] = field(default_factory=list)
-    optimizer: list[Written] = field(default_factory=list)
-    scalars: Scalars = field(default_factory=dict)
-    options: list[dict[str, Any]] = field(default_factory=list)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    loss_scale: dict[str, float] | None = None
-    not_finite: str | None = None
-
-    def take(self, files: PieceFiles) -> list[Written]:
-        """The pieces in files that are complete now."""
-        files.finish()
-        self.entries |= files.entries
-        self.not_finite = self.not_finite or files.not_finite
-        return files.written
-
-    def every_option(self) -> dict[str, Any]:
-        """What all positions are to have alike, by what to call it."""
-        options = {
-            f"{key} of group {number}": value
-            for number, group in enumerate(self.options)
-            for key, value in group.items()
-        }
-        tensors = {name: value.tolist() for name, value in self.tensors.items()}
-        return {**options, **tensors, "the loss scale": self.loss_scale}
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """What rank 0 knows of all, by rank."""
-
-    positions: Positions
-    coordinates: Sequence[Coordinates]
-    random_states: Sequence[random_state.Captured]
-    wrote: Sequence[_Own]
-
-    @property
-    def not_finite(self) -> str | None:
-        """The first tensor of the first rank that has values which are no finite numbers."""
-        return next((own.not_finite for own in self.wrote if own.not_finite is not None), None)
-
-    def require_same_options(self) -> None:
-        """CheckpointError where positions would step by other numbers."""
-        first, *others = self.positions.first_ranks
-        expected = self.wrote[first].every_option()
-        for rank in others:
-            found = self.wrote[rank].every_option()
-            for name in expected | found:
-                if expected.get(name) != found.get(name):
-                    raise CheckpointError(
-                        f"the optimizer has {name} = {expected.get(name)} on rank {first}, "
-                        f"{found.get(name)} on rank {rank}; a checkpoint has it once, so make them equal"
-                    )
-
-    def state(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
-        """What state.json tells."""
-        first, groups = self.wrote[0], self.positions.groups
-        scalars = {name: values for own in self.wrote for name, values in own.scalars.items()}
-        optimizer = None
-        if groups is not None:
-            described = [
-                {"parameters": names, "options": options}
-                for names, options in zip(groups, first.options, strict=True)
-            ]
-            optimizer = {"scalars": scalars, "groups": described, "loss_scale": first.loss_scale}
-        return {
-            "step": step,
-            "ranks": len(self.wrote),
-            "aliases": self.positions.aliases,
-            "optimizer": optimizer,
-            "random": [scalars for _, scalars in self.random_states],
-            "tp": [(each.tp_rank, each.tp_size) for each in self.coordinates],
-            "names": self.positions.digests,
-            NOT_FINITE: self.not_finite,
-            "extra": extra,
-        }
-
-
-def _agree_on_buffers(
-    model: nn.Module, told: Sequence[tuple[Coordinates, bytes]], comm: Communicator
-) -> None:
-    """Of ranks with the same layers, or the same part of them, the buffers, if any differ. Collective."""
-    places = [(each.position, each.tp_rank) for each, _ in told]
-    if len(set(zip(places, [digest for _, digest in told], strict=True))) == len(set(places)):
-        return
-    replicas = comm.split(places.index(places[comm.rank]), name="replicas")
-    assert replicas is not None, "every rank has a place"
-    agree_on_buffers(model, replicas)
-    replicas.free()
+# --- what ranks agree on --------------------------------------------------------------------------
 
 
 def _counted(step: int) -> int:
-    """A plain integer of it."""
+    """Return the step as a plain integer."""
     try:
         plain = operator.index(step)
     except TypeError:
@@ -264,9 +125,230 @@ def _counted(step: int) -> int:
     return plain
 
 
-def _refuse_to_keep_none(keep: int | None) -> None:
+def _check_arguments(final: Path, keep: int | None) -> None:
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep} would keep no checkpoint; give 1 or more, or None for all")
+    try:
+        str(final).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{str(final)!r} is no UTF-8, as safetensors needs it: {error.reason}"
+        ) from error
+
+
+def _agree_on_coordinates(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    positions: PipelinePositions,
+    comm: Communicator,
+    doing: str,
+) -> list[RankCoordinates]:
+    """Return the coordinates of all ranks; average buffers that differ between replicas. Collective."""
+    with comm.together(doing):
+        own = RankCoordinates.of(model, optimizer, positions.of_ranks[comm.rank])
+        digest = digest_of_buffers(model)
+    told = comm.allgather_object((own, digest))
+    shards = [(each.position, each.tp_rank) for each, _ in told]
+    if len(set(zip(shards, [digest for _, digest in told], strict=True))) > len(set(shards)):
+        replicas = comm.split(shards.index(shards[comm.rank]), name="replicas")
+        assert replicas is not None, "every rank has a shard"
+        agree_on_buffers(model, replicas)
+        replicas.free()
+    return [each for each, _ in told]
+
+
+def _write_plan(
+    state: ModelState,
+    positions: PipelinePositions,
+    coordinates: Sequence[RankCoordinates],
+    comm: Communicator,
+) -> WritePlan:
+    position = coordinates[comm.rank].position
+    elsewhere = [each for each in state.tensors if not positions.writes(position, state.name_of(each))]
+    return WritePlan(coordinates, comm, {id(each) for each in (*elsewhere, *state.copies)})
+
+
+# --- what one rank writes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Target:
+    directory: Path
+    rank: int
+    plan: WritePlan
+
+    def writer(self, stem: str, may_be_infinite: Container[str] = ()) -> ShardWriter:
+        common = self.plan.writes_common
+        return ShardWriter(self.directory, stem, self.rank, common=common, may_be_infinite=may_be_infinite)
+
+
+@dataclass
+class _RankOutput:
+    """Description of what one rank wrote.
+
+    digests            of its files, by name
+    model, optimizer   shards in them
+    scalars            optimizer states that are no tensors
+    options, tensors   of the optimizer's groups, and those that are tensors
+    loss_scale         of the optimizer
+    not_finite         first tensor with NaN or infinite values
+    """
+
+    digests: dict[str, FileDigest] = field(default_factory=dict)
+    model: list[WrittenShard] = field(default_factory=list)
+    optimizer: list[WrittenShard] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    loss_scale: dict[str, float] | None = None
+    not_finite: str | None = None
+
+    def finish(self, files: ShardWriter) -> list[WrittenShard]:
+        """Close a writer's files; return the shards in them."""
+        files.finish()
+        self.digests |= files.digests
+        self.not_finite = self.not_finite or files.not_finite
+        return files.written
+
+    def every_option(self) -> dict[str, Any]:
+        """Return what all positions must have alike, by the words that name it."""
+        options = {
+            f"{key} of group {number}": value
+            for number, group in enumerate(self.options)
+            for key, value in group.items()
+        }
+        tensors = {name: value.tolist() for name, value in self.tensors.items()}
+        return {**options, **tensors, "the loss scale": self.loss_scale}
+
+
+def _write_own(
+    target: _Target, model: nn.Module, state: ModelState, optimizer: Optimizer | None
+) -> _RankOutput:
+    if not target.directory.is_dir():
+        raise CheckpointError(
+            f"{target.directory}, which rank 0 made, is not there for this rank; save to a file system that "
+            "all share"
+        )
+    output = _RankOutput()
+    _write_model(output, target, model, state)
+    if optimizer is not None:
+        _write_optimizer(output, target, optimizer, state)
+    return output
+
+
+def _write_model(output: _RankOutput, target: _Target, model: nn.Module, state: ModelState) -> None:
+    plan = target.plan
+    # A buffer may be a mask of infinities.
+    files = target.writer("model", may_be_infinite=set(state.names.buffers))
+    sharding = sharding_of(list(model.parameters()))
+    sharded: set[int] = set()
+    if sharding is not None:
+        # A replicated parameter without elements has no piece, and is written as a whole tensor.
+        sharded = {id(p) for p in sharding.every_parameter() if p.numel() or not is_replicated(p)}
+        for piece, values in sharding.own_pieces():
+            if plan.writes(piece.parameter, sharded=True):
+                local = LocalTensor.of(piece.parameter, piece.layout)
+                files.add(state.name_of(piece.parameter), values, local, piece.start)
+    for value in state.tensors:
+        if id(value) in sharded or not plan.writes(value, sharded=False):
+            continue
+        name = state.name_of(value)
+        if is_replicated(value):
+            files.add_whole(name, value)
+        else:
+            local = LocalTensor.of(value)
+            files.add(name, in_memory_order(value, local.layout), local, 0)
+    output.model = output.finish(files)
+
+
+def _write_optimizer(output: _RankOutput, target: _Target, optimizer: Optimizer, state: ModelState) -> None:
+    output.tensors, output.options = group_options(optimizer)
+    if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
+        output.loss_scale = optimizer.scaler.state_dict()
+    files = target.writer("optimizer")
+    if target.plan.writes_common:
+        for name, value in output.tensors.items():
+            files.add_whole(name, value)
+    output.scalars = write_states(optimizer, state.parameter_names, files, target.plan)
+    output.optimizer = output.finish(files)
+
+
+# --- what rank 0 writes for all -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _AllRanks:
+    """Descriptions that rank 0 gathered, by rank."""
+
+    positions: PipelinePositions
+    coordinates: Sequence[RankCoordinates]
+    random_states: Sequence[random_state.Captured]
+    outputs: Sequence[_RankOutput]
+
+    @property
+    def not_finite(self) -> str | None:
+        """First tensor with NaN or infinite values, of the first rank that has one."""
+        return next((each.not_finite for each in self.outputs if each.not_finite is not None), None)
+
+    def require_same_options(self) -> None:
+        """CheckpointError if positions of the pipeline step with different options."""
+        positions = range(len(self.positions.contents))
+        first, *others = (self.positions.first_rank(position) for position in positions)
+        expected = self.outputs[first].every_option()
+        for rank in others:
+            found = self.outputs[rank].every_option()
+            for name in expected | found:
+                if expected.get(name) != found.get(name):
+                    raise CheckpointError(
+                        f"the optimizer has {name} = {expected.get(name)} on rank {first}, "
+                        f"{found.get(name)} on rank {rank}; a checkpoint has it once, so make them equal"
+                    )
+
+    def state(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+        """Build the content of state.json, as `manifest.SavedState` describes it."""
+        first, groups = self.outputs[0], self.positions.groups
+        scalars = {name: values for each in self.outputs for name, values in each.scalars.items()}
+        optimizer = None
+        if groups is not None:
+            described = [
+                {"parameters": names, "options": options}
+                for names, options in zip(groups, first.options, strict=True)
+            ]
+            optimizer = {"scalars": scalars, "groups": described, "loss_scale": first.loss_scale}
+        return {
+            "step": step,
+            "ranks": len(self.outputs),
+            "aliases": self.positions.aliases,
+            "optimizer": optimizer,
+            "random": [scalars for _, scalars in self.random_states],
+            "tp": [(each.tp_rank, each.tp_size) for each in self.coordinates],
+            "names": self.positions.digests,
+            "not_finite": self.not_finite,
+            "extra": extra,
+        }
+
+
+def _write_common(staging: Path, step: int, extra: dict[str, Any], ranks: _AllRanks) -> None:
+    """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all."""
+    ranks.require_same_options()
+    digests = {name: digest for each in ranks.outputs for name, digest in each.digests.items()}
+    digests[STATE] = _write_text(_as_json(ranks.state(step, extra), extra), staging / STATE)
+    arrays = {
+        f"{rank}/{name}": torch.tensor(array)
+        for rank, (arrays, _) in enumerate(ranks.random_states)
+        for name, array in arrays.items()
+    }
+    digests[RANDOM] = write_tensors(arrays, staging / RANDOM)
+    pieces = pieces_text(
+        (shard for each in ranks.outputs for shard in each.model),
+        (shard for each in ranks.outputs for shard in each.optimizer),
+    )
+    if pieces is not None:
+        digests[PIECES] = _write_text(pieces, staging / PIECES)
+    manifest = Manifest(step=step, files=digests)
+    # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
+    manifest.check_sizes(staging)
+    _write_text(manifest.text(), staging / MANIFEST)
 
 
 def _refuse_to_replace_a_sound_one(final: Path, broken: str | None) -> None:
@@ -277,123 +359,18 @@ def _refuse_to_replace_a_sound_one(final: Path, broken: str | None) -> None:
         )
 
 
-def _write_own(
-    staging: Path,
-    model: nn.Module,
-    state: ModelState,
-    optimizer: Optimizer | None,
-    writer: Writer,
-    rank: int,
-) -> _Own:
-    if not staging.is_dir():
-        raise CheckpointError(
-            f"{staging}, which rank 0 made, is not there for this rank; save to a file system that all share"
-        )
-    own = _Own()
-    _write_model(own, staging, model, state, writer, rank)
-    if optimizer is not None:
-        _write_optimizer(own, staging, optimizer, state, writer, rank)
-    return own
-
-
-def _write_model(
-    own: _Own, staging: Path, model: nn.Module, state: ModelState, writer: Writer, rank: int
-) -> None:
-    # A mask may be of infinite numbers.
-    masks = set(state.names.buffers)
-    files = PieceFiles(staging, "model", rank, may_be_infinite=masks)
-    sharding = sharding_of(list(model.parameters()))
-    # Without elements there is no piece either.
-    sharded: set[int] = set()
-    if sharding is not None:
-        sharded = {id(p) for p in sharding.every_parameter() if p.numel() or not is_the_same_everywhere(p)}
-        for piece, values in sharding.own_pieces():
-            if writer.writes(piece.parameter, sharded=True):
-                holding = holding_of(piece.parameter, piece.layout)
-                files.add(state.name_of(piece.parameter), values, holding, piece.start)
-    common = {}
-    for value in state.tensors:
-        if id(value) in sharded or not writer.writes(value, sharded=False):
-            continue
-        name = state.name_of(value)
-        if not is_the_same_everywhere(value):
-            holding = holding_of(value)
-            files.add(name, in_memory_order(value, holding.layout), holding, 0)
-        elif writer.writes_common:
-            common[name] = on_cpu(value)
-        else:
-            files.add_whole(name, value)
-    own.model = own.take(files)
-    if writer.writes_common:
-        own.entries[MODEL] = write_tensors(common, staging / MODEL)
-        own.not_finite = own.not_finite or first_not_finite(common, masks)
-
-
-def _write_optimizer(
-    own: _Own, staging: Path, optimizer: Optimizer, state: ModelState, writer: Writer, rank: int
-) -> None:
-    own.tensors, own.options = group_options(optimizer)
-    if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
-        own.loss_scale = optimizer.scaler.state_dict()
-    files = PieceFiles(staging, "optimizer", rank)
-    common, own.scalars = write_states(optimizer, state.parameter_names, files, writer)
-    own.optimizer = own.take(files)
-    if writer.writes_common:
-        own.entries[OPTIMIZER] = write_tensors(own.tensors | common, staging / OPTIMIZER)
-        own.not_finite = own.not_finite or first_not_finite(common)
-
-
-def _random_states(model: nn.Module) -> random_state.Captured:
-    arrays, scalars = random_state.capture()
-    return arrays | random_streams.capture(model), scalars
-
-
-def _write_common(staging: Path, step: int, extra: dict[str, Any], ranks: _Ranks) -> None:
-    """Whatever is about all ranks: state.json, pieces.json, random numbers, and at last the manifest."""
-    ranks.require_same_options()
-    entries = {name: entry for own in ranks.wrote for name, entry in own.entries.items()}
-    entries[STATE] = _write_text(_as_json(ranks.state(step, extra), extra), staging / STATE)
-    entries[RANDOM] = write_tensors(_by_rank(ranks.random_states), staging / RANDOM)
-    pieces = {
-        kind: {name: as_record(stored) for name, stored in joined(written).items()}
-        for kind, written in (
-            ("model", [piece for own in ranks.wrote for piece in own.model]),
-            ("optimizer", [piece for own in ranks.wrote for piece in own.optimizer]),
-        )
-    }
-    if any(pieces.values()):
-        entries[PIECES] = _write_text(json.dumps(pieces) + "\n", staging / PIECES)
-    manifest = Manifest(step, entries)
-    manifest.check_sizes(staging)
-    _write_text(manifest.text(), staging / MANIFEST)
-
-
-def _write_text(text: str, path: Path) -> Entry:
+def _write_text(text: str, path: Path) -> FileDigest:
     path.write_text(text)
-    return Entry.of(path)
-
-
-def _by_rank(random_states: Sequence[random_state.Captured]) -> dict[str, Tensor]:
-    return {
-        f"{rank}/{name}": torch.tensor(array)
-        for rank, (arrays, _) in enumerate(random_states)
-        for name, array in arrays.items()
-    }
+    return FileDigest.of(path)
 
 
 def _as_json(state: dict[str, Any], extra: dict[str, Any]) -> str:
-    try:
-        return json.dumps(state, indent=1) + "\n"
-    except (TypeError, ValueError) as error:
-        culprit = "extra" if _is_no_json(extra) else "a value of the optimizer's state"
-        raise CheckpointError(
-            f"{culprit} holds what JSON cannot: {error}; give numbers, strings, lists and dictionaries"
-        ) from error
-
-
-def _is_no_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return True
-    return False
+    # `extra` is tried by itself first, to say whose fault a failure is.
+    for culprit, values in (("extra", extra), ("a value of the optimizer's state", state)):
+        try:
+            text = json.dumps(values, indent=1) + "\n"
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{culprit} holds what JSON cannot: {error}; give numbers, strings, lists and dictionaries"
+            ) from error
+    return text

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from hpcpar.checkpoint import load, read_extra
-from hpcpar.checkpoint.piece_files import save_tensors
+from hpcpar.checkpoint.files import save_tensors
 from hpcpar.comm import Communicator
 from hpcpar.data.tokenizer_files import write_tokenizer
 from hpcpar.durable import whole_directory

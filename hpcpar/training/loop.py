@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hpcpar.checkpoint import Loaded, load, save
-from hpcpar.checkpoint.catalogue import by_step
+from hpcpar.checkpoint.checkpoint_directory import by_step
 from hpcpar.comm import Communicator
 from hpcpar.comm.places import gather_placement
 from hpcpar.comm.preemption import Preemption

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hpcpar.checkpoint import Loaded, load, save
 from hpcpar.checkpoint.model_state import ModelState
-from hpcpar.checkpoint.positions import Member, Positions
+from hpcpar.checkpoint.ownership import PipelinePositions, RankContents
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.errors import PeerFailedError
@@ -478,13 +478,13 @@ def test_a_further_name_that_a_checkpoint_does_not_know_is_found_by_its_first(tm
 def test_ranks_with_the_same_layers_are_in_one_position() -> None:
     placement = ((0, 3), (1, 2), (0, 3), (1, 2))
 
-    def body(comm: Communicator) -> Positions:
+    def body(comm: Communicator) -> PipelinePositions:
         names = ModelState(Stages(placement[comm.rank])).names
-        return Positions.agree(Member(names, None), comm, "looking")
+        return PipelinePositions.agree(RankContents(names, None), comm, "looking")
 
     for positions in run_loopback(4, body):
         assert positions.of_ranks == (0, 1, 0, 1)
-        assert positions.first_ranks == [0, 1]
+        assert [positions.first_rank(number) for number in (0, 1)] == [0, 1]
         assert positions.aliases == TIED
         buffers = {"steps_done", *(f"model.layers.{n}.calls" for n in range(LAYERS))}
         assert set(positions.names) == {*SHAPES, *buffers}

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hpcpar.checkpoint import load, save
-from hpcpar.checkpoint.stored import Files
+from hpcpar.checkpoint.files import ShardReader
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.errors import CheckpointError, PeerFailedError
@@ -336,13 +336,13 @@ def test_a_rank_of_the_same_split_reads_what_is_its_own_and_no_more(
     mode = Mode(2, 2, 3)
     path = saved_by(mode, tmp_path)
     read: dict[int, int] = {}
-    flat = Files.flat
+    flat = ShardReader.flat
 
-    def counted(self: Files, file: str, name: str, start: int, stop: int) -> Tensor:
+    def counted(self: ShardReader, file: str, name: str, start: int, stop: int) -> Tensor:
         read[id(self)] = read.get(id(self), 0) + (stop - start if "rank" in file else 0)
         return flat(self, file, name, start, stop)
 
-    monkeypatch.setattr(Files, "flat", counted)
+    monkeypatch.setattr(ShardReader, "flat", counted)
 
     def owned(course: Course) -> int:
         course.load(path)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar import partition
-from hpcpar.checkpoint import load, piece_files, save
-from hpcpar.checkpoint.stored import Files
+from hpcpar.checkpoint import files, load, save
+from hpcpar.checkpoint.files import ShardReader
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, summon_full_parameters
 from hpcpar.errors import CheckpointError, OperationError, PeerFailedError
@@ -386,13 +386,13 @@ def test_each_rank_writes_its_pieces_once_and_reads_only_its_own(
         assert states < 2 * 8 * trained / 4 + 5000
     assert files["model.safetensors"] < 1000
     read: dict[int, int] = {}
-    flat = Files.flat
+    flat = ShardReader.flat
 
-    def counted(self: Files, file: str, name: str, start: int, stop: int) -> Tensor:
+    def counted(self: ShardReader, file: str, name: str, start: int, stop: int) -> Tensor:
         read[id(self)] = read.get(id(self), 0) + (stop - start if "rank" in file else 0)
         return flat(self, file, name, start, stop)
 
-    monkeypatch.setattr(Files, "flat", counted)
+    monkeypatch.setattr(ShardReader, "flat", counted)
     held = run_loopback(3, lambda comm: _loaded_elements(comm, path, tmp_path))
     # Values and two moments of each element, of what is frozen the value, and a parameter's steps.
     for found, elements in zip(sorted(read.values()), sorted(held), strict=True):
@@ -410,7 +410,7 @@ def _loaded_elements(comm: Communicator, path: Path, directory: Path) -> int:
 
 
 def test_large_shards_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_files, "FILE_NBYTES", 500)
+    monkeypatch.setattr(files, "FILE_NBYTES", 500)
     path = saved_by(2, MODES["2"], "adamw", tmp_path)
     assert len(list(path.glob("optimizer.rank00001.*.safetensors"))) > 3
 
@@ -457,7 +457,7 @@ def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_the_last_checkpoint(
 ) -> None:
     whole = saved_by(3, MODES[mode], "sgd", tmp_path)
     before = {file.name: file.read_bytes() for file in whole.iterdir()}
-    write = piece_files.save_file
+    write = files.save_file
 
     def full(tensors: dict[str, Tensor], path: Path, **others: Any) -> None:
         if "rank00002" in path.name:
@@ -465,7 +465,7 @@ def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_the_last_checkpoint(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(tensors, path, **others)
 
-    monkeypatch.setattr(piece_files, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
 
     def body(comm: Communicator) -> str:
         course = Course(comm, MODES[mode], "sgd", tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcpar.checkpoint.writers import Coordinates, Writer
+from hpcpar.checkpoint.ownership import RankCoordinates, WritePlan
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import CheckpointError, PeerFailedError
 from hpcpar.tensor_parallel.split import Heads, Split, place, split_evenly, split_sections
@@ -19,18 +19,18 @@ def parameter(split: Split | None, comm: Communicator) -> nn.Parameter:
     return made
 
 
-def who_writes(coordinates: list[Coordinates], split: Split | None, *, sharded: bool) -> list[int]:
+def who_writes(coordinates: list[RankCoordinates], split: Split | None, *, sharded: bool) -> list[int]:
     """The ranks that write a parameter."""
 
     def body(comm: Communicator) -> bool:
-        return Writer(coordinates, comm).writes(parameter(split, comm), sharded=sharded)
+        return WritePlan(coordinates, comm).writes(parameter(split, comm), sharded=sharded)
 
     return [rank for rank, writes in enumerate(run_loopback(len(coordinates), body)) if writes]
 
 
-def grid(tp: int, dp: int) -> list[Coordinates]:
+def grid(tp: int, dp: int) -> list[RankCoordinates]:
     """Of ranks of which those of one tp communicator follow each other."""
-    return [Coordinates(t, tp, d, dp, "tp", "dp") for d in range(dp) for t in range(tp)]
+    return [RankCoordinates(t, tp, d, dp, "tp", "dp") for d in range(dp) for t in range(tp)]
 
 
 def test_of_two_by_two_ranks_those_write_that_the_drawing_shows() -> None:
@@ -44,10 +44,10 @@ def test_of_two_by_two_ranks_those_write_that_the_drawing_shows() -> None:
 
 
 def test_replicas_that_nothing_is_sharded_over_are_told_apart_by_their_rank() -> None:
-    plain = [Coordinates(t, 2, tp="tp") for t in (0, 1, 1, 0, 0, 1)]
+    plain = [RankCoordinates(t, 2, tp="tp") for t in (0, 1, 1, 0, 0, 1)]
     assert who_writes(plain, split_evenly(4, 2), sharded=False) == [0, 1]
     assert who_writes(plain, None, sharded=False) == [0]
-    swapped = [Coordinates(t, 2, tp="tp") for t in (1, 1, 0, 0)]
+    swapped = [RankCoordinates(t, 2, tp="tp") for t in (1, 1, 0, 0)]
     assert who_writes(swapped, None, sharded=False) == [2]
 
 
@@ -70,10 +70,10 @@ def test_a_parameter_over_one_rank_only_is_a_replica() -> None:
     ],
 )
 def test_ranks_of_which_some_are_missing_or_too_many_are_refused(
-    coordinates: list[Coordinates], message: str
+    coordinates: list[RankCoordinates], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        run_loopback(len(coordinates), lambda comm: Writer(coordinates, comm))
+        run_loopback(len(coordinates), lambda comm: WritePlan(coordinates, comm))
 
 
 def test_a_model_that_is_split_over_two_communicators_is_refused_and_both_are_named() -> None:
@@ -85,7 +85,7 @@ def test_a_model_that_is_split_over_two_communicators_is_refused_and_both_are_na
         model.a = parameter(split_evenly(4, 2), first)
         model.b = parameter(split_evenly(4, 2), second)
         with comm.together("looking"):
-            Coordinates.of(model, None)
+            RankCoordinates.of(model, None)
 
     with pytest.raises(PeerFailedError, match="a is split over 'tp' and b over 'ep'"):
         run_loopback(4, body)
