@@ -40,9 +40,9 @@ from hpcpar.errors import LaunchError
 from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
 from hpcpar.launch.crosscheck import flavour, library_name
 from hpcpar.launch.environment import is_of_a_job
+from hpcpar.launch.launch_command import environ_for, find_launcher
 from hpcpar.launch.processes import every_process
 from hpcpar.launch.settings import CAPABILITIES
-from hpcpar.launch.supervise import environ_for, find_launcher
 
 PROBE = "hpcpar.transport.cuda_probe"
 JOB_LIMIT_S = 60.0

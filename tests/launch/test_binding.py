@@ -11,7 +11,6 @@ import pytest
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import (
     affinity,
-    binding_report,
     format_cores,
     gpu_for,
     gpu_sharing_warning,
@@ -84,13 +83,6 @@ def test_the_users_thread_count_wins_and_must_be_a_number() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity masks")
-def test_the_report_holds_this_processs_mask() -> None:
-    report = binding_report(1, environ={})
-    assert set(report.cores) == os.sched_getaffinity(0)
-    assert not report.oversubscribed
-    assert 1 <= report.threads <= len(report.cores)
-
-
 def test_core_numbers_are_written_as_ranges() -> None:
     assert format_cores((5, 0, 1, 2)) == "0-2,5"
     assert format_cores(()) == ""
