@@ -93,7 +93,7 @@ def _one_torch_thread() -> None:
 @pytest.fixture
 def gradients_of_any_size_are_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a large model are; weights of tests are small."""
-    monkeypatch.setattr("hpcpar.autograd.in_place.LEAST_NBYTES", 0)
+    monkeypatch.setattr("hpcpar.autograd.fused_layers.LEAST_NBYTES", 0)
 
 
 @pytest.fixture(params=["small", "large"])

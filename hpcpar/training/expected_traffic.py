@@ -175,7 +175,7 @@ def _norms(
     looks   checks in each step for non-finite gradients, of a number each; those on dp are counted elsewhere
     """
     over = split_over(model)
-    kinds = {over.get(name, ()) for name in optimizer.synchronizer.names}
+    kinds = {over.get(name, ()) for name in optimizer.reducer.names}
     total: Counter[tuple[Communicator, str]] = Counter()
     for comm in dict.fromkeys([*(comm for kind in kinds for comm in kind), *([] if pp is None else [pp])]):
         once = allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")

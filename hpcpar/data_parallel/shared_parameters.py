@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpcpar.comm.progress import Handle
 
 
-class NodeCopy:
+class NodeSharedParameters:
     """Makes memory that a node's ranks have in common, and brings other nodes' shards there. Collective.
 
     errors   OperationError on every rank when nodes have different numbers of ranks
@@ -55,15 +55,15 @@ class NodeCopy:
         flat: Tensor = self._node.allocate_common(numel, dtype)
         return flat
 
-    def start(self, flat: Tensor, own: Tensor) -> Arrival:
+    def start(self, flat: Tensor, own: Tensor) -> PendingUpdate:
         """This rank has new values in its shard `own` of `flat`: begin to tell everybody. Collective."""
         if self._across is None:
-            return Arrival(self._node.start_barrier(), None)
+            return PendingUpdate(self._node.start_barrier(), None)
         gathered = own.new_empty(own.numel() * self._across.size)
         handle = self._across.start_allgather(own, out=gathered)
-        return Arrival(handle, (self, flat, gathered))
+        return PendingUpdate(handle, (self, flat, gathered))
 
-    def deliver(self, flat: Tensor, gathered: Tensor) -> None:
+    def copy_remote_shards(self, flat: Tensor, gathered: Tensor) -> None:
         """Put other nodes' shards into this node's memory, and wait until its other ranks have, too."""
         assert self._across is not None, "there are other nodes"
         for counterpart, shard in zip(self._counterparts, gathered.view(self._across.size, -1), strict=True):
@@ -78,10 +78,10 @@ class NodeCopy:
             self._node.free()
 
 
-class Arrival:
+class PendingUpdate:
     """New values on their way to all ranks."""
 
-    def __init__(self, handle: Handle, delivery: tuple[NodeCopy, Tensor, Tensor] | None) -> None:
+    def __init__(self, handle: Handle, delivery: tuple[NodeSharedParameters, Tensor, Tensor] | None) -> None:
         self._handle = handle
         self._delivery = delivery
 
@@ -90,5 +90,5 @@ class Arrival:
         self._handle.wait()
         if self._delivery is not None:
             copy, flat, gathered = self._delivery
-            copy.deliver(flat, gathered)
+            copy.copy_remote_shards(flat, gathered)
             self._delivery = None

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
-from hpcpar.autograd import DeferredGradients, in_place, pieces, recompute
-from hpcpar.autograd.in_place import adding_in_place
-from hpcpar.autograd.pieces import OfferedRoom
+from hpcpar.autograd import DeferredGradients, fused_layers, grad_accumulation_fusion, recompute
+from hpcpar.autograd.fused_layers import adding_in_place
+from hpcpar.autograd.grad_accumulation_fusion import GradBufferOffer
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from tests.autograd.modules import (
@@ -103,7 +103,7 @@ def test_room_that_is_offered_is_used_for_the_first_gradient_until_the_offer_is_
     module = large()
     rooms = [torch.full_like(parameter, float("nan")) for parameter in module.parameters()]
     offers = [
-        OfferedRoom(p, lambda room=room: room) for p, room in zip(module.parameters(), rooms, strict=True)
+        GradBufferOffer(p, lambda room=room: room) for p, room in zip(module.parameters(), rooms, strict=True)
     ]
     names = heard(module)
 
@@ -125,8 +125,8 @@ def test_room_that_is_offered_is_used_for_the_first_gradient_until_the_offer_is_
 def test_an_offer_may_be_declined_and_the_last_one_counts() -> None:
     module = large()
     weight = module[1].weight
-    first = OfferedRoom(weight, lambda: torch.zeros_like(weight))
-    OfferedRoom(weight, lambda: None)
+    first = GradBufferOffer(weight, lambda: torch.zeros_like(weight))
+    GradBufferOffer(weight, lambda: None)
     first.remove()  # was replaced
     with adding_in_place([module]):
         assert made_in(lambda: whole(module, [TOKENS]) and None) == LARGE
@@ -188,8 +188,8 @@ def test_hooks_that_want_to_see_or_change_a_gradient_by_itself_do() -> None:
 def test_where_torch_runs_no_hooks_for_a_gradient_of_none_autograd_adds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert pieces._hooks_run_without_a_gradient() in (False, True)
-    monkeypatch.setattr(pieces, "_hooks_run_without_a_gradient", lambda: False)
+    assert grad_accumulation_fusion._hooks_run_without_a_gradient() in (False, True)
+    monkeypatch.setattr(grad_accumulation_fusion, "_hooks_run_without_a_gradient", lambda: False)
     module = large()
     names = heard(module)
     for number in (1, 2):
@@ -218,7 +218,7 @@ def test_gradients_that_are_asked_for_are_handed_over_and_nothing_is_added(kind:
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
         else:
-            offers = [OfferedRoom(p, lambda p=p: torch.empty_like(p)) for p in parameters]
+            offers = [GradBufferOffer(p, lambda p=p: torch.empty_like(p)) for p in parameters]
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         with adding_in_place([module]):
             first, second = module(x), module(x)
@@ -297,7 +297,7 @@ def test_weights_too_small_for_it_and_layers_with_a_forward_of_their_own_are_lef
     with adding_in_place([own := Own(4, 4)]):
         assert "forward" not in vars(own)
     module = large()
-    monkeypatch.setattr(in_place, "LEAST_NBYTES", 29 * 8 * 8)
+    monkeypatch.setattr(fused_layers, "LEAST_NBYTES", 29 * 8 * 8)
     several(module, [TOKENS], here=True)
     assert made_in(lambda: several(module, [TOKENS], here=True) and None) == {23 * 8}
 

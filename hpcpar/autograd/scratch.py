@@ -22,7 +22,7 @@ LARGEST_NBYTES = 8 * MiB
 """Beyond, preparation does not count beside moving the data, and memory does."""
 
 
-class Room:
+class ScratchBuffer:
     """Memory for one collective at a time.
 
     whole   all of it, flat
@@ -36,7 +36,7 @@ class Room:
             self.own = self.whole if len(edges) == 2 else self.whole[edges[rank] : edges[rank + 1]]
 
 
-Free = dict[tuple[str, tuple[int, ...], torch.dtype], list[Room]]
+Free = dict[tuple[str, tuple[int, ...], torch.dtype], list[ScratchBuffer]]
 
 _FREE: WeakKeyDictionary[Communicator, Free] = WeakKeyDictionary()
 """By communicator, so that all ranks have a room each of the same kind for the same call."""
@@ -44,7 +44,7 @@ _FREE: WeakKeyDictionary[Communicator, Free] = WeakKeyDictionary()
 
 def take(
     comm: Communicator, purpose: str, edges: tuple[int, ...], like: Tensor, *, largest: int = LARGEST_NBYTES
-) -> Room | None:
+) -> ScratchBuffer | None:
     """A room that nobody is in; None where it would not pay.
 
     edges   0, where each rank's part ends; or, without parts, 0 and the number of elements
@@ -52,9 +52,9 @@ def take(
     if like.device.type != "cpu" or edges[-1] * like.element_size() > largest:
         return None
     free = _FREE.setdefault(comm, {}).setdefault((purpose, edges, like.dtype), [])
-    return free.pop() if free else Room(edges, comm.rank, like.dtype)
+    return free.pop() if free else ScratchBuffer(edges, comm.rank, like.dtype)
 
 
-def give(comm: Communicator, purpose: str, edges: tuple[int, ...], room: Room) -> None:
+def give(comm: Communicator, purpose: str, edges: tuple[int, ...], room: ScratchBuffer) -> None:
     """The room back, for the next one."""
     _FREE[comm][purpose, edges, room.whole.dtype].append(room)

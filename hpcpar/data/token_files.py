@@ -1,4 +1,4 @@
-"""A corpus as token files that are mapped into memory: built once, read by every rank.
+"""Token files of a corpus, mapped into memory: built once, read by every rank.
 
 tokens-<key>/
     index.json          what is here: sizes, digests, tokenizer, what was skipped
@@ -12,33 +12,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from hpcpar.data.corpus import Corpus, Skipped
-from hpcpar.data.tokens import FileTokenizer, Tokenizer
+from hpcpar.data.tokenizer import FileTokenizer, Tokenizer
 from hpcpar.durable import whole_directory
 from hpcpar.errors import DataError
 from hpcpar.partition import offsets
 
 FORMAT = 2
-"""In 1 texts ended where a tokenizer's file cuts them, and a file's where it first was not UTF-8."""
+"""1 cut texts where the tokenizer's file says so, and files where they first were not UTF-8."""
 
 INDEX = "index.json"
-SPLITS = ("train", "held_out")
 SHARD_TOKENS = 1 << 28
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    """The smallest little-endian type that holds every token: 1, 2 or 4 bytes."""
+    """Return the smallest little-endian type that holds every token: 1, 2 or 4 bytes."""
     for name in ("<u1", "<u2", "<u4"):
         dtype = np.dtype(name)
         if vocabulary - 1 <= np.iinfo(dtype).max:
@@ -47,7 +45,7 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 
 
 def cache_key(corpus: Corpus, tokenizer: Tokenizer, held_out_fraction: float) -> str:
-    """Names the shards that these inputs give: 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits that name the shards of these inputs."""
     told = f"{FORMAT}/{corpus.fingerprint()}/{tokenizer.identity}/{held_out_fraction!r}"
     if tokenizer.end_of_document is None:
         told += "/kept apart"  # or refused: earlier versions let documents run together without a word
@@ -55,7 +53,7 @@ def cache_key(corpus: Corpus, tokenizer: Tokenizer, held_out_fraction: float) ->
 
 
 class TokenStream:
-    """The tokens of one split, read as one long sequence however many files hold them."""
+    """Tokens of one split, read as one sequence however many files hold them."""
 
     def __init__(self, files: list[Path], sizes: list[int], dtype: np.dtype[Any], digest: str) -> None:
         self._edges = offsets(sizes)
@@ -70,7 +68,7 @@ class TokenStream:
         return self._edges[-1]
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens start … stop - 1, [stop - start]; a copy, so the file stays what it is."""
+        """Return tokens start … stop - 1, [stop - start], as a copy."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start}:{stop} asked for, but the stream has {len(self)}")
         pieces = [
@@ -83,7 +81,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Shards:
-    """The token files of a directory, opened."""
+    """Open token files of a directory."""
 
     directory: Path
     train: TokenStream
@@ -95,12 +93,12 @@ class Shards:
 
     @property
     def digest(self) -> str:
-        """The same on two nodes if and only if their tokens are (SHA-256)."""
+        """SHA-256 of all tokens, to compare nodes by."""
         return hashlib.sha256(f"{self.train.digest}/{self.held_out.digest}".encode()).hexdigest()
 
     @classmethod
     def open(cls, directory: Path) -> Shards:
-        """Map the files of a directory; DataError when one is missing or not as long as its index says."""
+        """Map the files of a directory; DataError if one is missing or of another size than expected."""
         path = directory / INDEX
         try:
             index = json.loads(path.read_text())
@@ -111,14 +109,14 @@ class Shards:
         if index.get("format") != FORMAT:
             raise DataError(f"{path} has format {index.get('format')}, this version reads {FORMAT}")
         dtype = np.dtype(index["dtype"])
-        streams = {name: _open_split(directory, index["splits"][name], dtype) for name in SPLITS}
+        splits = index["splits"]
         return cls(
             directory=directory,
-            train=streams["train"],
-            held_out=streams["held_out"],
+            train=_open_split(directory, splits["train"], dtype),
+            held_out=_open_split(directory, splits["held_out"], dtype),
             vocabulary=index["vocabulary"],
             tokenizer_identity=index["tokenizer"],
-            documents={name: index["splits"][name]["documents"] for name in SPLITS},
+            documents={name: split["documents"] for name, split in splits.items()},
             skipped=tuple(Skipped(**entry) for entry in index["skipped"]),
         )
 
@@ -139,7 +137,7 @@ def _open_split(directory: Path, split: dict[str, Any], dtype: np.dtype[Any]) ->
 
 
 class _SplitWriter:
-    """Writes one split's files: a new one whenever the last has `shard_tokens`, between documents."""
+    """Write one split's files, beginning a new one between documents once the last has `shard_tokens`."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
         self._directory, self._split, self._dtype = directory, split, dtype
@@ -150,32 +148,22 @@ class _SplitWriter:
         self.tokens = 0
         self.documents = 0
 
-    def __enter__(self) -> _SplitWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
     def write(self, tokens: npt.NDArray[Any]) -> None:
         if self._file is None or self._shards[-1]["tokens"] >= self._shard_tokens:
-            self._next_file()
-        assert self._file is not None
+            self.close()
+            name = f"{self._split}-{len(self._shards):05d}.bin"
+            self._file = (self._directory / name).open("wb")
+            self._shards.append({"file": name, "tokens": 0})
         content = tokens.astype(self._dtype, copy=False).tobytes()
         self._file.write(content)
         self._digest.update(content)
         self._shards[-1]["tokens"] += len(tokens)
         self.tokens += len(tokens)
         self.documents += 1
-
-    def _next_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        name = f"{self._split}-{len(self._shards):05d}.bin"
-        self._file = (self._directory / name).open("wb")
-        self._shards.append({"file": name, "tokens": 0})
 
     def entry(self) -> dict[str, Any]:
         return {
@@ -196,12 +184,11 @@ def building(
 ) -> Iterator[int]:
     """Build shards document by document, yielding the tokens so far; the directory appears at the end.
 
-    A document is held out when, without it, fewer than `held_out_fraction` of the tokens before it
-    are: so the choice is the same on every machine, follows the corpus evenly, and any corpus of
-    two documents has both splits.
+    A document is held out if fewer than `held_out_fraction` of the tokens before it are. The choice is the
+    same on every machine, follows the corpus evenly, and gives any corpus of two documents both splits.
 
-    errors   DataError when the corpus gives no token to train on, when the tokenizer makes one that is not in
-             its vocabulary or has none to keep documents apart, or when `directory` cannot be written
+    errors   DataError if the corpus gives no token to train on, if the tokenizer makes one outside its
+             vocabulary or has none to end documents with, or if `directory` cannot be written
     """
     if not 0 <= held_out_fraction < 1:
         raise DataError(f"held_out_fraction={held_out_fraction} must be at least 0 and less than 1")
@@ -210,15 +197,15 @@ def building(
     _require_known(end, tokenizer, "the end of a document")
     with _to_be_written(directory) as staging:
         with (
-            _SplitWriter(staging, "train", dtype, shard_tokens) as train,
-            _SplitWriter(staging, "held_out", dtype, shard_tokens) as held_out,
+            closing(_SplitWriter(staging, "train", dtype, shard_tokens)) as train,
+            closing(_SplitWriter(staging, "held_out", dtype, shard_tokens)) as held_out,
         ):
             source: str | None = None
             for document in corpus.documents():
                 tokens = tokenizer.encode(document.text)
                 if not len(tokens):
                     continue
-                # Pieces of one text, a.txt#0 and a.txt#1, may follow each other without an end between them.
+                # Pieces of one text, a.txt#0 and a.txt#1, may join without an end between them.
                 before, source = source, document.name.rpartition("#")[0]
                 if before not in (None, source) and isinstance(tokenizer, FileTokenizer):
                     tokenizer.require_end()
@@ -228,7 +215,10 @@ def building(
                 split.write(np.append(tokens, end.astype(tokens.dtype)))
                 yield train.tokens + held_out.tokens
         if not train.tokens:
-            raise DataError(_nothing_to_train_on(corpus))
+            skipped = "".join(f"; skipped {item.name}: {item.reason}" for item in corpus.skipped[:3])
+            raise DataError(
+                f"no text in the {len(corpus.files)} files of the corpus{skipped}; give files of UTF-8 text"
+            )
         index = {
             "format": FORMAT,
             "tokenizer": tokenizer.identity,
@@ -243,7 +233,7 @@ def building(
 
 @contextmanager
 def _to_be_written(directory: Path) -> Iterator[Path]:
-    # Inside, what cannot be read is left out: an OSError is of writing, and may not say where.
+    # The corpus skips files that it cannot read, so an OSError here is of writing, and may not say where.
     try:
         with whole_directory(directory) as staging:
             yield staging
@@ -263,15 +253,14 @@ def build(
     shard_tokens: int = SHARD_TOKENS,
 ) -> Shards:
     """Build shards in one go and open them; see `building`."""
-    for _ in building(
-        corpus, tokenizer, directory, held_out_fraction=held_out_fraction, shard_tokens=shard_tokens
-    ):
+    options: dict[str, Any] = {"held_out_fraction": held_out_fraction, "shard_tokens": shard_tokens}
+    for _ in building(corpus, tokenizer, directory, **options):
         pass
     return Shards.open(directory)
 
 
 def _require_known(tokens: npt.NDArray[Any], tokenizer: Tokenizer, where: str) -> None:
-    """DataError for a token that, in the type that holds the vocabulary, would become another one."""
+    """DataError for a token outside the vocabulary, whose type could turn it into another one."""
     unknown = tokens[(tokens < 0) | (tokens >= tokenizer.vocabulary)]
     if unknown.size:
         raise DataError(
@@ -279,8 +268,3 @@ def _require_known(tokens: npt.NDArray[Any], tokenizer: Tokenizer, where: str) -
             f"{tokenizer.vocabulary} has 0 … {tokenizer.vocabulary - 1}; make that the highest token plus 1, "
             "added ones included"
         )
-
-
-def _nothing_to_train_on(corpus: Corpus) -> str:
-    skipped = "".join(f"; skipped {item.name}: {item.reason}" for item in corpus.skipped[:3])
-    return f"no text in the {len(corpus.files)} files of the corpus{skipped}; give files of UTF-8 text"

@@ -35,15 +35,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.held_parameter import HeldParameter
-from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
-from hpcpar.data_parallel.absent import AbsentParameter
-from hpcpar.data_parallel.blocks import Block
+from hpcpar.data_parallel.bucket_shards import pieces_between, shard_of
 from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
 from hpcpar.data_parallel.call_order import ADVICE, CallOrder
+from hpcpar.data_parallel.flat_parameters import Block
 from hpcpar.data_parallel.initial_values import InitialValues, Values
-from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
 from hpcpar.data_parallel.parameters import (
     Layout,
     Named,
@@ -55,9 +54,10 @@ from hpcpar.data_parallel.parameters import (
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
-from hpcpar.data_parallel.scattered import ScatteredGradients
-from hpcpar.data_parallel.shards import pieces_between, shard_of
-from hpcpar.data_parallel.units import Place, Policy, UnitPlan, hides, plan_units, tensors_in
+from hpcpar.data_parallel.sharded_parameter import ShardedParameter
+from hpcpar.data_parallel.shared_parameters import NodeSharedParameters, PendingUpdate
+from hpcpar.data_parallel.unit_plan import Place, Policy, UnitPlan, hides, plan_units, tensors_in
+from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError, StallError
 from hpcpar.planner.traffic import allgather_nbytes, dtype_of
 from hpcpar.uncompiled import uncompiled
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Held:
+class UnitParamGroup:
     """A block of a unit: the parameters of one element type, trainable or frozen.
 
     flat      the memory of the whole, given back while the unit is not gathered
@@ -79,7 +79,7 @@ class Held:
     parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
-    absent: list[Tensor]
+    placeholders: list[Tensor]
 
     @property
     def is_trained(self) -> bool:
@@ -88,7 +88,7 @@ class Held:
 
 
 @dataclass
-class Gathered:
+class UnshardStats:
     """Units that are whole, or about to be, at one time: now, and at most since it was last asked to forget.
 
     nbytes   of their parameters, with the padding
@@ -99,13 +99,13 @@ class Gathered:
     peak_units: int = 0
     peak_nbytes: int = 0
 
-    def add(self, unit: Unit) -> None:
+    def add(self, unit: FsdpUnit) -> None:
         self.units += 1
         self.nbytes += unit.nbytes
         self.peak_units = max(self.peak_units, self.units)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
-    def remove(self, unit: Unit) -> None:
+    def remove(self, unit: FsdpUnit) -> None:
         self.units -= 1
         self.nbytes -= unit.nbytes
 
@@ -113,7 +113,7 @@ class Gathered:
         self.peak_units, self.peak_nbytes = self.units, self.nbytes
 
 
-class Unit:
+class FsdpUnit:
     """Modules whose parameters are gathered and freed together.
 
     keeps   it stays gathered from forward to backward
@@ -121,11 +121,16 @@ class Unit:
     inputs  whether gradients of what went into it may come in backward: once they did, in any forward, they
             may again, for a graph outlives the forwards after it
     heard   its last forward will be heard of when its backward begins
-    once    its memory exists once on each node: it is never freed, and to gather it is to wait for all ranks
+    node_shared   its memory exists once on each node and is never freed; to unshard is to wait for all ranks
     """
 
     def __init__(
-        self, plan: UnitPlan, held: list[Held], dp_comm: Communicator, *, once: NodeCopy | None
+        self,
+        plan: UnitPlan,
+        held: list[UnitParamGroup],
+        dp_comm: Communicator,
+        *,
+        node_shared: NodeSharedParameters | None,
     ) -> None:
         self.name = plan.name
         self.module = plan.module
@@ -135,11 +140,11 @@ class Unit:
         self.inputs = False
         self.heard = False
         self._comm = dp_comm
-        self._once = once
-        self._handles: list[Handle | Arrival] = []
-        self.is_gathered = once is not None
-        self.gathered = Gathered()
-        self.is_coming = False
+        self._node_shared = node_shared
+        self._handles: list[Handle | PendingUpdate] = []
+        self.is_unsharded = node_shared is not None
+        self.unshard_stats = UnshardStats()
+        self.is_unsharding = False
         self._versions: list[int] = []
 
     @property
@@ -152,15 +157,15 @@ class Unit:
         return any(each.is_trained for each in self.held)
 
     @property
-    def is_here(self) -> bool:
-        return self.is_gathered or self.is_coming
+    def is_allocated(self) -> bool:
+        return self.is_unsharded or self.is_unsharding
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         """Begin to bring its parameters together. Collective."""
-        if self.is_here:
+        if self.is_allocated:
             return
-        self.is_coming = True
-        self.gathered.add(self)
+        self.is_unsharding = True
+        self.unshard_stats.add(self)
         for each in self.held:
             storage = each.flat.untyped_storage()
             storage.resize_(each.flat.numel() * each.flat.element_size())
@@ -171,21 +176,21 @@ class Unit:
                 own, flat = own.view(torch.uint8), _octets(flat)
             self._handles.append(self._comm.start_allgather(own, out=flat))
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Return when its parameters are there. Collective."""
-        self.start_gather()
+        self.start_unshard()
         try:
             for handle in self._handles:
                 handle.wait()
         except StallError as error:
             raise StallError(f"gathering unit {self.name!r} of a sharded model: {error} {ADVICE}") from error
         self._handles.clear()
-        if self.is_coming:
+        if self.is_unsharding:
             for each in self.held:
                 for parameter, view in zip(each.parameters, each.views, strict=True):
                     parameter.__class__ = HeldParameter
                     parameter.data = view
-            self.is_coming, self.is_gathered = False, True
+            self.is_unsharding, self.is_unsharded = False, True
             self.accept_writes()
 
     def accept_writes(self) -> None:
@@ -198,24 +203,24 @@ class Unit:
         pairs = zip(parameters, self._versions, strict=True)
         return next((p.hpcpar_name for p, seen in pairs if p._version != seen), None)  # type: ignore[attr-defined]
 
-    def changed(self) -> None:
+    def publish_shards(self) -> None:
         """This rank has new values in its shards of the node's memory: who uses them waits for all ranks."""
-        if self._once is not None:
-            self._handles += [self._once.start(each.flat, each.block.own) for each in self.held]
+        if self._node_shared is not None:
+            self._handles += [self._node_shared.start(each.flat, each.block.own) for each in self.held]
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Keep this rank's shards alone."""
-        if self._once is not None or self.pins or not self.is_here:
+        if self._node_shared is not None or self.pins or not self.is_allocated:
             return
-        self.gather()  # what others still write to may not be given back
+        self.unshard()  # what others still write to may not be given back
         written = self._written()
         for each in self.held:
-            for parameter, absent in zip(each.parameters, each.absent, strict=True):
-                parameter.data = absent
-                parameter.__class__ = AbsentParameter
+            for parameter, placeholder in zip(each.parameters, each.placeholders, strict=True):
+                parameter.data = placeholder
+                parameter.__class__ = ShardedParameter
             each.flat.untyped_storage().resize_(0)
-        self.is_gathered = False
-        self.gathered.remove(self)
+        self.is_unsharded = False
+        self.unshard_stats.remove(self)
         if written is not None:
             raise OperationError(
                 f"{written} was written to while unit {self.name!r} was gathered, which would be lost: every "
@@ -232,7 +237,7 @@ def _differentiable(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
-def _innermost(units: Sequence[Unit]) -> list[Unit]:
+def _innermost(units: Sequence[FsdpUnit]) -> list[FsdpUnit]:
     """Those without other units inside, without the root."""
     modules = {unit.module for unit in units}
     return [unit for unit in units[1:] if len(modules & set(unit.module.modules())) == 1]
@@ -242,7 +247,7 @@ def _is_in_backward(parameter: Tensor) -> bool:
     """Whether the graph that backward goes through leads to a parameter."""
     if not parameter.requires_grad:
         return False
-    with torch._C.DisableTorchFunctionSubclass():  # also where it is absent
+    with torch._C.DisableTorchFunctionSubclass():  # also where it is sharded
         node = get_gradient_edge(parameter).node
     try:
         return torch._C._will_engine_execute_node(node)
@@ -262,7 +267,7 @@ class _Hook:
     """Of a unit's module. A copy of the model, made while it is summoned, is not sharded: there, nothing."""
 
     tell: Callable[..., None]
-    unit: Unit
+    unit: FsdpUnit
 
     @uncompiled
     def __call__(self, module: nn.Module, *told: Any) -> None:
@@ -276,39 +281,39 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-class Sharding:
+class FullyShardedState:
     """A model whose parameters are sharded over `dp_comm`; kept by the model itself.
 
     units       in the order of registration, the root's first
     blocks      of trainable parameters, in the order in which their gradients leave
     gradients   of them, each rank's shards
-    once        where the parameters exist once on each node
+    node_shared   where the parameters exist once on each node
     gathered    how much of the model is whole on this rank, now and at most
     """
 
     def __init__(
         self,
-        units: list[Unit],
+        units: list[FsdpUnit],
         dp_comm: Communicator,
         *,
         precision: Precision | None,
         prefetch: int,
-        once: NodeCopy | None,
+        node_shared: NodeSharedParameters | None,
     ) -> None:
         self.units = units
         self.dp_comm = dp_comm
         self.precision = precision
-        self._prefetch = prefetch
-        self.once = once
-        self.gathered = Gathered()
+        self._prefetch_units = prefetch
+        self.node_shared = node_shared
+        self.unshard_stats = UnshardStats()
         for unit in units:
-            unit.gathered = self.gathered
-        self._order: list[Unit] = []
+            unit.unshard_stats = self.unshard_stats
+        self._order: list[FsdpUnit] = []
         self._is_order_known = False
         self._in_backward = False
         self._makes_graph = False
         self._is_kept = False
-        self._ahead_of: Unit | None = None
+        self._ahead_of: FsdpUnit | None = None
         units[0].keeps = units[-1].keeps = True
         self.gathers = 0
         self._number_of = {unit: number for number, unit in enumerate(units)}
@@ -324,8 +329,8 @@ class Sharding:
         }
         self._left = dict.fromkeys(units, 0)
         self._innermost = _innermost(units)
-        self._ahead: list[Unit] = []
-        self._begun: set[Unit] = set()
+        self._ahead: list[FsdpUnit] = []
+        self._begun: set[FsdpUnit] = set()
         # Of their own, for ranks need not come to a gather and to a gradient in the same order.
         self._loan = dp_comm.lend("gradients")
         parameters = sorted(
@@ -341,7 +346,7 @@ class Sharding:
             for number, view in zip(held.block.bucket.members, held.views, strict=True)
         }
         self.layouts: list[Layout] = [layouts[number] for number in range(len(layouts))]
-        self.gradients = ScatteredGradients(
+        self.gradients = ShardedGradients(
             self.names,
             self.parameters,
             [block.bucket for block in self.blocks],
@@ -350,7 +355,7 @@ class Sharding:
             layouts=self.layouts,
             replicated=False,
         )
-        self.gradients.gone = self._on_gone
+        self.gradients.on_bucket_done = self._on_bucket_done
         self.on_loaded: Callable[[], Callable[[], None] | None] = lambda: None
         """The optimizer's answer to parameters that were loaded, all of them. It may be gone."""
         self.writes = 0
@@ -376,16 +381,16 @@ class Sharding:
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
+    def _enter(self, unit: FsdpUnit, args: Any, kwargs: Any) -> None:
         recomputing = torch._C._current_graph_task_id() != -1
         if unit is self.units[0] and not recomputing:
             self._begin_forward()
-        self._bring(unit, is_called=not recomputing)
+        self._unshard(unit, is_called=not recomputing)
         if recomputing:
             return
         if not self._is_order_known and unit not in self._order:
             self._order.append(unit)
-        self._look_ahead(unit, 1)
+        self._prefetch_next(unit, 1)
         inputs = _differentiable([args, kwargs])
         if inputs:
             unit.inputs = True
@@ -396,7 +401,7 @@ class Sharding:
             else:
                 torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
 
-    def _leave(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, unit: FsdpUnit, args: Any, kwargs: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # recomputed for a backward, which goes on with it
         trains = torch.is_grad_enabled() and output is not None
@@ -406,14 +411,14 @@ class Sharding:
             tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
         is_passed = bool(unit.held) and bool(_differentiable([args, kwargs]))
         if trains and not outputs and hides(output) and (unit.is_trained or is_passed):
-            unit.free()
+            unit.reshard()
             raise OperationError(
                 f"unit {unit.name!r} returned a {type(output).__name__} without a tensor that has a "
                 "gradient, so its backward could not be seen coming; return tensors, or tuples, lists or "
                 "dictionaries of them"
             )
         if not (trains and unit.keeps):
-            unit.free()
+            unit.reshard()
         if unit is self.units[0]:
             self._end_forward(trains)
 
@@ -429,41 +434,41 @@ class Sharding:
             self._is_order_known = True
             for unit in self.units:
                 unit.keeps = unit in (self.units[0], self._order[-1])
-        if self.once is None:
+        if self.node_shared is None:
             self._calls.note(None)
         if not trains:
             self._calls.require_same()
         for unit in self.units:
             if not (trains and unit.keeps):
-                unit.free()
+                unit.reshard()
 
-    def _bring(self, unit: Unit, *, is_called: bool = False) -> None:
+    def _unshard(self, unit: FsdpUnit, *, is_called: bool = False) -> None:
         """Gather a unit: `is_called` in a forward, where ranks are held to the same order."""
         self._start(unit, is_called=is_called)
         if is_called:
             self._calls.require_same(self._number_of[unit])
-        unit.gather()
+        unit.unshard()
 
-    def _start(self, unit: Unit, *, is_called: bool) -> None:
-        if not unit.is_here:
+    def _start(self, unit: FsdpUnit, *, is_called: bool) -> None:
+        if not unit.is_allocated:
             self.gathers += 1
             if is_called:
                 self._calls.note(self._number_of[unit])
-            unit.start_gather()
+            unit.start_unshard()
 
-    def _look_ahead(self, unit: Unit, direction: int) -> None:
+    def _prefetch_next(self, unit: FsdpUnit, direction: int) -> None:
         """Begin to gather the units that come after this one in forward (1) or backward (-1)."""
         if not self._is_order_known or unit not in self._order:
             return
         place = self._order.index(unit)
-        for distance in range(1, self._prefetch + 1):
+        for distance in range(1, self._prefetch_units + 1):
             ahead = place + direction * distance
             if 0 <= ahead < len(self._order):
                 self._start(self._order[ahead], is_called=direction > 0)
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: FsdpUnit) -> None:
         if not self._in_backward:
             self._calls.require_same()
             self._in_backward = True
@@ -475,77 +480,77 @@ class Sharding:
             Variable._execution_engine.queue_callback(self._end_backward)
             self._makes_graph = torch.is_grad_enabled()
             if self._makes_graph:
-                self._keep_all()
-        self._settle_those_before(unit)
-        self._bring(unit)
+                self._pin_all()
+        self._finish_units_before(unit)
+        self._unshard(unit)
         # One that is about to go makes room for one that comes.
         self._ahead_of = unit
-        leaving = (each for each in self.units if each is not unit and each.inputs and each.is_here)
+        leaving = (each for each in self.units if each is not unit and each.inputs and each.is_allocated)
         if not any(self._left[each] <= 0 for each in leaving):
-            self._look_back()
+            self._prefetch_previous()
 
-    def _settle_those_before(self, unit: Unit) -> None:
+    def _finish_units_before(self, unit: FsdpUnit) -> None:
         """Units that this backward has come by, or leaves out, bring no gradients but those in its graph.
 
         Other ranks may have used more of them (an expert, a branch), and do not wait for the end: so their
         gathers and gradients are met by this rank's on the way.
         """
         self._begun.add(unit)
-        left_out: set[Unit] = set()
+        left_out: set[FsdpUnit] = set()
         if unit in self._innermost and unit in self._order:  # one around others begins before they do
             left_out = set(self._order[self._order.index(unit) + 1 :]) - self._begun
-        quiet: dict[Unit, list[int]] = {}
+        quiet: dict[FsdpUnit, list[int]] = {}
         for each in self._ahead:
             if each is not unit and (each in self._begun or each in left_out):
                 quiet[each] = [m for m in self._members[each] if not _is_in_backward(self.parameters[m])]
         left_out = {each for each in left_out & quiet.keys() if quiet[each] == self._members[each]}
         for each in reversed(self._order):
-            if each in left_out and not each.is_here:
+            if each in left_out and not each.is_allocated:
                 self.gathers += 1
-                each.start_gather()
+                each.start_unshard()
         # Only now: this may wait for ranks that wait for those gathers.
         for members in quiet.values():
             self.gradients.expect_no_more(members)
         self._ahead = [each for each in self._ahead if each not in left_out | (quiet.keys() & self._begun)]
 
-    def _look_back(self) -> None:
+    def _prefetch_previous(self) -> None:
         unit, self._ahead_of = self._ahead_of, None
         if unit is not None:
-            self._look_ahead(unit, -1)
+            self._prefetch_next(unit, -1)
 
-    def _on_gone(self, bucket: Bucket) -> None:
+    def _on_bucket_done(self, bucket: Bucket) -> None:
         """All gradients of a block have been taken."""
         unit = self._unit_of[bucket]
         self._left[unit] -= 1
         if self._left[unit] <= 0 and not unit.inputs and self._in_backward:
-            unit.free()
+            unit.reshard()
 
-    def _on_inputs(self, unit: Unit) -> None:
+    def _on_inputs(self, unit: FsdpUnit) -> None:
         """The gradients of all that went into a unit are there: nobody needs its values any more.
 
         Before that somebody may, although all its own gradients are there: who froze or detached some of it.
         """
         if self._in_backward and self._left[unit] <= 0:
-            unit.free()
-            self._look_back()
+            unit.reshard()
+            self._prefetch_previous()
 
     def _end_backward(self) -> None:
         self.gradients.end_backward()
         self._in_backward = False
         self._ahead_of = None
         if not self._makes_graph:
-            self._keep_no_more()
+            self._unpin_all()
         self.release()
 
-    def _keep_all(self) -> None:
+    def _pin_all(self) -> None:
         """For a backward of this backward, which needs any unit's values at any time."""
         if not self._is_kept:
             self._is_kept = True
             for unit in self.units:
-                self._bring(unit)
+                self._unshard(unit)
                 unit.pins += 1
 
-    def _keep_no_more(self) -> None:
+    def _unpin_all(self) -> None:
         if self._is_kept:
             self._is_kept = False
             for unit in self.units:
@@ -556,29 +561,29 @@ class Sharding:
     def release(self) -> None:
         """Free all units."""
         for unit in self.units:
-            unit.free()
+            unit.reshard()
 
-    def before(self) -> None:
+    def before_step(self) -> None:
         """No rank reads the parameters as they are any more. Collective."""
-        self._keep_no_more()
+        self._unpin_all()
         if any(unit.pins for unit in self.units):
             raise OperationError(
                 "parameters were to change inside summon_full_parameters(), where what was summoned would be "
                 "old; leave it first"
             )
         self.release()
-        if self.once is not None:
+        if self.node_shared is not None:
             for unit in self.units:
-                unit.gather()
+                unit.unshard()
             self.dp_comm.barrier()
 
     def start(self, number: int) -> None:
         """This rank's shard of a block is new: whoever gathers its unit next has it."""
 
-    def rest(self) -> None:
+    def start_remaining(self) -> None:
         """All shards are new. Collective."""
         for unit in dict.fromkeys([*self._order, *self.units]):
-            unit.changed()
+            unit.publish_shards()
 
     def wait(self) -> None:
         """Units wait for their own parameters."""
@@ -616,7 +621,7 @@ class Sharding:
     @torch.no_grad()
     def load(self, values_of: Callable[[OwnPiece], Tensor | None]) -> None:
         """Take values, flat, of this rank's pieces; None: they stay. Master weights follow. Collective."""
-        self.before()
+        self.before_step()
         with self.dp_comm.together("loading parameters"):
             trained = False
             for piece, own in self.own_pieces():
@@ -627,12 +632,12 @@ class Sharding:
             tell = self.on_loaded()
             if trained and tell is not None:
                 tell()
-        self.rest()
+        self.start_remaining()
 
     @contextmanager
     def summoned(self, *, write_back: bool) -> Iterator[None]:
         for unit in self.units:
-            unit.gather()
+            unit.unshard()
             unit.pins += 1
         try:
             yield
@@ -672,7 +677,7 @@ class Sharding:
 
         Every unit is gathered in forward, and again in backward unless it is kept.
         """
-        if self.once is not None:
+        if self.node_shared is not None:
             return {}
         total = 0
         for unit in self.units:
@@ -743,19 +748,21 @@ def fully_shard(
             p for plan in plans for _, p, _ in plan.parameters if p.requires_grad
         )
     }
-    once = NodeCopy(dp_comm) if shared_parameters else None
+    node_shared = NodeSharedParameters(dp_comm) if shared_parameters else None
     units = []
     for plan in plans:
-        held = _hold(plan, numbers, dp_comm, source, precision, device, once)
-        unit = Unit(plan, held, dp_comm, once=once)
+        held = _shard_unit(plan, numbers, dp_comm, source, precision, device, node_shared)
+        unit = FsdpUnit(plan, held, dp_comm, node_shared=node_shared)
         for each in held:
             for parameter in each.parameters:
                 parameter.hpcpar_unit_name = unit.name  # type: ignore[attr-defined]
         units.append(unit)
     source.fill_buffers(device)
     for unit in units:
-        unit.changed()
-    sharding = Sharding(units, dp_comm, precision=precision, prefetch=prefetch, once=once)
+        unit.publish_shards()
+    sharding = FullyShardedState(
+        units, dp_comm, precision=precision, prefetch=prefetch, node_shared=node_shared
+    )
     model.__dict__["_hpcpar_sharding"] = sharding
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
     return model
@@ -793,11 +800,11 @@ def _agree_on_units(
         )
 
 
-def sharding_in(model: nn.Module) -> Sharding | None:
+def sharding_in(model: nn.Module) -> FullyShardedState | None:
     return model.__dict__.get("_hpcpar_sharding")
 
 
-def sharding_of(parameters: Sequence[Tensor]) -> Sharding | None:
+def sharding_of(parameters: Sequence[Tensor]) -> FullyShardedState | None:
     """The sharding that parameters belong to; None: they are ordinary ones."""
     found = {p.hpcpar_sharding() for p in parameters if hasattr(p, "hpcpar_sharding")}
     if len(found) > 1:
@@ -811,22 +818,22 @@ def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     sharding = sharding_in(model)
     if keep_vars:
         return  # the parameters themselves, which refuse by themselves to be used
-    if sharding is not None and not all(unit.is_gathered for unit in sharding.units):
+    if sharding is not None and not all(unit.is_unsharded for unit in sharding.units):
         raise ShardedParameterError(
             "the state_dict() of a fully sharded model was asked for, of which this rank has shards only; do "
             "it inside `with hpcpar.summon_full_parameters(model):`, or save it by hpcpar.checkpoint.save"
         )
 
 
-def _hold(
+def _shard_unit(
     plan: UnitPlan,
     numbers: dict[int, int],
     dp_comm: Communicator,
     source: InitialValues,
     precision: Precision | None,
     device: torch.device | str | None,
-    once: NodeCopy | None,
-) -> list[Held]:
+    node_shared: NodeSharedParameters | None,
+) -> list[UnitParamGroup]:
     """A unit's blocks: its parameters by element type and whether they are trained."""
     kinds: dict[Any, list[tuple[str, nn.Parameter, list[Place]]]] = {}
     for entry in plan.parameters:
@@ -836,30 +843,36 @@ def _hold(
         place = torch.device(device or "cpu") if parameter.is_meta else parameter.device
         kinds.setdefault((dtype, place, parameter.requires_grad), []).append(entry)
     return [
-        _hold_kind(
-            entries, [numbers.get(id(p), -1) for _, p, _ in entries], dtype, place, dp_comm, source, once
+        _shard_group(
+            entries,
+            [numbers.get(id(p), -1) for _, p, _ in entries],
+            dtype,
+            place,
+            dp_comm,
+            source,
+            node_shared,
         )
         for (dtype, place, _), entries in kinds.items()
     ]
 
 
 @torch.no_grad()
-def _hold_kind(
+def _shard_group(
     entries: list[tuple[str, nn.Parameter, list[Place]]],
     members: list[int],
     dtype: torch.dtype,
     device: torch.device,
     dp_comm: Communicator,
     source: InitialValues,
-    once: NodeCopy | None,
-) -> Held:
+    node_shared: NodeSharedParameters | None,
+) -> UnitParamGroup:
     layouts = [layout_of(parameter) for _, parameter, _ in entries]
     extents = [Extent(math.prod(shape), dtype.itemsize, (dtype, device)) for shape, _ in layouts]
     cut = bucket_of(range(len(entries)), extents, dp_comm.size)
     bucket = replace(cut, members=tuple(members))
     shard = shard_of(bucket, dp_comm.rank, dp_comm.size)
-    if once is not None:
-        flat = once.allocate(bucket.numel, dtype)
+    if node_shared is not None:
+        flat = node_shared.allocate(bucket.numel, dtype)
         own = flat[shard.start : shard.stop]
     else:
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
@@ -871,21 +884,25 @@ def _hold_kind(
     values = source.shard(entries, bucket, layouts, places, shard, longest, device)
     own.copy_(values)
     wide = values[: shard.end].clone() if dtype.itemsize < longest.itemsize else None
-    absent = [torch.full((), math.nan, dtype=dtype, device=device).expand(shape) for shape, _ in layouts]
+    placeholders = [
+        torch.full((), math.nan, dtype=dtype, device=device).expand(shape) for shape, _ in layouts
+    ]
     views = [
         view_as(flat, start, stop, layout) for (start, stop), layout in zip(places, layouts, strict=True)
     ]
-    if once is None:
+    if node_shared is None:
         flat.untyped_storage().resize_(0)
     parameters = [
-        _sharded(name, parameter, owners, value, absent=once is None)
-        for (name, parameter, owners), value in zip(entries, absent if once is None else views, strict=True)
+        _sharded(name, parameter, owners, value, is_sharded=node_shared is None)
+        for (name, parameter, owners), value in zip(
+            entries, placeholders if node_shared is None else views, strict=True
+        )
     ]
-    return Held(Block(bucket, shard, own, wide=wide), parameters, flat, views, absent)
+    return UnitParamGroup(Block(bucket, shard, own, wide=wide), parameters, flat, views, placeholders)
 
 
 def _sharded(
-    name: str, parameter: nn.Parameter, owners: list[Place], value: Tensor, *, absent: bool
+    name: str, parameter: nn.Parameter, owners: list[Place], value: Tensor, *, is_sharded: bool
 ) -> nn.Parameter:
     """The parameter itself with another value; a new one in the place of one of the meta device."""
     if parameter.is_meta:
@@ -896,6 +913,6 @@ def _sharded(
             module._parameters[own_name] = parameter
     parameter.data = value
     parameter.hpcpar_name = name  # type: ignore[attr-defined]
-    if absent:
-        parameter.__class__ = AbsentParameter
+    if is_sharded:
+        parameter.__class__ = ShardedParameter
     return parameter

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel.node_copy import NodeCopy
+from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
 from hpcpar.errors import OperationError
 
 
@@ -15,7 +15,7 @@ def test_every_rank_sees_all_shards_in_memory_that_its_node_has_once(nodes: list
     length = 3
 
     def work(comm: Communicator) -> tuple[list[float], list[float]]:
-        copy = NodeCopy(comm)
+        copy = NodeSharedParameters(comm)
         flat = copy.allocate(length * comm.size, torch.float32)
         own = flat[comm.rank * length : (comm.rank + 1) * length]
         own.fill_(comm.rank + 1)
@@ -35,4 +35,4 @@ def test_every_rank_sees_all_shards_in_memory_that_its_node_has_once(nodes: list
 
 def test_nodes_with_different_numbers_of_ranks_are_refused_on_all_of_them() -> None:
     with pytest.raises(OperationError, match="the same number of ranks on each node, but there are 2, 1"):
-        run_loopback(3, NodeCopy, nodes=[0, 0, 1])
+        run_loopback(3, NodeSharedParameters, nodes=[0, 0, 1])

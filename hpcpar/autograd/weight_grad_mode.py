@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from hpcpar.autograd.interception import Interception
-from hpcpar.autograd.pieces import Piece, contribute
+from hpcpar.autograd.deferred_functions import WeightGradMode
+from hpcpar.autograd.grad_accumulation_fusion import Piece, accumulate
 
 
 class DeferredGradients:
@@ -62,7 +62,7 @@ class DeferredGradients:
         """
         token = _UNDER_WAY.set(self)
         try:
-            with Interception(self, again=again):
+            with WeightGradMode(self, again=again):
                 yield
         finally:
             _UNDER_WAY.reset(token)
@@ -84,7 +84,7 @@ class DeferredGradients:
         """Leave a part of a weight's gradient for `compute`: for the backward of an autograd Function.
 
         weight   a parameter, its stand-in, or a tensor that was made of stand-ins alone. The Function itself
-                 is to have been given it `interception.cut_off`, and to return None for it
+                 is to have been given it `deferred_functions.cut_off`, and to return None for it
         """
         self._pieces.append((getattr(weight, "stands_for", weight), piece))
 
@@ -152,7 +152,7 @@ class _Sum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> Any:
-        return contribute(ctx.tensor, ctx.pieces), None
+        return accumulate(ctx.tensor, ctx.pieces), None
 
 
 @torch.enable_grad()

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from hpcpar.data_parallel.blocks import Block
-from hpcpar.data_parallel.node_copy import Arrival, NodeCopy
+from hpcpar.data_parallel.flat_parameters import Block
+from hpcpar.data_parallel.shared_parameters import NodeSharedParameters, PendingUpdate
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from hpcpar.comm.progress import Handle
 
 
-class Publication:
+class ParameterAllGather:
     """Makes each rank's part of the blocks everybody's.
 
-    once     the blocks exist once on each node
+    node_shared   the blocks exist once on each node
     blocks   none where every rank updates all parameters itself
     model    whose modules wait, each for its own parameters, when they are next called; None: nobody waits
              but `wait`
@@ -39,13 +39,13 @@ class Publication:
         parameters: Sequence[Tensor],
         dp_comm: Communicator,
         *,
-        once: NodeCopy | None,
+        node_shared: NodeSharedParameters | None,
         model: nn.Module | None,
     ) -> None:
         self._blocks = blocks
         self._comm = dp_comm
-        self._once = once
-        self._under_way: dict[int, Handle | Arrival] = {}
+        self._node_shared = node_shared
+        self._under_way: dict[int, Handle | PendingUpdate] = {}
         """Not empty: it is in _UNDER_WAY, and outlives the optimizer that began it."""
         self._started: set[int] = set()
         self._hooks: list[Any] = []
@@ -53,11 +53,11 @@ class Publication:
         if model is not None:
             self._watch(model, parameters)
 
-    def before(self) -> None:
+    def before_step(self) -> None:
         """All ranks have read what they need of the parameters as they are; to be called before a step."""
         self.wait()
         self._started.clear()
-        if self._once is not None:
+        if self._node_shared is not None:
             self._comm.barrier()
 
     def start(self, number: int) -> None:
@@ -67,14 +67,14 @@ class Publication:
         self._started.add(number)
         block = self._blocks[number]
         assert block.flat is not None, "only in stage 3 are there blocks of shards alone"
-        if self._once is not None:
-            self._under_way[number] = self._once.start(block.flat, block.own)
+        if self._node_shared is not None:
+            self._under_way[number] = self._node_shared.start(block.flat, block.own)
         else:
             self._under_way[number] = self._comm.start_allgather(block.own, out=block.flat)
         _UNDER_WAY.add(self)
 
-    def rest(self) -> None:
-        """So are all blocks that have not been since `before`."""
+    def start_remaining(self) -> None:
+        """So are all blocks that have not been since `before_step`."""
         for number in reversed(range(len(self._blocks))):
             if number not in self._started:
                 self.start(number)
@@ -111,16 +111,16 @@ class Publication:
             self._hooks.append(hook)
 
 
-_UNDER_WAY: set[Publication] = set()
+_UNDER_WAY: set[ParameterAllGather] = set()
 """The model's hooks know them weakly; each is kept here until its blocks have come."""
 
 
 def wait_for_new(parameters: Iterable[Tensor]) -> None:
     """Return when parameters that are on their way are here, also those of an optimizer that is gone."""
     looked_at = set(map(id, parameters))
-    for publication in list(_UNDER_WAY):
-        if not publication._parameters.isdisjoint(looked_at):
-            publication.wait()
+    for allgather in list(_UNDER_WAY):
+        if not allgather._parameters.isdisjoint(looked_at):
+            allgather.wait()
 
 
 class _Wait:
@@ -131,8 +131,10 @@ class _Wait:
 
     only_waits = True
 
-    def __init__(self, publication: Publication | None = None, numbers: Sequence[int] | None = None) -> None:
-        self._publication = _nobody if publication is None else weakref.ref(publication)
+    def __init__(
+        self, allgather: ParameterAllGather | None = None, numbers: Sequence[int] | None = None
+    ) -> None:
+        self._allgather = _nobody if allgather is None else weakref.ref(allgather)
         self._numbers = numbers
 
     def __reduce__(self) -> Any:
@@ -142,9 +144,9 @@ class _Wait:
 
     @uncompiled
     def __call__(self, *_: object) -> None:
-        publication = self._publication()
-        if publication is not None and publication._under_way:
-            publication.wait(self._numbers)
+        allgather = self._allgather()
+        if allgather is not None and allgather._under_way:
+            allgather.wait(self._numbers)
 
 
 def _nobody() -> None:

@@ -12,7 +12,7 @@ from hpcpar.autograd.held_parameter import HeldParameter
 from hpcpar.errors import ShardedParameterError
 
 
-class AbsentParameter(HeldParameter):
+class ShardedParameter(HeldParameter):
     """What a parameter of a fully sharded model is while it is not gathered; to use it is an error."""
 
     hpcpar_name: str
@@ -24,7 +24,7 @@ class AbsentParameter(HeldParameter):
         doing = getattr(func, "__name__", "an operation")
         result = None
         with torch._C.DisableTorchFunctionSubclass():
-            given = [value for value in _flattened([args, kwargs]) if type(value) is AbsentParameter]
+            given = [value for value in _flattened([args, kwargs]) if type(value) is ShardedParameter]
             absent = next((value for value in given if value.numel()), None)
             if absent is None:  # of nothing, nothing is absent
                 return func(*args, **kwargs)

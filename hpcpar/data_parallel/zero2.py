@@ -1,14 +1,13 @@
-"""Gradients that exist in shards only: ZeRO-2's, and those of ZeRO-3's units.
+"""ZeRO-2: each rank keeps its shard of the average gradients (also the gradients of ZeRO-3's units).
 
     backward    dW5   dW4   dW3   dW2   dW1   dW0
     bucket 0   [dW5 │ dW4] full ─> reduce-scatter ─ ─ ─> shard 0 += average of the own part
     bucket 1               [dW3 │ dW2] full ─> reduce-scatter ─ ─ ─> shard 1 += …
-    memory      room A       room B       room A again
+    memory      buffer A     buffer B     buffer A again
 
-A gradient is made in its bucket's room, or copied there as soon as it is there, and freed. There are two
-rooms, as large as the largest bucket: while one is under way the other is filled. Every backward sends; what
-has arrived is added to the shard, so with several microbatches the shards accumulate and no whole gradient
-ever exists.
+Backward writes a gradient into its bucket's staging buffer, or the hook copies it there and frees it. Two
+staging buffers, as large as the largest bucket, take turns: one is sent while the other is filled. Every
+backward sends. The shards accumulate over microbatches, so no rank ever holds all whole gradients.
 source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
 """
 
@@ -26,8 +25,8 @@ from torch.autograd import Variable
 
 from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.gradients import require_new_gradients
-from hpcpar.data_parallel.parameters import Layout, layout_of, offer_rooms, view_as, watch_gradients
+from hpcpar.data_parallel.parameters import Layout, layout_of, offer_grad_buffers, view_as, watch_gradients
+from hpcpar.data_parallel.reducer import require_new_gradients
 from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 from hpcpar.units import MiB
@@ -36,29 +35,29 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
     from hpcpar.comm.progress import Handle
 
-ROOMS = 2
-ROOM_BYTES = 4 * MiB
-"""Usual size of a bucket that has to have room beside the shards."""
+STAGING_BUFFERS = 2
+STAGING_BUCKET_BYTES = 4 * MiB
+"""Usual size of a bucket that has to have buffer beside the shards."""
 
 
-class Room:
+class StagingBuffer:
     """Memory that a bucket's gradients lie in on their way, and the bucket that it is lent to."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.octets = memory
-        self.tenant: _Passage | None = None
+        self.memory = memory
+        self.owner: BucketInFlight | None = None
         self._flats: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The first of its memory as so many elements; always the same tensor, which calls are known by."""
         key = numel, dtype
         if key not in self._flats:
-            self._flats[key] = self.octets[: numel * dtype.itemsize].view(dtype)
+            self._flats[key] = self.memory[: numel * dtype.itemsize].view(dtype)
         return self._flats[key]
 
 
 @dataclass
-class _Passage:
+class BucketInFlight:
     """A bucket on its way through the current backward.
 
     shard      this rank's part of the average, over all backwards so far
@@ -66,7 +65,7 @@ class _Passage:
     missing    members whose gradient has not come, and still may
     given_up   members that get none in this backward
     arrived    members whose gradient has come and lies in `.grad` still
-    flat       the room's memory while the bucket has one
+    flat       the buffer's memory while the bucket has one
     handle     the reduce-scatter under way
     """
 
@@ -77,12 +76,12 @@ class _Passage:
     arrived: list[int] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
     given_up: set[int] = field(default_factory=set)
-    room: Room | None = None
+    staging: StagingBuffer | None = None
     flat: Tensor | None = None
     handle: Handle | None = None
 
 
-class ScatteredGradients:
+class ShardedGradients:
     """Averages gradients over `dp_comm` in every backward, each rank its shards; see the top of the file.
 
     names, parameters   those that get gradients; collective, the same on every rank
@@ -94,7 +93,7 @@ class ScatteredGradients:
     shards   of each bucket this rank's part of the sum of all averages since the last `zero`
     used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`;
              none after `zero`
-    peak_waiting_nbytes   the most that gradients took at once which had come and were in no room yet
+    peak_waiting_nbytes   the most that gradients took at once which had come and were in no buffer yet
     """
 
     def __init__(
@@ -117,26 +116,26 @@ class ScatteredGradients:
         types = [dtype or parameters[bucket.members[0]].dtype for bucket in buckets]
         devices = [parameters[bucket.members[0]].device for bucket in buckets]
         lengths = [bucket.numel // dp_comm.size for bucket in buckets]
-        self._passages = [
-            _Passage(bucket, torch.zeros(length, dtype=dtype, device=device))
+        self._states = [
+            BucketInFlight(bucket, torch.zeros(length, dtype=dtype, device=device))
             for bucket, length, dtype, device in zip(buckets, lengths, types, devices, strict=True)
         ]
-        self._of = {member: passage for passage in self._passages for member in passage.bucket.members}
-        self._places = {
+        self._state_of = {member: state for state in self._states for member in state.bucket.members}
+        self._ranges = {
             member: (start, stop)
             for bucket in buckets
             for member, start, stop in zip(bucket.members, bucket.edges[:-1], bucket.edges[1:], strict=True)
         }
         self._layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
-        self._rooms = self._make_rooms(types, devices)
+        self._staging = self._allocate_staging(types, devices)
         self.used: list[int] = [0] * len(self.parameters)
         self._writes = Writes(self.names, self.parameters, dp_comm) if replicated else Writes([], [])
         self.used_up = False
         """Nothing may be added to the averages before the next `zero`."""
         self.synchronized = False
-        self.gone: Callable[[Bucket], None] | None = None
+        self.on_bucket_done: Callable[[Bucket], None] | None = None
         """Called when the bucket's last gradient of a backward has been taken: its parameters are done."""
-        self.opening: Callable[[], None] | None = None
+        self.before_backward: Callable[[], None] | None = None
         """Called before a backward sends anything; where it raises, nothing has begun."""
         self._accumulating = False
         self._in_backward = False
@@ -145,10 +144,12 @@ class ScatteredGradients:
         self._waiting_nbytes = self.peak_waiting_nbytes = 0
         self._hooks = [
             *watch_gradients(self.parameters, self._on_gradient),
-            *offer_rooms(self.parameters, self._room_for),
+            *offer_grad_buffers(self.parameters, self._buffer_for),
         ]
 
-    def _make_rooms(self, types: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Room]:
+    def _allocate_staging(
+        self, types: Sequence[torch.dtype], devices: Sequence[torch.device]
+    ) -> list[StagingBuffer]:
         nbytes = max(
             (bucket.numel * dtype.itemsize for bucket, dtype in zip(self.buckets, types, strict=True)),
             default=0,
@@ -157,26 +158,28 @@ class ScatteredGradients:
             raise OperationError(
                 f"parameters of one optimizer lie on {', '.join(map(str, set(devices)))}; use one"
             )
-        rooms = min(ROOMS, len(self.buckets))
+        count = min(STAGING_BUFFERS, len(self.buckets))
         if devices and devices[0].type != "cpu":
-            return [Room(torch.empty(nbytes, dtype=torch.uint8, device=devices[0])) for _ in range(rooms)]
-        return [Room(self.dp_comm.allocate_shared(nbytes, torch.uint8)) for _ in range(rooms)]
+            return [
+                StagingBuffer(torch.empty(nbytes, dtype=torch.uint8, device=devices[0])) for _ in range(count)
+            ]
+        return [StagingBuffer(self.dp_comm.allocate_shared(nbytes, torch.uint8)) for _ in range(count)]
 
-    # --- as a synchronizer ------------------------------------------------------------------------
+    # --- as a reducer ------------------------------------------------------------------------
 
     @property
     def shards(self) -> list[Tensor]:
-        return [passage.shard for passage in self._passages]
+        return [state.shard for state in self._states]
 
     @property
-    def rooms(self) -> Sequence[Room]:
+    def staging(self) -> Sequence[StagingBuffer]:
         """Memory for buckets on their way."""
-        return self._rooms
+        return self._staging
 
     @property
-    def room_nbytes(self) -> int:
-        """Bytes of the rooms: what this takes beside the shards."""
-        return sum(room.octets.nbytes for room in self._rooms)
+    def staging_nbytes(self) -> int:
+        """Bytes of the buffers: what this takes beside the shards."""
+        return sum(buffer.memory.nbytes for buffer in self._staging)
 
     @property
     def round_open(self) -> bool:
@@ -196,7 +199,7 @@ class ScatteredGradients:
         """Wait until all shards are averages; collective, once after the last backward before a step."""
         require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
         self.complete_backward()
-        self._harvest_all()
+        self._finish_all()
         bits = np.concatenate([np.packbits(np.array(self._had, dtype=bool)), self._writes.digest()])
         self.dp_comm.allreduce(bits, "or")
         self.used = np.unpackbits(bits, count=len(self.parameters)).tolist()
@@ -219,11 +222,11 @@ class ScatteredGradients:
         set_to_none   False: parameters that had one are stepped on with zeros, if no other comes
         """
         self.end_backward()
-        self._harvest_all()
-        for passage in self._passages:
-            passage.filled = not set_to_none
-            if passage.filled:
-                passage.shard.zero_()
+        self._finish_all()
+        for state in self._states:
+            state.filled = not set_to_none
+            if state.filled:
+                state.shard.zero_()
         for parameter, had in zip(self.parameters, self._had, strict=True):
             set_own_gradient(parameter, None)
             if set_to_none or not had:
@@ -236,7 +239,7 @@ class ScatteredGradients:
 
     def has_taken(self, index: int) -> bool:
         """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
-        return index in self._of[index].taken or index in self._of[index].arrived
+        return index in self._state_of[index].taken or index in self._state_of[index].arrived
 
     def forget(self, index: int) -> None:
         """Step as if a parameter had got no gradient, on any rank; once the shards are averages."""
@@ -268,38 +271,38 @@ class ScatteredGradients:
         self.end_backward()
 
     def _open_backward(self) -> None:
-        if self.opening is not None:
-            self.opening()
-        self._harvest_all()
+        if self.before_backward is not None:
+            self.before_backward()
+        self._finish_all()
         self._in_backward = True
         self._backwards += 1
         self.synchronized = False
         self._next = 0
-        for passage in self._passages:
-            passage.missing = len(passage.bucket.members)
-            passage.taken.clear()
-            passage.given_up.clear()
+        for state in self._states:
+            state.missing = len(state.bucket.members)
+            state.taken.clear()
+            state.given_up.clear()
 
     def expect_no_more(self, members: Iterable[int]) -> None:
         """The backward under way brings these no gradients but those that have come: others count as zero."""
         for index in members:
-            passage = self._of[index]
-            if not (index in passage.taken or index in passage.arrived or index in passage.given_up):
-                passage.given_up.add(index)
-                passage.missing -= 1
-        self._accept()
+            state = self._state_of[index]
+            if not (index in state.taken or index in state.arrived or index in state.given_up):
+                state.given_up.add(index)
+                state.missing -= 1
+        self._launch_ready()
 
     def _on_gradient(self, index: int) -> None:
         """Autograd has made `.grad` of parameter `index`, or was given None, or another hook has taken it."""
         self.expect_backward()
-        passage = self._of[index]
-        if index in passage.taken or index in passage.arrived:
+        state = self._state_of[index]
+        if index in state.taken or index in state.arrived:
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: {self.names[index]} got a second gradient in one backward, as "
                 "with torch.utils.checkpoint's use_reentrant=True; pass use_reentrant=False. Or an error "
                 "ended the backward before, and this is the next: call the optimizer's zero_grad() in between"
             )
-        if index in passage.given_up:
+        if index in state.given_up:
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: {self.names[index]} got a gradient from a backward within the "
                 "backward, as with torch.utils.checkpoint's use_reentrant=True, when its unit's was over; "
@@ -310,18 +313,18 @@ class ScatteredGradients:
             return
         self._had[index] = True
         hold(self.parameters[index])
-        passage.arrived.append(index)
-        passage.missing -= 1
-        if not self._is_in_room(index):
+        state.arrived.append(index)
+        state.missing -= 1
+        if not self._is_in_buffer(index):
             self._waiting_nbytes += _gradient_nbytes(self.parameters[index])
         self.peak_waiting_nbytes = max(self.peak_waiting_nbytes, self._waiting_nbytes)
-        self._accept()
+        self._launch_ready()
         self.dp_comm.poke()
 
     def _take_those_set_by_hand(self) -> None:
         """Gradients that no backward has brought, but somebody who wrote to `.grad`."""
         for index, parameter in enumerate(self.parameters):
-            if own_gradient(parameter) is None or index in self._of[index].arrived:
+            if own_gradient(parameter) is None or index in self._state_of[index].arrived:
                 continue
             if not self._in_backward:
                 raise OperationError(
@@ -329,86 +332,86 @@ class ScatteredGradients:
                     "sent already; set those of all parameters, or let backward make them all"
                 )
             self._had[index] = True
-            self._of[index].arrived.append(index)
+            self._state_of[index].arrived.append(index)
 
     def end_backward(self) -> None:
         """Whatever has not come by now counts as zero, and leaves."""
         if not self._in_backward:
             return
-        for passage in self._passages[self._next :]:
-            passage.missing = 0
-        self._accept()
+        for state in self._states[self._next :]:
+            state.missing = 0
+        self._launch_ready()
         self._in_backward = False
 
-    def _accept(self) -> None:
-        """Take gradients into rooms, and send what is complete: in index order on every rank."""
-        while self._next < len(self._passages):
-            passage = self._passages[self._next]
-            if passage.room is None and (passage.arrived or not passage.missing):
-                self._lodge(passage, self._free_room())
-            self._take(passage)
-            if passage.missing:
+    def _launch_ready(self) -> None:
+        """Take gradients into buffers, and send what is complete: in index order on every rank."""
+        while self._next < len(self._states):
+            state = self._states[self._next]
+            if state.staging is None and (state.arrived or not state.missing):
+                self._assign_buffer(state, self._free_buffer())
+            self._copy_in(state)
+            if state.missing:
                 break
-            self._send(passage)
+            self._send(state)
             self._next += 1
         # One further ahead may come in where nobody has to wait for it.
-        for passage in self._passages[self._next + 1 :]:
-            if passage.arrived:
-                if passage.room is None:
-                    room = next((room for room in self._rooms if room.tenant is None), None)
-                    if room is None or self._is_last_room(room):
+        for state in self._states[self._next + 1 :]:
+            if state.arrived:
+                if state.staging is None:
+                    buffer = next((buffer for buffer in self._staging if buffer.owner is None), None)
+                    if buffer is None or self._is_last_buffer(buffer):
                         continue
-                    self._lodge(passage, room)
-                self._take(passage)
+                    self._assign_buffer(state, buffer)
+                self._copy_in(state)
 
-    def _is_last_room(self, room: Room) -> bool:
-        """Whether the bucket whose turn is next would have to wait if this room were given away."""
-        return self._passages[self._next].room is None and not any(
-            other.tenant is None for other in self._rooms if other is not room
+    def _is_last_buffer(self, buffer: StagingBuffer) -> bool:
+        """Whether the bucket whose turn is next would have to wait if this buffer were given away."""
+        return self._states[self._next].staging is None and not any(
+            other.owner is None for other in self._staging if other is not buffer
         )
 
-    def _free_room(self) -> Room:
-        for room in self._rooms:
-            if room.tenant is None:
-                return room
+    def _free_buffer(self) -> StagingBuffer:
+        for buffer in self._staging:
+            if buffer.owner is None:
+                return buffer
         # Those under way left in order: the first of them is done first.
-        first = next(passage for passage in self._passages if passage.handle is not None)
-        return self._harvest(first)
+        first = next(state for state in self._states if state.handle is not None)
+        return self._finish_bucket(first)
 
-    def _room_for(self, index: int) -> Tensor | None:
+    def _buffer_for(self, index: int) -> Tensor | None:
         """Where backward may put a gradient, so that `_take` need not copy it; None where it has to wait."""
         self.expect_backward()
-        passage = self._of[index]
-        if index in passage.taken or index in passage.arrived or index in passage.given_up:
+        state = self._state_of[index]
+        if index in state.taken or index in state.arrived or index in state.given_up:
             return None
-        if passage.flat is None:
-            if passage is not self._passages[self._next]:
+        if state.flat is None:
+            if state is not self._states[self._next]:
                 return None
-            self._lodge(passage, self._free_room())
-        assert passage.flat is not None, "it has a room"
-        place = self._place(passage.flat, index)
+            self._assign_buffer(state, self._free_buffer())
+        assert state.flat is not None, "it has a buffer"
+        place = self._view(state.flat, index)
         return place if place.dtype == self.parameters[index].dtype else None
 
-    def _place(self, flat: Tensor, index: int) -> Tensor:
-        return view_as(flat, *self._places[index], self._layouts[index])
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        return view_as(flat, *self._ranges[index], self._layouts[index])
 
-    def _is_in_room(self, index: int) -> bool:
+    def _is_in_buffer(self, index: int) -> bool:
         """Whether a gradient that has come was made where it is to lie."""
-        flat, gradient = self._of[index].flat, own_gradient(self.parameters[index])
+        flat, gradient = self._state_of[index].flat, own_gradient(self.parameters[index])
         if flat is None or gradient is None or gradient.layout is not torch.strided:
             return False
-        return gradient.data_ptr() == self._place(flat, index).data_ptr()
+        return gradient.data_ptr() == self._view(flat, index).data_ptr()
 
-    def _lodge(self, passage: _Passage, room: Room) -> None:
-        room.tenant = passage
-        passage.room = room
-        passage.flat = room.flat(passage.bucket.numel, passage.shard.dtype)
+    def _assign_buffer(self, state: BucketInFlight, buffer: StagingBuffer) -> None:
+        buffer.owner = state
+        state.staging = buffer
+        state.flat = buffer.flat(state.bucket.numel, state.shard.dtype)
 
-    def _take(self, passage: _Passage) -> None:
-        """Copy the gradients that have come into the bucket's room, and free them."""
-        if passage.flat is None:
+    def _copy_in(self, state: BucketInFlight) -> None:
+        """Copy the gradients that have come into the bucket's buffer, and free them."""
+        if state.flat is None:
             return
-        for index in passage.arrived:
+        for index in state.arrived:
             parameter = self.parameters[index]
             gradient = own_gradient(parameter)
             assert gradient is not None, "its hook has been called"
@@ -417,42 +420,42 @@ class ScatteredGradients:
                     f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
                     "build the layer with sparse=False"
                 )
-            if not self._is_in_room(index):
-                self._place(passage.flat, index).copy_(gradient.detach())
+            if not self._is_in_buffer(index):
+                self._view(state.flat, index).copy_(gradient.detach())
                 self._waiting_nbytes -= _gradient_nbytes(parameter)
             set_own_gradient(parameter, None)
-            passage.taken.add(index)
-        passage.arrived.clear()
+            state.taken.add(index)
+        state.arrived.clear()
 
-    def _send(self, passage: _Passage) -> None:
-        assert passage.flat is not None, "it has a room"
-        for member in passage.bucket.members:
-            if member not in passage.taken:
-                passage.flat[slice(*self._places[member])] = 0
-        if passage.bucket.padding:
-            passage.flat[-passage.bucket.padding :] = 0
-        if self.gone is not None:
-            self.gone(passage.bucket)
-        passage.handle = self.dp_comm.start_reduce_scatter(passage.flat, "average", algorithm=self._algorithm)
+    def _send(self, state: BucketInFlight) -> None:
+        assert state.flat is not None, "it has a buffer"
+        for member in state.bucket.members:
+            if member not in state.taken:
+                state.flat[slice(*self._ranges[member])] = 0
+        if state.bucket.padding:
+            state.flat[-state.bucket.padding :] = 0
+        if self.on_bucket_done is not None:
+            self.on_bucket_done(state.bucket)
+        state.handle = self.dp_comm.start_reduce_scatter(state.flat, "average", algorithm=self._algorithm)
 
-    def _harvest(self, passage: _Passage) -> Room:
-        """Wait for a bucket under way and add what has come to its shard; its room is free again."""
-        assert passage.handle is not None, "it is under way"
-        assert passage.room is not None, "it came from there"
-        arrived = passage.handle.wait()
-        if passage.filled:
-            passage.shard.add_(arrived)
+    def _finish_bucket(self, state: BucketInFlight) -> StagingBuffer:
+        """Wait for a bucket under way and add what has come to its shard; its buffer is free again."""
+        assert state.handle is not None, "it is under way"
+        assert state.staging is not None, "it came from there"
+        arrived = state.handle.wait()
+        if state.filled:
+            state.shard.add_(arrived)
         else:
-            passage.shard.copy_(arrived)
-        passage.filled = True
-        room = passage.room
-        room.tenant = passage.room = passage.flat = passage.handle = None
-        return room
+            state.shard.copy_(arrived)
+        state.filled = True
+        buffer = state.staging
+        buffer.owner = state.staging = state.flat = state.handle = None
+        return buffer
 
-    def _harvest_all(self) -> None:
-        for passage in self._passages:
-            if passage.handle is not None:
-                self._harvest(passage)
+    def _finish_all(self) -> None:
+        for state in self._states:
+            if state.handle is not None:
+                self._finish_bucket(state)
 
 
 def _gradient_nbytes(parameter: Tensor) -> int:

@@ -22,11 +22,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hpcpar.autograd.grad_accumulation_fusion import (
+    EmbeddingWeightGrad,
+    LinearWeightGrad,
+    bias_gradient,
+    matrix,
+    no_view,
+)
 from hpcpar.autograd.held_parameter import is_ordinary
-from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, matrix, no_view
 
 if TYPE_CHECKING:
-    from hpcpar.autograd.weight_gradients import DeferredGradients
+    from hpcpar.autograd.weight_grad_mode import DeferredGradients
 
 LEFT_ALONE = frozenset(
     {
@@ -65,7 +71,7 @@ With `copy_to` in W runs the sum over ranks; all of them come to it in the same 
 """
 
 
-class Interception(TorchFunctionMode):
+class WeightGradMode(TorchFunctionMode):
     """Around modules whose weights' gradients are to be deferred; `again`, around their recomputation."""
 
     def __init__(self, deferred: DeferredGradients, *, again: bool) -> None:
@@ -111,7 +117,7 @@ class Interception(TorchFunctionMode):
         return given
 
 
-def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Any:
+def _attention(mode: WeightGradMode, *args: Any, **kwargs: Any) -> Any:
     """Its products, each for itself: the function is written in Python."""
     with mode:
         return _opened(functional.multi_head_attention_forward)(*args, **kwargs)
@@ -159,17 +165,17 @@ def cut_off(weight: Tensor) -> Tensor:
 # --- products -------------------------------------------------------------------------------------
 
 
-def _linear(mode: Interception, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(mode: WeightGradMode, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _product(mode, functional.linear, input, weight, bias, transposed=False)
 
 
-def _matmul(mode: Interception, *operands: Any, **options: Any) -> Any:
+def _matmul(mode: WeightGradMode, *operands: Any, **options: Any) -> Any:
     if options or len(operands) != 2:
         return NotImplemented
     return _product(mode, lambda x, weight, _: torch.matmul(x, weight), *operands, transposed=True)
 
 
-def _addmm(mode: Interception, *operands: Any, **options: Any) -> Any:
+def _addmm(mode: WeightGradMode, *operands: Any, **options: Any) -> Any:
     if options or len(operands) != 3:
         return NotImplemented
     bias, x, weight = operands
@@ -179,7 +185,7 @@ def _addmm(mode: Interception, *operands: Any, **options: Any) -> Any:
 
 
 def _product(
-    mode: Interception,
+    mode: WeightGradMode,
     function: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
@@ -236,7 +242,7 @@ class _Product(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        mode: Interception,
+        mode: WeightGradMode,
         function: Callable[..., Tensor],
         transposed: bool,
         weights: Sequence[Tensor],
@@ -263,7 +269,7 @@ class _Product(Function):
             of_x = rows.mm(outward).view(x.shape)
         # Without what the input was made by: the rest of the graph is to go.
         inputs = x.detach()
-        pieces = (OfProduct(kept, lambda: inputs, ctx.transposed), partial(bias_gradient, kept))
+        pieces = (LinearWeightGrad(kept, lambda: inputs, ctx.transposed), partial(bias_gradient, kept))
         for target, need, piece in zip(ctx.weights, needs, pieces, strict=False):
             if need:
                 ctx.deferred.add(target, piece)
@@ -274,7 +280,7 @@ class _Product(Function):
 
 
 def _embedding(
-    mode: Interception,
+    mode: WeightGradMode,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -309,7 +315,7 @@ class _Embedding(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        ctx.deferred.add(ctx.weight, OfEmbedding(gradient, tokens, ctx.weight.shape[0], *ctx.options))
+        ctx.deferred.add(ctx.weight, EmbeddingWeightGrad(gradient, tokens, ctx.weight.shape[0], *ctx.options))
         return None, None, None, None, None
 
 

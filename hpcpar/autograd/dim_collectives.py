@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpcpar.autograd import rooms
+from hpcpar.autograd import scratch
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.partition import counts, offsets
 from hpcpar.units import MiB
@@ -67,7 +67,7 @@ class Summand:
     def __init__(self, shape: Sequence[int], like: Tensor, comm: Communicator) -> None:
         self._comm = comm
         self._edges = (0, math.prod(shape))
-        self._room = rooms.take(comm, "sum", self._edges, like, largest=LARGEST_STAGED_SUM_NBYTES)
+        self._room = scratch.take(comm, "sum", self._edges, like, largest=LARGEST_STAGED_SUM_NBYTES)
         flat = like.new_empty(self._edges[-1]) if self._room is None else self._room.whole
         self.tensor = flat.view(*shape)
 
@@ -77,9 +77,9 @@ class Summand:
             return start_sum(self.tensor, self._comm, consume=True)
         return Pending(self._comm.start_allreduce(room.whole), lambda: self._leave(room))
 
-    def _leave(self, room: rooms.Room) -> Tensor:
+    def _leave(self, room: scratch.ScratchBuffer) -> Tensor:
         total = self.tensor.clone()
-        rooms.give(self._comm, "sum", self._edges, room)
+        scratch.give(self._comm, "sum", self._edges, room)
         return total
 
 
@@ -96,7 +96,7 @@ def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | N
     edges = offsets([each * _rest(shape, dim) for each in lengths])
     pieces = [stop - start for start, stop in pairwise(edges)]
     is_moved = math.prod(shape[:dim]) != 1
-    room = rooms.take(comm, "gather", edges, shard) if is_moved else None
+    room = scratch.take(comm, "gather", edges, shard) if is_moved else None
     if room is None:
         source = shard.detach().contiguous()
         gathered = source.new_empty(edges[-1])
@@ -107,7 +107,7 @@ def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | N
 
     def leave() -> Tensor:
         whole = _joined(room.whole, shape, dim, lengths, edges)
-        rooms.give(comm, "gather", edges, room)
+        scratch.give(comm, "gather", edges, room)
         return whole
 
     return Pending(handle, leave)
@@ -122,7 +122,7 @@ def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
     shape = (*tensor.shape[:dim], lengths[comm.rank], *tensor.shape[dim + 1 :])
     edges = offsets([each * _rest(tensor.shape, dim) for each in lengths])
     pieces = [stop - start for start, stop in pairwise(edges)]
-    room = rooms.take(comm, "sum and scatter", edges, tensor)
+    room = scratch.take(comm, "sum and scatter", edges, tensor)
     if room is None:
         flat = tensor.new_empty(edges[-1])
         _cut(tensor.detach(), dim, lengths, edges, flat)
@@ -134,7 +134,7 @@ def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
 
     def leave() -> Tensor:
         own = room.own.clone().view(shape)
-        rooms.give(comm, "sum and scatter", edges, room)
+        scratch.give(comm, "sum and scatter", edges, room)
         return own
 
     return Pending(handle, leave)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
-from hpcpar.data_parallel.fully_sharded import Sharding, Unit
+from hpcpar.data_parallel.zero3 import FsdpUnit, FullyShardedState
 from hpcpar.errors import (
     HpcparError,
     MismatchError,
@@ -150,16 +150,16 @@ def assert_follows(
         assert not same(found.parameters, list(build().parameters()))
 
 
-def sharding(model: nn.Module) -> Sharding:
+def sharding(model: nn.Module) -> FullyShardedState:
     found = model.__dict__["_hpcpar_sharding"]
-    assert isinstance(found, Sharding)
+    assert isinstance(found, FullyShardedState)
     return found
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """A function that tells which units are gathered or about to be."""
-    yield lambda: [unit.name for unit in sharding(model).units if unit.is_here]
+    yield lambda: [unit.name for unit in sharding(model).units if unit.is_allocated]
 
 
 # --- the same numbers -----------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class Hidden(nn.Module):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_unit_whose_backward_could_not_be_seen_coming_is_refused(frozen: bool) -> None:
-    # Frozen parameters are needed in backward, too: their memory is gone by then.
+    # Frozen parameters are needed in backward, too: their memory is freed by then.
     model = fully_shard(Hidden(frozen), Communicator.alone())
     with pytest.raises(OperationError, match=r"unit 'layers.0' returned a Opaque without a tensor"):
         model(torch.ones(1, 3))
@@ -723,7 +723,7 @@ def test_only_the_root_the_last_the_current_and_those_ahead_are_gathered(
         counts: list[int] = []
 
         def note(*_: Any) -> None:
-            here = [unit for unit in sharding(model).units if unit.is_here]
+            here = [unit for unit in sharding(model).units if unit.is_allocated]
             counts.append(len(here))
             # What is not here has no memory.
             for unit in sharding(model).units:
@@ -744,7 +744,7 @@ def test_only_the_root_the_last_the_current_and_those_ahead_are_gathered(
             note()
             optimizer.step()
             optimizer.zero_grad()
-        return counts, [unit.name for unit in sharding(model).units if unit.is_here]
+        return counts, [unit.name for unit in sharding(model).units if unit.is_allocated]
 
     for counts, at_the_end in run_loopback(2, body):
         assert at_the_end == []
@@ -777,7 +777,7 @@ def test_a_unit_with_a_parameter_that_gets_no_gradient_goes_when_the_next_one_co
     counts: list[int] = []
 
     def note(_: Tensor) -> None:
-        counts.append(sum(unit.is_here for unit in sharding(model).units))
+        counts.append(sum(unit.is_allocated for unit in sharding(model).units))
 
     def note_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(note)
@@ -788,7 +788,7 @@ def test_a_unit_with_a_parameter_that_gets_no_gradient_goes_when_the_next_one_co
         counts.clear()
         plain_loss(model, batch(0, 0)).backward()
     assert counts == [2, 3, 3, 3, 3, 3]
-    assert not any(unit.is_here for unit in sharding(model).units)
+    assert not any(unit.is_allocated for unit in sharding(model).units)
 
 
 # --- parameters that are not there ----------------------------------------------------------------------
@@ -1405,7 +1405,7 @@ def test_a_steps_graph_goes_with_the_step_and_does_not_wait_for_the_garbage_coll
 def test_units_have_the_memory_of_their_parameters_and_padding() -> None:
     def body(comm: Communicator) -> list[tuple[str, int, int]]:
         model = fully_shard(Network(count=2), comm)
-        units: list[Unit] = sharding(model).units
+        units: list[FsdpUnit] = sharding(model).units
         return [(unit.name, unit.nbytes, sum(h.block.own.nbytes for h in unit.held)) for unit in units]
 
     # Root: 12 + 4 + 12 = 28 elements, 30 on three ranks; a layer: 20 + 5 + 20 = 45.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hpcpar.data_parallel.bucket_shards import Shard, shard_of
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.node_copy import NodeCopy
 from hpcpar.data_parallel.parameters import in_memory_order, layout_of, view_like
-from hpcpar.data_parallel.shards import Shard, shard_of
+from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -63,21 +63,21 @@ def gather_into_blocks(
     *,
     dtype: torch.dtype | None,
     sharded: bool,
-    once: NodeCopy | None,
+    node_shared: NodeSharedParameters | None,
 ) -> list[Block]:
     """Move parameters, whose values and identity stay, into flat memory, a bucket at a time.
 
     dtype     that they get; None: their own
     sharded   each rank owns its shard of a block, else all of it
-    once      there is one such memory on each node. Collective then
+    node_shared   there is one such memory on each node. Collective then
     """
     rank, size = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
     blocks = []
     for bucket in buckets:
         first = parameters[bucket.members[0]]
         kind = dtype or first.dtype
-        if once is not None:
-            flat = once.allocate(bucket.numel, kind)
+        if node_shared is not None:
+            flat = node_shared.allocate(bucket.numel, kind)
         else:
             flat = torch.empty(bucket.numel, dtype=kind, device=first.device)
         flat[bucket.edges[-1] :] = 0

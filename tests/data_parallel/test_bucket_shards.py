@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcpar.data_parallel.bucket_shards import Piece, Shard, shard_of
 from hpcpar.data_parallel.buckets import Bucket, Extent, assign
-from hpcpar.data_parallel.shards import Piece, Shard, shard_of
 
 
 def drawn() -> Bucket:

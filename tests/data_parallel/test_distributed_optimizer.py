@@ -246,7 +246,7 @@ def test_clipping_and_stepping_wait_once() -> None:
         return comm.traffic.nbytes_sent()
 
     found = run_loopback(2, body)
-    expected = distributed(linear(), Communicator.alone()).synchronizer.buckets[0].nbytes
+    expected = distributed(linear(), Communicator.alone()).reducer.buckets[0].nbytes
     assert sum(found) == 2 * (expected + usage_map_nbytes(2))
 
 
@@ -374,7 +374,7 @@ def test_only_parameters_that_the_optimizer_holds_are_averaged() -> None:
     optimizer = DistributedOptimizer(
         torch.optim.SGD([model.bias], lr=0.1), model.named_parameters(), Communicator.alone()
     )
-    assert optimizer.synchronizer.names == ["bias"]
+    assert optimizer.reducer.names == ["bias"]
 
 
 def test_parameters_without_a_name_are_refused() -> None:

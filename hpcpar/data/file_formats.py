@@ -1,4 +1,4 @@
-"""Files of text and of records as they are read: packed or not, line by line or row by row."""
+"""Readers of text and records: compressed or not, line by line or row by row."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from hpcpar.errors import DataError
 
 JSONL_ENDINGS = (".jsonl", ".ndjson")
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".py")
-PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
-"""That may follow those of text and JSONL."""
+COMPRESSED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+"""Endings that may follow those of text and JSONL."""
 
 PARQUET = ".parquet"
 ENDINGS = (
     *(*TEXT_ENDINGS, *JSONL_ENDINGS, PARQUET),
-    *(ending + packed for ending in TEXT_ENDINGS + JSONL_ENDINGS for packed in PACKED_ENDINGS),
+    *(ending + compressed for ending in TEXT_ENDINGS + JSONL_ENDINGS for compressed in COMPRESSED_ENDINGS),
 )
 NEED_PYARROW = (PARQUET, ".zst")
 
 DAMAGED = (OSError, UnicodeDecodeError, EOFError, zlib.error, lzma.LZMAError)
-"""Raised while a file is read that is not what its name says, or not whole."""
+"""Exceptions of reading a file that is truncated, or not what its name says."""
 
 
-def unpacked(name: str) -> str:
-    """A file's name in lower case, without the ending that says how it is packed."""
+def uncompressed(name: str) -> str:
+    """Return a file's name in lower case, without the ending of its compression."""
     stem, ending = os.path.splitext(name.lower())
-    return stem if ending in PACKED_ENDINGS else name.lower()
+    return stem if ending in COMPRESSED_ENDINGS else name.lower()
 
 
 def require_pyarrow(files: Iterable[Path]) -> None:
-    """DataError that names the extra, where one of the files needs pyarrow and that is not there."""
+    """DataError that names the extra, if one of the files needs pyarrow and that is not installed."""
     needing = next((file for file in files if file.name.lower().endswith(NEED_PYARROW)), None)
     if needing is not None and importlib.util.find_spec("pyarrow") is None:
         raise DataError(
@@ -51,7 +51,7 @@ def require_pyarrow(files: Iterable[Path]) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to read bytes from, unpacked as its ending says."""
+    """Open a file to read its bytes, decompressed as its ending says."""
     ending = path.suffix.lower()
     if ending == ".zst":
         with _arrow_errors():
@@ -67,7 +67,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _arrow_errors() -> Iterator[None]:
-    """pyarrow's errors about a damaged file, as OSError."""
+    """Turn pyarrow's errors about a damaged file into OSError."""
     import pyarrow
 
     try:
@@ -77,7 +77,7 @@ def _arrow_errors() -> Iterator[None]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """(its number from 1 on, what JSON makes of it) of each line that is not blank."""
+    """Yield (number from 1 on, parsed JSON or the error) of each line that is not blank."""
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -89,21 +89,18 @@ def lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def rows(path: Path, text_key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(its number from 1 on, the row), of which no field but the text is read where it has that."""
+    """Yield (number from 1 on, row); if the file has the text's field, only that is read."""
     with _arrow_errors():
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = [text_key] if text_key in file.schema_arrow.names else None
-            number = 0
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+            batches = file.iter_batches(batch_size=256, columns=columns)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def text_of(record: Any, text_key: str) -> str:
-    """A record's text; ValueError, KeyError or TypeError where it has none."""
+    """Return a record's text; ValueError, KeyError or TypeError if it has none."""
     if isinstance(record, Exception):
         raise record
     text = record[text_key]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcpar.data_parallel.units import hides, layers_policy, plan_units, tensors_in
+from hpcpar.data_parallel.unit_plan import hides, layers_policy, plan_units, tensors_in
 from hpcpar.errors import OperationError
 
 

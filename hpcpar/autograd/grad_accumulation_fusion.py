@@ -34,7 +34,7 @@ Piece = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class OfProduct:
+class LinearWeightGrad:
     """dyᵀ·x, [..., O] and [..., H] -> [O, H]; transposed: xᵀ·dy, [H, O]
 
     x    asked for when it is needed; of complex numbers its conjugate counts
@@ -70,7 +70,7 @@ class OfProduct:
 
 
 @dataclass(frozen=True)
-class OfEmbedding:
+class EmbeddingWeightGrad:
     """Rows of dy [..., H] at the places of the tokens [...], in zeros [V, H].
 
     rows    V; the others as of torch.nn.Embedding
@@ -110,7 +110,7 @@ class OfEmbedding:
             total.add_(self())
 
 
-def contribute(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
+def accumulate(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
     """Add pieces to a parameter's gradient; where that is to be left to autograd, return their sum instead.
 
     For the backward of an autograd Function, which returns what this does: the parameter's hooks run in
@@ -121,14 +121,14 @@ def contribute(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
     total = own_gradient(parameter)
     if total is None:
         total, first = _room(parameter, pieces[0]), pieces[0]
-        if total is None or not isinstance(first, (OfProduct, OfEmbedding)):
+        if total is None or not isinstance(first, (LinearWeightGrad, EmbeddingWeightGrad)):
             return _sum(pieces)
         first.put_in(total)
         del pieces[0], first
         set_own_gradient(parameter, total)
     while pieces:
         piece = pieces.pop(0)
-        if isinstance(piece, (OfProduct, OfEmbedding)):
+        if isinstance(piece, (LinearWeightGrad, EmbeddingWeightGrad)):
             piece.add_to(total)
         else:
             total.add_(piece())
@@ -190,7 +190,7 @@ _OFFERS: MutableMapping[Tensor, Offer] = WeakTensorKeyDictionary()
 """Not attributes of the parameters, which would be pickled with them."""
 
 
-class OfferedRoom:
+class GradBufferOffer:
     """An offer until it is taken back by `remove`, or another one is made for the same parameter."""
 
     def __init__(self, parameter: Tensor, offer: Offer) -> None:
@@ -207,7 +207,7 @@ class OfferedRoom:
 
 def _room(parameter: Tensor, piece: Piece) -> Tensor | None:
     """What is offered, for a piece that can be made there."""
-    if not isinstance(piece, (OfProduct, OfEmbedding)) or getattr(piece, "sparse", False):
+    if not isinstance(piece, (LinearWeightGrad, EmbeddingWeightGrad)) or getattr(piece, "sparse", False):
         return None
     offer = _OFFERS.get(parameter)
     return None if offer is None else offer()

@@ -13,7 +13,7 @@ from hpcpar.autograd.held_parameter import own_gradient
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.scattered import ScatteredGradients
+from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
 
 MICROBATCHES = 3
@@ -87,7 +87,7 @@ def test_k_microbatches_send_what_theory_says(stage: int, size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         sent = comm.traffic.nbytes_sent
-        return sent("reduce_scatter"), sent("allgather"), [b.numel for b in optimizer.synchronizer.buckets]
+        return sent("reduce_scatter"), sent("allgather"), [b.numel for b in optimizer.reducer.buckets]
 
     results = run_loopback(size, body)
     scattered, gathered = (sum(each) for each in list(zip(*results, strict=True))[:2])
@@ -118,17 +118,17 @@ def test_between_microbatches_there_is_no_whole_gradient(stage: int, size: int) 
                 (model(one()) * (1 + comm.rank)).backward()
             alive += [own_gradient(parameter) is not None for parameter in model.parameters()]
         optimizer.synchronize()
-        gradients = optimizer.synchronizer
-        assert isinstance(gradients, ScatteredGradients)
+        gradients = optimizer.reducer
+        assert isinstance(gradients, ShardedGradients)
         shard_nbytes = sum(shard.nbytes for shard in gradients.shards)
         total = sum(float(g.sum()) for name, _, g in optimizer.named_gradients() if name == "last")
-        return alive, gradients.room_nbytes, shard_nbytes, total
+        return alive, gradients.staging_nbytes, shard_nbytes, total
 
     results = run_loopback(size, body)
     largest = max(numel + -numel % size for numel in BUCKETS[stage])
-    for alive, room_nbytes, shard_nbytes, _ in results:
+    for alive, staging_nbytes, shard_nbytes, _ in results:
         assert not any(alive)
-        assert room_nbytes == 2 * 8 * largest
+        assert staging_nbytes == 2 * 8 * largest
         assert shard_nbytes == 8 * padded(BUCKETS[stage], size) // size
     # d/d last = 45 · 6 · 7 for each of its 5 elements, times the average of 1 … p, and k microbatches.
     assert sum(total for *_, total in results) == 5 * 45 * 42 * (1 + size) / 2 * MICROBATCHES
@@ -189,7 +189,7 @@ def gradients_of(numels: list[int], comm: Communicator, **options: Any) -> tuple
         for number, numel in reversed(list(enumerate(numels)))
     ]
     names = [f"p{number}" for number in range(len(numels))]
-    return parameters, ScatteredGradients(names, parameters, buckets, comm, **options)
+    return parameters, ShardedGradients(names, parameters, buckets, comm, **options)
 
 
 def test_a_rank_without_a_backward_takes_part_with_zeros() -> None:
@@ -243,7 +243,7 @@ def test_sums_are_kept_in_the_type_that_was_asked_for() -> None:
     def body(comm: Communicator) -> tuple[torch.dtype, list[float]]:
         value = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         bucket = Bucket((0,), (0, 2), 2, (torch.bfloat16, torch.device("cpu")))
-        gradients = ScatteredGradients(["value"], [value], [bucket], comm, dtype=torch.float32)
+        gradients = ShardedGradients(["value"], [value], [bucket], comm, dtype=torch.float32)
         for factor in (256.0, 1.0):  # whose sum bfloat16 cannot hold
             (value.sum() * factor).backward()
         gradients.synchronize()
@@ -255,7 +255,7 @@ def test_sums_are_kept_in_the_type_that_was_asked_for() -> None:
 def test_sparse_gradients_are_refused_by_name() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     bucket = Bucket((0,), (0, 8), 4, (torch.float32, torch.device("cpu")))
-    gradients = ScatteredGradients(["table"], [table.weight], [bucket], Communicator.alone())
+    gradients = ShardedGradients(["table"], [table.weight], [bucket], Communicator.alone())
     with pytest.raises(
         BufferTypeError, match=r"the gradient of table is torch\.sparse_coo, but buckets hold"
     ):

@@ -84,13 +84,13 @@ def test_every_module_has_its_new_parameters_when_it_is_called(stage: int, size:
         model, optimizer = built(comm, stage, overlap=True)
         backward(comm, model, 0)
         optimizer.step()
-        publication = optimizer._publication
-        begun = len(publication._under_way)  # type: ignore[union-attr]
+        allgather = optimizer._allgather
+        begun = len(allgather._under_way)  # type: ignore[union-attr]
         seen: list[float] = []
         waiting: list[int] = []
 
         def look(module: nn.Module, _: Any) -> None:
-            waiting.append(len(publication._under_way))  # type: ignore[union-attr]
+            waiting.append(len(allgather._under_way))  # type: ignore[union-attr]
             seen.extend(float(p.detach().sum()) for p in module.parameters(recurse=False))
 
         for module in model.modules():
@@ -139,13 +139,13 @@ def test_layers_that_are_computed_together_have_their_new_parameters(stage: int,
         )
         model(tokens).square().mean().backward()
         optimizer.step()
-        publication = optimizer._publication
-        begun = dict(publication._under_way)
+        allgather = optimizer._allgather
+        begun = dict(allgather._under_way)
         for number, handle in begun.items():
             handle.wait()
-            publication._under_way[number] = Late(publication._blocks[number].flat)  # type: ignore[assignment,arg-type]
+            allgather._under_way[number] = Late(allgather._blocks[number].flat)  # type: ignore[assignment,arg-type]
         early = model(tokens).square().mean().item()
-        left = len(publication._under_way)
+        left = len(allgather._under_way)
         optimizer.wait_for_parameters()
         assert left == 0
         return len(begun), early, model(tokens).square().mean().item()
@@ -193,12 +193,12 @@ def test_parameters_that_a_module_reads_in_other_ways_are_waited_for(name: str) 
         )
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        publication = optimizer._publication
-        for number, handle in dict(publication._under_way).items():
+        allgather = optimizer._allgather
+        for number, handle in dict(allgather._under_way).items():
             handle.wait()
-            publication._under_way[number] = Late(publication._blocks[number].flat)  # type: ignore[assignment,arg-type]
+            allgather._under_way[number] = Late(allgather._blocks[number].flat)  # type: ignore[assignment,arg-type]
         early = model(torch.ones(2, 3))
-        return bool(early.isfinite().all()), len(publication._under_way)
+        return bool(early.isfinite().all()), len(allgather._under_way)
 
     assert run_loopback(2, body) == [(True, 0)] * 2
 

@@ -29,7 +29,7 @@ from hpcpar.data_parallel.parameters import (
     agree_on_parameters,
     distinct,
     extent,
-    offer_rooms,
+    offer_grad_buffers,
     view_like,
     watch_gradients,
 )
@@ -50,7 +50,7 @@ ADVICE = (
 
 
 @dataclass(slots=True)
-class _Shipment:
+class BucketState:
     """A bucket with its memory, and how far it is.
 
     missing   members whose gradient of the current backward has not arrived
@@ -65,7 +65,7 @@ class _Shipment:
     version: int = 0
 
 
-class GradientSynchronizer:
+class Reducer:
     """Averages the gradients of named parameters over `dp_comm`, in buckets, during backward.
 
     A backward outside `no_sync` is the averaging one: each bucket leaves as soon as its gradients
@@ -130,8 +130,8 @@ class GradientSynchronizer:
             groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
             shards=shards,
         )
-        self._shipments = [_Shipment(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
-        self._shipment_of: dict[int, _Shipment] = {}
+        self._states = [BucketState(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
+        self._state_of_member: dict[int, BucketState] = {}
         self._views: list[Tensor] = []
         self._addresses: list[int] = []
         self._cut_views()
@@ -146,7 +146,7 @@ class GradientSynchronizer:
         self.synchronized = False
         self._hooks = [
             *watch_gradients(self.parameters, self._on_gradient),
-            *offer_rooms(self.parameters, self._room),
+            *offer_grad_buffers(self.parameters, self._grad_buffer),
         ]
 
     def expected_nbytes(self, synchronizations: int = 1) -> int:
@@ -161,7 +161,7 @@ class GradientSynchronizer:
 
         Averages once `synchronized`; before that they may be under way and must not be touched.
         """
-        return [shipment.flat for shipment in self._shipments]
+        return [state.flat for state in self._states]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -212,8 +212,8 @@ class GradientSynchronizer:
             for _, parameter in self._frozen:
                 parameter.grad = None
         else:
-            for shipment in self._shipments:
-                shipment.flat.zero_()
+            for state in self._states:
+                state.flat.zero_()
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None or (self._hidden and self.used[index]):
                     parameter.grad = self._view(index)
@@ -260,8 +260,8 @@ class GradientSynchronizer:
 
     def abandon(self) -> None:
         """Give a round up of which nothing has left; gradients stay where they are."""
-        for shipment in self._shipments:
-            shipment.handle = None
+        for state in self._states:
+            state.handle = None
         self._begin_round()
 
     def close(self) -> None:
@@ -281,28 +281,26 @@ class GradientSynchronizer:
         return flat
 
     def _cut_views(self) -> None:
-        self._shipment_of = {
-            index: shipment for shipment in self._shipments for index in shipment.bucket.members
-        }
+        self._state_of_member = {index: state for state in self._states for index in state.bucket.members}
         self._views = [self._cut_view(index) for index in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self._views]
 
     def _cut_view(self, index: int) -> Tensor:
         """Where the gradient of a parameter lies in its bucket, seen as the parameter is now."""
-        parameter, shipment = self.parameters[index], self._shipment_of[index]
-        place = shipment.bucket.members.index(index)
-        start, stop = shipment.bucket.edges[place : place + 2]
+        parameter, state = self.parameters[index], self._state_of_member[index]
+        place = state.bucket.members.index(index)
+        start, stop = state.bucket.edges[place : place + 2]
         if (parameter.dtype, parameter.device, parameter.numel()) != (
-            shipment.flat.dtype,
-            shipment.flat.device,
+            state.flat.dtype,
+            state.flat.device,
             stop - start,
         ):
             raise OperationError(
                 f"{self.names[index]} has {parameter.numel()} elements of {parameter.dtype} on "
-                f"{parameter.device}, its bucket room for {stop - start} of {shipment.flat.dtype} on "
-                f"{shipment.flat.device}: change the model first, then build the DistributedOptimizer"
+                f"{parameter.device}, its bucket room for {stop - start} of {state.flat.dtype} on "
+                f"{state.flat.device}: change the model first, then build the DistributedOptimizer"
             )
-        return view_like(shipment.flat, start, stop, parameter)
+        return view_like(state.flat, start, stop, parameter)
 
     def _view(self, index: int) -> Tensor:
         """The same, as it was handed out before, unless its `.data` has been set to something else."""
@@ -318,13 +316,15 @@ class GradientSynchronizer:
         self._departed = 0
         self._usage_handle: Pending | None = None
         self._usage_bits = np.zeros(0, dtype=np.uint8)
-        for shipment in self._shipments:
-            shipment.missing = len(shipment.bucket.members)
+        for state in self._states:
+            state.missing = len(state.bucket.members)
 
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
         if self._arrived[index]:
-            self._shipment_of[index].version = self._shipment_of[index].flat._version  # told here already
+            self._state_of_member[index].version = self._state_of_member[
+                index
+            ].flat._version  # told here already
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "
                 f"came when its bucket was due to leave or gone. {self._advice}"
@@ -342,7 +342,7 @@ class GradientSynchronizer:
         self._start_full_buckets()
         self.dp_comm.poke()
 
-    def _room(self, index: int) -> Tensor | None:
+    def _grad_buffer(self, index: int) -> Tensor | None:
         """Where backward may put a parameter's first gradient, which `_adopt` then need not copy."""
         return None if self._arrived[index] else self._view(index)
 
@@ -380,17 +380,17 @@ class GradientSynchronizer:
         self._gave[index] = own_gradient(parameter) is not None
         if self._held and self._gave[index]:
             hold(parameter)
-        self._shipment_of[index].missing -= 1
+        self._state_of_member[index].missing -= 1
 
     def _start_full_buckets(self) -> None:
         # Buckets leave in index order on every rank, whatever order the hooks fire in; otherwise
         # rank 0 could be reducing bucket 3 against rank 1's bucket 2.
-        while self._departed < len(self._shipments) and not self._shipments[self._departed].missing:
-            shipment = self._shipments[self._departed]
-            shipment.version = shipment.flat._version
-            shipment.handle = self._reduction.start(shipment.flat, shipment.bucket)
+        while self._departed < len(self._states) and not self._states[self._departed].missing:
+            state = self._states[self._departed]
+            state.version = state.flat._version
+            state.handle = self._reduction.start(state.flat, state.bucket)
             self._departed += 1
-            if self._departed == len(self._shipments):
+            if self._departed == len(self._states):
                 self._start_usage_map()
 
     def _written_under_way(self) -> list[str]:
@@ -401,12 +401,12 @@ class GradientSynchronizer:
         """
         return [
             self.names[member]
-            for shipment in self._shipments
-            if shipment.handle is not None
-            and shipment.flat.device.type == "cpu"
-            and shipment.flat.dtype in (torch.float32, torch.float64)
-            and shipment.flat._version != shipment.version
-            for member in shipment.bucket.members
+            for state in self._states
+            if state.handle is not None
+            and state.flat.device.type == "cpu"
+            and state.flat.dtype in (torch.float32, torch.float64)
+            and state.flat._version != state.version
+            for member in state.bucket.members
         ]
 
     def _dropped_under_way(self) -> list[str]:
@@ -425,10 +425,10 @@ class GradientSynchronizer:
             if not self._arrived[index]:
                 self._settle(index)
         self._start_full_buckets()
-        for shipment in self._shipments:
-            if shipment.handle is not None:
-                shipment.handle.wait()
-                shipment.handle = None
+        for state in self._states:
+            if state.handle is not None:
+                state.handle.wait()
+                state.handle = None
         if self._usage_handle is not None:
             self._usage_handle.wait()
             self.used = np.unpackbits(self._usage_bits, count=len(self.parameters)).tolist()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, storage, summon_full_parameters
-from hpcpar.data_parallel.storage import OnCpu, OnDisk, Resident, storage_of
+from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, offload, summon_full_parameters
+from hpcpar.data_parallel.offload import CpuOffload, DiskOffload, NoOffload, make_offload
 from hpcpar.errors import HpcparError, OffloadError, PeerFailedError
 from tests.grid import checkered
 
@@ -127,7 +127,7 @@ def test_between_steps_memory_holds_no_state(stage: int, tmp_path: Path) -> None
     numel = sum(parameter.numel() for parameter in Network().parameters())
     unused = 2
     assert counts == [0, 0]
-    kept = [each.tensor for file in update._storage._files.values() for each in file.fields]  # type: ignore[attr-defined]
+    kept = [each.tensor for file in update._offload._files.values() for each in file.fields]  # type: ignore[attr-defined]
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept) == 0
     assert update.nbytes() == 12 * numel - 8 * unused
     files = list(tmp_path.rglob("*.bin"))
@@ -176,14 +176,14 @@ def full_on_rank_1(monkeypatch: pytest.MonkeyPatch, room: list[int]) -> None:
     """Let rank 1, a thread, have no room for files larger than room[0] bytes."""
     import threading
 
-    reserve = storage._reserve
+    reserve = offload._reserve
 
     def limited(path: Path, nbytes: int) -> None:
         if threading.current_thread().name == "rank 1" and nbytes > room[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(path, nbytes)
 
-    monkeypatch.setattr(storage, "_reserve", limited)
+    monkeypatch.setattr(offload, "_reserve", limited)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -268,15 +268,15 @@ def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_r
 
         return call
 
-    places = OnDisk(tmp_path)
+    places = DiskOffload(tmp_path)
     contents: list[list[tuple[Tensor, dict[str, Any]]]] = []
     for number in range(8):
         master = torch.full((3,), float(number))
         contents.append([(master[:2], {}), (master[2:], {})])
         contents[-1][0][1]["moment"] = torch.full((2,), 10.0 + number)
         places.adopt(number, contents[-1], master)
-    monkeypatch.setattr(storage, "_read", beside(storage._read, +1))
-    monkeypatch.setattr(storage, "_write", beside(storage._write, -1))
+    monkeypatch.setattr(offload, "_read", beside(offload._read, +1))
+    monkeypatch.setattr(offload, "_write", beside(offload._write, -1))
     for turn, number in enumerate(order):
         places.fetch(number, following=order[turn + 1 :])
         together[number].wait(20)
@@ -284,22 +284,22 @@ def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_r
         assert (first.tolist(), last.tolist()) == ([number] * 2, [number])
         assert state["moment"].tolist() == [10.0 + number] * 2
         first.add_(100)
-        places.park(number)
-    places.settle()
+        places.offload(number)
+    places.wait()
     monkeypatch.undo()
     for number in order:
         places.fetch(number)
         (first, state), _ = contents[number]
         assert first.tolist() == [100.0 + number] * 2
-        places.park(number, changed=False)
+        places.offload(number, changed=False)
 
 
 def test_what_offload_asks_for() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert type(storage_of(None, cpu)) is Resident
-    assert type(storage_of(None, gpu)) is Resident
-    assert type(storage_of("cpu", cpu)) is Resident
-    assert type(storage_of("cpu", gpu)) is OnCpu
+    assert type(make_offload(None, cpu)) is NoOffload
+    assert type(make_offload(None, gpu)) is NoOffload
+    assert type(make_offload("cpu", cpu)) is NoOffload
+    assert type(make_offload("cpu", gpu)) is CpuOffload
 
 
 # --- more state than memory -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hpcpar
-from hpcpar.autograd import in_place
+from hpcpar.autograd import fused_layers
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer
 from tests.autograd.modules import Made
@@ -67,7 +67,7 @@ def test_backward_makes_no_gradient_outside_of_its_bucket(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = run_loopback(2, partial(trained, stage=stage))
-    monkeypatch.setattr(in_place, "LEAST_NBYTES", math.inf)
+    monkeypatch.setattr(fused_layers, "LEAST_NBYTES", math.inf)
     copied = run_loopback(2, partial(trained, stage=stage))
     for mine, other in zip(found, copied, strict=True):
         assert mine.made == set()

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpcpar.autograd import DeferredGradients, recompute
-from hpcpar.autograd.weight_gradients import stand_in
+from hpcpar.autograd.weight_grad_mode import stand_in
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel.gradients import GradientSynchronizer
+from hpcpar.data_parallel.reducer import Reducer
 from tests.autograd.modules import (
     MODULES,
     TOLERANCE,
@@ -404,11 +404,11 @@ def test_recorded_ranks_in_threads_average_their_microbatches_once_all_are_in() 
 
     def averages(comm: Communicator) -> list[Tensor | None]:
         module = copy.deepcopy(start)
-        synchronizer = GradientSynchronizer(module.named_parameters(), comm, passes=2)
+        reducer = Reducer(module.named_parameters(), comm, passes=2)
         both = [backward_of(module, [values(2, 5, 8, seed=2 * comm.rank + turn)])[0] for turn in range(2)]
         for deferred in both:
             deferred.compute()
-        synchronizer.synchronize()
+        reducer.synchronize()
         return [parameter.grad for parameter in module.parameters()]
 
     for seed in range(4):

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.held_parameter import holder_of, own_gradient, set_holder, set_own_gradient
-from hpcpar.autograd.in_place import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.autograd.split_norms import wide
 from hpcpar.autograd.torch_clipping import install, note_split_over
-from hpcpar.data_parallel.blocks import Block, gather_into_blocks
+from hpcpar.data_parallel.bucket_shards import Piece
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.elementwise import require_elementwise
-from hpcpar.data_parallel.fully_sharded import Sharding, sharding_of
-from hpcpar.data_parallel.gradients import ADVICE, GradientSynchronizer, bucketed
+from hpcpar.data_parallel.flat_parameters import Block, gather_into_blocks
 from hpcpar.data_parallel.held_gradient import HeldGradient
-from hpcpar.data_parallel.node_copy import NodeCopy
 from hpcpar.data_parallel.norms import GradientNorm
+from hpcpar.data_parallel.offload import make_offload
+from hpcpar.data_parallel.parameter_allgather import ParameterAllGather, wait_for_new
 from hpcpar.data_parallel.parameters import (
     Named,
     OwnPiece,
@@ -36,14 +36,14 @@ from hpcpar.data_parallel.parameters import (
     view_as,
 )
 from hpcpar.data_parallel.precision import LossScaler, Precision
-from hpcpar.data_parallel.publication import Publication, wait_for_new
+from hpcpar.data_parallel.reducer import ADVICE, Reducer, bucketed
 from hpcpar.data_parallel.reduction import Averaging, Reduction
 from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
-from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
 from hpcpar.data_parallel.sharded_step import MASTER, ShardedStep, State, flattened, is_elementwise, part_of
-from hpcpar.data_parallel.shards import Piece
-from hpcpar.data_parallel.storage import storage_of
+from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
+from hpcpar.data_parallel.zero2 import STAGING_BUCKET_BYTES, ShardedGradients
+from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
 from hpcpar.errors import DivergenceError, OffloadError, OperationError
 from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes
 from hpcpar.uncompiled import uncompiled
@@ -89,7 +89,7 @@ class DistributedOptimizer(Optimizer):
                        files there. None: where the parameters are
     shared_parameters  stages 1 and 2, on CPUs: the parameters exist once on each node, for all of its ranks
     model              whose linear layers and embeddings make gradients where they are to lie, and add to
-                       them there (`hpcpar.autograd.in_place`). None: gradients are copied
+                       them there (`hpcpar.autograd.fused_layers`). None: gradients are copied
     overlap_allgather  stages 1 and 2 with `model`: `step` returns while the new parameters are on their way,
                        and the model's modules wait for theirs when they are next called. It demands that
                        whoever reads parameters in another way (an average of weights, a norm, p.data) calls
@@ -163,7 +163,7 @@ class DistributedOptimizer(Optimizer):
         self._sharding = sharding_of([parameter for _, parameter in self._named])
         self.zero_stage = self._stage(zero_stage)
         if bucket_bytes is None:
-            bucket_bytes = BUCKET_BYTES if self.zero_stage < 2 else ROOM_BYTES
+            bucket_bytes = BUCKET_BYTES if self.zero_stage < 2 else STAGING_BUCKET_BYTES
         self._bucketing: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "first_bucket_bytes": min(first_bucket_bytes, bucket_bytes),
@@ -236,9 +236,9 @@ class DistributedOptimizer(Optimizer):
         return self.inner.state
 
     @property
-    def synchronizer(self) -> GradientSynchronizer | ScatteredGradients:
+    def reducer(self) -> Reducer | ShardedGradients:
         """Buckets, flat gradients and whether they are averages."""
-        return self._synchronizer
+        return self._reducer
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -251,20 +251,20 @@ class DistributedOptimizer(Optimizer):
         return self._update
 
     @property
-    def sharding(self) -> Sharding | None:
+    def sharding(self) -> FullyShardedState | None:
         """Of a fully sharded model."""
         return self._sharding
 
     @property
-    def once(self) -> NodeCopy | None:
+    def node_shared(self) -> NodeSharedParameters | None:
         """Where the parameters exist once on each node."""
-        return self._once if self._sharding is None else self._sharding.once
+        return self._node_shared if self._sharding is None else self._sharding.node_shared
 
     @property
     def averages(self) -> list[Tensor]:
         """What this rank has of averages; in stages 0 and 1 perhaps in copies, of another type."""
-        if isinstance(self._synchronizer, ScatteredGradients):
-            return self._synchronizer.shards
+        if isinstance(self._reducer, ShardedGradients):
+            return self._reducer.shards
         return self._averaging.averages
 
     # --- gradients --------------------------------------------------------------------------------
@@ -275,14 +275,14 @@ class DistributedOptimizer(Optimizer):
         In stages 0 and 1 nothing is sent meanwhile. In 2 and 3 every backward sends, as no rank has room
         for whole gradients.
         """
-        return self._synchronizer.no_sync()
+        return self._reducer.no_sync()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Average the sum of so many backwards from now on; they are counted from zero again."""
         self.backward_passes_per_step = _number_of_passes(passes)
-        if isinstance(self._synchronizer, GradientSynchronizer):
-            self._synchronizer.passes = passes
-            self._synchronizer.recount()
+        if isinstance(self._reducer, Reducer):
+            self._reducer.passes = passes
+            self._reducer.recount()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale that keeps float16 gradients from underflow: call backward() on that."""
@@ -313,19 +313,19 @@ class DistributedOptimizer(Optimizer):
     @uncompiled
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks, unless each is; nobody has to call it."""
-        if self._synchronizer.synchronized:
+        if self._reducer.synchronized:
             return
         self._refuse_rivals()
         self._refuse_copies()
         if self._update is not None:
             self._refuse_leftovers()
-        self._synchronizer.synchronize()
+        self._reducer.synchronize()
         self._factor = 1.0 / self.scaler.scale
         self._overflow, self._total = None, None
         self._zeroed.clear()
-        if self._update is not None and isinstance(self._synchronizer, GradientSynchronizer):
-            self._synchronizer.hide()
-            self._synchronizer.used_up = any(self._synchronizer.used)
+        if self._update is not None and isinstance(self._reducer, Reducer):
+            self._reducer.hide()
+            self._reducer.used_up = any(self._reducer.used)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -335,7 +335,7 @@ class DistributedOptimizer(Optimizer):
         set_to_none=False   the buckets are filled with zeros and the next backward adds to them; parameters
                             that had a gradient are stepped on though it brings them none, as in torch
         """
-        self._synchronizer.zero(set_to_none=set_to_none)
+        self._reducer.zero(set_to_none=set_to_none)
         self._total = None
         self._zeroed.clear()
 
@@ -348,9 +348,9 @@ class DistributedOptimizer(Optimizer):
         number = self._number_of[id(parameter)]
         if self._is_in_backward(number):
             return own_gradient(parameter)
-        if self._synchronizer.round_open:
+        if self._reducer.round_open:
             self.synchronize()
-        if self._update is None or not self._synchronizer.used[number]:
+        if self._update is None or not self._reducer.used[number]:
             return own_gradient(parameter)
         return HeldGradient.of(parameter, self)
 
@@ -367,13 +367,13 @@ class DistributedOptimizer(Optimizer):
             return
         if type(gradient) is HeldGradient and gradient.parameter is parameter:
             return  # p.grad *= 0.5 sets what it has changed
-        if self._synchronizer.round_open:
+        if self._reducer.round_open:
             self.synchronize()
-        if self._update is None or not (self._synchronizer.used[number] or self._synchronizer.synchronized):
+        if self._update is None or not (self._reducer.used[number] or self._reducer.synchronized):
             set_own_gradient(parameter, gradient)
         elif gradient is not None:
             raise OperationError(
-                f"the gradient of {self._synchronizer.names[number]} was to be replaced, of which this rank "
+                f"the gradient of {self._reducer.names[number]} was to be replaced, of which this rank "
                 f"has only a shard, as with zero_stage={self.zero_stage}, precision or offload; change it in "
                 "place (p.grad.mul_(), p.grad.copy_()), or change those of optimizer.named_gradients()"
             )
@@ -381,8 +381,8 @@ class DistributedOptimizer(Optimizer):
             own = self.own_gradient_of(parameter)
             if own is not None:
                 own[1].zero_()  # the next backward adds to it
-            self._synchronizer.forget(number)
-            if not any(self._synchronizer.used):
+            self._reducer.forget(number)
+            if not any(self._reducer.used):
                 self.zero_grad()
 
     def own_gradient_of(self, parameter: Tensor) -> tuple[OwnPiece, Tensor] | None:
@@ -408,7 +408,7 @@ class DistributedOptimizer(Optimizer):
         if own is not None:
             own[1].zero_()
         self._zeroed.add(self._number_of[id(parameter)])
-        if all(number in self._zeroed for number, is_used in enumerate(self._synchronizer.used) if is_used):
+        if all(number in self._zeroed for number, is_used in enumerate(self._reducer.used) if is_used):
             self.zero_grad(set_to_none=False)
 
     def norm_of(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
@@ -420,9 +420,9 @@ class DistributedOptimizer(Optimizer):
         """Whether a backward is still to bring a gradient; OperationError where one has sent it."""
         if torch._C._current_graph_task_id() == -1:
             return False
-        if self._synchronizer.has_taken(number):
+        if self._reducer.has_taken(number):
             raise OperationError(
-                f"the gradient of {self._synchronizer.names[number]} was used in the backward that had sent "
+                f"the gradient of {self._reducer.names[number]} was used in the backward that had sent "
                 "it to be averaged, as in a hook; use it after the backward, or in one that sees it first: "
                 "p.register_hook, or one that is registered before the optimizer is made"
             )
@@ -437,15 +437,15 @@ class DistributedOptimizer(Optimizer):
         """
         self.synchronize()
         self._clip_now()
-        names = self._synchronizer.names
+        names = self._reducer.names
         if self._update is None:
-            for name, parameter in zip(names, self._synchronizer.parameters, strict=True):
+            for name, parameter in zip(names, self._reducer.parameters, strict=True):
                 if parameter.grad is not None:
                     yield name, slice(0, parameter.numel()), flat_view(parameter.grad)
             return
         for block, gradient in zip(self._update.blocks, self._gradients(), strict=True):
             for piece in block.shard.pieces:
-                if self._synchronizer.used[piece.member]:
+                if self._reducer.used[piece.member]:
                     yield (
                         names[piece.member],
                         slice(piece.start, piece.stop),
@@ -524,13 +524,13 @@ class DistributedOptimizer(Optimizer):
             outcome = None if closure is None else self._averaged(closure)
             self.synchronize()
             self._step_on_shards(self._update)
-            self._synchronizer.used_up = any(self._synchronizer.used)
+            self._reducer.used_up = any(self._reducer.used)
         elif closure is None:
             self.synchronize()
             outcome = None if self._is_skipped() else self.inner.step()
         else:
             outcome = self.inner.step(lambda: self._averaged(closure))
-        self._synchronizer.next_step()
+        self._reducer.next_step()
         return outcome
 
     def _step_on_shards(self, update: ShardedStep) -> None:
@@ -543,26 +543,26 @@ class DistributedOptimizer(Optimizer):
                 return
         elif self._is_skipped():
             return
-        self._publication.before()
+        self._allgather.before_step()
         failure: OffloadError | None = None
         try:
             self._follow_parameters()
-            update.run(self._gradients(), self._synchronizer.used, self._factor, self._publication.start)
+            update.run(self._gradients(), self._reducer.used, self._factor, self._allgather.start)
         except OffloadError as error:
             failure = error
-        self._publication.rest()
+        self._allgather.start_remaining()
         if update.may_fail:
             self.dp_comm.agree(failure, "keeping the optimizer's state")
         if not self._overlap:
-            self._publication.wait()
+            self._allgather.wait()
         # They may look at parameters, and write to them.
-        update.call_post_hooks(self._publication.wait)
+        update.call_post_hooks(self._allgather.wait)
 
     def _is_skipped(self) -> bool:
         """Whether all ranks skip a step for gradients that are not finite; DivergenceError by default."""
         if self._nonfinite == "step" or (self._total is not None and self._total.isfinite()):
             return False
-        is_due = self._update is not None or any(p.grad is not None for p in self._synchronizer.parameters)
+        is_due = self._update is not None or any(p.grad is not None for p in self._reducer.parameters)
         if not is_due or self.gradients_are_finite():
             return False
         self.scaler.skipped += 1
@@ -591,7 +591,7 @@ class DistributedOptimizer(Optimizer):
     @uncompiled
     def wait_for_parameters(self) -> None:
         """Return when the last step's parameters are here; `step` waits without `overlap_allgather`."""
-        self._publication.wait()
+        self._allgather.wait()
 
     # --- states -----------------------------------------------------------------------------------
 
@@ -668,14 +668,14 @@ class DistributedOptimizer(Optimizer):
                 }
                 self._load_plain({**state_dict, "state": {n: state for n, state in states.items() if state}})
             return
-        self._publication.before()
+        self._allgather.before_step()
         with self.dp_comm.together("loading the optimizer's state"):
             with self._showing({}):
                 self.inner.load_state_dict(_plain(state_dict, {}))
             self._load_scale(state_dict)
             self._update.load_states(lambda piece: state_of(self._own_piece(piece)))
-        self._publication.rest()
-        self._publication.wait()
+        self._allgather.start_remaining()
+        self._allgather.wait()
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, which only the same rank of as many, in the same stage, can load.
@@ -735,14 +735,14 @@ class DistributedOptimizer(Optimizer):
         """How often each parameter was written to; a step is not counted, which writes to blocks."""
         if self._sharding is not None:  # absent; only `summon_full_parameters` writes to them
             return [self._sharding.writes]
-        return [parameter._version for parameter in self._synchronizer.parameters]
+        return [parameter._version for parameter in self._reducer.parameters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, given as (name, parameter) pairs unless named at construction; collective.
 
         Not while averages are under way: call it between `step` and the next backward.
         """
-        if self._synchronizer.round_open:
+        if self._reducer.round_open:
             raise OperationError(
                 "add_param_group was called while gradients are under way; call it between step() and the "
                 "next backward"
@@ -778,10 +778,10 @@ class DistributedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Take all hooks off parameters and model. Collective. A fully sharded model stays what it is."""
-        self._publication.close()
+        self._allgather.close()
         self._in_place.close()
         if self._sharding is None:
-            self._synchronizer.close()
+            self._reducer.close()
         self._loan = None
         self._is_closed = True
 
@@ -799,7 +799,7 @@ class DistributedOptimizer(Optimizer):
         norms = norms if self._nonfinite == "step" else max(norms, 1)
         total = data_parallel_nbytes(
             self.dp_comm,
-            self._synchronizer.buckets,
+            self._reducer.buckets,
             StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads),
             stage=self.zero_stage,
             algorithm=self._algorithm,
@@ -869,14 +869,14 @@ class DistributedOptimizer(Optimizer):
         self._factor = 1.0
         self._is_closed = False
         self._in_place.enter_context(adding_in_place([] if self._model is None else [self._model]))
-        self._once = NodeCopy(self.dp_comm) if self._common else None
+        self._node_shared = NodeSharedParameters(self.dp_comm) if self._common else None
         self._update: ShardedStep | None = None
         sharding, size = self._sharding, self.dp_comm.size
         if sharding is not None:
             agree_on_parameters(named, self.dp_comm)
             sharding.require_all(named)
             sharding.on_loaded = weakref.WeakMethod(self.take_parameters)
-            self._synchronizer: GradientSynchronizer | ScatteredGradients = sharding.gradients
+            self._reducer: Reducer | ShardedGradients = sharding.gradients
             if sharding.gradients.used_up:
                 sharding.gradients.zero()  # an optimizer before this one has stepped on them
             # As this optimizer was given them, not as they were called in the module that was sharded.
@@ -886,7 +886,7 @@ class DistributedOptimizer(Optimizer):
         elif self.zero_stage == 2:
             blocks = self._make_blocks(named)
             trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-            self._synchronizer = ScatteredGradients(
+            self._reducer = ShardedGradients(
                 [name for name, _ in trainable],
                 [parameter for _, parameter in trainable],
                 [block.bucket for block in blocks],
@@ -903,7 +903,7 @@ class DistributedOptimizer(Optimizer):
                 scattered=self.zero_stage == 1,
                 dtype=None if self.precision is None else self.precision.reduction,
             )
-            self._synchronizer = GradientSynchronizer(
+            self._reducer = Reducer(
                 named,
                 own_comm,
                 **self._bucketing,
@@ -917,14 +917,14 @@ class DistributedOptimizer(Optimizer):
                 held=True,
             )
         self._claim()
-        self._publication: Publication | Sharding = sharding or Publication(
+        self._allgather: ParameterAllGather | FullyShardedState = sharding or ParameterAllGather(
             blocks if self.zero_stage else [],
-            self._synchronizer.parameters,
+            self._reducer.parameters,
             self.dp_comm,
-            once=self._once,
+            node_shared=self._node_shared,
             model=self._model if self._overlap else None,
         )
-        self._number_of = {id(p): number for number, p in enumerate(self._synchronizer.parameters)}
+        self._number_of = {id(p): number for number, p in enumerate(self._reducer.parameters)}
         self._piece_of = {
             piece.member: (number, piece)
             for number, block in enumerate(blocks)
@@ -935,17 +935,17 @@ class DistributedOptimizer(Optimizer):
             with self.dp_comm.together("making room for the optimizer's state"):
                 self._update = ShardedStep(
                     self.inner,
-                    self._synchronizer.parameters,
+                    self._reducer.parameters,
                     blocks,
                     precision=self.precision,
-                    storage=storage_of(self._offload, device),
+                    offload=make_offload(self._offload, device),
                     layouts=None if sharding is None else sharding.layouts,
                 )
         self._versions = self._versions_now()
-        averaged = set(map(id, self._synchronizer.parameters))
+        averaged = set(map(id, self._reducer.parameters))
         self._norm = GradientNorm(
-            self._synchronizer.parameters,
-            self._synchronizer.buckets,
+            self._reducer.parameters,
+            self._reducer.buckets,
             self.dp_comm,
             sharded=self.zero_stage > 0,
             elsewhere=[parameter for name, parameter in named if not self._tied.get(name, True)],
@@ -970,7 +970,7 @@ class DistributedOptimizer(Optimizer):
 
     def _claim(self) -> None:
         """Know of all that average gradients of the same parameters; they may be gone when it matters."""
-        for parameter in self._synchronizer.parameters:
+        for parameter in self._reducer.parameters:
             other: DistributedOptimizer | None = holder_of(parameter)
             if other is not None and other is not self and all(each() is not other for each in self._rivals):
                 self._rivals.append(weakref.ref(other))
@@ -984,8 +984,8 @@ class DistributedOptimizer(Optimizer):
             gc.collect()
         self._rivals = [each for each in self._rivals if (other := each()) and not other._is_closed]
         for other in filter(None, (each() for each in self._rivals)):
-            mine = set(map(id, self._synchronizer.parameters))
-            common = zip(other._synchronizer.names, other._synchronizer.parameters, strict=True)
+            mine = set(map(id, self._reducer.parameters))
+            common = zip(other._reducer.names, other._reducer.parameters, strict=True)
             name = next((name for name, parameter in common if id(parameter) in mine), None)
             if name is not None:
                 raise OperationError(
@@ -996,7 +996,7 @@ class DistributedOptimizer(Optimizer):
 
     def _refuse_copies(self) -> None:
         """OperationError for tied weights whose gradients may be averaged before they are summed."""
-        for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):
+        for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
             if name not in self._tied and getattr(parameter, "hpcpar_is_copy", False):
                 raise OperationError(
                     f"{name} is among the TiedWeights of a pipeline, but tied= does not name it, so that its "
@@ -1030,7 +1030,7 @@ class DistributedOptimizer(Optimizer):
             self.dp_comm,
             dtype=dtype,
             sharded=self.zero_stage > 0,
-            once=self._once,
+            node_shared=self._node_shared,
         )
 
     def _reduction(self) -> Reduction:
@@ -1038,20 +1038,20 @@ class DistributedOptimizer(Optimizer):
 
     def _gradients(self) -> list[Tensor]:
         """The average gradients that this rank has, flat, by bucket."""
-        if isinstance(self._synchronizer, ScatteredGradients):
-            return self._synchronizer.shards
+        if isinstance(self._reducer, ShardedGradients):
+            return self._reducer.shards
         if self._update is None:
-            self._synchronizer.adopt()  # what a user has set, or set to None, since they came
-        return [self._averaging.average(bucket) for bucket in self._synchronizer.buckets]
+            self._reducer.adopt()  # what a user has set, or set to None, since they came
+        return [self._averaging.average(bucket) for bucket in self._reducer.buckets]
 
     def _refuse_leftovers(self) -> None:
         """OperationError where a step on shards would leave out what a step on the whole would not."""
-        if self._synchronizer.used_up:
+        if self._reducer.used_up:
             raise OperationError(
                 "gradients were to be averaged that add to averages of before, and shards keep no sums "
                 "from step to step; call zero_grad() after each step()"
             )
-        trained = {id(parameter) for parameter in self._synchronizer.parameters}
+        trained = {id(parameter) for parameter in self._reducer.parameters}
         for name, parameter in self._named:
             if id(parameter) not in trained and id(parameter) in self._held and parameter.grad is not None:
                 raise OperationError(
@@ -1060,7 +1060,7 @@ class DistributedOptimizer(Optimizer):
                 )
 
     def _refuse_own_gradients(self) -> None:
-        for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):
+        for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
             if own_gradient(parameter) is not None:
                 raise OperationError(
                     f"the gradient of {name} was set after gradients had been averaged, and zero_stage="
@@ -1078,7 +1078,7 @@ class DistributedOptimizer(Optimizer):
             ):
                 if stop > start and update.parameters[member].data_ptr() != base + start * itemsize:
                     raise OperationError(
-                        f"the memory of {self._synchronizer.names[member]} was replaced after its optimizer "
+                        f"the memory of {self._reducer.names[member]} was replaced after its optimizer "
                         "was made distributed, as p.data = …, vector_to_parameters, model.to() and another "
                         "optimizer's making do, so steps would not reach it; write in place (p.copy_() under "
                         "torch.no_grad()), then call optimizer.take_parameters(), or replace it before the "
@@ -1105,7 +1105,7 @@ class DistributedOptimizer(Optimizer):
             else:
                 told = self.dp_comm.gather_object(mine, root)
             for piece, state in (pair for of_rank in told or [] for pair in of_rank):
-                numel = self._synchronizer.parameters[piece.member].numel()
+                numel = self._reducer.parameters[piece.member].numel()
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or value.dim() == 0:
                         whole[piece.member][key] = value
@@ -1113,7 +1113,7 @@ class DistributedOptimizer(Optimizer):
                     held = whole[piece.member].setdefault(key, torch.zeros(numel, dtype=value.dtype))
                     held[piece.start : piece.stop] = value
         return {
-            self._synchronizer.parameters[member]: {
+            self._reducer.parameters[member]: {
                 key: view_as(value, 0, value.numel(), update.layouts[member])
                 if isinstance(value, Tensor) and value.dim() > 0
                 else value
@@ -1142,17 +1142,17 @@ class DistributedOptimizer(Optimizer):
 
     def _own_piece(self, piece: Piece) -> OwnPiece:
         assert self._update is not None, "there are pieces"
-        synchronizer, member = self._synchronizer, piece.member
+        reducer, member = self._reducer, piece.member
         return OwnPiece(
-            synchronizer.names[member],
-            synchronizer.parameters[member],
+            reducer.names[member],
+            reducer.parameters[member],
             self._update.layouts[member],
             piece.start,
             piece.stop,
         )
 
     def _whole_pieces(self) -> Iterator[OwnPiece]:
-        for name, parameter in zip(self._synchronizer.names, self._synchronizer.parameters, strict=True):
+        for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
             yield OwnPiece(name, parameter, layout_of(parameter), 0, parameter.numel())
 
     def _load_scale(self, state_dict: Mapping[str, Any]) -> None:

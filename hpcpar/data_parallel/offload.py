@@ -1,8 +1,8 @@
 """Where master weights and optimizer states are between steps.
 
-    Resident   where they were made
-    OnCpu      in host memory, where the step is done, too, while the parameters are on a GPU
-    OnDisk     in a file for each block, so that they may be larger than memory
+    NoOffload   where they were made
+    CpuOffload      in host memory, where the step is done, too, while the parameters are on a GPU
+    DiskOffload     in a file for each block, so that they may be larger than memory
 
                disk     read 1      read 2      read 3
                step            step 1      step 2      step 3
@@ -36,8 +36,8 @@ Content = Sequence[tuple[Tensor, dict[str, Any]]]
 """A block's pieces, each with its state."""
 
 
-class Storage:
-    """Blocks' masters and states; a block is worked on between `fetch` and `park`.
+class Offload:
+    """Blocks' masters and states; a block is worked on between `fetch` and `offload`.
 
     device        where the step is done; None: where the parameters are
     is_resident   whether masters may be the parameters themselves
@@ -54,11 +54,11 @@ class Storage:
     def fetch(self, number: int, following: Sequence[int] = ()) -> None:
         """Bring a block to where it can be worked on; `following` will be asked for next."""
 
-    def park(self, number: int, *, changed: bool = True) -> None:
+    def offload(self, number: int, *, changed: bool = True) -> None:
         """It will not be worked on for a while."""
 
-    def settle(self) -> None:
-        """Return when all that was parked is where it belongs."""
+    def wait(self) -> None:
+        """Return when all that was offloaded is where it belongs."""
 
     def nbytes(self) -> int:
         """Bytes that are kept elsewhere than in the memory of parameters."""
@@ -68,11 +68,11 @@ class Storage:
     """The most bytes of blocks that were in memory at once for a while."""
 
 
-class Resident(Storage):
+class NoOffload(Offload):
     """All stays where it is."""
 
 
-class OnCpu(Storage):
+class CpuOffload(Offload):
     """Masters and states are made in host memory, and stay there."""
 
     device = torch.device("cpu")
@@ -98,7 +98,7 @@ class _Field:
 class _File:
     """A block on disk.
 
-    content   whose tensors are empty while they are parked
+    content   whose tensors are empty while they are offloaded
     fields    what lies in the file, one after another
     buffer    the memory that they are views of, while the block is here
     """
@@ -112,7 +112,7 @@ class _File:
     nbytes: int = 0
 
 
-class OnDisk(Storage):
+class DiskOffload(Offload):
     """A file for each block under `directory`, in a directory of its own that goes with this object.
 
     While a block is stepped on the next one is read and the one before written: three are in memory.
@@ -139,8 +139,8 @@ class OnDisk(Storage):
 
     def adopt(self, number: int, content: Content, master: Tensor) -> None:
         self._files[number] = _File(self.directory / f"block-{number:05d}.bin", content, master)
-        self.park(number)
-        self.settle()  # one block in memory is enough while they are made
+        self.offload(number)
+        self.wait()  # one block in memory is enough while they are made
 
     def fetch(self, number: int, following: Sequence[int] = ()) -> None:
         file = self._files[number]
@@ -152,9 +152,9 @@ class OnDisk(Storage):
             self._begin_reading(self._files[following[0]])
         self._note_peak()
 
-    def park(self, number: int, *, changed: bool = True) -> None:
+    def offload(self, number: int, *, changed: bool = True) -> None:
         file = self._files[number]
-        self.settle()
+        self.wait()
         if changed:
             buffer = self._packed(file)
             try:
@@ -169,7 +169,7 @@ class OnDisk(Storage):
         file.master.data = torch.empty(0, dtype=file.master.dtype)
         file.buffer = None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             self._written = None
@@ -189,7 +189,7 @@ class OnDisk(Storage):
 
     def _begin_reading(self, file: _File) -> Future[Tensor]:
         if file is self._written:
-            self.settle()
+            self.wait()
         file.reading = self._threads.submit(_read, file.path, file.nbytes)
         return file.reading
 
@@ -309,10 +309,10 @@ def _explained(path: Path, nbytes: int, error: OSError) -> OffloadError:
     )
 
 
-def storage_of(offload: str | Path | None, device: torch.device) -> Storage:
+def make_offload(offload: str | Path | None, device: torch.device) -> Offload:
     """What `offload` asks for: None, "cpu", or a directory, for parameters on this device."""
     if offload is None or (offload == "cpu" and device.type == "cpu"):
-        return Resident()
+        return NoOffload()
     if offload == "cpu":
-        return OnCpu()
-    return OnDisk(offload)
+        return CpuOffload()
+    return DiskOffload(offload)

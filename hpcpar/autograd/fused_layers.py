@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.nn import functional
 
+from hpcpar.autograd.grad_accumulation_fusion import (
+    EmbeddingWeightGrad,
+    LinearWeightGrad,
+    accumulate,
+    bias_gradient,
+    no_view,
+)
 from hpcpar.autograd.held_parameter import is_ordinary
-from hpcpar.autograd.pieces import OfEmbedding, OfProduct, bias_gradient, contribute, no_view
-from hpcpar.autograd.weight_gradients import under_way
+from hpcpar.autograd.weight_grad_mode import under_way
 from hpcpar.units import MiB
 
 LEAST_NBYTES = MiB
@@ -104,7 +110,9 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         of_x = gradient.matmul(weight.conj()) if need_x else None
-        of_weight = contribute(ctx.parameter, [OfProduct(gradient, lambda: x)]) if need_weight else None
+        of_weight = (
+            accumulate(ctx.parameter, [LinearWeightGrad(gradient, lambda: x)]) if need_weight else None
+        )
         of_bias = bias_gradient(gradient) if need_bias else None
         return of_x, of_weight, of_bias
 
@@ -120,5 +128,5 @@ class _Embedding(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        piece = OfEmbedding(gradient, tokens, ctx.parameter.shape[0], *ctx.options)
-        return None, None, contribute(ctx.parameter, [piece])
+        piece = EmbeddingWeightGrad(gradient, tokens, ctx.parameter.shape[0], *ctx.options)
+        return None, None, accumulate(ctx.parameter, [piece])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcpar.data import ByteTokenizer, Corpus, Dataset, Shards, build
-from hpcpar.data.shards import _SplitWriter, building, cache_key, token_dtype
+from hpcpar.data.token_files import _SplitWriter, building, cache_key, token_dtype
 from hpcpar.errors import DataError
 
 
