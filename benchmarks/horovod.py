@@ -349,7 +349,7 @@ def libraries(options: argparse.Namespace) -> list[Library]:
 def job(library: Library, options: argparse.Namespace) -> dict[str, Any]:
     """Run one library's job to its end; what its rank 0 has left."""
     from hpcpar.launch import supervise
-    from hpcpar.launch.variables import env
+    from hpcpar.launch.settings import env
 
     with tempfile.TemporaryDirectory() as folder:
         words = [

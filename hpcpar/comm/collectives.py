@@ -35,7 +35,7 @@ from hpcpar.comm.reductions import require_op, scale
 from hpcpar.comm.scaling import Factors, Rescaling, is_plain
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, empty_like, flat
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
 
 PREPARED = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall", "barrier")
 """What `prepare` takes."""

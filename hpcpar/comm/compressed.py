@@ -24,7 +24,7 @@ from hpcpar.comm.reductions import finish, scale
 from hpcpar.comm.scaling import Factors
 from hpcpar.comm.wire import convert_on_device, decode, encode, wire_buffer
 from hpcpar.transport.buffers import Binding, HostBuffer
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
 
 
 class Compressed:

@@ -15,7 +15,7 @@ import numpy as np
 from hpcpar.comm.blocks import tensor
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, tensor_on
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
 from hpcpar.transport.interface import Octets
 
 WIRES = ("float16", "bfloat16")

@@ -1,4 +1,4 @@
-"""Which cores and which GPU a rank works on, and whether waiting must yield."""
+"""Cores and GPU of a rank, and the test whether its waits must yield."""
 
 from __future__ import annotations
 

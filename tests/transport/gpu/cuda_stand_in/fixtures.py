@@ -15,13 +15,13 @@ def stand_in():
     Other tests see no device. Where there is a real one they would lose it: set STAND_IN=1 in a run for the
     tests of the stand-in alone.
     """
-    from tests.transport import cuda_stand_in
+    from tests.transport.gpu import cuda_stand_in
 
     if reason := cuda_stand_in.obstacle():
         pytest.skip(reason)
     if Path("/dev/nvidiactl").exists() and os.environ.get("STAND_IN") != "1":
         pytest.skip("would hide this machine's GPU from later tests; STAND_IN=1 runs it nevertheless")
-    from hpcpar.transport.cuda_driver import driver
+    from hpcpar.transport.gpu.runtime import driver
 
     cuda_stand_in.show(True)
     try:

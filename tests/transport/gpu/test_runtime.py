@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 
 from hpcpar.errors import CudaError
-from hpcpar.transport import cuda_driver
+from hpcpar.transport.gpu import runtime
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 OTHER = """
 import sys
 import numpy as np
-from tests.transport import cuda_stand_in
-from tests.transport.cuda_stand_in import DeviceArray
+from tests.transport.gpu import cuda_stand_in
+from tests.transport.gpu.cuda_stand_in import DeviceArray
 
 cuda_stand_in.load()
 from hpcpar.errors import CudaError
-from hpcpar.transport.cuda_driver import driver
+from hpcpar.transport.gpu.runtime import driver
 
 cuda = driver()
 cuda.use(0)
@@ -64,7 +64,7 @@ class OtherProcess:
 
 @pytest.fixture
 def cuda(stand_in):
-    return cuda_driver.driver()
+    return runtime.driver()
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ def run(script):
 
 
 LOADED = """
-from tests.transport import cuda_stand_in
+from tests.transport.gpu import cuda_stand_in
 cuda_stand_in.load()
 from hpcpar.errors import CudaError
-from hpcpar.transport.cuda_driver import driver
+from hpcpar.transport.gpu.runtime import driver
 cuda = driver()
 cuda.use(0)
 """
@@ -121,49 +121,49 @@ cuda.use(0)
 
 def test_importing_the_package_loads_no_driver():
     script = (
-        "import hpcpar, hpcpar.transport.cuda_driver; print('libcuda.so' in open('/proc/self/maps').read())"
+        "import hpcpar, hpcpar.transport.gpu.runtime; print('libcuda.so' in open('/proc/self/maps').read())"
     )
     assert run(script).stdout == "False\n"
 
 
 def test_without_a_driver_the_error_says_what_was_looked_for(monkeypatch):
-    monkeypatch.setattr(cuda_driver, "PLACES", ("libcuda-not-here.so.1", "/nowhere/libcuda.so.1"))
-    monkeypatch.setattr(cuda_driver, "_driver", None)
-    assert not cuda_driver.is_available()
+    monkeypatch.setattr(runtime, "PLACES", ("libcuda-not-here.so.1", "/nowhere/libcuda.so.1"))
+    monkeypatch.setattr(runtime, "_driver", None)
+    assert not runtime.is_available()
     with pytest.raises(CudaError, match=r"libcuda-not-here\.so\.1 and /nowhere/libcuda\.so\.1"):
-        cuda_driver.driver()
+        runtime.driver()
 
 
 def test_a_library_without_the_calls_is_no_driver(monkeypatch):
-    monkeypatch.setattr(cuda_driver, "PLACES", ("libc.so.6",))
-    monkeypatch.setattr(cuda_driver, "_driver", None)
-    assert not cuda_driver.is_available()
+    monkeypatch.setattr(runtime, "PLACES", ("libc.so.6",))
+    monkeypatch.setattr(runtime, "_driver", None)
+    assert not runtime.is_available()
     with pytest.raises(CudaError, match=r"libc\.so\.6 is too old or no CUDA driver.*cuInit"):
-        cuda_driver.driver()
+        runtime.driver()
 
 
 def test_the_driver_is_one_for_the_process_and_says_which(cuda, stand_in):
-    assert cuda_driver.driver() is cuda
+    assert runtime.driver() is cuda
     assert cuda.path == str(stand_in.build().resolve())
     assert cuda.version == 13000
 
 
 def test_a_driver_without_devices_is_not_available(cuda, stand_in, monkeypatch):
-    assert cuda_driver.is_available()
+    assert runtime.is_available()
     stand_in.show(False)
-    assert not cuda_driver.is_available()
+    assert not runtime.is_available()
     stand_in.show(True)
     monkeypatch.setenv("STAND_IN_DEVICES", "0")
-    assert not cuda_driver.is_available()
+    assert not runtime.is_available()
 
 
 def test_a_driver_that_finds_no_device_when_it_starts_says_so():
     script = """
 import os
 os.environ["STAND_IN_DEVICES"] = "0"
-from tests.transport import cuda_stand_in
+from tests.transport.gpu import cuda_stand_in
 cuda_stand_in.load()
-from hpcpar.transport.cuda_driver import driver, is_available
+from hpcpar.transport.gpu.runtime import driver, is_available
 print(is_available())
 driver()
 """
@@ -176,7 +176,7 @@ def test_several_processes_build_the_stand_in_at_once(stand_in, tmp_path):
     script = f"""
 import tempfile
 tempfile.tempdir = {str(tmp_path)!r}
-from tests.transport import cuda_stand_in
+from tests.transport.gpu import cuda_stand_in
 cuda_stand_in.load()
 """
     started = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) for _ in range(3)]
@@ -535,7 +535,7 @@ def test_calls_are_counted(cuda, stand_in):
 def test_another_process_reads_and_writes_an_exported_allocation(cuda, stand_in, other):
     array = stand_in.DeviceArray.from_host(np.arange(6))
     handle = cuda.export_memory(array.address)
-    assert len(handle) == cuda_driver.HANDLE_NBYTES
+    assert len(handle) == runtime.HANDLE_NBYTES
     other.ask(f"array = DeviceArray(6, np.int64, alloc=lambda _: cuda.open_memory({handle!r}))")
     assert other.ask("array.to_host().tolist()") == [0, 1, 2, 3, 4, 5]
     assert other.ask("cuda.range_of(array.address)[1]") == 48

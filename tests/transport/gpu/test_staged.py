@@ -12,10 +12,10 @@ import pytest
 
 from hpcpar.errors import MismatchError
 from hpcpar.transport import loopback
-from hpcpar.transport.cuda_driver import driver
-from hpcpar.transport.device_memory import DeviceOctets, Queue
+from hpcpar.transport.gpu.memory import DeviceOctets, Queue
+from hpcpar.transport.gpu.runtime import driver
+from hpcpar.transport.gpu.staged import PIECE_NBYTES, SMALL_NBYTES, PinnedPool, StagedExchange, cut
 from hpcpar.transport.interface import COLLECTIVE_TAGS
-from hpcpar.transport.staged import PIECE_NBYTES, SMALL_NBYTES, PinnedPool, StagedExchange, cut
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("stand_in")]
 
@@ -47,7 +47,7 @@ class Rank:
         self.pool.close()
 
     def filled(self, values):
-        from tests.transport.cuda_stand_in import DeviceArray
+        from tests.transport.gpu.cuda_stand_in import DeviceArray
 
         array = DeviceArray.from_host(values)
         self.arrays.append(array)

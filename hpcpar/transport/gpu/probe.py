@@ -1,4 +1,4 @@
-"""Tries on two ranks what MPI does with device pointers: `python -m hpcpar.transport.cuda_probe FILE names…`.
+"""Tries on two ranks what MPI does with device pointers: `python -m hpcpar.transport.gpu.probe FILE names…`.
 
 A program of its own, started by `hpcpar.launch.cuda_aware` as a throw-away job, for an MPI that cannot
 touches device memory with the CPU, and crashes. Rank 0 writes into FILE, a line at a time:
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from hpcpar.errors import HpcparError
 from hpcpar.transport import mpi
-from hpcpar.transport.cuda_driver import CudaDriver, driver
+from hpcpar.transport.gpu.runtime import CudaDriver, driver
 
 # isort: split
 # Only now: hpcpar.transport.mpi has seen to the libraries that this loads.

@@ -1,4 +1,4 @@
-// hpcpar/transport/device_kernels.cu for the host: what CUDA would give it, and a table of all its kernels.
+// hpcpar/transport/gpu/kernels.cu for the host: what CUDA would give it, and a table of all its kernels.
 
 #include <cstdint>
 #include <cstring>
@@ -63,7 +63,7 @@ static unsigned short half_of_float(float value)
 
 static void store_words(void *memory, const unsigned int (&words)[4]) { memcpy(memory, words, sizeof words); }
 
-#include "device_kernels.cu"
+#include "kernels.cu"
 
 union Arguments {
     Fold fold;

@@ -81,7 +81,7 @@ _AS_IT_IS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
+class HorovodSettings:
     """The settings of `HOROVOD_*` variables that have a meaning here.
 
     fusion_threshold_nbytes  HOROVOD_FUSION_THRESHOLD             most bytes of tensors that travel as one
@@ -119,7 +119,7 @@ class Knobs:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Knobs:
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> HorovodSettings:
         """Read the variables; ConfigError names the one that is not understood."""
         return cls(
             fusion_threshold_nbytes=_nbytes(environ, "HOROVOD_FUSION_THRESHOLD", 128 * MiB),

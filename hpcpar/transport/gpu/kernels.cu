@@ -21,7 +21,7 @@ constexpr int THREADS = 256;
 constexpr int SOURCES = 64;
 constexpr int NARROW = -1;
 
-// The argument of a launch, by value. transport/device_kernels.py has the same layout.
+// The argument of a launch, by value. transport/gpu/kernels.py has the same layout.
 struct Fold {
     void *into;
     long long count;

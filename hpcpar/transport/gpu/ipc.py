@@ -25,7 +25,7 @@ from hpcpar.errors import CudaError
 from hpcpar.units import format_nbytes
 
 if TYPE_CHECKING:
-    from hpcpar.transport.cuda_driver import CudaDriver
+    from hpcpar.transport.gpu.runtime import CudaDriver
 
 MOST_OPEN = 256
 """So many mappings stay open; more only while more are in use."""

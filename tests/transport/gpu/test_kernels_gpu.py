@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpcpar.comm.reductions import fold
-from hpcpar.transport.device_kernels import CONVERTED, MOST_SOURCES, THREADS, kernels
-from tests.transport.test_device_kernels import (
+from hpcpar.transport.gpu.kernels import CONVERTED, MOST_SOURCES, THREADS, kernels
+from tests.transport.gpu.test_kernels import (
     CONVERSIONS,
     TILES,
     assert_same,

@@ -15,11 +15,11 @@ import pytest
 
 from hpcpar.comm.reductions import OPS, fold, require_op, require_scale
 from hpcpar.errors import CudaError, OperationError
-from hpcpar.transport import device_kernels
 from hpcpar.transport.buffers import DTYPES, bind
-from hpcpar.transport.device_kernels import MOST_SOURCES, NARROW, THREADS, head_of
-from tests.transport import kernel_stand_in
-from tests.transport.kernel_stand_in import HostKernels, StandInKernels
+from hpcpar.transport.gpu import kernels as gpu_kernels
+from hpcpar.transport.gpu.kernels import MOST_SOURCES, NARROW, THREADS, head_of
+from tests.transport.gpu import kernel_stand_in
+from tests.transport.gpu.kernel_stand_in import HostKernels, StandInKernels
 
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")
@@ -91,7 +91,7 @@ def exact(octets: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray, dtype: str, op: str) -> None:
-    """The same bits, except for what device_kernels.py leaves open: which NaN, and min's and max's zero."""
+    """The same bits, except for what kernels.py leaves open: which NaN, and min's and max's zero."""
     a, b = exact(found, dtype), exact(expected, dtype)
     if dtype not in FLOATS and dtype not in COMPLEX:
         np.testing.assert_array_equal(a, b)
@@ -253,7 +253,7 @@ def test_an_integer_out_of_range_becomes_the_nearest_of_its_type(dtype):
 @pytest.mark.parametrize("dtype", [*HALVES, "float32", "int32", "complex64"])
 def test_up_to_64_sources_are_one_launch(dtype, pieces):
     check("sum", dtype, 300, pieces, factor=0.7)
-    assert len(list(device_kernels.launches(dtype, 16, [32] * pieces, 300))) == 1
+    assert len(list(gpu_kernels.launches(dtype, 16, [32] * pieces, 300))) == 1
 
 
 @needs_compiler
@@ -274,24 +274,24 @@ def test_any_number_of_blocks_gives_the_same(most_blocks):
 def test_a_source_beyond_the_first_64_cannot_be_overwritten():
     sources = [16 * (i + 1) for i in range(MOST_SOURCES + 3)]
     with pytest.raises(OperationError, match="takes the place of source 65"):
-        list(device_kernels.launches("float32", sources[65], sources, 4))
+        list(gpu_kernels.launches("float32", sources[65], sources, 4))
 
 
 def test_no_elements_are_no_launch():
-    assert list(device_kernels.launches("float32", 0, [0, 0], 0)) == []
+    assert list(gpu_kernels.launches("float32", 0, [0, 0], 0)) == []
 
 
 @needs_compiler
 def test_python_and_the_kernels_agree_on_the_layout_of_the_argument():
-    assert kernel_stand_in.load().size_of_fold() == device_kernels.ARGUMENTS.size
-    assert kernel_stand_in.load().size_of_convert() == device_kernels.CONVERT_ARGUMENTS.size
-    source = device_kernels.SOURCE.read_text(encoding="utf-8")
+    assert kernel_stand_in.load().size_of_fold() == gpu_kernels.ARGUMENTS.size
+    assert kernel_stand_in.load().size_of_convert() == gpu_kernels.CONVERT_ARGUMENTS.size
+    source = gpu_kernels.SOURCE.read_text(encoding="utf-8")
     constants = dict(re.findall(r"constexpr int (\w+) = (-?\d+);", source))
     assert constants == {
         "THREADS": str(THREADS),
         "SOURCES": str(MOST_SOURCES),
         "NARROW": str(NARROW),
-        "CONVERTED": str(device_kernels.CONVERTED),
+        "CONVERTED": str(gpu_kernels.CONVERTED),
     }
 
 
@@ -341,7 +341,7 @@ def converted_by_torch(octets, source_dtype, dtype) -> np.ndarray:
 
 @needs_compiler
 @pytest.mark.parametrize(("source_dtype", "dtype"), CONVERSIONS)
-@pytest.mark.parametrize("count", [1, 255, 257, 5 * THREADS * device_kernels.CONVERTED + 3])
+@pytest.mark.parametrize("count", [1, 255, 257, 5 * THREADS * gpu_kernels.CONVERTED + 3])
 def test_a_conversion_rounds_as_torch_does_on_the_host(source_dtype, dtype, count):
     octets = rough(source_dtype, count, seed=count)
     for offset, most_blocks in ((0, 1), (1, 3)):
@@ -381,7 +381,7 @@ def test_factor_and_division_are_those_of_the_wider_type(source_dtype, dtype, fa
 
 @needs_compiler
 def test_on_the_stand_in_a_fold_waits_for_its_stream(stand_in):
-    from hpcpar.transport.cuda_driver import driver
+    from hpcpar.transport.gpu.runtime import driver
 
     cuda = driver()
     stream, other = cuda.stream(), cuda.stream()
@@ -411,7 +411,7 @@ def test_on_the_stand_in_a_fold_beyond_its_memory_is_refused(stand_in):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_compile_for_the_gpu_without_a_stack_frame(arch, tmp_path):
     # Every type and every operation; the host's compiler has had all pairs. One unit is quicker than many.
-    lines = [f'#include "{device_kernels.SOURCE}"']
+    lines = [f'#include "{gpu_kernels.SOURCE}"']
     for op, dtype in KERNELS:
         if op == "sum" or (op != "average" and dtype in ("bool", "int32", "bfloat16")):
             body = f"fold_tiles<op_{op}, element_{dtype}>(f);"
@@ -421,7 +421,7 @@ def test_kernels_compile_for_the_gpu_without_a_stack_frame(arch, tmp_path):
         lines.append(f'extern "C" __global__ void {source}_{target}(const Convert c) {{ {body} }}')
     unit = tmp_path / "all.cu"
     unit.write_text("\n".join(lines), encoding="utf-8")
-    options = (*device_kernels.OPTIONS, f"-arch={arch}", "-Xptxas", "-v", "-Werror", "all-warnings")
+    options = (*gpu_kernels.OPTIONS, f"-arch={arch}", "-Xptxas", "-v", "-Werror", "all-warnings")
     done = subprocess.run(
         ["nvcc", *options, "-cubin", "-o", str(tmp_path / "all.cubin"), str(unit)],
         capture_output=True,
@@ -440,10 +440,10 @@ def test_kernels_compile_for_the_gpu_without_a_stack_frame(arch, tmp_path):
 def test_no_option_of_the_compiler_flushes_or_fuses(dtype, tmp_path):
     # CuPy adds -ftz=true to whatever it is given; fused would be a product and the sum that takes it.
     for op in ("sum", "product"):
-        options = ("-std=c++17", "-ftz=true", "--fmad=true", *device_kernels.defines(op, dtype))
+        options = ("-std=c++17", "-ftz=true", "--fmad=true", *gpu_kernels.defines(op, dtype))
         target = tmp_path / "fold.ptx"
         subprocess.run(
-            ["nvcc", *options, "-arch=sm_80", "-ptx", "-o", str(target), str(device_kernels.SOURCE)],
+            ["nvcc", *options, "-arch=sm_80", "-ptx", "-o", str(target), str(gpu_kernels.SOURCE)],
             check=True,
             timeout=60,
         )
@@ -457,7 +457,7 @@ def test_no_option_of_the_compiler_flushes_or_fuses(dtype, tmp_path):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(("source_dtype", "dtype"), CONVERSIONS)
 def test_no_option_of_the_compiler_flushes_what_is_converted(source_dtype, dtype, tmp_path):
-    defined = device_kernels.convert_defines(source_dtype, dtype)
+    defined = gpu_kernels.convert_defines(source_dtype, dtype)
     target = tmp_path / "convert.ptx"
     subprocess.run(
         [
@@ -469,7 +469,7 @@ def test_no_option_of_the_compiler_flushes_what_is_converted(source_dtype, dtype
             "-ptx",
             "-o",
             target,
-            device_kernels.SOURCE,
+            gpu_kernels.SOURCE,
         ],
         check=True,
         timeout=60,
@@ -482,16 +482,16 @@ def test_no_option_of_the_compiler_flushes_what_is_converted(source_dtype, dtype
 def test_without_cupy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(CudaError, match=r"pip install 'hpcpar\[cuda13\]'"):
-        device_kernels.kernels(97)
+        gpu_kernels.kernels(97)
 
 
 def test_what_is_used_instead_is_what_everybody_gets():
     instead = HostKernels()
-    device_kernels.use_instead(instead)
+    gpu_kernels.use_instead(instead)
     try:
-        assert device_kernels.kernels(0) is instead
+        assert gpu_kernels.kernels(0) is instead
     finally:
-        device_kernels.use_instead(None)
+        gpu_kernels.use_instead(None)
 
 
 class FakeCupy(types.ModuleType):
@@ -543,11 +543,11 @@ class FakeCupy(types.ModuleType):
 def test_cupy_compiles_a_kernel_once_and_launches_it_on_the_stream(monkeypatch, has_from_external):
     cupy = FakeCupy(has_from_external=has_from_external)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    kernels = device_kernels.CupyKernels(5)
+    kernels = gpu_kernels.CupyKernels(5)
     for stream in (77, 78, 77):
         kernels.fold("average", "float32", 4096, [4096, 8192], 10**6, divisor=2, stream=stream)
-    assert cupy.compiled == [(*device_kernels.OPTIONS, "-DOPERATION=op_sum", "-DELEMENT=element_float32")]
-    argument = device_kernels.ARGUMENTS.pack(4096, 10**6, 1.0, 2, 2, 0, 4096, 8192, *[0] * 62)
+    assert cupy.compiled == [(*gpu_kernels.OPTIONS, "-DOPERATION=op_sum", "-DELEMENT=element_float32")]
+    argument = gpu_kernels.ARGUMENTS.pack(4096, 10**6, 1.0, 2, 2, 0, 4096, 8192, *[0] * 62)
     launch = (16,), (THREADS,), argument  # eight blocks for each of the two multiprocessors
     assert cupy.launched == [(*launch, (("device", 5), ("stream", s))) for s in (77, 78, 77)]
     kernels.fold("sum", "float32", 4096, [4096, 8192], 5, stream=77)
@@ -557,9 +557,9 @@ def test_cupy_compiles_a_kernel_once_and_launches_it_on_the_stream(monkeypatch, 
     for _ in range(2):
         kernels.convert("float16", 4096, "float32", 8192, 5000, factor=0.5, stream=77)
     assert cupy.compiled[1:] == [
-        (*device_kernels.OPTIONS, "-DSOURCE_ELEMENT=element_float32", "-DELEMENT=element_float16")
+        (*gpu_kernels.OPTIONS, "-DSOURCE_ELEMENT=element_float32", "-DELEMENT=element_float16")
     ]
-    argument = device_kernels.CONVERT_ARGUMENTS.pack(4096, 8192, 5000, 0.5, 1)
+    argument = gpu_kernels.CONVERT_ARGUMENTS.pack(4096, 8192, 5000, 0.5, 1)
     assert cupy.launched[4:] == [((3,), (THREADS,), argument, (("device", 5), ("stream", 77)))] * 2
     kernels.convert("float16", 4096, "float32", 8192, 0, stream=77)
     assert len(cupy.launched) == 6
@@ -568,7 +568,7 @@ def test_cupy_compiles_a_kernel_once_and_launches_it_on_the_stream(monkeypatch, 
 
 def test_a_device_has_one_set_of_kernels_for_all_threads(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(has_from_external=True))
-    monkeypatch.setattr(device_kernels, "_known", {})
+    monkeypatch.setattr(gpu_kernels, "_known", {})
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(device_kernels.kernels, [0, 1, 0, 1, 0]))
+        found = list(pool.map(gpu_kernels.kernels, [0, 1, 0, 1, 0]))
     assert len({id(kernels) for kernels in found}) == 2

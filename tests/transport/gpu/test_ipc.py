@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 
 from hpcpar.errors import CudaError
-from hpcpar.transport import device_ipc
-from hpcpar.transport.cuda_driver import driver
-from hpcpar.transport.device_ipc import DESCRIPTOR_NBYTES, EventExports, EventImports, Exports, Imports
+from hpcpar.transport.gpu import ipc
+from hpcpar.transport.gpu.ipc import DESCRIPTOR_NBYTES, EventExports, EventImports, Exports, Imports
+from hpcpar.transport.gpu.runtime import driver
 
 PEER, THIRD = (
     b"peer".ljust(12, b".") + struct.pack("<I", 41),
     b"third".ljust(12, b".") + struct.pack("<I", 43),
 )
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENDS_AFTER_S = 60
 
 
@@ -91,7 +91,7 @@ class Opener:
 def described_by(process, exports, driver, *what):
     """What `exports` of another process gives."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_ipc, "this_process", lambda: process)
+        patch.setattr(ipc, "this_process", lambda: process)
         return exports(driver).export(*what)
 
 
@@ -165,7 +165,7 @@ def test_no_bytes_are_neither_asked_for_nor_opened():
 
 
 def test_an_exporter_asks_again_for_what_it_had_to_forget(monkeypatch):
-    monkeypatch.setattr(device_ipc, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(ipc, "MOST_REMEMBERED", 2)
     owner = Owner(*((4096 * n, 64, n) for n in range(1, 4)))
     exports = Exports(owner)
     first = [exports.export(4096 * n, 64) for n in (1, 2, 3)]
@@ -351,7 +351,7 @@ def test_threads_that_open_the_same_at_once_open_it_once():
 def test_an_event_is_exported_once_until_it_is_forgotten():
     owner, opener = Owner(), Opener()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_ipc, "this_process", lambda: PEER)
+        patch.setattr(ipc, "this_process", lambda: PEER)
         exports = EventExports(owner)
         first, again = exports.export(5), exports.export(5)
         exports.forget(5)
@@ -370,8 +370,8 @@ def test_an_event_is_exported_once_until_it_is_forgotten():
 FORKING = """
 import os, sys
 from hpcpar.errors import CudaError
-from hpcpar.transport.device_ipc import EventExports, Exports, Imports, this_process
-from tests.transport.test_device_ipc import Opener, Owner, memory
+from hpcpar.transport.gpu.ipc import EventExports, Exports, Imports, this_process
+from tests.transport.gpu.test_ipc import Opener, Owner, memory
 
 owner, opener = Owner((4096, 64, 7)), Opener()
 exports, events, imports = Exports(owner), EventExports(owner), Imports(opener)
@@ -413,11 +413,11 @@ def test_a_forked_child_uses_and_closes_nothing_of_its_parents():
 
 PEER_PROCESS = """
 import ctypes, sys
-from hpcpar.transport.device_ipc import EventExports, Exports, Imports
-from tests.transport.cuda_stand_in import alloc_pooled, load
+from hpcpar.transport.gpu.ipc import EventExports, Exports, Imports
+from tests.transport.gpu.cuda_stand_in import alloc_pooled, load
 
 load()
-from hpcpar.transport.cuda_driver import driver
+from hpcpar.transport.gpu.runtime import driver
 
 cuda = driver()
 cuda.use(0)

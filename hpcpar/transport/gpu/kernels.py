@@ -1,4 +1,4 @@
-"""Many pieces of device memory become one, or one of another type: the kernels of device_kernels.cu.
+"""Many pieces of device memory become one, or one of another type: the kernels of kernels.cu.
 
 The result has the bits that comm/reductions.py gives on the host, down to subnormal numbers, whatever the
 order of CuPy's compiler options. Left open, here as there, where the host's own bits hang on its processor:
@@ -26,10 +26,10 @@ import numpy as np
 from hpcpar.errors import CudaError, OperationError
 from hpcpar.transport.buffers import DTYPES
 
-SOURCE = Path(__file__).with_name("device_kernels.cu")
+SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("-std=c++17", "--fmad=false")
 
-# What follows stands in device_kernels.cu too.
+# What follows stands in kernels.cu too.
 THREADS = 256
 PACK_NBYTES = 16
 """Of each source, in a thread's hands at a time."""

@@ -12,13 +12,13 @@ import pytest
 from hpcpar.launch import cuda_aware
 from hpcpar.launch.cuda_aware import PROBE, _remove_segments
 from hpcpar.launch.settings import CAPABILITIES
-from tests.transport import cuda_stand_in
+from tests.transport.gpu import cuda_stand_in
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 OVER_HOST_MEMORY = """
 import ctypes, sys
-from hpcpar.transport import cuda_probe
+from hpcpar.transport.gpu import probe
 
 class Cuda:
     kept = []
@@ -32,19 +32,19 @@ class Cuda:
     def device_count(self): return 1
     def use(self, ordinal): pass
 
-cuda_probe.driver = Cuda
+probe.driver = Cuda
 {change}
-cuda_probe.main(sys.argv[1:])
+probe.main(sys.argv[1:])
 """
 
 WRONG_ON_ONE_RANK = """
-read = cuda_probe.Memory.read
+read = probe.Memory.read
 def spoilt(self, nbytes):
     found = read(self, nbytes)
-    if cuda_probe.MPI.COMM_WORLD.Get_rank() == 1 and nbytes > 1000:
+    if probe.MPI.COMM_WORLD.Get_rank() == 1 and nbytes > 1000:
         found[nbytes // 3] ^= 1
     return found
-cuda_probe.Memory.read = spoilt
+probe.Memory.read = spoilt
 """
 
 ASK_THE_DEVICE = """
@@ -106,9 +106,9 @@ def test_without_a_device_nothing_is_tried(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_there_is_an_answer_and_the_two_wheels_move_device_memory(tmp_path: Path) -> None:
-    from hpcpar.transport import cuda_driver
+    from hpcpar.transport.gpu import runtime
 
-    if not cuda_driver.is_available():
+    if not runtime.is_available():
         pytest.skip("no CUDA device")
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path)}
     asked = subprocess.run(

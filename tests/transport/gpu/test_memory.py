@@ -14,8 +14,7 @@ import pytest
 
 from hpcpar.errors import BufferTypeError, CudaError
 from hpcpar.transport.buffers import empty_like
-from hpcpar.transport.cuda_driver import CudaDriver, driver
-from hpcpar.transport.device_memory import (
+from hpcpar.transport.gpu.memory import (
     SMALLEST_SCRATCH_NBYTES,
     DeviceBuffer,
     Queue,
@@ -23,6 +22,7 @@ from hpcpar.transport.device_memory import (
     is_on_device,
     queue_of_thread,
 )
+from hpcpar.transport.gpu.runtime import CudaDriver, driver
 
 
 def no_kernels(ordinal: int):

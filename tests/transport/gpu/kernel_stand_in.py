@@ -1,8 +1,8 @@
-"""The kernels of device_kernels.cu compiled for the host (kernel_stand_in.cpp), as `Kernels`.
+"""The kernels of kernels.cu compiled for the host (kernel_stand_in.cpp), as `Kernels`.
 
 On the stand-in for the CUDA driver they run in the order of its streams, as kernels do:
 
-    device_kernels.use_instead(kernel_stand_in.StandInKernels())
+    gpu_kernels.use_instead(kernel_stand_in.StandInKernels())
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcpar.transport import device_kernels
-from tests.transport import cuda_stand_in
+from hpcpar.transport.gpu import kernels as gpu_kernels
+from tests.transport.gpu import cuda_stand_in
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 COMPILE = (
@@ -49,7 +49,7 @@ def load():
 
 def _build():
     compiler = subprocess.run(["g++", "--version"], capture_output=True, check=True, timeout=60).stdout
-    sources = SOURCE.read_bytes() + device_kernels.SOURCE.read_bytes()
+    sources = SOURCE.read_bytes() + gpu_kernels.SOURCE.read_bytes()
     key = hashlib.sha256(compiler + sources + repr(COMPILE).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"hpcpar-kernel-stand-in-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -59,7 +59,7 @@ def _build():
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as apart:
             fresh = Path(apart) / target.name
-            include = f"-I{device_kernels.SOURCE.parent}"
+            include = f"-I{gpu_kernels.SOURCE.parent}"
             subprocess.run([*COMPILE, include, "-o", fresh, SOURCE], check=True, timeout=300)
             fresh.replace(target)
     return target
@@ -76,18 +76,16 @@ class HostKernels:
 
     def fold(self, op, dtype, into, sources, count, *, factor=1.0, divisor=1, stream=0):
         into, *sources = (self._reach(address, dtype, count) for address in (into, *sources))
-        found = device_kernels.launches(dtype, into, sources, count, factor=factor, divisor=divisor)
-        self._launch(
-            device_kernels.defines(op, dtype), device_kernels.block_count(dtype, count), found, stream
-        )
+        found = gpu_kernels.launches(dtype, into, sources, count, factor=factor, divisor=divisor)
+        self._launch(gpu_kernels.defines(op, dtype), gpu_kernels.block_count(dtype, count), found, stream)
 
     def convert(self, dtype, into, source_dtype, source, count, *, factor=1.0, divisor=1, stream=0):
         if not count:
             return
         into, source = self._reach(into, dtype, count), self._reach(source, source_dtype, count)
-        found = [device_kernels.CONVERT_ARGUMENTS.pack(into, source, count, factor, divisor)]
-        defined = device_kernels.convert_defines(source_dtype, dtype)
-        self._launch(defined, device_kernels.convert_blocks(count), found, stream)
+        found = [gpu_kernels.CONVERT_ARGUMENTS.pack(into, source, count, factor, divisor)]
+        defined = gpu_kernels.convert_defines(source_dtype, dtype)
+        self._launch(defined, gpu_kernels.convert_blocks(count), found, stream)
 
     def _launch(self, defined, blocks, found, stream):
         for arguments in found:
