@@ -30,8 +30,8 @@ import torch
 from option_types import at_least, output_file
 
 import hpcpar
+from hpcpar.comm.half_precision import decode, encode
 from hpcpar.comm.reductions import combine, fold, prepare_combine, prepare_fold, scale
-from hpcpar.comm.wire import decode, encode
 from hpcpar.launch.binding import affinity
 from hpcpar.transport.buffers import HostBuffer, bind
 from hpcpar.units import GB, KiB, MiB
