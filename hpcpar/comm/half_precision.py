@@ -15,8 +15,9 @@ An average divides once, at its end, after the factor. float32 and wider types r
 16-bit types once for both. Compressed elements follow the type that they travel as.
 
 **Compression.** The array is encoded, reduced as 16-bit numbers by any algorithm, and decoded; all ranks
-decode the same bits. float16 has 11 significant bits: numbers above 65504 arrive as infinity, those below 6·10^-5
-with fewer digits, those below 3·10^-8 as zero. bfloat16 has 8 significant bits and the range of float32.
+decode the same bits. float16 has 11 significant bits: numbers above 65504 arrive as infinity, those below
+6·10^-5 with fewer digits, those below 3·10^-8 as zero. bfloat16 has 8 significant bits and the range of
+float32.
 With u = 2^-11 or 2^-8, and numbers in the normal range, a sum over p ranks is within
 
     |error| <= ((1 + u)^(hops + 1) - 1) · Σ|prescale · x|,   about (hops + 1)·u·Σ|prescale · x|
