@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcpar.training.schedule import learning_rate
+from hpcpar.training.learning_rate import learning_rate
 
 
 def test_a_small_schedule_by_hand() -> None:

@@ -21,9 +21,10 @@ from hpcpar.errors import (
     LayoutError,
     PeerFailedError,
 )
-from hpcpar.training import Config, Outcome, Run
-from hpcpar.training.loop import is_due, move_aside, stretches
+from hpcpar.training import Config, Outcome, Run, run_directory
 from hpcpar.training.metrics import records_of
+from hpcpar.training.milestones import intervals, is_due
+from hpcpar.training.run_directory import move_aside
 
 MakeConfig = Callable[..., Config]
 
@@ -100,8 +101,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(config_of: MakeConfig) -> None:
 
     def interrupted(comm: Communicator) -> None:
         run = Run(parts, comm)
-        run._steps(0, 4, None)
-        run._save(4)
+        run.train_steps(0, 4, None)
+        run.save(4)
 
     run_loopback(2, interrupted)
     resumed = trained(parts, 2, resume=True)[0]
@@ -115,8 +116,8 @@ def half_of(config: Config, size: int) -> None:
 
     def interrupted(comm: Communicator) -> None:
         run = Run(config, comm)
-        run._steps(0, 4, None)
-        run._save(4)
+        run.train_steps(0, 4, None)
+        run.save(4)
 
     run_loopback(size, interrupted)
 
@@ -243,7 +244,7 @@ def test_tokens_are_counted_on_when_resuming_with_another_batch(config_of: MakeC
 
 def seen(run: Run, first: int, last: int) -> list[int]:
     """The windows of steps first … last - 1, in their order."""
-    return [int(window) for step in range(first, last) for window in run.sampler.batch(step)]
+    return [int(window) for step in range(first, last) for window in run.batches.sampler.batch(step)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -277,7 +278,7 @@ def test_a_checkpoint_that_counts_steps_alone_is_gone_on_from_behind_its_batches
     alone = Communicator.alone()
     order = seen(Run(config_of("train.global_batch=1", name="order"), alone), 0, 50)
     with monkeypatch.context() as patch:
-        patch.setattr("hpcpar.training.loop.save", lambda *a, extra, **k: save(*a, extra=without(extra), **k))
+        patch.setattr(run_directory, "save", lambda *a, extra, **k: save(*a, extra=without(extra), **k))
         trained(config_of("train.global_batch=8", "train.steps=4"))
     assert seen(Run(config_of("train.global_batch=3"), alone, resume=True), 4, 6) == order[32:38]
 
@@ -303,7 +304,7 @@ def test_resuming_amid_an_epoch_with_another_sequence_is_refused_and_with_other_
     run_loopback(ranks, refused)
     (tmp_path / "text" / "0.txt").write_text("another document " * 40)
     run = Run(other, Communicator.alone(), resume=True)
-    assert run.sampler.position(2) == (1, 0)
+    assert run.batches.sampler.position(2) == (1, 0)
     assert "gone through from the beginning of an order of its own" in caplog.text
 
 
@@ -517,7 +518,7 @@ def test_parameters_that_the_last_step_broke_are_not_saved(
 def test_a_held_out_loss_that_is_no_number_ends_the_run_before_it_is_saved(config_of: MakeConfig) -> None:
     config = config_of("train.steps=2")
     run = Run(config, Communicator.alone())
-    train = run._steps
+    train = run.train_steps
 
     def steps(*arguments: Any) -> Any:
         done = train(*arguments)
@@ -525,17 +526,17 @@ def test_a_held_out_loss_that_is_no_number_ends_the_run_before_it_is_saved(confi
             next(run.model.parameters()).fill_(math.nan)
         return done
 
-    run._steps = steps  # type: ignore[method-assign]
+    run.train_steps = steps  # type: ignore[method-assign]
     with pytest.raises(DivergenceError, match="the held-out loss after step 2 is nan"):
         run.train()
     assert not list((config.output.directory / "checkpoints").iterdir())
 
 
 def test_steps_are_cut_after_every_multiple_of_each_period_and_where_asked() -> None:
-    assert list(stretches(3, 10, (4, 0, 5))) == [(3, 4), (4, 5), (5, 8), (8, 10)]
-    assert list(stretches(0, 5, (0,), also=(2,))) == [(0, 2), (2, 5)]
-    assert list(stretches(7, 7, (2,))) == []
-    assert list(stretches(9, 7, (2,))) == []
+    assert list(intervals(3, 10, (4, 0, 5))) == [(3, 4), (4, 5), (5, 8), (8, 10)]
+    assert list(intervals(0, 5, (0,), also=(2,))) == [(0, 2), (2, 5)]
+    assert list(intervals(7, 7, (2,))) == []
+    assert list(intervals(9, 7, (2,))) == []
 
 
 def test_nothing_is_due_with_a_period_of_0() -> None:

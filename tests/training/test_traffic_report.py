@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.training.summary import TrafficLine, as_records, gather_traffic, merge, table
+from hpcpar.training.traffic_report import TrafficLine, as_records, gather_traffic, merge, table
 
 
 def test_messages_and_bytes_are_summed_and_calls_and_waits_are_the_largest() -> None:
