@@ -1,4 +1,4 @@
-"""Bus bandwidth against size, with the memory-copy ceiling drawn in."""
+"""Plot of bus bandwidth against size, with the memory-copy ceiling."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ if TYPE_CHECKING:
 
 OUTSTANDING = {
     "chosen": "tab:red",
-    "prepared": "tab:orange",
     "mpi": "black",
     "gloo": "tab:blue",
-    "horovod": "tab:purple",
 }
-"""Whom the picture is about; all others are thin lines behind them."""
+"""Candidates with a colour and a thick line; all others are thin."""
 
 PANEL_INCHES = (7.0, 4.4)
 
 
 def draw(rows: Sequence[Row], facts: Mapping[str, Any], path: Path) -> None:
-    """One panel for each collective into a file (PNG, SVG or PDF, by its name).
+    """Plot one panel per collective into a file (PNG, SVG or PDF, by its suffix).
 
-    The dashed line is a plain copy within memory on all ranks at once: bytes copied per second on each
-    rank, each of them read once and written once. A byte that is sent is copied at least once.
+    The dashed line is a copy within memory on all ranks at once, in bytes copied per second on each rank:
+    a byte that is sent is copied at least once.
     """
-    # Imported here, so that nothing but a picture waits for it.
+    # Imported here: only plots need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -66,7 +64,7 @@ def _panel(axes: Axes, collective: str, rows: Sequence[Row]) -> None:
     sizes = sorted({row.nbytes for row in rows if row.collective == collective})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    shown = sizes[:: -(-len(sizes) // 7)]  # as many as have room for their labels
+    shown = sizes[:: -(-len(sizes) // 7)]  # at most seven labels fit
     axes.set_xticks(shown)
     axes.set_xticklabels([format_nbytes(nbytes) for nbytes in shown])
     axes.minorticks_off()
@@ -78,7 +76,7 @@ def _panel(axes: Axes, collective: str, rows: Sequence[Row]) -> None:
 
 
 def lines(rows: Sequence[Row], collective: str) -> dict[str, list[tuple[int, float]]]:
-    """For each candidate (bytes, busbw) in rising order: its better place where there are two."""
+    """Return (bytes, busbw) of each candidate in rising order, from the better of its two places."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.collective == collective and row.busbw_gb_per_s > 0:

@@ -1,19 +1,22 @@
-"""The soak finds what is wrong, draws all there is, and expects what the serial computation gives."""
+"""The soak finds wrong results, draws every kind of call, and expects the serial results."""
 
 from __future__ import annotations
 
 import itertools
-import math
+import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hpcpar.bench import soak
-from hpcpar.bench.soak import (
+from hpcpar.comm import Communicator, run_loopback
+from tests import soak
+from tests.soak import (
     ARRAYS,
     COLLECTIVES,
     INTEGER_OPS,
@@ -27,16 +30,11 @@ from hpcpar.bench.soak import (
     Options,
     Patterns,
     Report,
-    Soak,
     between_calls,
     draw,
     run,
     table,
 )
-from hpcpar.comm import Communicator, run_loopback
-from hpcpar.comm.compiled import LANES
-from hpcpar.comm.operation import ScratchPool
-from hpcpar.errors import OperationError
 
 CALL = Call("allreduce", 0, "torch", "float32", "sum", 29, 0, 3, True, None, False)
 
@@ -71,7 +69,7 @@ def test_everything_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted({dtype for _, dtype in ARRAYS}))
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
 def test_what_is_expected_of_a_reduction_is_what_the_serial_computation_gives(dtype: str, size: int) -> None:
     patterns = Patterns([size])
     serial = {
@@ -95,17 +93,12 @@ def test_what_is_expected_of_a_reduction_is_what_the_serial_computation_gives(dt
     assert not torch.equal(patterns.passed(call, 0, 0, 29), patterns.passed(call, 1, 0, 29))
 
 
-def test_more_ranks_than_bfloat16_can_sum_exactly_are_refused() -> None:
-    with pytest.raises(OperationError, match=r"22 ranks are not exact in bfloat16.*at most 21"):
-        Patterns([22])
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_soak_finds_every_result_right(size: int) -> None:
     reports = run_loopback(size, lambda comm: run(Options(120, seed=size), comm))
     report = reports[0]
-    assert all(other.wrong == 0 and other.course == report.course for other in reports)
-    assert (report.calls, report.ranks, report.wrong, report.told) == (120, size, 0, [])
+    assert all(other.wrong == 0 and other.samples == report.samples for other in reports)
+    assert (report.calls, report.ranks, report.wrong, report.described) == (120, size, 0, [])
     assert len(report.warm_nbytes) == len(report.end_nbytes) == size
 
 
@@ -167,7 +160,7 @@ def test_wrong_results_are_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> 
     )
     report = run_loopback(2, lambda comm: run(Options(200), comm))[0]
     assert report.wrong > 0
-    assert "op='sum'" in report.told[0]
+    assert "op='sum'" in report.described[0]
     assert any(line.startswith("# wrong: rank ") for line in table(report))
 
 
@@ -190,14 +183,6 @@ def test_kept_buffers_are_the_same_memory_every_time_and_fresh_ones_are_not() ->
     assert (len(first), len(second), len(fresh)) == (1000, 500, 29)
 
 
-def test_a_handle_is_waited_for_in_an_order_of_each_ranks_own() -> None:
-    def orders(comm: Communicator) -> list[float]:
-        return [Soak(Options(), [comm])._own_order.random() for _ in range(2)]
-
-    first, second = run_loopback(2, orders)
-    assert first[0] == first[1] != second[0]
-
-
 def test_memory_is_the_median_of_the_looks_on_either_end() -> None:
     course = [(50 * (i + 1), 1000 + i) for i in range(100)]
     assert between_calls(course, 5000, 0.1, 0.2) == 1014
@@ -205,25 +190,9 @@ def test_memory_is_the_median_of_the_looks_on_either_end() -> None:
     assert between_calls([], 5000, 0.9, 1) == 0
 
 
-def test_the_fill_needs_as_much_scratch_on_every_rank_as_the_pool_keeps() -> None:
-    groups = list(soak.filling(3))
-    assert [{call.root for call in group} for group in groups] == [{0}, {1}, {2}]
-    for group in groups:
-        assert len(group) == ScratchPool.KEPT
-        assert max(Counter(call.op for call in group).values()) <= LANES  # else some would wait for others
-        assert {call.count * 4 for call in group} == {LARGEST_NBYTES}
-
-
 def test_calls_that_fill_the_pool_do_not_count() -> None:
     report = run_loopback(2, lambda comm: run(Options(200), comm))[0]
-    assert [done for done, _ in report.course[-1]] == [200, 200]
-
-
-def test_looks_are_few_however_many_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "CALLS_BETWEEN_LOOKS", 1)
-    monkeypatch.setattr(soak, "settled_nbytes", lambda: 0)  # a process of many tests takes long to settle
-    report = run_loopback(1, lambda comm: run(Options(100), comm))[0]
-    assert soak.LOOKS - 1 <= len(report.course) <= soak.LOOKS
+    assert [done for done, _ in report.samples[-1]] == [200, 200]
 
 
 def test_memory_that_is_held_is_seen() -> None:
@@ -253,14 +222,30 @@ def test_the_table_shows_the_drift_of_every_rank() -> None:
     assert len(lines[-1]) == len(lines[-3])
 
 
-def test_products_stay_exact() -> None:
-    assert {soak.value(i, "product") for i in range(PERIOD)} == {1, 2}
-    assert soak.reduced("product", 4, 1) == math.prod([2, 1, 2, 1])
-
-
 @pytest.mark.mpi
 def test_a_soak_over_mpi_finds_every_result_right(world: Communicator) -> None:
     report = run(Options(400, seed=1), world)
     everyone = world.allgather_object(report)
-    assert all(other.wrong == 0 for other in everyone), report.told
+    assert all(other.wrong == 0 for other in everyone), report.described
     assert all(nbytes > 0 for nbytes in report.end_nbytes)
+
+
+@pytest.mark.long
+def test_a_soak_of_processes_ends_well(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    done = run_ranks(3, soak.__file__, "--calls", "1000", "--seed", "3", "--json", str(lines))
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts, report = (json.loads(line) for line in lines.read_text().splitlines())
+    assert (facts["benchmark"], facts["ranks"], facts["calls"], report["wrong"]) == ("soak", 3, 1000, 0)
+
+
+@pytest.mark.parametrize(("wrong", "end_nbytes", "status"), [(0, 6_000_000, 0), (1, 0, 1), (0, 6_100_000, 1)])
+def test_wrong_results_or_too_much_memory_end_with_status_1(
+    wrong: int, end_nbytes: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hpcpar
+
+    report = Report(1000, 0, 1, 1.0, wrong, [1_000_000], [end_nbytes], [], [])
+    monkeypatch.setattr(hpcpar, "init", Communicator.alone)
+    monkeypatch.setattr(soak, "run", lambda options, world, say: report)
+    assert soak.main(["--calls", "1000", "--max-drift", "5"]) == status

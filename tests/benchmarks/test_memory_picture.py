@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,25 @@ import pytest
 import torch
 from torch import nn
 
-from hpcpar.bench.memory_picture import bar, draw
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, memory_report
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory_picture.py"
+
+
+def load() -> Any:
+    """Import the script as a module."""
+    spec = importlib.util.spec_from_file_location("benchmark_memory_picture", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+memory_picture = load()
+bar, draw = memory_picture.bar, memory_picture.draw
 
 
 def line_of(stage: int, **options: Any) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Pictures: what is drawn, and that it is a picture."""
+"""Plots of bus bandwidth: lines, ceiling, and files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from hpcpar.bench.measure import COPY, Case, Place, Row, Timing, row
-from hpcpar.bench.pictures import draw, lines
+from hpcpar.bench.plots import draw, lines
 
 
 def measured(collective: str, algorithm: str, count: int, seconds: float, place: Place = "in") -> Row:
@@ -40,8 +40,3 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     path = tmp_path / "busbw.png"
     draw(ROWS, {"ranks": 2, "nodes": 1, "mpi": "MPICH 5.0.2"}, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_of_nothing_is_empty_and_no_error(tmp_path: Path) -> None:
-    draw([], {}, tmp_path / "busbw.png")
-    assert (tmp_path / "busbw.png").exists()

@@ -1,31 +1,28 @@
-"""`hpcpar bench soak`: many mixed collectives, every result checked, memory looked at before and after.
+"""Soak test: many mixed collectives, every result checked, memory watched.
 
-All ranks draw the same calls from the same seed: which collective, on which communicator, of how many
-elements of which type, in place or not, in kept or in fresh memory, one by one or several under way at
-once and waited for in an order of each rank's own.
+    hpcpar run -n 3 tests/soak.py --calls 100000 --max-drift 5
 
-What rank r passes at element i is a small whole number that depends on both: (i + shift + r) % PERIOD. So
-a reduction over the ranks repeats with the same period, PERIOD numbers computed serially stand for all
-of its elements, and what any result must be is a slice of an array that is made once. All sums are
-exact in every element type, so a result is right or wrong, never nearly right.
+All ranks draw the same calls from the same seed: collective, communicator, count, element type, in place or
+not, in reused or fresh memory, one by one or several outstanding at once. Each rank waits for those in an
+order of its own. The exit status is 1 after a wrong result, or when memory grew by more than --max-drift MB.
 
-Memory is what the system says is resident, after Python's garbage and the C library's freed memory have
-been given back: what is left is held by somebody. Set beside each other are two medians: of the looks in
-the tenth of the calls after the warm-up, which is the first tenth, and of those in the last tenth. Three
-things would make them differ though nothing leaks:
+Rank r contributes (i + shift + r) % PERIOD at element i. A reduction over the ranks repeats with the same
+period, so PERIOD serially computed numbers give every correct result as a slice of one array. All sums are
+exact in every element type: a result is right or wrong, never nearly right.
 
-    plans, programs   a communicator keeps them within its budgets; they come and go with the sizes that
-                      are drawn, and are full long before the warm-up ends
-    scratch           a pool keeps the largest pieces that were ever lent at once. Drawn sizes would still
-                      make it grow after 100,000 calls, now and then, to 8 pieces of 1 MiB at most: so
-                      calls that need as many and as large ones come first, before the count begins
-    the looks         where MPI brings UCX, that keeps a note of every stretch of memory that is given
-                      back to the system: a look costs 10 to 40 kB, which do not come back. So the looks
-                      are few, and as many however many the calls
+Memory is the resident size after garbage collection and malloc_trim. The drift is the median of the samples
+in the last tenth of the calls less that of the second tenth. Three effects could change it without a leak:
+
+    cached plans   stay within the communicator's budget, which fills during the first tenth
+    scratch        a pool keeps its largest buffers, up to 8 of 1 MiB; `filling` calls need all of them before
+                   the count begins
+    samples        UCX records each region that is returned to the system, 10 to 40 kB per sample; the number
+                   of samples does not depend on the number of calls
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import math
@@ -45,7 +42,6 @@ import numpy as np
 import torch
 
 from hpcpar import partition
-from hpcpar.comm.operation import ScratchPool
 from hpcpar.errors import OperationError
 from hpcpar.units import MiB, format_duration
 
@@ -61,58 +57,61 @@ ARRAYS = (
     *(("numpy", "float32"), ("numpy", "int64"), ("numpy", "float64")),
     *(("torch", "float32"), ("torch", "int64"), ("torch", "float64"), ("torch", "bfloat16")),
 )
-"""Library and element type."""
+"""Array library and element type."""
 
 OPS = ("sum", "average", "min", "max", "product")
 INTEGER_OPS = ("sum", "min", "max", "product", "and", "or")
 
 LARGEST_NBYTES = 1 * MiB
-"""Of the whole array of a collective."""
+"""Size limit of a collective's whole array."""
 
 SMALLNESS = 2
-"""The number of bytes is 2 to the power of 20·u^SMALLNESS, u even in 0 to 1: half of them are below 32."""
+"""Sizes are 2**(20·u**SMALLNESS) bytes with u uniform in 0 to 1: half of them are below 32."""
 
 KEPT_COUNTS = (0, 1, 2, 7, 60, 128, 1_000, 5_040, 30_000, 131_072)
-"""Elements of the buffers that are used again and again."""
+"""Element counts of the reused buffers."""
 
 KEPT_SLOTS = 2
-"""Of each kept buffer, so that two calls under way at once do not share one."""
+"""Copies of each reused buffer: two outstanding calls never share one."""
 
 MOST_AT_ONCE = 6
 AT_ONCE = 0.25
-"""How often several calls are under way at once, where one is the rule."""
+"""Probability that several calls are outstanding at once."""
 
 PERIOD = 13
 POISON = 99
-"""What is in memory that a result is to be written to: no result holds it."""
+"""Initial value of output buffers; no correct result contains it."""
 
 EXACT_IN_BFLOAT16 = 256
-"""Whole numbers up to this one are exact in every element type."""
+"""Largest integer up to which all integers are exact in every element type."""
 
 ALIKE = 0.2
-"""How many of those are calls of one kind, which take turns among the same few tags."""
+"""Share of the groups whose calls are all alike, and compete for the same tags."""
 
-LOOKS = 20
-"""Three of them in either tenth that counts; each has its price in memory, see above."""
+SAMPLES = 20
+"""Memory samples in all: two or three in each tenth that counts."""
 
-CALLS_BETWEEN_LOOKS = 100
-"""At least: a look takes as long as some 50 calls."""
+CALLS_BETWEEN_SAMPLES = 100
+"""Lower limit: a sample takes as long as some 50 calls."""
 
-FEWEST_TO_COMPARE = 10 * CALLS_BETWEEN_LOOKS
-"""Calls of which either tenth that counts has a look."""
+FEWEST_TO_COMPARE = 10 * CALLS_BETWEEN_SAMPLES
+"""Calls needed for a sample in both tenths."""
 
 WARM_UP = 0.1
-"""Fraction of the calls; and of those on either end whose looks at memory count."""
+"""Fraction of the calls that warm up; the windows of the two medians are as long."""
 
-TOLD = 5
-"""Wrong results that are described."""
+DESCRIBED = 5
+"""Wrong results that the report describes."""
+
+SCRATCH_BUFFERS = 8
+"""Buffers that a communicator's scratch pool keeps of each size."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How many calls, and where the random numbers begin."""
+    """Number of calls, and the seed of the random numbers."""
 
     calls: int = 100_000
     seed: int = 0
@@ -122,11 +121,11 @@ class Options:
 class Call:
     """One collective, the same on every rank.
 
-    comm     index of the communicator: the world, its parts, the world in reverse order
-    count    elements of the whole array, before it is made to fit the ranks
-    root     a number of any size, of which each communicator takes the rest by its own
-    slot     which of the kept buffers; None for fresh memory
-    uneven   ranks have pieces of different sizes, where the collective can do that
+    comm     index of the communicator: world, halves, world in reverse order
+    count    elements of the whole array, before rounding to the number of ranks
+    root     taken modulo the communicator's size
+    slot     copy of the reused buffer; None for fresh memory
+    uneven   ranks have pieces of different sizes, where the collective allows it
     """
 
     collective: str
@@ -143,7 +142,7 @@ class Call:
 
 
 def draw(options: Options, comms: int) -> Iterator[list[Call]]:
-    """Calls one by one, or several that are under way at once; in all as many as asked for."""
+    """Yield groups of calls, each group outstanding at once; `options.calls` in all."""
     chance = random.Random(options.seed)
     left = options.calls
     while left:
@@ -179,26 +178,26 @@ def _draw(chance: random.Random, comms: int, slot: int) -> Call:
 
 
 def filling(size: int) -> Iterator[list[Call]]:
-    """On the world, calls that need all the scratch there can be: on one rank after the other, as the root.
+    """Yield groups of reductions to each rank in turn that use all buffers of the root's scratch pool.
 
-    It receives the whole array of every reduction, and of each kind only some go on at once.
+    The root receives whole arrays. Only some calls of one kind run at once, so each group has two kinds.
     """
     count = LARGEST_NBYTES // torch.float32.itemsize
     for root in range(size):
         yield [
             Call("reduce", 0, "torch", "float32", op, count, root, 0, True, None, False)
             for op in ("sum", "max")
-            for _ in range(ScratchPool.KEPT // 2)
+            for _ in range(SCRATCH_BUFFERS // 2)
         ]
 
 
 def value(position: int, op: str) -> int:
-    """What stands at a position of the pattern; for a product only 1 and 2, so that it stays exact."""
+    """Return the pattern at a position; for products only 1 and 2, which stay exact."""
     return 1 + position % PERIOD % 2 if op == "product" else position % PERIOD
 
 
 def reduced(op: str, size: int, position: int) -> float:
-    """The serial computation: what the ranks' numbers at one position make."""
+    """Reduce the ranks' numbers at one position serially."""
     numbers = [value(position + rank, op) for rank in range(size)]
     match op:
         case "sum":
@@ -219,7 +218,7 @@ def reduced(op: str, size: int, position: int) -> float:
 
 
 class Patterns:
-    """Long arrays that all inputs and all results are slices of, by element type."""
+    """Long arrays by element type; all inputs and all results are slices of them."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         if max(sizes) * (PERIOD - 1) > EXACT_IN_BFLOAT16:
@@ -238,28 +237,28 @@ class Patterns:
                     self._reduced[dtype, op, size] = _long(dtype, numbers)
 
     def passed(self, call: Call, rank: int, start: int, stop: int, *, op: str = "sum") -> torch.Tensor:
-        """What a rank passes as elements start to stop."""
+        """Return a rank's input, elements start to stop."""
         at = (call.shift + rank) % PERIOD
         long = self._passed[call.dtype, "product" if op == "product" else "sum"]
         part: torch.Tensor = long[at + start : at + stop]
         return part
 
     def result(self, call: Call, size: int, start: int, stop: int) -> torch.Tensor:
-        """What a reduction by the call's op must give as elements start to stop."""
+        """Return the correct result of the call's reduction, elements start to stop."""
         part: torch.Tensor = self._reduced[call.dtype, call.op, size][call.shift + start : call.shift + stop]
         return part
 
 
 def _long(dtype: str, numbers: Sequence[float]) -> torch.Tensor:
-    # The average is rounded once to float64 and once to the type: as well as once, as the type's digits
-    # are less than half of those of float64 (for float64 itself there is nothing more to round).
+    # Rounding to float64 and then to the type equals rounding once: the types have less than half of
+    # float64's digits, or are float64.
     period = torch.tensor(numbers, dtype=torch.float64).to(getattr(torch, dtype))
     count = LARGEST_NBYTES // period.element_size() + 2 * PERIOD
     return period.repeat(count // PERIOD + 1)[:count].contiguous()
 
 
 class Memory:
-    """Buffers to pass: kept ones, all made at the start, and fresh ones."""
+    """Input and output buffers: reused ones, made at the start, and fresh ones."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], Any] = {}
@@ -271,7 +270,7 @@ class Memory:
                         self._kept[kind, dtype, count, slot, role] = _array(kind, dtype, count)
 
     def buffer(self, call: Call, count: int, role: str) -> Any:
-        """Full of POISON: the first elements of a kept buffer, or as many fresh ones."""
+        """Return a buffer full of POISON: part of a reused one, or fresh."""
         if call.slot is None:
             return _array(call.kind, call.dtype, count)
         whole = self._kept.get((call.kind, call.dtype, call.count, call.slot, role))
@@ -288,17 +287,17 @@ def _array(kind: str, dtype: str, count: int) -> Any:
 
 
 def tensor(array: Any) -> torch.Tensor:
-    """The same memory as a tensor."""
+    """Return a tensor over the array's memory."""
     return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
 
 
 @dataclass
 class Ready:
-    """A call with its memory, and what must be found after it.
+    """A call with its buffers and its correct results.
 
-    method      of the communicator, blocking; "start_" before it begins the same
-    expected    (array, elements from, to, what they must be)
-    returned    what the call must return, to the identity of its memory; None for not looked at
+    method      of the communicator; "start_" + method is the non-blocking form
+    expected    (array, start, stop, correct elements)
+    returned    the object that the call must return; None if any
     """
 
     method: str = ""
@@ -309,7 +308,7 @@ class Ready:
     result_is: Callable[[Any], list[tuple[Any, int, int, torch.Tensor]]] | None = None
 
     def expect(self, array: Any, start: int, right: torch.Tensor) -> None:
-        """Elements from `start` on must be these."""
+        """Require these elements from `start` on."""
         self.expected.append((array, start, start + right.numel(), right))
 
     def is_right(self, result: Any) -> bool:
@@ -320,19 +319,19 @@ class Ready:
 
 
 class Builder:
-    """Makes calls ready on one rank."""
+    """Makes the buffers and expected results of calls on one rank."""
 
     def __init__(self, patterns: Patterns, memory: Memory) -> None:
         self._patterns = patterns
         self._memory = memory
 
     def ready(self, call: Call, comm: Communicator) -> list[Ready]:
-        """The call's parts on this rank: one; for messages one, two or none."""
+        """Return the call's parts on this rank: one; for messages none, one or two."""
         made = getattr(self, f"_{call.collective}")(call, comm)
         return made if isinstance(made, list) else [made]
 
     def _input(self, call: Call, comm: Communicator, count: int, *, op: str = "sum") -> Any:
-        """This rank's contribution, as elements 0 to count."""
+        """Return a buffer with this rank's input."""
         buffer = self._memory.buffer(call, count, "input")
         tensor(buffer).copy_(self._patterns.passed(call, comm.rank, 0, count, op=op))
         return buffer
@@ -383,7 +382,7 @@ class Builder:
         return ready
 
     def _shards(self, call: Call, comm: Communicator) -> tuple[int, ...]:
-        """Elements of each rank's shard; uneven ones grow with the rank, as far as there is room."""
+        """Return the elements of each rank's shard; uneven shards grow with the rank."""
         share = call.count // comm.size
         if not call.uneven or share < comm.size:
             return (share,) * comm.size
@@ -413,7 +412,7 @@ class Builder:
         return self._gathered(call, comm, ready, counts)
 
     def _gathered(self, call: Call, comm: Communicator, ready: Ready, counts: Sequence[int]) -> Ready:
-        """All shards come into a new array, made here."""
+        """Expect all shards in a new array that the call returns."""
         edges = partition.offsets(counts)
         ready.arguments = (self._input(call, comm, counts[comm.rank]),)
         ready.result_is = lambda whole: [
@@ -437,7 +436,7 @@ class Builder:
         share = call.count // comm.size
         buffer = self._input(call, comm, share * comm.size)
         at = comm.rank * share
-        if call.in_place:  # there is no such thing: instead, what comes back is a new array
+        if call.in_place:  # an all-to-all has no in-place form; test the form that returns a new array
             ready = Ready("alltoall", (buffer,))
             ready.result_is = lambda whole: [
                 (whole, rank * share, (rank + 1) * share, self._patterns.passed(call, rank, at, at + share))
@@ -467,7 +466,7 @@ class Builder:
         return Ready("barrier")
 
     def _send(self, call: Call, comm: Communicator) -> list[Ready]:
-        """From one rank to another; the others have nothing to do."""
+        """Send from one rank to another; the other ranks do nothing."""
         sender = call.root % comm.size
         receiver = (sender + 1 + call.shift % max(1, comm.size - 1)) % comm.size
         if sender == receiver:
@@ -479,7 +478,7 @@ class Builder:
         return []
 
     def _sendrecv(self, call: Call, comm: Communicator) -> list[Ready]:
-        """Every rank to one behind it, however far; alone, to itself."""
+        """Send from every rank to the one `root` places further; alone, to itself."""
         distance = call.root % comm.size
         to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         buffer = self._input(call, comm, call.count)
@@ -495,13 +494,13 @@ class Builder:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of it.
+    """Result of a soak.
 
-    wrong        results that were not right, over all ranks
-    warm_nbytes  of each rank, resident memory after the warm-up; 0 where it was not seen
-    end_nbytes   the same at the end
-    course       at every look, for each rank, calls made and resident memory
-    told         some of the wrong results, in words
+    wrong        wrong results, over all ranks
+    warm_nbytes  resident memory of each rank after the warm-up; 0 if unknown
+    end_nbytes   resident memory of each rank at the end; 0 if unknown
+    samples      by sample and rank, (calls made, resident memory)
+    described    some of the wrong results, in words
     """
 
     calls: int
@@ -511,29 +510,29 @@ class Report:
     wrong: int
     warm_nbytes: list[int]
     end_nbytes: list[int]
-    course: list[list[tuple[int, int]]]
-    told: list[str]
+    samples: list[list[tuple[int, int]]]
+    described: list[str]
 
     @property
     def drift_mb(self) -> list[float | None]:
-        """Growth of each rank since the warm-up, in MB = 1e6 bytes; None where it was not seen."""
+        """Growth of each rank since the warm-up, in MB = 1e6 bytes; None if unknown."""
         pairs = zip(self.warm_nbytes, self.end_nbytes, strict=True)
         return [(end - warm) / 1e6 if end and warm else None for warm, end in pairs]
 
 
 class Soak:
-    """One rank's part in it."""
+    """One rank's part of the soak."""
 
     def __init__(self, options: Options, comms: Sequence[Communicator]) -> None:
         self._comms = comms
         self._builder = Builder(Patterns([comm.size for comm in comms]), Memory())
         self._own_order = random.Random(f"{options.seed} {comms[0].rank}")
         self.wrong = 0
-        self.told: list[str] = []
+        self.described: list[str] = []
         self.done = 0
 
     def do(self, group: Sequence[Call]) -> None:
-        """Make these calls, and look at what they leave behind."""
+        """Make these calls and check their results."""
         if len(group) == 1:
             self._one(group[0])
         else:
@@ -541,7 +540,7 @@ class Soak:
         self.done += len(group)
 
     def fill(self) -> None:
-        """Have all scratch lent that ever will be; these calls are checked, but do not count."""
+        """Make calls that fill the scratch pool; they are checked, but not counted."""
         for group in filling(self._comms[0].size):
             self.do(group)
         self.done = 0
@@ -553,10 +552,10 @@ class Soak:
             receive, send = parts
             source, to = receive.arguments[1], send.arguments[1]
             result = comm.sendrecv(send.arguments[0], to, receive.arguments[0], source, send.arguments[2])
-            self._look(call, receive, result)
+            self._check(call, receive, result)
             return
         for ready in parts:
-            self._look(call, ready, getattr(comm, ready.method)(*ready.arguments, **ready.named))
+            self._check(call, ready, getattr(comm, ready.method)(*ready.arguments, **ready.named))
 
     def _at_once(self, group: Sequence[Call]) -> None:
         under_way = []
@@ -569,19 +568,19 @@ class Soak:
         for call, ready, handle in under_way:
             if self._own_order.random() < 0.3:
                 handle.test()
-            self._look(call, ready, handle.wait())
+            self._check(call, ready, handle.wait())
 
-    def _look(self, call: Call, ready: Ready, result: Any) -> None:
+    def _check(self, call: Call, ready: Ready, result: Any) -> None:
         if ready.is_right(result):
             return
         self.wrong += 1
-        if len(self.told) < TOLD:
+        if len(self.described) < DESCRIBED:
             comm = self._comms[call.comm]
-            self.told.append(f"rank {comm.rank} of {comm.name}, after {self.done} calls: {call}")
+            self.described.append(f"rank {comm.rank} of {comm.name}, after {self.done} calls: {call}")
 
 
 def split(world: Communicator) -> list[Communicator]:
-    """The world, its ranks of even and of odd number, and the world in reverse order. Collective."""
+    """Return the world, the even or odd ranks, and the world in reverse order. Collective."""
     halves = world.split(world.rank % 2, name="soak halves")
     backwards = world.split(0, key=-world.rank, name="soak backwards")
     assert halves is not None
@@ -590,80 +589,74 @@ def split(world: Communicator) -> list[Communicator]:
 
 
 def run(options: Options, world: Communicator, say: Say = lambda line: None) -> Report:
-    """Make all calls, and say on rank 0 how it goes. Collective."""
+    """Make all calls, and report progress on rank 0. Collective."""
     speak = say if world.rank == 0 else lambda line: None
     comms = split(world)
     soak = Soak(options, comms)
-    between = max(CALLS_BETWEEN_LOOKS, options.calls // LOOKS)
-    course: list[tuple[int, int]] = []
+    between = max(CALLS_BETWEEN_SAMPLES, options.calls // SAMPLES)
+    samples: list[tuple[int, int]] = []
     soak.fill()
     started_s = time.perf_counter()
     for group in draw(options, len(comms)):
         soak.do(group)
-        if soak.done >= between * (len(course) + 1):
-            course.append((soak.done, settled_nbytes()))
-            if len(course) % (LOOKS // 10) == 0:
+        if soak.done >= between * (len(samples) + 1):
+            samples.append((soak.done, settled_nbytes()))
+            if len(samples) % (SAMPLES // 10) == 0:
                 passed_s = time.perf_counter() - started_s
                 speak(f"# {soak.done:>9,} calls in {format_duration(passed_s)}, {soak.wrong} wrong on rank 0")
     seconds = float(world.allreduce(np.array([time.perf_counter() - started_s]), "max")[0])
-    everyone = world.allgather_object((soak.wrong, soak.told, course))
+    everyone = world.allgather_object((soak.wrong, soak.described, samples))
     for comm in comms[1:]:
         comm.free()
-    courses = [course for _, _, course in everyone]
+    by_rank = [own for _, _, own in everyone]
     return Report(
         calls=options.calls,
         seed=options.seed,
         ranks=world.size,
         seconds=seconds,
         wrong=sum(wrong for wrong, _, _ in everyone),
-        warm_nbytes=[between_calls(one, options.calls, WARM_UP, 2 * WARM_UP) for one in courses],
-        end_nbytes=[between_calls(one, options.calls, 1 - WARM_UP, 1) for one in courses],
-        course=[list(looks) for looks in zip(*courses, strict=True)],
-        told=[text for _, texts, _ in everyone for text in texts][:TOLD],
+        warm_nbytes=[between_calls(own, options.calls, WARM_UP, 2 * WARM_UP) for own in by_rank],
+        end_nbytes=[between_calls(own, options.calls, 1 - WARM_UP, 1) for own in by_rank],
+        samples=[list(at_once) for at_once in zip(*by_rank, strict=True)],
+        described=[text for _, texts, _ in everyone for text in texts][:DESCRIBED],
     )
 
 
-def between_calls(course: Sequence[tuple[int, int]], calls: int, start: float, stop: float) -> int:
-    """The median of what was seen between two fractions of all calls; 0 where nothing was."""
-    seen = [nbytes for done, nbytes in course if start * calls <= done <= stop * calls + MOST_AT_ONCE]
+def between_calls(samples: Sequence[tuple[int, int]], calls: int, start: float, stop: float) -> int:
+    """Return the median of the samples between two fractions of all calls; 0 without samples."""
+    seen = [nbytes for done, nbytes in samples if start * calls <= done <= stop * calls + MOST_AT_ONCE]
     return int(statistics.median(seen)) if seen else 0
 
 
 def settled_nbytes() -> int:
-    """Resident memory once all that is free has been given back."""
+    """Return resident memory after garbage collection and malloc_trim."""
     gc.collect()
     give_freed_memory_back()
     return resident_nbytes()
 
 
 def give_freed_memory_back() -> None:
-    """What the C library keeps of freed memory is nobody's (glibc only)."""
+    """Return the C library's free memory to the system (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def resident_nbytes() -> int:
-    """Memory of this process that is in RAM; elsewhere than on Linux its largest so far; 0 if unknown."""
+    """Return resident memory of this process, 0 if unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
-        pass
-    try:
-        import resource
-    except ImportError:
         return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def table(report: Report) -> list[str]:
-    """The report as lines to print."""
+    """Format the report."""
     lines = [
         "#",
         f"# {report.calls:,} mixed collectives on {report.ranks} ranks in {format_duration(report.seconds)} "
         f"({report.seconds / max(1, report.calls) * 1e6:.0f} us each): {report.wrong} wrong",
-        *(f"# wrong: {text}" for text in report.told),
+        *(f"# wrong: {text}" for text in report.described),
         f"#{'rank':>6}{'warm (MB)':>12}{'end (MB)':>12}{'drift (MB)':>12}",
     ]
     for rank, drift in enumerate(report.drift_mb):
@@ -671,3 +664,49 @@ def table(report: Report) -> list[str]:
         grown = "not seen" if drift is None else f"{drift:+.2f}"
         lines.append(f" {rank:>6}{warm:>12.1f}{end:>12.1f}{grown:>12}")
     return lines
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Make many mixed collectives, check every result, watch memory."
+    )
+    parser.add_argument("--calls", type=int, default=100_000, help="(default: 100,000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the calls, on all ranks (default: 0)")
+    parser.add_argument(
+        "--max-drift", type=float, help="MB of growth per rank after the warm-up (default: any)"
+    )
+    parser.add_argument("--json", type=Path, help="write JSON lines too")
+    options = parser.parse_args(words)
+    if options.max_drift is not None and options.calls < FEWEST_TO_COMPARE:
+        parser.error(
+            f"--max-drift takes at least --calls {FEWEST_TO_COMPARE}, or there are no samples to compare"
+        )
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = parse(words)
+    import hpcpar
+    from hpcpar.bench.collectives import about, write_json
+    from hpcpar.transport.mpi import library_facts
+
+    world = hpcpar.init()
+    facts = about(
+        "soak", world, library_facts()["vendor"], {"calls": options.calls, "seed": options.seed}, {}
+    )
+    report = run(Options(options.calls, options.seed), world, lambda line: print(line, flush=True))
+    drifts = [math.inf if drift is None else drift for drift in report.drift_mb]
+    grown = options.max_drift is not None and max(drifts) > options.max_drift
+    if world.rank == 0:
+        for name, value in facts.items():
+            print(f"# {name}: {value}")
+        print("\n".join(table(report)))
+        if grown:
+            print(f"# memory grew by more than {options.max_drift:g} MB")
+        if options.json is not None:
+            write_json(options.json, facts, [report])
+    return int(bool(report.wrong) or grown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
