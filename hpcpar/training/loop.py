@@ -25,7 +25,6 @@ from torch import Tensor
 from hpcpar.checkpoint import Loaded, load, save
 from hpcpar.checkpoint.checkpoint_directory import by_step
 from hpcpar.comm import Communicator
-from hpcpar.comm.places import gather_placement
 from hpcpar.comm.preemption import Preemption
 from hpcpar.data import Dataset, Sampler
 from hpcpar.data_parallel import (
@@ -36,6 +35,7 @@ from hpcpar.data_parallel import (
 )
 from hpcpar.data_parallel.saved_activations import Activations
 from hpcpar.errors import CheckpointError, ConfigError, DataError, DivergenceError, PeerFailedError
+from hpcpar.launch.rank_map import gather_rank_map
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, generate
 from hpcpar.partition import bounds
@@ -648,9 +648,9 @@ class Run:
     def _announce(self) -> None:
         config, shards = self.config, self.data.shards
         total = config.train.steps * self.tokens_per_step
-        placement = gather_placement(self.comm)
-        if placement is not None:
-            self._say("\n".join(placement.lines()))
+        rank_map = gather_rank_map(self.comm)
+        if rank_map is not None:
+            self._say("\n".join(rank_map.lines()))
         self._say(
             f"ranks: {self.comm.size} ({self.mesh.layout}), torch threads on each: "
             f"{torch.get_num_threads()}, on {self.device}\n"
