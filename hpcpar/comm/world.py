@@ -28,7 +28,7 @@ from hpcpar.launch.settings import (
     parent_is_the_rank,
     take_asked_ranks,
 )
-from hpcpar.transport import cuda_driver
+from hpcpar.transport.gpu import runtime
 
 if TYPE_CHECKING:
     from hpcpar.transport.mpi import MpiTransport
@@ -104,7 +104,7 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
         found = cuda_aware.capabilities(
             mpi.library_version(),
             asked=settings.cuda_aware,
-            driver=str(cuda_driver.driver().version),
+            driver=str(runtime.driver().version),
             memory_kinds=mpi.memory_kinds(),
         )
         return found.point_to_point is True

@@ -44,7 +44,7 @@ from hpcpar.launch.launch_command import environ_for, find_launcher
 from hpcpar.launch.processes import every_process
 from hpcpar.launch.settings import CAPABILITIES
 
-PROBE = "hpcpar.transport.cuda_probe"
+PROBE = "hpcpar.transport.gpu.probe"
 JOB_LIMIT_S = 60.0
 PROBE_LIMIT_S = 150.0
 """For all jobs of a probe together, below the 600 s for which the other ranks wait without a word."""

@@ -106,15 +106,6 @@ def stage_costs(costs: Sequence[float], split: Sequence[tuple[int, int]]) -> lis
     return [sum(costs[start:stop]) for start, stop in split]
 
 
-def rank_costs(
-    costs: Sequence[float], split: Sequence[tuple[int, int]], rank_of_stage: Placement
-) -> list[float]:
-    """What each rank's stages cost together."""
-    of_stage = stage_costs(costs, split)
-    homes = [_rank_of(rank_of_stage, stage) for stage in range(len(of_stage))]
-    return _sums(of_stage, homes)
-
-
 def _require_costs(costs: Sequence[float]) -> None:
     for item, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):

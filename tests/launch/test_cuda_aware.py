@@ -52,7 +52,7 @@ class Jobs:
     def __call__(self, n: int, argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> Ended:
         assert n == 2
         _, dash_m, module, report, *names = argv
-        assert (dash_m, module) == ("-m", "hpcpar.transport.cuda_probe")
+        assert (dash_m, module) == ("-m", "hpcpar.transport.gpu.probe")
         self.asked.append(tuple(names))
         self.environs.append(environ)
         self.limits_s.append(limit_s)
