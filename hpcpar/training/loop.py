@@ -40,7 +40,7 @@ from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, generate
 from hpcpar.partition import bounds
 from hpcpar.pipeline_parallel import TiedWeights
-from hpcpar.pipeline_schedules import record
+from hpcpar.pipeline_schedules.timetable import write_timetable
 from hpcpar.training.build import (
     build_model,
     build_optimizer,
@@ -611,7 +611,7 @@ class Run:
         """When each stage worked in the last step, for `hpcpar draw pipeline --measured`. Collective."""
         timetable = worker.pipeline.timetable()
         if self.comm.rank == 0:
-            record.write(timetable, self.directory / "pipeline.json")
+            write_timetable(timetable, self.directory / "pipeline.json")
 
     def _open_metrics(self, stack: ExitStack) -> Metrics | None:
         """On rank 0: metrics.jsonl and the display of progress."""
