@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from option_types import at_least, output_file
+from common import at_least, output_file
 from pipeline_memory import live_nbytes
 from pipeline_peers import (
     PHASES,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hpcpar.autograd.in_place import adding_in_place
-from hpcpar.autograd.weight_gradients import DeferredGradients, stand_in, under_way
+from hpcpar.autograd.fused_layers import adding_in_place
+from hpcpar.autograd.weight_grad_mode import DeferredGradients, stand_in, under_way
 from hpcpar.comm import Communicator
 from hpcpar.pipeline_parallel.pipeline import Pipeline
 from hpcpar.pipeline_parallel.stage import Stage

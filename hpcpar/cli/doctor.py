@@ -255,7 +255,7 @@ def find_awareness(mpi_library: str, memory_kinds: str | None) -> Capabilities:
 def driver_version() -> str:
     """The CUDA driver's; "" where there is none."""
     from hpcpar.errors import CudaError
-    from hpcpar.transport.cuda_driver import driver
+    from hpcpar.transport.gpu.runtime import driver
 
     try:
         return str(driver().version)

@@ -26,13 +26,18 @@ from hpcpar.launch import (
     lone,
     sentinel,
     shared_space,
-    variables,
 )
 from hpcpar.launch.bootstrap import pmi_selection
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.placement import Placement, RankPlace, visible_gpus
-from hpcpar.launch.settings import Settings, own_tuning_file
-from hpcpar.transport import cuda_driver
+from hpcpar.launch.settings import (
+    Settings,
+    mark_as_rank,
+    own_tuning_file,
+    parent_is_the_rank,
+    take_asked_ranks,
+)
+from hpcpar.transport.gpu import runtime
 
 if TYPE_CHECKING:
     from hpcpar.transport.mpi import MpiTransport
@@ -108,7 +113,7 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
         found = cuda_aware.capabilities(
             mpi.library_version(),
             asked=settings.cuda_aware,
-            driver=str(cuda_driver.driver().version),
+            driver=str(runtime.driver().version),
             memory_kinds=mpi.memory_kinds(),
         )
         return found.point_to_point is True
@@ -134,7 +139,7 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
     if info.size > 1 and mpi.is_the_parents():
         _refuse_forked(info)
     if not mpi.is_started():
-        if info.size > 1 and variables.parent_is_the_rank():
+        if info.size > 1 and parent_is_the_rank():
             _refuse_child(info)
         _bootstrap = pmi_selection.choose(info, mpi.library_version())
         pmi_selection.clear_stale(_bootstrap)
@@ -157,7 +162,7 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
             mpi.start()
             time.sleep(_bootstrap.settle_s)
     if info.size > 1:
-        variables.mark_as_rank()
+        mark_as_rank()
     return mpi.MpiTransport.world()
 
 
@@ -201,7 +206,7 @@ def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
     try:
         crosscheck.refuse_separate_worlds(info, claims)
         lone.refuse_nested()
-        crosscheck.require_asked_size(variables.take_asked_ranks(), world.size)
+        crosscheck.require_asked_size(take_asked_ranks(), world.size)
         if world.size == info.size == 1:
             lone.require_alone(info)
         info = crosscheck.check_against_mpi(

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.variables import ASKED_RANKS
+from hpcpar.launch.settings import ASKED_RANKS
 
 MPIEXECS = ("openmpi", "pals", "mvapich", "hydra")
 """Launchers of one program, which manage no resources."""

@@ -40,11 +40,11 @@ from hpcpar.errors import LaunchError
 from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
 from hpcpar.launch.crosscheck import flavour, library_name
 from hpcpar.launch.environment import is_of_a_job
+from hpcpar.launch.launch_command import environ_for, find_launcher
 from hpcpar.launch.processes import every_process
 from hpcpar.launch.settings import CAPABILITIES
-from hpcpar.launch.supervise import environ_for, find_launcher
 
-PROBE = "hpcpar.transport.cuda_probe"
+PROBE = "hpcpar.transport.gpu.probe"
 JOB_LIMIT_S = 60.0
 PROBE_LIMIT_S = 150.0
 """For all jobs of a probe together, below the 600 s for which the other ranks wait without a word."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import DAEMONS, LAUNCHERS, RankInfo
 from hpcpar.launch.processes import PROC, Process, ancestors, every_process
-from hpcpar.launch.variables import was_started_by_a_rank
+from hpcpar.launch.settings import was_started_by_a_rank
 
 log = logging.getLogger("hpcpar")
 

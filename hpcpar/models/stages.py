@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.autograd import Recompute
-from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.errors import LayoutError
 from hpcpar.models.layers import Layers
 from hpcpar.models.llama import EMBEDDING, HEAD, Llama

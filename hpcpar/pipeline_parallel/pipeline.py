@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcpar.autograd.in_place import adding_in_place
+from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.comm import Communicator

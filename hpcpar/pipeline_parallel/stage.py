@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from hpcpar.autograd.weight_gradients import DeferredGradients
+from hpcpar.autograd.weight_grad_mode import DeferredGradients
 from hpcpar.errors import OperationError, ShardedParameterError
 from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, Tensors, as_tensors
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hpcpar.errors import MismatchError
+from hpcpar.parameter_info import note
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -62,6 +63,7 @@ class TiedWeights:
                 own = self._own[name]
                 own.hpcpar_is_copy = True  # type: ignore[attr-defined]
                 own.hpcpar_counts_elsewhere = holders[0] != self._rank  # type: ignore[attr-defined]
+                note(self._own[name], is_copy=True, counts_elsewhere=holders[0] != self._rank)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

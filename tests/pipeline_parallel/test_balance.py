@@ -108,6 +108,16 @@ def test_a_cost_that_is_none_is_refused(cost: float) -> None:
         balanced([1, cost], 1)
 
 
+def rank_costs(
+    costs: Sequence[float], split: Sequence[tuple[int, int]], rank_of_stage: Sequence[int]
+) -> list[float]:
+    """Sum the costs of each rank's stages."""
+    sums = [0.0] * (1 + max(rank_of_stage[stage] for stage in range(len(split))))
+    for stage, cost in enumerate(stage_costs(costs, split)):
+        sums[rank_of_stage[stage]] += cost
+    return sums
+
+
 def test_in_a_v_the_rank_with_the_head_gets_fewer_layers() -> None:
     """A head worth four layers of six: by stages alone its rank gets two of them beside it."""
     costs = [0, 1, 1, 1, 1, 1, 1, 4]

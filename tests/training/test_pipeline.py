@@ -125,7 +125,7 @@ def test_copies_of_tied_weights_stay_the_same_to_the_last_bit(config_of: MakeCon
 
     def work(comm: Communicator) -> bytes:
         run = Run(config, comm)
-        run._steps(0, 3, None)
+        run.train_steps(0, 3, None)
         run.optimizer.wait_for_parameters()
         assert isinstance(run.model, LlamaStages)
         (copy,) = run.model.tied_parameters().values()
@@ -172,8 +172,8 @@ def half_of(config: Config, size: int) -> None:
 
     def interrupted(comm: Communicator) -> None:
         run = Run(config, comm)
-        run._steps(0, 2, None)
-        run._save(2)
+        run.train_steps(0, 2, None)
+        run.save(2)
 
     run_loopback(size, interrupted)
 
