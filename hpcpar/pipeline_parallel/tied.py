@@ -60,9 +60,6 @@ class TiedWeights:
             if shared is not None:
                 self.comms[name] = shared
                 # Without this note a DistributedOptimizer would average the copy before it is summed.
-                own = self._own[name]
-                own.hpcpar_is_copy = True  # type: ignore[attr-defined]
-                own.hpcpar_counts_elsewhere = holders[0] != self._rank  # type: ignore[attr-defined]
                 note(self._own[name], is_copy=True, counts_elsewhere=holders[0] != self._rank)
 
     @torch.no_grad()

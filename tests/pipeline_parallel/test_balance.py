@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 import pytest
@@ -18,17 +18,6 @@ from hpcpar.pipeline_parallel.balance import (
     stage_costs,
 )
 from hpcpar.pipeline_schedules.stage_placement import loop, v_shape
-
-
-def rank_costs(
-    costs: Sequence[float], split: Sequence[tuple[int, int]], rank_of_stage: Mapping[int, int] | Sequence[int]
-) -> list[float]:
-    of_stage = stage_costs(costs, split)
-    homes = [rank_of_stage[stage] for stage in range(len(of_stage))]
-    return [
-        sum(cost for cost, home in zip(of_stage, homes, strict=True) if home == rank)
-        for rank in range(max(homes) + 1)
-    ]
 
 
 def all_splits(items: int, stages: int) -> Iterator[StageSplit]:
