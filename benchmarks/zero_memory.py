@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from option_types import at_least, output_file, picture_file
+from common import at_least, give_freed_memory_back, output_file, picture_file
+from memory_picture import draw
 from rich.console import Console
 from rich.table import Table
 
 import hpcpar
-from hpcpar.bench.memory_picture import draw
-from hpcpar.bench.soak import give_freed_memory_back
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel import (
     DistributedOptimizer,
@@ -47,7 +46,7 @@ from hpcpar.data_parallel import (
     watch_activations,
 )
 from hpcpar.data_parallel.process_memory import process_memory
-from hpcpar.data_parallel.scattered import ROOMS
+from hpcpar.data_parallel.zero2 import STAGING_BUFFERS
 from hpcpar.launch import binding
 from hpcpar.models import PRESETS, Llama, LlamaConfig, next_token_loss
 from hpcpar.models.initialise import initial_value
@@ -104,8 +103,10 @@ class Result:
         if sum(line.beyond_nbytes for line in lines) < 0:
             found.append("all ranks together hold less than the whole model state")
         rooms = max(each.staging_nbytes for each in self.report.of_ranks)
-        if rooms > ROOMS * self.bucket_nbytes:
-            found.append(f"rooms of {rooms} bytes, more than {ROOMS} buckets of {self.bucket_nbytes}")
+        if rooms > STAGING_BUFFERS * self.bucket_nbytes:
+            found.append(
+                f"rooms of {rooms} bytes, more than {STAGING_BUFFERS} buckets of {self.bucket_nbytes}"
+            )
         return [f"{self.variant.stage} {self.variant.name}: {text}" for text in found]
 
 
@@ -193,7 +194,7 @@ def measure(comm: Communicator, variant: Variant, options: argparse.Namespace) -
     del loss
     after = settled_nbytes(comm)
     added = None if after is None or before is None else after - before
-    bucket_nbytes = max(bucket.nbytes for bucket in optimizer.synchronizer.buckets)
+    bucket_nbytes = max(bucket.nbytes for bucket in optimizer.reducer.buckets)
     return Result(variant, report, bucket_nbytes, comm.allgather_object(added), value)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a line and its end are two writes: those of ranks mix
 
-pytest_plugins = ["tests.transport.cuda_stand_in.fixtures"]
+pytest_plugins = ["tests.transport.gpu.cuda_stand_in.fixtures"]
 
 
 def _world_rank() -> int:
@@ -93,7 +93,7 @@ def _one_torch_thread() -> None:
 @pytest.fixture
 def gradients_of_any_size_are_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a large model are; weights of tests are small."""
-    monkeypatch.setattr("hpcpar.autograd.in_place.LEAST_NBYTES", 0)
+    monkeypatch.setattr("hpcpar.autograd.fused_layers.LEAST_NBYTES", 0)
 
 
 @pytest.fixture(params=["small", "large"])

@@ -11,7 +11,7 @@ from hpcpar.autograd.regions import (
     reduce_scatter_to,
     scatter_to,
 )
-from hpcpar.autograd.weight_gradients import DeferredGradients
+from hpcpar.autograd.weight_grad_mode import DeferredGradients
 from hpcpar.planner.shapes import Recompute
 
 __all__ = [

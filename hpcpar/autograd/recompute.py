@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hpcpar.autograd.weight_gradients import DeferredGradients, under_way
+from hpcpar.autograd.weight_grad_mode import DeferredGradients, under_way
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from torch.autograd import Function
 
-from hpcpar.autograd.exchange import (
+from hpcpar.autograd.dim_collectives import (
     checked_dim,
     exchanged,
     own_part,
@@ -32,7 +32,7 @@ from hpcpar.autograd.exchange import (
     start_sum,
     start_sum_scatter,
 )
-from hpcpar.autograd.pieces import no_view
+from hpcpar.autograd.grad_accumulation_fusion import no_view
 from hpcpar.errors import OperationError
 from hpcpar.uncompiled import uncompiled
 

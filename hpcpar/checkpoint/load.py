@@ -28,10 +28,10 @@ from hpcpar.checkpoint.model_state import ModelState, check_forms, check_names
 from hpcpar.checkpoint.optimizer_state import StoredOptimizer, distributed_of, group_names
 from hpcpar.checkpoint.ownership import PipelinePositions, RankContents, RankCoordinates
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.fully_sharded import sharding_of
+from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import OwnPiece
-from hpcpar.data_parallel.publication import wait_for_new
 from hpcpar.data_parallel.sharded_step import MASTER
+from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class _Restore:
             if self._on_wholes is not None:
                 self._state_dict["state"] = self._saved.whole_states(optimizer, state.parameter_names)
         # An optimizer on pieces brings its parameters along with their states.
-        stepped = () if self._on_pieces is None else self._on_pieces.synchronizer.parameters
+        stepped = () if self._on_pieces is None else self._on_pieces.reducer.parameters
         self._with_optimizer = {id(parameter) for parameter in stepped}
 
     @torch.no_grad()

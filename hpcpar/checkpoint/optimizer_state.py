@@ -22,7 +22,7 @@ from hpcpar.checkpoint.local_tensor import LocalTensor, is_replicated
 from hpcpar.checkpoint.manifest import SavedOptimizer
 from hpcpar.checkpoint.ownership import WritePlan
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.optimizer import optimizers_of
+from hpcpar.data_parallel.distributed_optimizer import optimizers_of
 from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, layout_of
 from hpcpar.data_parallel.sharded_step import MASTER, State, is_elementwise
 from hpcpar.errors import CheckpointError

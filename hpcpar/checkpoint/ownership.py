@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from hpcpar.checkpoint.model_state import TensorNames
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.fully_sharded import sharding_of
+from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import CheckpointError
 from hpcpar.tensor_parallel.split import comm_of, split_of
 

@@ -29,10 +29,10 @@ from hpcpar.checkpoint.model_state import ModelState
 from hpcpar.checkpoint.optimizer_state import distributed_of, group_names, group_options, write_states
 from hpcpar.checkpoint.ownership import PipelinePositions, RankContents, RankCoordinates, WritePlan
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.data_parallel.fully_sharded import sharding_of
+from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import in_memory_order
-from hpcpar.data_parallel.publication import wait_for_new
 from hpcpar.data_parallel.running_statistics import agree_on_buffers, digest_of_buffers
+from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError
 

@@ -45,7 +45,7 @@ from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.transport.buffers import HostBuffer, is_torch
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
 from hpcpar.units import KiB, MiB
 
@@ -191,7 +191,7 @@ class Calls:
             )
         if self.runtime.is_forked:
             raise OperationError(
-                f"{what} was asked for in a process that was forked from rank {self.rank} of {self.name!r}, and "
+                f"{what} was asked for in a process forked from rank {self.rank} of {self.name!r}, which "
                 f"cannot be that rank, too: make the call in the rank itself, and return to it what is to be "
                 f"communicated"
             )
@@ -427,7 +427,7 @@ class Calls:
         )
 
     def _is_in_part(self, arguments: Arguments, algorithm: Algorithm, whole: HostBuffer) -> bool:
-        """True if each node uses its shared memory, and messages between the nodes. The same on every rank."""
+        """True if nodes use their shared memory, and messages between them. The same on every rank."""
         is_long = whole.octets.size >= IN_PART_FROM_NBYTES or not arguments.same_everywhere
         return self.shares_in_part and self.reads_private and is_long and not algorithm.ordered
 

@@ -15,15 +15,14 @@ import numpy as np
 
 from hpcpar import partition
 from hpcpar.comm.compiled import Result
-from hpcpar.comm.compressed import Compressed, CompressedOnDevice
+from hpcpar.comm.half_precision import Compressed, CompressedOnDevice, Factors, Rescaling
 from hpcpar.comm.plan import Offsets
 from hpcpar.comm.reductions import require_op, scale
 from hpcpar.comm.request import PLAIN, Request, is_used_in_place, typed
-from hpcpar.comm.scaling import Factors, Rescaling
 from hpcpar.comm.spaces import Action, Spaces, copying
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, bind, empty_like, flat
-from hpcpar.transport.device_memory import DeviceBuffer, Queue, bind_device, is_on_device
+from hpcpar.transport.gpu.memory import DeviceBuffer, Queue, bind_device, is_on_device
 
 if TYPE_CHECKING:
     from hpcpar.comm.calls import Calls

@@ -333,7 +333,7 @@ class Communicator:
         return node
 
     def lend(self, purpose: str, label: str | None = None) -> Loan:
-        """Lend one of the same ranks, for calls that come in another order than those on this one. Collective.
+        """Lend one of the same ranks, for calls in another order than those on this one. Collective.
 
         label   under which it counts on this one's account; None: as this one does
 
@@ -387,8 +387,8 @@ class Communicator:
 
     def __reduce__(self) -> NoReturn:
         raise OperationError(
-            f"communicator {self.name!r} cannot be pickled, as for a process that a DataLoader spawns: pass what "
-            f"the process needs to know, such as rank {self.rank} of {self.size}, instead"
+            f"communicator {self.name!r} cannot be pickled, as for a process that a DataLoader spawns: pass "
+            f"what the process needs to know, such as rank {self.rank} of {self.size}, instead"
         )
 
     def __repr__(self) -> str:

@@ -2,15 +2,16 @@
 
     idle ── start ──> under way ── advance, advance, … ──> done (or failed) ── start ──> …
 
-`advance` never blocks, and may be called from any place that has time: `poke`, `test`, `wait`. It may also be
-left by an exception of a signal handler at any point, and then goes on where it was: every action on memory is
-taken from an iterator (`spaces.py`), and every other assignment may be repeated.
+`advance` never blocks, and may be called from any place that has time: `poke`, `test`, `wait`. It may also
+be left by an exception of a signal handler at any point, and then goes on where it was: every action on
+memory is taken from an iterator (`spaces.py`), and every other assignment may be repeated.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcpar.comm.accounting import Tally, Trace, TrafficRow
@@ -206,10 +207,8 @@ class CompiledCollective:
                 self._note(trace)
             if self.mark_written is not None:
                 # Before the state changes: an exception in between marks the array once more.
-                try:
+                with suppress(RuntimeError):  # a tensor of inference mode, whose versions nobody counts
                     self.mark_written(self._memory[self.written])
-                except RuntimeError:  # a tensor of inference mode, whose versions nobody counts
-                    pass
         # From here on no call of a function, so that no signal handler runs in between.
         turn, handle = self.turn, self.handle
         if turn is not None:

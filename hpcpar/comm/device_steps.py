@@ -28,9 +28,9 @@ from hpcpar.comm.plan import Message, Plan, PlannedStep, Run, lands_in_place
 from hpcpar.comm.spaces import Spaces, folds, itemsize_of, octets_of, packing
 from hpcpar.comm.tokens import Kind, Mailroom, Ticket, Token
 from hpcpar.errors import MismatchError
-from hpcpar.transport.device_memory import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
+from hpcpar.transport.gpu.memory import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
+from hpcpar.transport.gpu.staged import StagedExchange, Turns, Way
 from hpcpar.transport.interface import Exchange, Transport
-from hpcpar.transport.staged import StagedExchange, Turns, Way
 
 Extent = tuple[int, int]
 """Addresses from, to."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, is_torch
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
 
 Memory = tuple[Any, ...]
 """Address, length, element type and layout of an array that is used in place."""

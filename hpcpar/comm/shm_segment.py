@@ -144,7 +144,7 @@ class ShmSegment:
     # Arrays of `allocate_shared` --------------------------------------------------------------------------
 
     def add(self, segment: Segment, own: Octets) -> None:
-        """Add memory that all ranks here have mapped, and this rank's part of it. In the same order on all."""
+        """Add memory that all ranks here have mapped, with this rank's part of it; in one order on all."""
         self._made += 1
         self.arrays[self._made] = segment
         self._own[self._made] = weakref.ref(own)

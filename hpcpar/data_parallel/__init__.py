@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from hpcpar.data_parallel.batch_norm import SyncBatchNorm
 from hpcpar.data_parallel.broadcast import broadcast_parameters, expected_broadcast_nbytes
-from hpcpar.data_parallel.fully_sharded import fully_shard, summon_full_parameters
-from hpcpar.data_parallel.gradients import GradientSynchronizer
+from hpcpar.data_parallel.distributed_optimizer import DistributedOptimizer
 from hpcpar.data_parallel.memory_measurement import memory_report
-from hpcpar.data_parallel.optimizer import DistributedOptimizer
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.rank_memory import MemoryReport
+from hpcpar.data_parallel.reducer import Reducer
 from hpcpar.data_parallel.running_statistics import average_running_statistics
 from hpcpar.data_parallel.saved_activations import watch_activations
-from hpcpar.data_parallel.sync_batch_norm import SyncBatchNorm
+from hpcpar.data_parallel.zero3 import fully_shard, summon_full_parameters
 from hpcpar.planner.traffic import allreduce_nbytes, expected_nbytes
 
 __all__ = [
     "DistributedOptimizer",
-    "GradientSynchronizer",
     "MemoryReport",
     "Precision",
+    "Reducer",
     "SyncBatchNorm",
     "allreduce_nbytes",
     "average_running_statistics",

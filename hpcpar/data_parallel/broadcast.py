@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, Bucket, assign
+from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
-from hpcpar.data_parallel.publication import wait_for_new
 from hpcpar.planner.traffic import broadcast_nbytes
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.data_parallel.broadcast import broadcast_tensors
+from hpcpar.data_parallel.bucket_shards import Shard
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.parameters import Layout, agree_on_parameters, distinct, view_as
-from hpcpar.data_parallel.shards import Shard
-from hpcpar.data_parallel.units import Place
+from hpcpar.data_parallel.unit_plan import Place
 from hpcpar.errors import OperationError
 from hpcpar.seeds import parameter_seed
 

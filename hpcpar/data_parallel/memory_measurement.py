@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from hpcpar.autograd.held_parameter import own_gradient
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.optimizer import DistributedOptimizer
+from hpcpar.data_parallel.distributed_optimizer import DistributedOptimizer
 from hpcpar.data_parallel.process_memory import process_memory
 from hpcpar.data_parallel.rank_memory import MemoryReport, RankMemory, StateLine
 from hpcpar.data_parallel.saved_activations import Activations, storage_id, storage_nbytes
-from hpcpar.data_parallel.scattered import ScatteredGradients
 from hpcpar.data_parallel.sharded_step import ShardedStep, State
+from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import OperationError
 from hpcpar.planner.memory import GRADIENTS, OPTIMIZER, PARAMETERS, SHARDED_FROM, shards
 from hpcpar.units import format_nbytes
@@ -132,25 +132,25 @@ def _measured(
     _add_gradients(gradients, optimizer, ledger)
     staging = _staging(model, optimizer, ledger)
     state, scalars = _optimizer_state(optimizer, ledger)
-    sharding, sync, update = optimizer.sharding, optimizer.synchronizer, optimizer.update
+    sharding, sync, update = optimizer.sharding, optimizer.reducer, optimizer.update
     if sharding is not None:
         scalars += ledger.nbytes(
-            each for unit in sharding.units for held in unit.held for each in held.absent
+            each for unit in sharding.units for held in unit.held for each in held.placeholders
         )
-    waited = sync.peak_waiting_nbytes if isinstance(sync, ScatteredGradients) else 0
-    rooms = sync.room_nbytes if isinstance(sync, ScatteredGradients) else 0
+    waited = sync.peak_waiting_nbytes if isinstance(sync, ShardedGradients) else 0
+    rooms = sync.staging_nbytes if isinstance(sync, ShardedGradients) else 0
     devices = {parameter.device for parameter in _trained(optimizer)}
     return RankMemory(
         rank=optimizer.dp_comm.rank if rank is None else rank,
         ranks=optimizer.dp_comm.size,
-        sharers=1 if optimizer.once is None else optimizer.once.ranks,
+        sharers=1 if optimizer.node_shared is None else optimizer.node_shared.ranks,
         state={PARAMETERS: parameters.done(), GRADIENTS: gradients.done(), OPTIMIZER: state.done()},
         staging_nbytes=staging,
         peak_staging_nbytes=max(staging, rooms + waited),
         gathered_nbytes=gathered,
-        peak_gathered_nbytes=0 if sharding is None else sharding.gathered.peak_nbytes,
-        peak_gathered_units=0 if sharding is None else sharding.gathered.peak_units,
-        peak_offload_nbytes=0 if update is None else update.storage.peak_nbytes,
+        peak_gathered_nbytes=0 if sharding is None else sharding.unshard_stats.peak_nbytes,
+        peak_gathered_units=0 if sharding is None else sharding.unshard_stats.peak_units,
+        peak_offload_nbytes=0 if update is None else update.offload.peak_nbytes,
         peak_activations_nbytes=None if activations is None else activations.peak_nbytes,
         buffers_nbytes=buffers,
         scalars_nbytes=scalars,
@@ -160,12 +160,12 @@ def _measured(
 
 def _trained(optimizer: DistributedOptimizer) -> list[Tensor]:
     """Return the parameters whose gradients are averaged; those of a sharded model may have no values."""
-    return optimizer.synchronizer.parameters
+    return optimizer.reducer.parameters
 
 
 def _add_parameters(line: _Line, model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger) -> int:
     """Add the parameters; return the bytes of unsharded units."""
-    sharding, common, ranks = optimizer.sharding, optimizer.once is not None, optimizer.dp_comm.size
+    sharding, common, ranks = optimizer.sharding, optimizer.node_shared is not None, optimizer.dp_comm.size
     if sharding is not None:
         held = [each for unit in sharding.units for each in unit.held]
         line.hold(*ledger.places(each.flat if common else each.block.own for each in held), common=common)
@@ -184,8 +184,8 @@ def _add_parameters(line: _Line, model: nn.Module, optimizer: DistributedOptimiz
 
 
 def _add_gradients(line: _Line, optimizer: DistributedOptimizer, ledger: _Ledger) -> None:
-    sync = optimizer.synchronizer
-    held = sync.shards if isinstance(sync, ScatteredGradients) else sync.flats
+    sync = optimizer.reducer
+    held = sync.shards if isinstance(sync, ShardedGradients) else sync.flats
     parts = shards(GRADIENTS, optimizer.zero_stage, optimizer.dp_comm.size)
     line.hold(*ledger.places(held))
     for bucket, flat in zip(sync.buckets, held, strict=True):
@@ -199,8 +199,8 @@ def _add_bucket(line: _Line, bucket: Bucket, itemsize: int, parts: int) -> None:
 
 
 def _staging(model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger) -> int:
-    sync = optimizer.synchronizer
-    rooms = [room.octets for room in sync.rooms] if isinstance(sync, ScatteredGradients) else []
+    sync = optimizer.reducer
+    rooms = [buffer.memory for buffer in sync.staging] if isinstance(sync, ShardedGradients) else []
     loose = [own_gradient(parameter) for parameter in (*_trained(optimizer), *model.parameters())]
     return ledger.nbytes([*rooms, *optimizer.averages, *loose])
 
@@ -219,7 +219,7 @@ def _optimizer_state(optimizer: DistributedOptimizer, ledger: _Ledger) -> tuple[
     else:
         found = [(trained[piece.member], piece.numel, state) for piece, state in update.pieces_with_states()]
         line.hold(*ledger.places(master for _, master in update.masters_apart()))
-        line.disk_nbytes += update.storage.nbytes()
+        line.disk_nbytes += update.offload.nbytes()
     values = [[value for key, value in state.items() if key not in COUNTERS] for _, _, state in found]
     line.hold(*ledger.places(tensor for each in values for tensor in _tensors(each)))
     scalars = ledger.nbytes(tensor for _, _, state in found for tensor in _tensors(state))

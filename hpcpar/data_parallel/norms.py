@@ -22,8 +22,8 @@ from hpcpar.autograd.split_norms import (
     summed,
     wide,
 )
+from hpcpar.data_parallel.bucket_shards import shard_of
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.shards import shard_of
 
 if TYPE_CHECKING:
     from hpcpar.autograd.split_norms import Kind

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hpcpar.autograd.pieces import OfferedRoom
+from hpcpar.autograd.grad_accumulation_fusion import GradBufferOffer
 from hpcpar.autograd.split_norms import split_over_of
 from hpcpar.data_parallel.buckets import Extent
 from hpcpar.errors import MismatchError, OperationError
@@ -177,12 +177,14 @@ def watch_gradients(parameters: Sequence[Tensor], tell: Callable[[int], None]) -
     ]
 
 
-def offer_rooms(parameters: Sequence[Tensor], room: Callable[[int], Tensor | None]) -> list[OfferedRoom]:
+def offer_grad_buffers(
+    parameters: Sequence[Tensor], buffer: Callable[[int], Tensor | None]
+) -> list[GradBufferOffer]:
     """Let backwards put the gradient of the parameter of this number where a method says; to be removed.
 
     They die with the method's object, as `watch_gradients`.
     """
-    reference = weakref.WeakMethod(room)
+    reference = weakref.WeakMethod(buffer)
 
     def offer_of(number: int) -> Callable[[], Tensor | None]:
         def offer() -> Tensor | None:
@@ -191,7 +193,7 @@ def offer_rooms(parameters: Sequence[Tensor], room: Callable[[int], Tensor | Non
 
         return offer
 
-    return [OfferedRoom(parameter, offer_of(number)) for number, parameter in enumerate(parameters)]
+    return [GradBufferOffer(parameter, offer_of(number)) for number, parameter in enumerate(parameters)]
 
 
 def _is_dense(tensor: Tensor) -> bool:

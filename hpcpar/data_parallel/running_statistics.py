@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hpcpar.data_parallel.batch_norm import CommonBatchNorm, is_local_batch_norm
 from hpcpar.data_parallel.parameters import Named, distinct
 from hpcpar.data_parallel.replicas import sum_of_bits
-from hpcpar.data_parallel.sync_batch_norm import CommonBatchNorm, is_local_batch_norm
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator

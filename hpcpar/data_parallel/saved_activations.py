@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hpcpar.data_parallel.fully_sharded import sharding_in
+from hpcpar.data_parallel.zero3 import sharding_in
 
 
 class Activations:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpcpar.data_parallel.blocks import Block, following
+from hpcpar.data_parallel.bucket_shards import Piece
+from hpcpar.data_parallel.flat_parameters import Block, following
+from hpcpar.data_parallel.offload import NoOffload, Offload
 from hpcpar.data_parallel.parameters import Layout, in_memory_order, layout_of
 from hpcpar.data_parallel.precision import Precision, master_dtype, narrowed
-from hpcpar.data_parallel.shards import Piece
-from hpcpar.data_parallel.storage import Resident, Storage
 
 MASTER = "master_weight"
 """The key under which states hold a parameter's master weights."""
@@ -59,7 +59,7 @@ class ShardedStep:
         blocks: Sequence[Block],
         *,
         precision: Precision | None,
-        storage: Storage | None = None,
+        offload: Offload | None = None,
         layouts: Sequence[Layout] | None = None,
     ) -> None:
         self.inner = inner
@@ -67,7 +67,7 @@ class ShardedStep:
         self.parameters = list(parameters)
         self.layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
         self._precision = precision
-        self._storage = storage or Resident()
+        self._offload = offload or NoOffload()
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(inner.param_groups)
@@ -83,7 +83,7 @@ class ShardedStep:
             self._is_apart.append(master.data_ptr() != block.own.data_ptr())
             self._parts.append([_Part(piece, self._seen(master, piece)) for piece in block.shard.pieces])
             content = [(part.tensor, inner.state[part.tensor]) for part in self._parts[number]]
-            self._storage.adopt(number, content, master)
+            self._offload.adopt(number, content, master)
         if whole:
             self.load_states(lambda piece: self._of_piece(whole, piece))
 
@@ -111,17 +111,17 @@ class ShardedStep:
             hook(self.inner, (), {})
         with self._without_hooks():
             for turn, number in enumerate(order):
-                self._storage.fetch(number, following=order[turn + 1 :])
+                self._offload.fetch(number, following=order[turn + 1 :])
                 self._widen_moments(number)
                 self._step_block(number, gradients[number], used, factor)
                 self._narrow_moments(number)
                 if self._is_apart[number]:
                     self.blocks[number].held.copy_(self.masters[number])
-                self._storage.park(number)
+                self._offload.offload(number)
                 publish(number)
         # Of whoever watches the order of step and scheduler: this rank may have had no piece to step on.
         self.inner._opt_called = True  # type: ignore[attr-defined]
-        self._storage.settle()
+        self._offload.wait()
 
     def _step_block(self, number: int, gradient: Tensor, used: Sequence[int], factor: float) -> None:
         master = self.masters[number]
@@ -190,9 +190,9 @@ class ShardedStep:
     def _make_master(self, block: Block) -> Tensor:
         held, wide = block.held, block.take_wide()
         dtype = master_dtype(held.dtype, self._precision)
-        if dtype == held.dtype and self._storage.is_resident:
+        if dtype == held.dtype and self._offload.is_resident:
             return held
-        return wide.to(device=self._storage.device, dtype=dtype, copy=True)
+        return wide.to(device=self._offload.device, dtype=dtype, copy=True)
 
     @torch.no_grad()
     def refresh_masters(self, *, everything: bool = True) -> None:
@@ -201,14 +201,14 @@ class ShardedStep:
         everything   no: only where a parameter is not its master, rounded, any more
         """
         for number, block in enumerate(self.blocks):
-            self._storage.fetch(number)
+            self._offload.fetch(number)
             master = self.masters[number]
             if self._is_apart[number] and everything:
                 master.copy_(block.held)
             elif self._is_apart[number]:
                 master.copy_(following(master, block.held))
-            self._storage.park(number)
-        self._storage.settle()
+            self._offload.offload(number)
+        self._offload.wait()
 
     def _narrow_moments(self, number: int) -> None:
         if self._precision is not None and self._precision.moments is not None:
@@ -231,7 +231,7 @@ class ShardedStep:
     @property
     def may_fail(self) -> bool:
         """Whether a step may fail on one rank alone, for want of room."""
-        return not self._storage.is_safe
+        return not self._offload.is_safe
 
     def states_by_block(self) -> Iterator[list[tuple[Piece, State]]]:
         """Of each block the pieces with their states, master weights among them.
@@ -239,7 +239,7 @@ class ShardedStep:
         What is given may be used until the next is asked for.
         """
         for number, parts in enumerate(self._parts):
-            self._storage.fetch(number)
+            self._offload.fetch(number)
             found = []
             for part in parts:
                 state = dict(self.inner.state[part.tensor])
@@ -247,8 +247,8 @@ class ShardedStep:
                     state[MASTER] = part.tensor
                 found.append((part.piece, state))
             yield found
-            self._storage.park(number, changed=False)
-        self._storage.settle()
+            self._offload.offload(number, changed=False)
+        self._offload.wait()
 
     @torch.no_grad()
     def load_states(self, state_of: Callable[[Piece], Mapping[str, Any]]) -> None:
@@ -257,7 +257,7 @@ class ShardedStep:
         Master weights among them become the parameters.
         """
         for number in range(len(self.blocks)):
-            self._storage.fetch(number)
+            self._offload.fetch(number)
             for part in self._parts[number]:
                 state = dict(state_of(part.piece))
                 master = state.pop(MASTER, None)
@@ -266,8 +266,8 @@ class ShardedStep:
                     self._seen(self.blocks[number].own, part.piece).copy_(part.tensor)
                 self._set_state(number, part, state)
             self._narrow_moments(number)
-            self._storage.park(number)
-        self._storage.settle()
+            self._offload.offload(number)
+        self._offload.wait()
 
     def _set_state(self, number: int, part: _Part, values: State) -> None:
         master = self.masters[number]
@@ -304,9 +304,9 @@ class ShardedStep:
     # --- figures ----------------------------------------------------------------------------------
 
     @property
-    def storage(self) -> Storage:
+    def offload(self) -> Offload:
         """Where masters and states are between steps."""
-        return self._storage
+        return self._offload
 
     def masters_apart(self) -> list[tuple[Block, Tensor]]:
         """Master weights that are not the parameters themselves; empty ones while they are on disk."""
@@ -329,7 +329,7 @@ class ShardedStep:
             for value in self.inner.state[part.tensor].values()
             if isinstance(value, Tensor) and value.dim() > 0
         ]
-        return sum(tensor.nbytes for tensor in masters + states) + self._storage.nbytes()
+        return sum(tensor.nbytes for tensor in masters + states) + self._offload.nbytes()
 
 
 def is_elementwise(value: Any, numel: int) -> bool:

@@ -42,7 +42,6 @@ def start(
     join_limit_s: float = sentinel_process.JOIN_LIMIT_S,
     abort_grace_s: float = sentinel_process.ABORT_GRACE_S,
     kill_grace_s: float = sentinel_process.KILL_GRACE_S,
-    executable: str = sys.executable,
 ) -> str:
     """Start this node's sentinel; call it on local rank 0 only. Returns its address, "" if it cannot be had.
 
@@ -72,21 +71,14 @@ def start(
                 "abort_grace_s": abort_grace_s,
                 "kill_grace_s": kill_grace_s,
             }
-            start_daemon(sentinel_process.__file__, json.dumps(order), listener, executable=executable)
+            start_daemon(sentinel_process.__file__, json.dumps(order), listener)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _log.warning("no sentinel on this node (%s): the job runs, but a lost rank will not be named", error)
         return ""
     return json.dumps([name, token])
 
 
-def start_daemon(
-    script: str,
-    order: str,
-    listener: socket.socket,
-    *,
-    executable: str = sys.executable,
-    without: Sequence[str] = (),
-) -> None:
+def start_daemon(script: str, order: str, listener: socket.socket, without: Sequence[str] = ()) -> None:
     """Start a small process beside the ranks: the sentinel of a node, or the PMI-1 server of a step.
 
     It outlives the rank that starts it, is nobody's child, and has a session of its own, so that what ends
@@ -99,7 +91,7 @@ def start_daemon(
     errors     OSError or subprocess.SubprocessError where it cannot be started
     """
     process = subprocess.run(
-        [executable, "-I", "-S", script, str(listener.fileno())],
+        [sys.executable, "-I", "-S", script, str(listener.fileno())],
         input=order + "\n",
         text=True,
         stdout=subprocess.DEVNULL,
@@ -111,18 +103,18 @@ def start_daemon(
     )
     if process.returncode != 0:
         name = os.path.basename(script)
-        raise OSError(f"{executable} ended with status {process.returncode} when it was to start {name}")
+        raise OSError(f"{sys.executable} ended with status {process.returncode} when it was to start {name}")
 
 
 def _socket_name() -> str:
-    """An abstract name on Linux, which leaves no file behind; else a path in a private directory."""
+    """Return an abstract name on Linux, which leaves no file behind; else a path in a private directory."""
     if os.uname().sysname == "Linux":
         return f"\0hpcpar-{secrets.token_hex(8)}"
     return os.path.join(tempfile.mkdtemp(prefix="hpcpar-"), "sentinel")
 
 
 def end_command_for(launcher: str, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """What ends a job's ranks on its other nodes, where the launcher would leave them hanging.
+    """Return the command that ends a job's ranks on other nodes, where the launcher would leave them hanging.
 
     `srun` without `--kill-on-bad-exit` does; every mpiexec ends its job by itself.
     """
@@ -133,7 +125,7 @@ def end_command_for(launcher: str, environ: Mapping[str, str] = os.environ) -> t
 
 
 class Guard:
-    """This rank's word to its sentinel; one without a connection does nothing.
+    """Connection of this rank to its sentinel; one without a connection does nothing.
 
     Keep it for as long as the rank works: a Guard that is dropped closes its connection, which the
     sentinel takes for the rank's death.
@@ -174,7 +166,7 @@ class Guard:
         return self._connection is not None
 
     def done(self) -> None:
-        """This rank has finished: its end from here on is no loss.
+        """Tell the sentinel that this rank has finished: its end from here on is no loss.
 
         Returns when the sentinel knows: once a node's ranks have ended, a launcher kills what is left.
         """
@@ -184,7 +176,7 @@ class Guard:
                 self._connection.recv(3)
 
     def aborting(self, message: str) -> None:
-        """This rank is about to end the job and has said why itself: the sentinel shall be silent."""
+        """Tell the sentinel that this rank ends the job and has said why itself: it shall be silent."""
         self._say(f"aborting: {' '.join(message.split())[:2000]}")
 
     def _say(self, line: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.autograd import reduce_from, reduce_scatter_to
-from hpcpar.autograd.exchange import require_dividing
+from hpcpar.autograd.dim_collectives import require_dividing
 from hpcpar.errors import DataError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.products import SEQUENCE

@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
-from hpcpar.autograd.exchange import Pending, Summand, start_gather, start_sum_scatter
-from hpcpar.autograd.interception import cut_off
-from hpcpar.autograd.pieces import OfProduct, bias_gradient, contribute, no_view
-from hpcpar.autograd.weight_gradients import under_way
+from hpcpar.autograd.deferred_functions import cut_off
+from hpcpar.autograd.dim_collectives import Pending, Summand, start_gather, start_sum_scatter
+from hpcpar.autograd.grad_accumulation_fusion import LinearWeightGrad, accumulate, bias_gradient, no_view
+from hpcpar.autograd.weight_grad_mode import under_way
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.uncompiled import uncompiled
@@ -121,7 +121,9 @@ class _ColumnProducts(Function):
         whole = kept if gathering is None else gathering.wait()
         of_weights = []
         for gradient, target, need in zip(gradients, ctx.targets[:count], needs[:count], strict=True):
-            of_weights.append(contribute(target, [OfProduct(gradient, lambda: whole)]) if need else None)
+            of_weights.append(
+                accumulate(target, [LinearWeightGrad(gradient, lambda: whole)]) if need else None
+            )
             tp.comm.poke()
         of_biases = [
             bias_gradient(gradient) if need and has else None
@@ -159,9 +161,9 @@ class _RowProduct(Function):
         of_weight = None
         if need_weight and ctx.deferred is not None:
             inputs = x.detach()
-            ctx.deferred.add(ctx.targets[0], OfProduct(whole, lambda: inputs))
+            ctx.deferred.add(ctx.targets[0], LinearWeightGrad(whole, lambda: inputs))
         elif need_weight:
-            of_weight = contribute(ctx.targets[0], [OfProduct(whole, lambda: x)])
+            of_weight = accumulate(ctx.targets[0], [LinearWeightGrad(whole, lambda: x)])
         return None, None, of_x, of_weight
 
 
@@ -172,7 +174,7 @@ def _defer_weights(ctx: Any, gradients: Sequence[Tensor], kept: Tensor, needs: S
     inputs = _Input(kept.detach(), ctx.tp, sum(needs[:count]))
     for weight, gradient, need in zip(weights, gradients, needs[:count], strict=True):
         if need:
-            ctx.deferred.add(weight, OfProduct(gradient, inputs.take))
+            ctx.deferred.add(weight, LinearWeightGrad(gradient, inputs.take))
     for bias, gradient, need in zip(biases, gradients, needs[count:], strict=True):
         if need:
             ctx.deferred.add(bias, partial(bias_gradient, gradient))

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hpcpar.autograd import copy_to, gather_from, scatter_to
-from hpcpar.autograd.exchange import require_dividing
-from hpcpar.autograd.weight_gradients import stand_in
+from hpcpar.autograd.dim_collectives import require_dividing
+from hpcpar.autograd.weight_grad_mode import stand_in
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.embedding import VocabParallelEmbedding

@@ -19,10 +19,10 @@ from hpcpar.planner.traffic import (
     NORM_NBYTES,
     Microbatch,
     allreduce_nbytes,
-    exchanges_nbytes,
+    calls_nbytes,
     pipeline_nbytes,
     rank_boundaries,
-    tensor_parallel_exchanges,
+    tensor_parallel_calls,
 )
 from hpcpar.tensor_parallel import TensorParallel, split_over
 from hpcpar.training.pipelined import PipelinedModel
@@ -44,7 +44,7 @@ class Passes:
     trained       sequences in each microbatch of a step
     held_out      sequences in each microbatch of an evaluation
     sequence      tokens in a sequence
-    stretches     steps after each of which losses are summed
+    intervals     steps after each of which losses are summed
     loads         of checkpoints
     """
 
@@ -52,12 +52,12 @@ class Passes:
     evaluations: int
     held_out: Sequence[int]
     sequence: int
-    stretches: Sequence[int]
+    intervals: Sequence[int]
     loads: int
 
     @property
     def steps(self) -> int:
-        return sum(self.stretches)
+        return sum(self.intervals)
 
 
 def expected_traffic(
@@ -98,7 +98,7 @@ def expected_traffic(
     total.update(_tensor_parallel(model, tp, passes, recompute, worker))
     if worker is not None:
         total.update(_pipeline(worker, tp, passes))
-    summed = [STEP_LOSS_NBYTES * steps for steps in passes.stretches]
+    summed = [STEP_LOSS_NBYTES * steps for steps in passes.intervals]
     for nbytes in summed + [HELD_OUT_LOSS_NBYTES] * passes.evaluations:
         total[losses, "allreduce"] += allreduce_nbytes(losses, nbytes, dtype="float64")
     if preemption is not None:
@@ -118,7 +118,7 @@ def _tensor_parallel(
 ) -> Counter[tuple[Communicator, str]]:
     """Count the bytes on the tp axis, and among its ranks that share a key-value head."""
     parameter = next(model.parameters())
-    on_axis, on_sharers = tensor_parallel_exchanges(
+    on_axis, on_sharers = tensor_parallel_calls(
         model.config,
         tp,
         trained=passes.steps * [Microbatch(each, passes.sequence) for each in passes.trained],
@@ -130,8 +130,8 @@ def _tensor_parallel(
     if on_sharers:
         found[tp.sharers(model.config.key_value_heads).same] = on_sharers
     total: Counter[tuple[Communicator, str]] = Counter()
-    for comm, exchanges in found.items():
-        sent = exchanges_nbytes(comm, exchanges, parameter.dtype, on_device=parameter.is_cuda)
+    for comm, calls in found.items():
+        sent = calls_nbytes(comm, calls, parameter.dtype, on_device=parameter.is_cuda)
         total.update({(comm, collective): nbytes for collective, nbytes in sent.items()})
     return total
 
@@ -175,7 +175,7 @@ def _norms(
     looks   checks in each step for non-finite gradients, of a number each; those on dp are counted elsewhere
     """
     over = split_over(model)
-    kinds = {over.get(name, ()) for name in optimizer.synchronizer.names}
+    kinds = {over.get(name, ()) for name in optimizer.reducer.names}
     total: Counter[tuple[Communicator, str]] = Counter()
     for comm in dict.fromkeys([*(comm for kind in kinds for comm in kind), *([] if pp is None else [pp])]):
         once = allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")

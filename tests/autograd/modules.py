@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcpar.autograd import Recompute
-from hpcpar.autograd.weight_gradients import stand_in
+from hpcpar.autograd.weight_grad_mode import stand_in
 from hpcpar.models import Llama, LlamaConfig
 
 TOLERANCE = 1e-12

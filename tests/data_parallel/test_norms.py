@@ -74,7 +74,7 @@ def test_the_norm_of_shards_is_that_of_the_whole(stage: int, size: int) -> None:
         norms = [optimizer.clip_grad_norm_(math.inf, kind).item() for kind in TYPES]
         # One parameter after another: the others' gradients are made zero.
         alone = []
-        for name in optimizer.synchronizer.names:
+        for name in optimizer.reducer.names:
             kept = {n: g.clone() for n, _, g in optimizer.named_gradients()}
             for other, _, gradient in optimizer.named_gradients():
                 gradient.mul_(other == name)

@@ -167,6 +167,6 @@ def test_parameters_of_all_kinds_are_compared() -> None:
                     with pytest.raises(OperationError, match=f"to {name} here"):
                         optimizer.synchronize()
                 optimizer.zero_grad()
-            optimizer.synchronizer.next_step()
+            optimizer.reducer.next_step()
 
     run_loopback(2, body)

@@ -703,7 +703,7 @@ def kept_nbytes(comm: Communicator, stage: int, precision: Precision) -> tuple[i
     update = optimizer._update
     assert update is not None
     tensors = [block.own if stage == 3 else block.flat for block in optimizer.blocks]
-    tensors += optimizer.synchronizer.shards if stage >= 2 else optimizer.synchronizer.flats
+    tensors += optimizer.reducer.shards if stage >= 2 else optimizer.reducer.flats
     tensors += update.masters
     moments = [
         value for state in optimizer.inner.state.values() for value in state.values() if value.dim() > 0

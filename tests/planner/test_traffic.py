@@ -48,7 +48,7 @@ def test_a_synchronization_sends_every_bucket_one_bit_per_parameter_and_two_dige
 @pytest.mark.mpi
 def test_what_is_left_to_mpi_has_a_theory_of_no_bytes(world: Communicator) -> None:
     comm = Communicator.over(type(world._transport).world())
-    comm._family.overrides = {"allreduce": "native", "broadcast": "native"}
+    comm._runtime.overrides = {"allreduce": "native", "broadcast": "native"}
     counted, theory = [], []
     for dtype in (torch.float32, torch.bfloat16):
         buckets = [Bucket((0,), (0, 10), dtype.itemsize, (dtype, torch.device("cpu")))]

@@ -6,8 +6,8 @@ on: collective, algorithm, element type, sizes) share a few tags, and take turns
     call   1   2   3   4   5   6          all calls of one signature
     tag    a   b   c   d   a   b          call 5 waits until call 1 is complete on this rank
 
-Every rank makes the same calls in the same order, so every rank gives a call the same tag, whatever buffers it
-uses. The tag holds a digest of the signature: messages of different calls do not meet.
+Every rank makes the same calls in the same order, so every rank gives a call the same tag, whatever buffers
+it uses. The tag holds a digest of the signature: messages of different calls do not meet.
 """
 
 from __future__ import annotations

@@ -1,33 +1,26 @@
 """Steps in memory that the ranks of a node share: one protocol for short and for long arrays.
 
-Every call of a communicator uses one slot (`shm_segment.py`), in which each local rank has a header. Its state
-word goes up as the rank proceeds through the steps k = 0, 1, … of its schedule:
+Every call of a communicator uses one slot (`shm_segment.py`), in which each local rank has a header. Its
+state word goes up as the rank proceeds through the steps k = 0, 1, … of its schedule:
 
-            all others have ended the call that used the slot before
-    free ────────────────────────────────────────────────────────────> 2k+1  "what I send in step k can be read"
-                                                                         │   receives of step k: for each source
-                                                                         │   wait for its 2j+1 (its step that
-                                                                         │   sends to me), compare the digest,
-                                                                         │   read, reduce
-                                                                         v
-      next step: k+1  <──────────────────────────────────────────────  2k+2  "I have read all of step k"
-                                                                         │   (long arrays: wait until all
-                                                                         │   readers of step k say so)
-                                                                         v   after the last step
-                                                                       ENDED
+    free     ── all ranks have ended the call that used the slot before ──>  2k+1
+    2k+1     what this rank sends in step k can be read. It receives: for each source it waits for 2j+1, where
+             j is the source's step that sends the message, compares the digest, reads, and reduces  ──>  2k+2
+    2k+2     this rank has read all of step k. (Long arrays: it waits until all readers of what it sent in
+             step k have said so.)  ──>  2k+3, the next step, or after the last one  ──>  ENDED
 
-*   Short: what a rank sends is copied into its body, and read there. Nobody waits for readers: the body is
-    written again SLOTS calls later, when all ranks have ended this call.
+*   Short: what a rank sends is copied into its body, and read there. Nobody waits for readers, and 2k+2 is
+    not written: the body is used again SLOTS calls later, when all ranks have ended this call.
 *   Long: the header says where the rank's arrays lie, and the peers read there: in arrays of
-    `Communicator.allocate_shared` as they are, in private memory by the kernel (process_vm_readv). A step ends
-    when all readers have read. What is received into in the same step is sent from a copy.
+    `Communicator.allocate_shared` as they are, in private memory by the kernel (process_vm_readv). What is
+    received into in the same step is sent from a copy.
 
 Whether a call is short follows from the request, so all ranks know it. Where the messages lie in the sender's
-memory follows from its schedule, which every rank can generate; only the pieces of an uneven all-to-all are told,
-in a table in the body.
+memory follows from its schedule, which every rank can generate; only the pieces of an uneven all-to-all are
+told, in a table in the body.
 
-The state word holds a digest of the request: a reader compares it before it touches the sender's memory. A rank
-that finds another request there fails, marks its header as failed, and who waits for it fails, too.
+The state word holds a digest of the request: a reader compares it before it touches the sender's memory. A
+rank that finds another request there fails, marks its header as FAILED, and who waits for it fails, too.
 """
 
 from __future__ import annotations
@@ -66,8 +59,8 @@ from hpcpar.transport.interface import Octets
 from hpcpar.units import KiB
 
 MOVED_NBYTES = 16 * KiB
-"""Longer messages that are only moved are copied once, by the kernel. What is reduced is read anyway, so it may
-be as long as a body."""
+"""Longer messages that are only moved are copied once, by the kernel. What is reduced is read anyway, so it
+may be as long as a body."""
 
 SUMMED_AT_ONCE_NBYTES = 1536 * KiB
 """Private memory, of all operands together, that is copied before it is summed: it is still in the cache."""
@@ -234,9 +227,9 @@ class SharedCall:
     def _mismatch(self, rank: int) -> MismatchError:
         self.fail()
         return MismatchError(
-            f"rank {self.segment.ranks[rank]} does something else in the same call, or with another number or "
-            f"type of elements, from another root or by another algorithm, or has heard so from a third rank; "
-            f"this rank does {self.described}. HPCPAR_CHECK=1 tells what each rank asks for"
+            f"rank {self.segment.ranks[rank]} does something else in the same call, or with another number "
+            f"or type of elements, from another root or by another algorithm, or has heard so from a third "
+            f"rank; this rank does {self.described}. HPCPAR_CHECK=1 tells what each rank asks for"
         )
 
 
@@ -303,7 +296,7 @@ class Group:
 
     def _from_bases(self, bases: tuple[int, ...]) -> list[Action]:
         """Read the messages where they lie in their senders' memory."""
-        call, itemsize = self.call, self.call.layout.itemsize
+        itemsize = self.call.layout.itemsize
         actions: list[Action] = []
         reads = [
             (message, self._stretches(source, base, message.count))
@@ -360,8 +353,8 @@ class Group:
             if told != count:
                 self.call.fail()
                 raise MismatchError(
-                    f"rank {segment.ranks[source.rank]} sends {told} elements to rank {self.call.rank}, which "
-                    f"expects {count} of it in {self.call.described}: send_counts and receive_counts must fit"
+                    f"rank {segment.ranks[source.rank]} sends {told} elements to rank {self.call.rank}, "
+                    f"which expects {count} of it in {self.call.described}: send_counts and receive_counts must fit"
                 )
             runs = (("input", start, start + count),)
         found: list[Stretch] = []

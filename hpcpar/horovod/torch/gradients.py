@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES, Bucket
-from hpcpar.data_parallel.gradients import GradientSynchronizer
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, view_like
+from hpcpar.data_parallel.reducer import Reducer
 from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod.gpu_streams import in_this_stream
 from hpcpar.horovod.negotiation import Request
@@ -112,7 +112,7 @@ class _BucketUnderWay:
 
 
 class Schedule:
-    """The reduction of one synchronizer's buckets, once all ranks have asked for the step. A `Reduction`.
+    """The reduction of one reducer's buckets, once all ranks have asked for the step. A `Reduction`.
 
     name         by which ranks match the step
     named        parameters in the order of the buckets' members
@@ -271,7 +271,7 @@ class Gradients:
         self._ways = ways
         self._served: list[str] = []
         self._name = ""
-        self._synchronizers: list[tuple[GradientSynchronizer, Schedule]] = []
+        self._reducers: list[tuple[Reducer, Schedule]] = []
         self._sparse: list[Named] = []
         self._are_sparse_reduced = False
         self._covered: set[int] = set()
@@ -289,30 +289,30 @@ class Gradients:
     def is_under_way(self) -> bool:
         """Whether gradients are being reduced that nobody has waited for, or will be with the first ones."""
         is_full = any(passed >= self.passes for passed in self._passed.values())
-        return is_full or any(synchronizer.round_open for synchronizer, _ in self._synchronizers)
+        return is_full or any(reducer.round_open for reducer, _ in self._reducers)
 
     def set_passes(self, passes: int) -> None:
         """Reduce the sum of so many backwards from now on."""
         self.passes = passes
-        for synchronizer, _ in self._synchronizers:
-            synchronizer.passes = passes
+        for reducer, _ in self._reducers:
+            reducer.passes = passes
         self.recount()
 
     def recount(self) -> None:
         """Backwards are counted from zero again."""
         self._passed.clear()
-        for synchronizer, _ in self._synchronizers:
-            synchronizer.recount()
+        for reducer, _ in self._reducers:
+            reducer.recount()
 
     def synchronize(self) -> None:
         """Every gradient that is new becomes its reduction over all ranks; collective."""
         waits = [] if self._are_sparse_reduced else self._start_sparse(self._sparse)
-        for synchronizer, _ in self._synchronizers:
-            if not synchronizer.synchronized:
-                synchronizer.synchronize()
+        for reducer, _ in self._reducers:
+            if not reducer.synchronized:
+                reducer.synchronize()
         for wait in waits:
             wait()
-        schedules = [schedule for _, schedule in self._synchronizers]
+        schedules = [schedule for _, schedule in self._reducers]
         if self._without_bucket() and (not schedules or schedules[0].newcomers):
             self._lay_out()
         for schedule in schedules:
@@ -323,15 +323,15 @@ class Gradients:
     def next_step(self) -> None:
         """A step has been taken: there is something to reduce again, also where no backward follows."""
         self._are_sparse_reduced = False
-        for synchronizer, _ in self._synchronizers:
-            synchronizer.next_step()
+        for reducer, _ in self._reducers:
+            reducer.next_step()
 
     def zero(self, *, set_to_none: bool) -> None:
         """Forget the gradients, and count backwards anew."""
         self._passed.clear()
         self._are_sparse_reduced = False
-        for synchronizer, _ in self._synchronizers:
-            synchronizer.zero(set_to_none=set_to_none)
+        for reducer, _ in self._reducers:
+            reducer.zero(set_to_none=set_to_none)
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
@@ -339,8 +339,8 @@ class Gradients:
         for counter in self._counters.values():
             counter.remove()
         self._counters.clear()
-        for synchronizer, _ in self._synchronizers:
-            synchronizer.close()
+        for reducer, _ in self._reducers:
+            reducer.close()
 
     def _start_sparse(self, sparse: Sequence[Named]) -> list[Callable[[], None]]:
         return start_sparse(sparse, self._name, self._ways, self._process_set)
@@ -360,7 +360,7 @@ class Gradients:
         """Find buckets for the gradients that have none, but for sparse ones, and reduce them. Collective."""
         if not self._name:
             self._take_name()
-        made: list[tuple[list[GradientSynchronizer], list[Named]]] = []
+        made: list[tuple[list[Reducer], list[Named]]] = []
         content = f"{self._ways}, backward_passes_per_step={self.passes}"
         ticket = Ticket(
             Request(self._layout_name, "schedule", content=content),
@@ -368,15 +368,15 @@ class Gradients:
         )
         self._engine.submit([ticket])
         self._engine.wait(ticket)
-        for synchronizers, sparse in made:
+        for reducers, sparse in made:
             waits = self._start_sparse(sparse)
-            for synchronizer in synchronizers:
-                synchronizer.synchronize()
+            for reducer in reducers:
+                reducer.synchronize()
             for wait in waits:
                 wait()
         self._count_those_without_bucket()
 
-    def _make(self) -> tuple[list[GradientSynchronizer], list[Named]]:
+    def _make(self) -> tuple[list[Reducer], list[Named]]:
         """On all ranks, in one place: buckets for the gradients that some rank has; and the sparse ones."""
         self._layouts += 1
         self._serve_layout()
@@ -400,7 +400,7 @@ class Gradients:
         comm = self._engine.lend_communicator(self, step, zeros.bring)
         reference = weakref.ref(self)
         schedule = Schedule(self._engine, comm, self._ways, step, dense, lambda: _has_newcomer(reference))
-        synchronizer = GradientSynchronizer(
+        reducer = Reducer(
             dense,
             comm,
             bucket_bytes=most,
@@ -411,13 +411,13 @@ class Gradients:
             reduction=schedule,
             advice=ADVICE,
         )
-        for bucket in synchronizer.buckets:
+        for bucket in reducer.buckets:
             first = parameters[bucket.members[0]]
             is_whole = self._ways.compression in _ELEMENTWISE
             shape = (bucket.numel,) if is_whole else tuple(first.shape)
             buckets.append((shape, first.dtype, first.device))
-        self._synchronizers.append((synchronizer, schedule))
-        return [synchronizer], sparse
+        self._reducers.append((reducer, schedule))
+        return [reducer], sparse
 
     def _serve_layout(self) -> None:
         """What this rank does when the others lay out their gradients and it has joined, even without us."""

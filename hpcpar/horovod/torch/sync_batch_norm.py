@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpcpar.data_parallel.sync_batch_norm import CommonBatchNorm, converted
+from hpcpar.data_parallel.batch_norm import CommonBatchNorm, converted
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch.mpi_ops import Sum, allgather, allreduce
 

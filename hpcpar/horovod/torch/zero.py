@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
+from hpcpar.data_parallel.distributed_optimizer import DistributedOptimizer
 from hpcpar.data_parallel.elementwise import require_elementwise
-from hpcpar.data_parallel.fully_sharded import sharding_of
-from hpcpar.data_parallel.gradients import GradientSynchronizer
-from hpcpar.data_parallel.optimizer import DistributedOptimizer
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.reducer import Reducer
 from hpcpar.data_parallel.reduction import Reduction
-from hpcpar.data_parallel.scattered import ROOM_BYTES, ScatteredGradients
+from hpcpar.data_parallel.zero2 import STAGING_BUCKET_BYTES, ShardedGradients
+from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.horovod import basics
 from hpcpar.horovod.exceptions import HorovodInternalError
@@ -128,11 +128,11 @@ class Sharded(DistributedOptimizer):
         super().__init__(optimizer, named, comm, **options)
 
     def synchronize(self) -> None:
-        gradients = self.synchronizer
+        gradients = self.reducer
         if gradients.synchronized:
             return
         self._refuse_thawed()
-        if isinstance(gradients, ScatteredGradients):
+        if isinstance(gradients, ShardedGradients):
             gradients.complete_backward()  # others may wait for it in theirs
             self._meetings.hold(STEP)
             super().synchronize()
@@ -146,9 +146,9 @@ class Sharded(DistributedOptimizer):
 
     def leave(self) -> None:
         """Take the hooks off, where other ranks may not come any more."""
-        self._synchronizer.close()
+        self._reducer.close()
         with suppress(HpcparError):  # what ended it all has been told, and parameters are restored after it
-            self._publication.close()
+            self._allgather.close()
 
     def states_by(self, comm: Communicator) -> dict[str, Any]:
         """`state_dict`, over another communicator of the same ranks. Collective."""
@@ -161,15 +161,15 @@ class Sharded(DistributedOptimizer):
 
     def _build(self) -> None:
         super()._build()
-        if isinstance(self._synchronizer, ScatteredGradients):
+        if isinstance(self._reducer, ShardedGradients):
             meetings = self._meetings
-            self._synchronizer.opening = lambda: meetings.hold("backward()")
+            self._reducer.before_backward = lambda: meetings.hold("backward()")
 
     def _reduction(self) -> Reduction:
         return Gate(super()._reduction(), self._meetings)
 
     def _refuse_thawed(self) -> None:
-        trained = {id(parameter) for parameter in self.synchronizer.parameters}
+        trained = {id(parameter) for parameter in self.reducer.parameters}
         for name, parameter in self._named:
             if id(parameter) not in trained and parameter.grad is not None:
                 raise OperationError(
@@ -236,7 +236,7 @@ class ShardedOptimizer(Wrapped):
 
     def _make(self, comm: Communicator) -> None:
         settings = self._settings
-        most = BUCKET_BYTES if settings["zero_stage"] == 1 else ROOM_BYTES
+        most = BUCKET_BYTES if settings["zero_stage"] == 1 else STAGING_BUCKET_BYTES
         self.sharded = Sharded(
             self._wrapped,
             [(name, parameter) for parameter, name in self._parameter_names.items()],
@@ -361,7 +361,7 @@ class ShardedOptimizer(Wrapped):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
         self._connect()
-        if self.sharded.synchronizer.round_open:
+        if self.sharded.reducer.round_open:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
                 "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
@@ -409,8 +409,8 @@ class ShardedOptimizer(Wrapped):
         self._connect()
         self._meetings.hold("load_state_dict()")
         self.sharded.load_state_dict(state_dict)
-        gradients = self.sharded.synchronizer
-        if isinstance(gradients, GradientSynchronizer):
+        gradients = self.sharded.reducer
+        if isinstance(gradients, Reducer):
             gradients.recount()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -875,7 +875,7 @@ def test_the_next_optimizer_does_not_meet_what_one_rank_had_begun_for_the_last(
     monkeypatch.setattr(Meetings, "look", lambda self, ticket: False)  # no gate opens by itself
     backward(model, part, 99)
     if hvd.rank() == 0:
-        optimizer.sharded.synchronizer._reduction.wait()
+        optimizer.sharded.reducer._reduction.wait()
     calls = hvd.allgather_object(lent.calls)
     del optimizer
     monkeypatch.undo()

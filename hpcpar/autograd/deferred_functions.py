@@ -1,0 +1,333 @@
+"""Torch's functions, called with parameters, in the form that leaves the parameters' gradients for later.
+
+    linear(x, W, b)     W, b parameters, or views of them (an attention's three weights in one)    product
+    matmul(x, W)        the same of a weight that lies the other way                               product
+    embedding(i, W)                                                                                embedding
+    any other function  is called with the parameters' stand-ins
+
+The backward of the first three makes the input's gradient, and hands on what the weight's can be made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from hpcpar.autograd.grad_accumulation_fusion import (
+    EmbeddingWeightGrad,
+    LinearWeightGrad,
+    bias_gradient,
+    matrix,
+    no_view,
+)
+from hpcpar.autograd.held_parameter import is_ordinary
+
+if TYPE_CHECKING:
+    from hpcpar.autograd.weight_grad_mode import DeferredGradients
+
+LEFT_ALONE = frozenset(
+    {
+        *("__get__", "__set__", "__delete__", "__deepcopy__", "__reduce_ex__", "backward", "detach", "grad"),
+        *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
+    }
+)
+"""Names of functions that are about a parameter itself, not about its values."""
+
+OF_VALUES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that are about its values nevertheless."""
+
+VALUES = frozenset({Tensor, torch.Size, torch.dtype, torch.device, int, float, bool, str, slice, type(None)})
+"""Types of arguments that are no parameters and hold none."""
+
+VIEWS = {"_CopyToBackward"} | {
+    f"{name}Backward0"
+    for name in (
+        *(
+            "Alias",
+            "Clone",
+            "Expand",
+            "Permute",
+            "ReshapeAlias",
+            "Select",
+            "Slice",
+            "Split",
+            "SplitWithSizes",
+        ),
+        *("Squeeze", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
+    )
+}
+"""Backwards that keep nothing of forward, and so may run in part in B and in part in W.
+
+With `copy_to` in W runs the sum over ranks; all of them come to it in the same order.
+"""
+
+
+class WeightGradMode(TorchFunctionMode):
+    """Around modules whose weights' gradients are to be deferred; `again`, around their recomputation."""
+
+    def __init__(self, deferred: DeferredGradients, *, again: bool) -> None:
+        super().__init__()
+        self.deferred = deferred
+        self.again = again
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = SPECIAL.get(func)
+        # Most calls have no parameter, and are not to wait until that is looked at more closely.
+        if (
+            special is None
+            and VALUES.issuperset(map(type, args))
+            and VALUES.issuperset(map(type, kwargs.values()))
+        ):
+            return func(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if special is not None:
+            output = special(self, *args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        elif getattr(func, "__name__", "") in LEFT_ALONE and func not in OF_VALUES:
+            return func(*args, **kwargs)
+        return func(
+            *[self._replaced(each) for each in args],
+            **{name: self._replaced(each) for name, each in kwargs.items()},
+        )
+
+    def _replaced(self, given: Any) -> Any:
+        """With stand-ins for parameters, also for those in a list."""
+        if isinstance(given, Tensor):
+            return self.deferred.stand_in(given)
+        if type(given) in (list, tuple):
+            return type(given)(self._replaced(each) for each in given)
+        return given
+
+
+def _attention(mode: WeightGradMode, *args: Any, **kwargs: Any) -> Any:
+    """Its products, each for itself: the function is written in Python."""
+    with mode:
+        return _opened(functional.multi_head_attention_forward)(*args, **kwargs)
+
+
+@cache
+def _opened(function: FunctionType) -> FunctionType:
+    """One of torch's Python functions, without its question whether it is overridden.
+
+    As long as there is an interception the answer is yes; without one its products would not be seen.
+    """
+    answers = dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no
+    )
+    opened = FunctionType(
+        function.__code__,
+        function.__globals__ | answers,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+def made_of_parameters(tensor: Tensor) -> bool:
+    """Whether it is a parameter or its stand-in, a view or a cast of one: its gradient may then come in W."""
+    node: Any = tensor.grad_fn
+    if node is None:
+        return isinstance(tensor, nn.Parameter) or hasattr(tensor, "stands_for")
+    while type(node).__name__ in VIEWS:
+        node = node.next_functions[0][0]
+    return hasattr(getattr(node, "variable", None), "stands_for")
+
+
+def cut_off(weight: Tensor) -> Tensor:
+    """A weight's values, which let autograd know that its gradient is wanted, but not where it goes."""
+    return weight.detach().requires_grad_(weight.requires_grad)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def _linear(mode: WeightGradMode, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    return _product(mode, functional.linear, input, weight, bias, transposed=False)
+
+
+def _matmul(mode: WeightGradMode, *operands: Any, **options: Any) -> Any:
+    if options or len(operands) != 2:
+        return NotImplemented
+    return _product(mode, lambda x, weight, _: torch.matmul(x, weight), *operands, transposed=True)
+
+
+def _addmm(mode: WeightGradMode, *operands: Any, **options: Any) -> Any:
+    if options or len(operands) != 3:
+        return NotImplemented
+    bias, x, weight = operands
+    return _product(
+        mode, lambda x, weight, bias: torch.addmm(bias, x, weight), x, weight, bias, transposed=True
+    )
+
+
+def _product(
+    mode: WeightGradMode,
+    function: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool,
+) -> Any:
+    """function(x, weight, bias), or NotImplemented where it is not an ordinary product with a parameter.
+
+    transposed   the weight is [H, O], not [O, H]
+    """
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if not all(_is_ordinary(each) for each in given):
+        return NotImplemented
+    if not weight.requires_grad or weight.dim() != 2 or x.dim() < 1 + transposed:
+        return NotImplemented
+    if bias is not None and bias.shape != weight.shape[transposed : 1 + transposed]:
+        return NotImplemented
+    weights = (weight,) if bias is None else (weight, bias)
+    if not all(made_of_parameters(each) for each in weights if each.requires_grad):
+        return NotImplemented
+    x = mode.deferred.stand_in(x)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    anchors = [cut_off(each) for each in weights]
+    if mode.again:
+        _Kept.apply(x, anchors[0])  # type: ignore[no-untyped-call]
+    return _Product.apply(mode, function, transposed, weights, x, *anchors)  # type: ignore[no-untyped-call]
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    return (
+        (type(tensor) is Tensor or is_ordinary(tensor))
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+
+
+class _Kept(Function):
+    """Keeps what a product would, and before it: with the last tensor that is kept recomputation stops."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, None
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: WeightGradMode,
+        function: Callable[..., Tensor],
+        transposed: bool,
+        weights: Sequence[Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        ctx.deferred, ctx.transposed, ctx.weights = mode.deferred, transposed, weights
+        if not mode.again:
+            ctx.save_for_backward(x, weight)
+        return no_view(function(x, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        need_x, *needs = ctx.needs_input_grad[4:]
+        rows = matrix(gradient)
+        # The tensor itself where it will do: autograd then sees that someone holds it, and lets it be.
+        kept = gradient if gradient.is_contiguous() else rows
+        of_x = None
+        if need_x:
+            outward = (weight.t() if ctx.transposed else weight).to(rows.dtype)
+            of_x = rows.mm(outward).view(x.shape)
+        # Without what the input was made by: the rest of the graph is to go.
+        inputs = x.detach()
+        pieces = (LinearWeightGrad(kept, lambda: inputs, ctx.transposed), partial(bias_gradient, kept))
+        for target, need, piece in zip(ctx.weights, needs, pieces, strict=False):
+            if need:
+                ctx.deferred.add(target, piece)
+        return None, None, None, None, of_x, *([None] * len(needs))
+
+
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+def _embedding(
+    mode: WeightGradMode,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if not weight.requires_grad or not made_of_parameters(weight):
+        return NotImplemented
+    options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return _Embedding.apply(mode.deferred, (weight,), options, input, cut_off(weight))  # type: ignore[no-untyped-call]
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        deferred: DeferredGradients,
+        weights: tuple[Tensor],
+        options: tuple[Any, ...],
+        tokens: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        (ctx.weight,) = weights
+        padding_idx, _, _, scale_grad_by_freq, sparse = options
+        ctx.deferred, ctx.options = deferred, (padding_idx, scale_grad_by_freq, sparse)
+        ctx.save_for_backward(tokens)
+        return functional.embedding(tokens, weight, *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (tokens,) = ctx.saved_tensors
+        ctx.deferred.add(ctx.weight, EmbeddingWeightGrad(gradient, tokens, ctx.weight.shape[0], *ctx.options))
+        return None, None, None, None, None
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    functional.multi_head_attention_forward: _attention,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.mm: _matmul,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+}
+"""Functions that have a form of their own, which may decline with NotImplemented."""

@@ -1,0 +1,228 @@
+"""Collectives on tensors along any of their dims: new tensors, inputs left as they are, nothing for autograd.
+
+gather along dim 1      rank 0: [B, S/2, H]     rank 1: [B, S/2, H]     ->  both: [B, S, H]
+reduce-scatter          both: [B, S, H]         ->  rank r: its [B, S/2, H] of the sum
+
+Whatever is divided along a dim is so by `partition.counts`. What `start_…` returns is awaited once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcpar.autograd import scratch
+from hpcpar.errors import MismatchError, OperationError
+from hpcpar.partition import counts, offsets
+from hpcpar.units import MiB
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+    from hpcpar.comm.compiled import Handle
+
+LARGEST_STAGED_SUM_NBYTES = MiB
+"""A sum has to be copied out of its room: beyond this size that costs more than the room saves."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way, and how its result becomes the tensor that was asked for."""
+
+    handle: Handle | None
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is complete."""
+        if self.handle is not None:
+            self.handle.wait()
+        return self.finish()
+
+
+def start_sum(tensor: Tensor, comm: Communicator, *, consume: bool = False) -> Pending:
+    """The sum over all ranks.
+
+    consume   the tensor is the caller's to give away, and may hold the result
+    """
+    if comm.size == 1:
+        return Pending(None, lambda: tensor)
+    source = tensor.detach().contiguous()
+    if consume or source.data_ptr() != tensor.data_ptr():
+        return Pending(comm.start_allreduce(source), lambda: source)
+    total = torch.empty_like(source)
+    return Pending(comm.start_allreduce(source, out=total), lambda: total)
+
+
+class Summand:
+    """A tensor to compute into, and then to be summed over all ranks: `start`, once.
+
+    tensor   of this shape, contiguous, its values unset
+    """
+
+    def __init__(self, shape: Sequence[int], like: Tensor, comm: Communicator) -> None:
+        self._comm = comm
+        self._edges = (0, math.prod(shape))
+        self._room = scratch.take(comm, "sum", self._edges, like, largest=LARGEST_STAGED_SUM_NBYTES)
+        flat = like.new_empty(self._edges[-1]) if self._room is None else self._room.whole
+        self.tensor = flat.view(*shape)
+
+    def start(self) -> Pending:
+        room = self._room
+        if room is None or self._comm.size == 1:
+            return start_sum(self.tensor, self._comm, consume=True)
+        return Pending(self._comm.start_allreduce(room.whole), lambda: self._leave(room))
+
+    def _leave(self, room: scratch.ScratchBuffer) -> Tensor:
+        total = self.tensor.clone()
+        scratch.give(self._comm, "sum", self._edges, room)
+        return total
+
+
+def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | None = None) -> Pending:
+    """All ranks' shards one after the other along a dim.
+
+    length   of the whole along it; None: all shards are as long as this one
+    """
+    dim = checked_dim(shard, dim)
+    lengths = _lengths(shard, comm, dim, length)
+    if comm.size == 1:
+        return Pending(None, lambda: shard)
+    shape = shard.shape
+    edges = offsets([each * _rest(shape, dim) for each in lengths])
+    pieces = [stop - start for start, stop in pairwise(edges)]
+    is_moved = math.prod(shape[:dim]) != 1
+    room = scratch.take(comm, "gather", edges, shard) if is_moved else None
+    if room is None:
+        source = shard.detach().contiguous()
+        gathered = source.new_empty(edges[-1])
+        handle = comm.start_allgather(source, counts=pieces, out=gathered)
+        return Pending(handle, lambda: _joined(gathered, shape, dim, lengths, edges))
+    room.own.view(shape).copy_(shard.detach())
+    handle = comm.start_allgather(room.own, counts=pieces, out=room.whole)
+
+    def leave() -> Tensor:
+        whole = _joined(room.whole, shape, dim, lengths, edges)
+        scratch.give(comm, "gather", edges, room)
+        return whole
+
+    return Pending(handle, leave)
+
+
+def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
+    """This rank's part, along a dim, of the sum over all ranks."""
+    dim = checked_dim(tensor, dim)
+    if comm.size == 1:
+        return Pending(None, lambda: tensor)
+    lengths = counts(tensor.shape[dim], comm.size)
+    shape = (*tensor.shape[:dim], lengths[comm.rank], *tensor.shape[dim + 1 :])
+    edges = offsets([each * _rest(tensor.shape, dim) for each in lengths])
+    pieces = [stop - start for start, stop in pairwise(edges)]
+    room = scratch.take(comm, "sum and scatter", edges, tensor)
+    if room is None:
+        flat = tensor.new_empty(edges[-1])
+        _cut(tensor.detach(), dim, lengths, edges, flat)
+        handle = comm.start_reduce_scatter(flat, counts=pieces)
+        # A copy, so that the whole does not stay as long as the part.
+        return Pending(handle, lambda: handle.wait().clone().view(shape))
+    _cut(tensor.detach(), dim, lengths, edges, room.whole)
+    handle = comm.start_reduce_scatter(room.whole, counts=pieces)
+
+    def leave() -> Tensor:
+        own = room.own.clone().view(shape)
+        scratch.give(comm, "sum and scatter", edges, room)
+        return own
+
+    return Pending(handle, leave)
+
+
+def own_part(tensor: Tensor, comm: Communicator, dim: int) -> Tensor:
+    """What of a tensor that all ranks have is this rank's, in memory of its own."""
+    dim = checked_dim(tensor, dim)
+    edges = offsets(counts(tensor.shape[dim], comm.size))
+    start, stop = edges[comm.rank], edges[comm.rank + 1]
+    return tensor.detach().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def exchanged(tensor: Tensor, comm: Communicator, split_dim: int, join_dim: int) -> Tensor:
+    """Each rank's parts along one dim for the other ranks; theirs for this one, joined along another."""
+    split_dim, join_dim = checked_dim(tensor, split_dim), checked_dim(tensor, join_dim)
+    if split_dim == join_dim:
+        raise OperationError(
+            f"all_to_all was to divide and to join along the same dim {split_dim}; give two different ones"
+        )
+    require_dividing(tensor, comm, split_dim)
+    if comm.size == 1:
+        return tensor.detach().clone()
+    lengths = counts(tensor.shape[split_dim], comm.size)
+    flat = tensor.new_empty(tensor.numel())
+    _cut(
+        tensor.detach(),
+        split_dim,
+        lengths,
+        offsets([each * _rest(tensor.shape, split_dim) for each in lengths]),
+        flat,
+    )
+    received = comm.alltoall(flat, out=torch.empty_like(flat))
+    shape = [*tensor.shape]
+    shape[split_dim] //= comm.size
+    return torch.cat(list(received.view(comm.size, *shape)), dim=join_dim)
+
+
+def checked_dim(tensor: Tensor, dim: int) -> int:
+    """A dim counted from the front; OperationError when the tensor has none such."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise OperationError(f"dim {dim} was asked for of a tensor of shape {list(tensor.shape)}")
+    return dim % tensor.dim()
+
+
+def require_dividing(tensor: Tensor, comm: Communicator, dim: int, what: str = "") -> None:
+    """MismatchError unless ranks have equal parts along a dim; `what` says what that dim is."""
+    length = tensor.shape[dim]
+    if length % comm.size:
+        below, above = length // comm.size * comm.size, -(-length // comm.size) * comm.size
+        near = f"{below} or {above}" if below else f"{above}"
+        raise MismatchError(
+            f"{what or f'dim {dim} of a tensor of shape {list(tensor.shape)}'}: {length} elements do not "
+            f"divide among the {comm.size} ranks of {comm.name!r}; {near} would"
+        )
+
+
+def _lengths(shard: Tensor, comm: Communicator, dim: int, length: int | None) -> Sequence[int]:
+    if length is None:
+        return [shard.shape[dim]] * comm.size
+    lengths = counts(length, comm.size)
+    if lengths[comm.rank] != shard.shape[dim]:
+        raise MismatchError(
+            f"of {length} elements along dim {dim}, rank {comm.rank} of {comm.size} should have "
+            f"{lengths[comm.rank]}, but its shard has shape {list(shard.shape)}"
+        )
+    return lengths
+
+
+def _rest(shape: Sequence[int], dim: int) -> int:
+    """Elements for each one along a dim."""
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+
+
+def _cut(tensor: Tensor, dim: int, lengths: Sequence[int], edges: Sequence[int], flat: Tensor) -> None:
+    """The parts along a dim one after the other, into flat memory."""
+    for number, part in enumerate(torch.split(tensor, list(lengths), dim)):
+        flat[edges[number] : edges[number + 1]].view(part.shape).copy_(part)
+
+
+def _joined(
+    gathered: Tensor, shape: Sequence[int], dim: int, lengths: Sequence[int], edges: Sequence[int]
+) -> Tensor:
+    before, after = shape[:dim], shape[dim + 1 :]
+    if math.prod(before) == 1:
+        return gathered.view(*before, sum(lengths), *after)
+    shards = [
+        gathered[edges[number] : edges[number + 1]].view(*before, each, *after)
+        for number, each in enumerate(lengths)
+    ]
+    return torch.cat(shards, dim=dim)

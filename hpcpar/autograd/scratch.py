@@ -1,0 +1,60 @@
+"""Memory that collectives of activations pass through again and again.
+
+A collective on memory that it knows costs a few microseconds of preparation, on memory that is new a hundred
+or more (two cores, ranks on one node). Activations are new memory each time; what has to be copied anyway is
+copied through a room, which stays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hpcpar.units import MiB
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+LARGEST_NBYTES = 8 * MiB
+"""Beyond, preparation does not count beside moving the data, and memory does."""
+
+
+class ScratchBuffer:
+    """Memory for one collective at a time.
+
+    whole   all of it, flat
+    own     this rank's part, between its edges; all of it where there are no parts
+    """
+
+    def __init__(self, edges: tuple[int, ...], rank: int, dtype: torch.dtype) -> None:
+        # Also where it is made under inference_mode, others come to write to it.
+        with torch.inference_mode(False):
+            self.whole = torch.empty(edges[-1], dtype=dtype)
+            self.own = self.whole if len(edges) == 2 else self.whole[edges[rank] : edges[rank + 1]]
+
+
+Free = dict[tuple[str, tuple[int, ...], torch.dtype], list[ScratchBuffer]]
+
+_FREE: WeakKeyDictionary[Communicator, Free] = WeakKeyDictionary()
+"""By communicator, so that all ranks have a room each of the same kind for the same call."""
+
+
+def take(
+    comm: Communicator, purpose: str, edges: tuple[int, ...], like: Tensor, *, largest: int = LARGEST_NBYTES
+) -> ScratchBuffer | None:
+    """A room that nobody is in; None where it would not pay.
+
+    edges   0, where each rank's part ends; or, without parts, 0 and the number of elements
+    """
+    if like.device.type != "cpu" or edges[-1] * like.element_size() > largest:
+        return None
+    free = _FREE.setdefault(comm, {}).setdefault((purpose, edges, like.dtype), [])
+    return free.pop() if free else ScratchBuffer(edges, comm.rank, like.dtype)
+
+
+def give(comm: Communicator, purpose: str, edges: tuple[int, ...], room: ScratchBuffer) -> None:
+    """The room back, for the next one."""
+    _FREE[comm][purpose, edges, room.whole.dtype].append(room)

@@ -1,0 +1,481 @@
+"""Gradient synchronisation: averages over the data-parallel ranks, under way while backward runs.
+
+    backward   ... dW2 ──── dW1 ──── dW0 ...
+                    │ hook   │ hook   │ hook
+    bucket 0   [dW2 │ dW1]  full ─> start_allreduce ─ ─ poke ─ ─ ─ ─ ┐
+    bucket 1                     [dW0]  full ─> start_allreduce ─ ─ ─┤
+                                                      synchronize ── wait
+
+A parameter's `.grad` is a view into its bucket, so what autograd adds to it is already where it will
+be sent from, and what arrives is already where the optimizer reads it.
+source   Li et al. 2020, PyTorch Distributed, arXiv 2006.15704 (buckets, order, usage map, no_sync)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
+from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Extent, assign
+from hpcpar.data_parallel.parameters import (
+    Named,
+    agree_on_parameters,
+    distinct,
+    extent,
+    offer_grad_buffers,
+    view_like,
+    watch_gradients,
+)
+from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
+from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
+from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
+from hpcpar.planner.traffic import expected_nbytes
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+
+ADVICE = (
+    "Run the backwards of all microbatches but the last inside no_sync(), or say by "
+    "backward_passes_per_step= how many there are, as for a pipeline's, and step() or zero_grad() before the "
+    "next; a weight that two stages of a pipeline share is to be named by tied="
+)
+
+
+@dataclass(slots=True)
+class BucketState:
+    """A bucket with its memory, and how far it is.
+
+    missing   members whose gradient of the current backward has not arrived
+    handle    the all-reduce under way; None before it leaves and after it has been awaited
+    version   torch's count of writes to `flat` when it left
+    """
+
+    bucket: Bucket
+    flat: Tensor
+    missing: int
+    handle: Pending | None = None
+    version: int = 0
+
+
+class Reducer:
+    """Averages the gradients of named parameters over `dp_comm`, in buckets, during backward.
+
+    A backward outside `no_sync` is the averaging one: each bucket leaves as soon as its gradients
+    are complete and all buckets before it have left. `synchronize` sends what is left and waits;
+    afterwards every rank holds identical averages. Frozen parameters take no part.
+
+    A parameter that got no gradient counts as zero on that rank; one that got none on any rank keeps
+    `.grad` None, as in one process. Ranks learn which by a map of one bit per parameter, or-ed
+    over all ranks beside the last bucket.
+
+    passes            backwards outside `no_sync` whose sum is averaged: the last of them sends
+    groups            positions of parameters that are to share a bucket
+    sparse_as_dense   sparse gradients are made dense; else they are an error
+    reduction         how a bucket is reduced; None: averaged by `algorithm`
+    shards            into how many equal ones each bucket is to be cut
+    advice            what to say to who brings a gradient too many
+    late              names of parameters whose gradients are complete only when `synchronize` is called
+    held              `.grad` is asked of the optimizer from a gradient's departure until it is an average,
+                      and from `hide` until `zero`
+
+    Making one is collective: every rank must hold the same parameters (MismatchError).
+
+    used   of each parameter, whether it got a gradient on any rank, as of the last `synchronize`
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[Named],
+        dp_comm: Communicator,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        algorithm: str | None = None,
+        passes: int = 1,
+        groups: Iterable[Iterable[Tensor]] = (),
+        sparse_as_dense: bool = False,
+        reduction: Reduction | None = None,
+        shards: int = 1,
+        advice: str = ADVICE,
+        late: Collection[str] = (),
+        held: bool = False,
+    ) -> None:
+        everything = distinct(named_parameters)
+        agree_on_parameters(everything, dp_comm)
+        trainable = [(name, tensor) for name, tensor in everything if tensor.requires_grad]
+        self.dp_comm = dp_comm
+        self.algorithm = algorithm
+        self.passes = passes
+        self._late = frozenset(late)
+        self._held = held
+        self._reduction = Averaging(dp_comm, algorithm) if reduction is None else reduction
+        self._sparse_as_dense = sparse_as_dense
+        self._advice = advice
+        self.names = [name for name, _ in trainable]
+        self.parameters = [tensor for _, tensor in trainable]
+        self._frozen = [(name, tensor) for name, tensor in everything if not tensor.requires_grad]
+        positions = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self.buckets = bucketed(
+            self.parameters,
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+            groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
+            shards=shards,
+        )
+        self._states = [BucketState(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
+        self._state_of_member: dict[int, BucketState] = {}
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._cut_views()
+        self._accumulating = False
+        self.used: list[int] = []
+        own, values = [name for name, _ in everything], [tensor for _, tensor in everything]
+        self._writes = Writes(own, values, dp_comm if held else None)
+        self.used_up = False
+        """Nothing may be added to the averages before the next `zero`."""
+        self._hidden = False
+        self._begin_round()
+        self.synchronized = False
+        self._hooks = [
+            *watch_gradients(self.parameters, self._on_gradient),
+            *offer_grad_buffers(self.parameters, self._grad_buffer),
+        ]
+
+    def expected_nbytes(self, synchronizations: int = 1) -> int:
+        """Bytes that all ranks together send for so many synchronizations, by theory."""
+        return expected_nbytes(
+            self.dp_comm, self.buckets, synchronizations=synchronizations, algorithm=self.algorithm
+        )
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The buckets' memory, one-dimensional each: all gradients, zero where a parameter has none.
+
+        Averages once `synchronized`; before that they may be under way and must not be touched.
+        """
+        return [state.flat for state in self._states]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add to the gradients and send nothing: for all microbatches but the last."""
+        outer, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = outer
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the average over all ranks; collective, once after each backward.
+
+        Raises OperationError inside `no_sync`, when called twice without a backward between, and on a rank
+        where gradients on their way were written to, or set to None; they are averages of nobody knows what
+        then. On every rank where ranks have written different values to parameters since the last step.
+        """
+        require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
+        self._refuse_thawed()
+        written, dropped = self._written_under_way(), self._dropped_under_way()
+        self._complete_round()
+        if written:
+            raise OperationError(
+                f"rank {self.dp_comm.rank}: gradients were written to while their averages were under way "
+                f"({', '.join(written[:4])}{', …' if len(written) > 4 else ''}), as by torch's "
+                "clip_grad_norm_; use optimizer.clip_grad_norm_, or call synchronize() first"
+            )
+        if dropped:
+            raise OperationError(
+                f"rank {self.dp_comm.rank}: the gradient of {dropped[0]} was set to None while its average "
+                "was under way; call synchronize() first, or the optimizer's zero_grad() to forget all"
+            )
+
+    def zero(self, *, set_to_none: bool = True) -> None:
+        """Forget all gradients: `.grad` None, or views of zeros where there was a gradient.
+
+        Averages still under way are awaited first, with all other ranks: they, too, come here. What was
+        hidden counts as a gradient.
+        """
+        if self.round_open:
+            self._complete_round()
+        self.recount()
+        for parameter in self.parameters:
+            release(parameter)
+        if set_to_none:
+            for parameter in self.parameters:
+                parameter.grad = None
+            for _, parameter in self._frozen:
+                parameter.grad = None
+        else:
+            for state in self._states:
+                state.flat.zero_()
+            for index, parameter in enumerate(self.parameters):
+                if parameter.grad is not None or (self._hidden and self.used[index]):
+                    parameter.grad = self._view(index)
+        self._hidden = False
+        self.synchronized = self.used_up = False
+
+    def hide(self) -> None:
+        """Take the averages out of `.grad`, where nobody is to change them; they stay in the buckets."""
+        for parameter, is_used in zip(self.parameters, self.used, strict=True):
+            set_own_gradient(parameter, None)
+            if is_used and self._held:
+                hold(parameter)
+        self._hidden = True
+
+    def adopt(self) -> None:
+        """Bring averages that have been set to other tensors into the buckets, and zeros for None."""
+        for index in range(len(self.parameters)):
+            self._adopt(index)
+
+    def has_taken(self, index: int) -> bool:
+        """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
+        return self._arrived[index]
+
+    def forget(self, index: int) -> None:
+        """Step as if a parameter had got no gradient, on any rank; once the gradients are averages."""
+        self.used[index] = 0
+        release(self.parameters[index])
+        self.parameters[index].grad = None
+
+    @property
+    def round_open(self) -> bool:
+        """Whether an averaging backward has begun whose averages nobody has waited for yet."""
+        return self._round_open
+
+    def next_step(self) -> None:
+        """A step has been taken: there is something to average again, also where no backward follows."""
+        self.synchronized = False
+        self._writes.next_step()
+
+    def recount(self) -> None:
+        """Count the backwards from zero again, where no averaging is under way."""
+        if not self.round_open:
+            self._passed = [0] * len(self.parameters)
+
+    def abandon(self) -> None:
+        """Give a round up of which nothing has left; gradients stay where they are."""
+        for state in self._states:
+            state.handle = None
+        self._begin_round()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self.parameters:
+            release(parameter)
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        first = self.parameters[bucket.members[0]]
+        if first.device.type != "cpu":
+            return torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        # The other ranks of this node read it where it lies.
+        flat: Tensor = self.dp_comm.allocate_shared(bucket.numel, first.dtype)
+        return flat
+
+    def _cut_views(self) -> None:
+        self._state_of_member = {index: state for state in self._states for index in state.bucket.members}
+        self._views = [self._cut_view(index) for index in range(len(self.parameters))]
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    def _cut_view(self, index: int) -> Tensor:
+        """Where the gradient of a parameter lies in its bucket, seen as the parameter is now."""
+        parameter, state = self.parameters[index], self._state_of_member[index]
+        place = state.bucket.members.index(index)
+        start, stop = state.bucket.edges[place : place + 2]
+        if (parameter.dtype, parameter.device, parameter.numel()) != (
+            state.flat.dtype,
+            state.flat.device,
+            stop - start,
+        ):
+            raise OperationError(
+                f"{self.names[index]} has {parameter.numel()} elements of {parameter.dtype} on "
+                f"{parameter.device}, its bucket room for {stop - start} of {state.flat.dtype} on "
+                f"{state.flat.device}: change the model first, then build the DistributedOptimizer"
+            )
+        return view_like(state.flat, start, stop, parameter)
+
+    def _view(self, index: int) -> Tensor:
+        """The same, as it was handed out before, unless its `.data` has been set to something else."""
+        if self._views[index].data_ptr() != self._addresses[index]:
+            self._views[index] = self._cut_view(index)
+        return self._views[index]
+
+    def _begin_round(self) -> None:
+        self._arrived = [False] * len(self.parameters)
+        self._gave = [False] * len(self.parameters)
+        self._passed = [0] * len(self.parameters)
+        self._round_open = False
+        self._departed = 0
+        self._usage_handle: Pending | None = None
+        self._usage_bits = np.zeros(0, dtype=np.uint8)
+        for state in self._states:
+            state.missing = len(state.bucket.members)
+
+    def _on_gradient(self, index: int) -> None:
+        """Autograd has added to `.grad` of parameter `index`."""
+        if self._arrived[index]:
+            self._state_of_member[index].version = self._state_of_member[
+                index
+            ].flat._version  # told here already
+            raise GradientOrderError(
+                f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "
+                f"came when its bucket was due to leave or gone. {self._advice}"
+            )
+        self.synchronized = False
+        self._adopt(index)
+        if self._accumulating:
+            return
+        self._passed[index] += 1
+        if self._passed[index] < self.passes:
+            return
+        self._round_open = True
+        if self.names[index] not in self._late:
+            self._mark_arrived(index)
+        self._start_full_buckets()
+        self.dp_comm.poke()
+
+    def _grad_buffer(self, index: int) -> Tensor | None:
+        """Where backward may put a parameter's first gradient, which `_adopt` then need not copy."""
+        return None if self._arrived[index] else self._view(index)
+
+    def _adopt(self, index: int) -> None:
+        """Bring a gradient that autograd or the user put elsewhere into the bucket, and zeros for none.
+
+        There is none where a hook before ours took it away, or a Function's backward gave None.
+        """
+        parameter = self.parameters[index]
+        gradient, view = own_gradient(parameter), self._view(index)
+        if gradient is view:
+            return
+        if gradient is None:
+            view.zero_()
+            return
+        if gradient.layout is not torch.strided and self._sparse_as_dense:
+            gradient = gradient.to_dense()
+        if gradient.layout is not torch.strided:
+            raise BufferTypeError(
+                f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
+                "build the layer with sparse=False"
+            )
+        with torch.no_grad():
+            view.copy_(gradient)
+        set_own_gradient(parameter, view)
+
+    def _settle(self, index: int) -> None:
+        """The averaging backward brought nothing: send what earlier microbatches left, or zeros."""
+        self._adopt(index)
+        self._mark_arrived(index)
+
+    def _mark_arrived(self, index: int) -> None:
+        parameter = self.parameters[index]
+        self._arrived[index] = True
+        self._gave[index] = own_gradient(parameter) is not None
+        if self._held and self._gave[index]:
+            hold(parameter)
+        self._state_of_member[index].missing -= 1
+
+    def _start_full_buckets(self) -> None:
+        # Buckets leave in index order on every rank, whatever order the hooks fire in; otherwise
+        # rank 0 could be reducing bucket 3 against rank 1's bucket 2.
+        while self._departed < len(self._states) and not self._states[self._departed].missing:
+            state = self._states[self._departed]
+            state.version = state.flat._version
+            state.handle = self._reduction.start(state.flat, state.bucket)
+            self._departed += 1
+            if self._departed == len(self._states):
+                self._start_usage_map()
+
+    def _written_under_way(self) -> list[str]:
+        """The parameters of buckets that somebody wrote to after they had left.
+
+        Transfers write to a host's memory itself, which torch does not count; what comes back to a GPU's by
+        way of the host it does, and sums of short types, which torch works out.
+        """
+        return [
+            self.names[member]
+            for state in self._states
+            if state.handle is not None
+            and state.flat.device.type == "cpu"
+            and state.flat.dtype in (torch.float32, torch.float64)
+            and state.flat._version != state.version
+            for member in state.bucket.members
+        ]
+
+    def _dropped_under_way(self) -> list[str]:
+        """The parameters whose gradient somebody has set to None since it came."""
+        given = zip(self._gave, self.names, self.parameters, strict=True)
+        return [name for gave, name, parameter in given if gave and own_gradient(parameter) is None]
+
+    def _start_usage_map(self) -> None:
+        used = np.packbits(np.array(self._gave, dtype=bool))
+        self._usage_bits = np.concatenate([used, self._writes.digest()])
+        self._usage_handle = self._reduction.start_map(self._usage_bits)
+
+    def _complete_round(self) -> None:
+        """Send what has not left yet, wait for all of it, and give every parameter its average."""
+        for index in range(len(self.parameters)):
+            if not self._arrived[index]:
+                self._settle(index)
+        self._start_full_buckets()
+        for state in self._states:
+            if state.handle is not None:
+                state.handle.wait()
+                state.handle = None
+        if self._usage_handle is not None:
+            self._usage_handle.wait()
+            self.used = np.unpackbits(self._usage_bits, count=len(self.parameters)).tolist()
+            for index, parameter in enumerate(self.parameters):
+                release(parameter)
+                if parameter.grad is None and self.used[index]:
+                    parameter.grad = self._view(index)
+                elif parameter.grad is not None and parameter.grad.data_ptr() != self._addresses[index]:
+                    raise OperationError(
+                        f"rank {self.dp_comm.rank}: the gradient of {self.names[index]} was set to another "
+                        f"tensor while its average was under way; call synchronize() first, then change it"
+                    )
+        told = self._usage_bits[-TOLD_NBYTES:]
+        self._begin_round()
+        self.synchronized = True
+        self._writes.require_same(told)
+
+    def _refuse_thawed(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.grad is not None:
+                raise OperationError(
+                    f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
+                    "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
+                )
+
+
+def require_new_gradients(*, accumulating: bool, synchronized: bool) -> None:
+    """OperationError where gradients were to be averaged that are not complete, or averages already."""
+    if accumulating:
+        raise OperationError(
+            "gradients were to be averaged inside no_sync(); leave it for the last microbatch's "
+            "backward, then step"
+        )
+    if synchronized:
+        raise OperationError(
+            "the gradients are averages already; call synchronize() once after each backward "
+            "(step and clip_grad_norm_ call it if nobody has)"
+        )
+
+
+def bucketed(
+    parameters: Iterable[Tensor], dtype: torch.dtype | None = None, **limits: Any
+) -> tuple[Bucket, ...]:
+    """The buckets of these parameters, or of what they will be in another type; `limits` as of `assign`."""
+    extents = [extent(parameter) for parameter in parameters]
+    if dtype is not None:
+        extents = [
+            Extent(parameter.numel(), dtype.itemsize, (dtype, parameter.device)) for parameter in parameters
+        ]
+    return assign(extents, **limits)

@@ -1,0 +1,119 @@
+"""Timeline of all ranks' compute and communication, for chrome://tracing, Perfetto or Speedscope.
+
+One process for each rank, one thread for its compute, and as many for its communication as there
+were collectives in flight at once:
+
+    rank 0   compute            |forward|backward         |optimizer|
+             communication              |allreduce dp gradients|
+             communication 2                |allreduce dp gradients|
+
+source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpcpar.comm import Communicator, Trace, TraceEvent
+
+COMPUTE = "compute"
+
+
+@contextmanager
+def span(trace: Trace | None, name: str, **arguments: Any) -> Iterator[None]:
+    """Record the block as an event of compute; do nothing without a trace."""
+    if trace is None:
+        yield
+        return
+    start_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        trace.add(name, COMPUTE, start_s, time.perf_counter(), **arguments)
+
+
+class StepTimeline:
+    """Trace of this rank from here until `write`; both are collective.
+
+    Ranks of one node share a clock. The clocks of nodes are aligned at a barrier, so they agree to within the
+    time that a barrier takes.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.trace = Trace()
+        comm.barrier()
+        left_s = comm.allgather_object(time.perf_counter())
+        self._origin_s: float = left_s[comm.nodes.index(comm.nodes[comm.rank])]
+        comm.trace = self.trace
+
+    def stop(self) -> None:
+        """Stop recording; keep the events so far."""
+        self._comm.trace = None
+
+    def write(self, path: Path) -> None:
+        """Gather the events of all ranks; rank 0 writes the file."""
+        self.stop()
+        events = trace_events(self._comm.rank, self.trace.events, origin_s=self._origin_s)
+        gathered = self._comm.gather_object(events)
+        if gathered is not None:
+            merged = [event for of_rank in gathered for event in of_rank]
+            path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": merged}), encoding="utf-8")
+
+
+def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) -> list[dict[str, Any]]:
+    """Return one rank's events in the viewer's format, with names of its process and threads."""
+    categories = sorted({event.category for event in events}, key=lambda name: (name != COMPUTE, name))
+    formed = [_name("process_name", rank, 0, f"rank {rank}")]
+    thread = 0
+    for category in categories:
+        for number, lane in enumerate(lanes([event for event in events if event.category == category])):
+            formed.append(
+                _name("thread_name", rank, thread, f"{category} {number + 1}" if number else category)
+            )
+            formed += [_complete(event, rank, thread, origin_s) for event in lane]
+            thread += 1
+    return formed
+
+
+def lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
+    """Spread events over few lanes, so that those of one lane are nested or disjoint.
+
+    A viewer draws one thread's events as a call stack, and loses partly overlapping ones.
+    """
+    spread: list[list[TraceEvent]] = []
+    open_stops: list[list[float]] = []
+    for event in sorted(events, key=lambda event: (event.start_s, -event.stop_s)):
+        for lane, stops in zip(spread, open_stops, strict=True):
+            while stops and stops[-1] <= event.start_s:
+                stops.pop()
+            if not stops or event.stop_s <= stops[-1]:
+                lane.append(event)
+                stops.append(event.stop_s)
+                break
+        else:
+            spread.append([event])
+            open_stops.append([event.stop_s])
+    return spread
+
+
+def _complete(event: TraceEvent, rank: int, thread: int, origin_s: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": event.name,
+        "cat": event.category,
+        "pid": rank,
+        "tid": thread,
+        "ts": (event.start_s - origin_s) * 1e6,
+        "dur": (event.stop_s - event.start_s) * 1e6,
+        "args": event.arguments,
+    }
+
+
+def _name(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}

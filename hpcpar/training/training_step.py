@@ -1,0 +1,139 @@
+"""One optimizer step, and the held-out loss. Shape letters: B batch, S sequence.
+
+A `Worker` computes the sum of all microbatches' gradients: this rank with the whole model, or the ranks of a
+pipeline. The rest of a step is the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpcpar.comm import Communicator, Trace
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.models import Llama
+from hpcpar.partition import bounds
+from hpcpar.training.step_timeline import span
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Loss and gradient norm of a step.
+
+    loss_share      this rank's share of the mean loss in nats; its sum over dp and pp ranks is the loss
+    gradient_norm   of the whole averaged gradient before clipping, the same on every rank
+    """
+
+    loss_share: Tensor
+    gradient_norm: Tensor
+
+
+class Worker(Protocol):
+    """Computes losses and gradients of a dp rank's sequences; collective over the model's ranks."""
+
+    @property
+    def optimizer(self) -> DistributedOptimizer:
+        """Optimizer of this rank's parameters."""
+        ...
+
+    def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
+        """Add the gradients of the global batch's mean loss; return this rank's share of it, in float64.
+
+        tokens, targets   [B, S], this dp rank's part of the global batch; B may differ between them
+        """
+        ...
+
+    def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+        """Return this rank's share of the losses' sum over (tokens, targets) [B, S], and of tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A `Worker` with all layers on this rank, or on the tp ranks that share each layer.
+
+    microbatches    number of parts of a batch, the same on every rank; a part may be empty
+    global_tokens   in the global batch, over all dp ranks
+
+    Each microbatch's loss is a sum divided by `global_tokens`, so parts of unequal size on the ranks
+    give the same gradient as one process with the whole batch.
+    """
+
+    model: Llama
+    optimizer: DistributedOptimizer
+    microbatches: int
+    global_tokens: int
+
+    def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
+        """Run one microbatch after another; average gradients during the last one's backward."""
+        optimizer, ranks = self.optimizer, self.optimizer.dp_comm.size
+        loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        for number, (start, stop) in enumerate(bounds(len(tokens), self.microbatches)):
+            last = number == self.microbatches - 1
+            with nullcontext() if last else optimizer.no_sync():
+                with span(trace, "forward", microbatch=number):
+                    logits = self.model(tokens[start:stop])
+                    loss = self.model.loss(logits, targets[start:stop], reduction="sum") / self.global_tokens
+                with span(trace, "backward", microbatch=number):
+                    # The optimizer averages over ranks where the global mean asks for a sum.
+                    optimizer.scale_loss(loss * ranks).backward()  # type: ignore[no-untyped-call]
+            loss_share += loss.detach()
+        return loss_share
+
+    @torch.no_grad()
+    def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+        """Evaluate one batch after another, without gradients."""
+        total, tokens_seen = 0.0, 0
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            for tokens, targets in batches:
+                total += self.model.loss(self.model(tokens), targets, reduction="sum").item()
+                tokens_seen += targets.numel()
+        finally:
+            self.model.train(was_training)
+        return total, tokens_seen
+
+
+def train_step(
+    worker: Worker,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    clip_norm: float,
+    trace: Trace | None = None,
+) -> StepResult:
+    """Step the optimizer on the gradient of the global batch's mean loss.
+
+    tokens, targets   [B, S], this dp rank's part of the global batch; B may differ between them
+    clip_norm         largest norm of the gradient; inf = no clipping
+    """
+    optimizer = worker.optimizer
+    optimizer.zero_grad(set_to_none=False)
+    loss_share = worker.accumulate(tokens, targets, trace)
+    with span(trace, "wait for gradients"):
+        optimizer.synchronize()
+    with span(trace, "optimizer"):
+        norm = optimizer.clip_grad_norm_(clip_norm)
+        optimizer.step()
+    return StepResult(loss_share, norm)
+
+
+def held_out_loss(
+    worker: Worker, batches: Iterable[tuple[Tensor, Tensor]], losses_comm: Communicator
+) -> float:
+    """Return the mean loss in nats per token over all dp ranks' (tokens, targets) [B, S]. Collective.
+
+    losses_comm   over all ranks with a share of the losses
+
+    Every rank brings the same number of batches, some of them perhaps empty. Ranks that share layers bring
+    the same batches.
+    """
+    totals = torch.tensor(worker.summed_losses(batches), dtype=torch.float64)
+    losses_comm.allreduce(totals)
+    return float(totals[0] / totals[1])

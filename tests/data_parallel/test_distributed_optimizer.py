@@ -1,0 +1,568 @@
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.errors import MismatchError, OperationError
+from hpcpar.planner.traffic import usage_map_nbytes
+
+
+def linear(seed: int = 0) -> nn.Linear:
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return model
+
+
+def distributed(model: nn.Module, comm: Communicator, **options: float) -> DistributedOptimizer:
+    return DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5, **options), model.named_parameters(), comm
+    )
+
+
+def test_a_step_is_taken_on_the_average_gradient() -> None:
+    def body(comm: Communicator) -> list[float]:
+        model = linear()
+        start = model.bias.detach().clone()
+        optimizer = distributed(model, comm)
+        (model.bias.sum() * (comm.rank + 1)).backward()
+        optimizer.step()
+        return (model.bias - start).tolist()
+
+    assert run_loopback(3, body) == [[pytest.approx(-1.0)] * 2] * 3
+
+
+def test_learning_rate_schedulers_see_an_optimizer() -> None:
+    model = linear()
+    optimizer = distributed(model, Communicator.alone())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    rates = []
+    for _ in range(3):
+        model(torch.ones(3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.25, 0.5 / 3, 0.125]
+    assert optimizer.inner.param_groups is optimizer.param_groups
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_stepped_in_order_does_not_warn() -> None:
+    model = linear()
+    optimizer = distributed(model, Communicator.alone())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.ones(3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_unscales_and_skips_steps_that_overflow(fused: bool) -> None:
+    def course(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factor in (1.0, math.inf, 2.0):
+            scaler.scale(model(torch.ones(3, dtype=torch.float64)).square().sum() * factor).backward()
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.synchronize()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*(p.detach().clone() for p in model.parameters()), torch.tensor(scaler.get_scale())]
+
+    model, reference = linear(), linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    found = course(model, DistributedOptimizer(inner, model.named_parameters(), Communicator.alone()))
+    expected = course(reference, torch.optim.SGD(reference.parameters(), lr=0.01, fused=fused))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_gradient_scaler_steps_on_averages() -> None:
+    def course(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: range) -> list[torch.Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factors in ((1.0, 3.0), (2.0, math.inf), (3.0, 4.0)):
+            loss = sum(model(torch.full((3,), 1.0 + r)).sum() * factors[r] for r in ranks)
+            scaler.scale(loss / len(ranks)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*(p.detach().clone() for p in model.parameters()), torch.tensor(scaler.get_scale())]
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        model = linear()
+        return course(model.float(), distributed(model, comm), range(comm.rank, comm.rank + 1))
+
+    reference = linear().float()
+    expected = course(reference, torch.optim.SGD(reference.parameters(), lr=0.5), range(2))
+    for found in run_loopback(2, body):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_scaler_that_sees_no_gradients_is_refused(stage: int, fused: bool) -> None:
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), Communicator.alone(), zero_stage=stage)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(3, dtype=torch.float64)).sum()).backward()
+    optimizer.synchronize()
+    with pytest.raises(OperationError, match=r"no gradients to unscale.*use precision='float16'"):
+        scaler.step(optimizer)
+
+
+def test_step_hooks_are_called_once_a_step() -> None:
+    model = linear()
+    optimizer = distributed(model, Communicator.alone())
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    optimizer.step()
+    assert called == ["before", "after"]
+
+
+def test_state_goes_out_and_in_as_the_inner_optimizers() -> None:
+    model = linear()
+    optimizer = distributed(model, Communicator.alone(), momentum=0.9)
+    model(torch.ones(3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"].keys() == {0, 1}
+
+    other = distributed(linear(1), Communicator.alone(), momentum=0.9)
+    other.load_state_dict(saved)
+    assert torch.equal(
+        other.state_dict()["state"][0]["momentum_buffer"], saved["state"][0]["momentum_buffer"]
+    )
+    assert len(other.state) == 2
+
+
+def test_a_rank_without_elements_of_a_block_keeps_nothing_of_it_on_disk(tmp_path: Path) -> None:
+    def body(comm: Communicator, offload: str | None) -> list[float]:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+            model.named_parameters(),
+            comm,
+            zero_stage=1,
+            offload=offload,
+            first_bucket_bytes=1,
+        )
+        for _ in range(2):
+            model(torch.ones(3, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.bias.tolist()
+
+    # The bias has two elements, so two of four ranks have none.
+    on_disk = run_loopback(4, lambda comm: body(comm, str(tmp_path)))
+    assert on_disk == run_loopback(4, lambda comm: body(comm, None))
+
+
+def test_a_fixed_loss_scale_is_not_loaded_into_a_dynamic_one_nor_the_other_way_round() -> None:
+    def scaled(precision: str) -> DistributedOptimizer:
+        model = linear()
+        return DistributedOptimizer(
+            torch.optim.SGD(model.parameters()),
+            model.named_parameters(),
+            Communicator.alone(),
+            precision=precision,
+        )
+
+    dynamic, fixed = scaled("float16"), scaled("bfloat16")
+    before = dynamic.scaler.scale
+    dynamic.scaler.update(overflow=True)
+    fixed.load_state_dict(dynamic.state_dict())
+    assert (fixed.scaler.scale, fixed.scaler.skipped) == (1.0, 1)
+    dynamic.load_state_dict(scaled("bfloat16").state_dict())
+    assert dynamic.scaler.scale == before / 2
+    other = scaled("float16")
+    other.load_state_dict(dynamic.state_dict())
+    assert other.scaler.scale == before / 2
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.3, 1e3])
+def test_clipping_is_that_of_torch_on_the_average_gradient(norm_type: float, max_norm: float) -> None:
+    def body(comm: Communicator) -> tuple[float, list[list[float]]]:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), comm, first_bucket_bytes=1
+        )
+        (
+            model(torch.ones(3, dtype=torch.float64)) * torch.tensor([1.0, -2.0]) * (comm.rank + 1)
+        ).sum().backward()
+        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
+        return norm.item(), [p.grad.tolist() for p in model.parameters()]
+
+    reference = linear()
+    (reference(torch.ones(3, dtype=torch.float64)) * torch.tensor([1.0, -2.0]) * 1.5).sum().backward()
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
+    for found, gradients in run_loopback(2, body):
+        assert found == pytest.approx(norm.item(), rel=1e-12)
+        for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), parameter.grad)
+
+
+def test_a_norm_that_is_not_a_number_is_seen_by_every_rank() -> None:
+    def body(comm: Communicator) -> tuple[float, bool]:
+        model = linear()
+        optimizer = distributed(model, comm)
+        (model.bias.sum() * (math.nan if comm.rank == 1 else 1.0)).backward()
+        norm = optimizer.clip_grad_norm_(1.0)
+        return norm.item(), bool(model.bias.grad.isnan().all())
+
+    for norm, all_nan in run_loopback(3, body):
+        assert math.isnan(norm)
+        assert all_nan
+
+
+def test_nothing_to_clip_has_norm_zero() -> None:
+    frozen = linear().requires_grad_(False)
+    optimizer = distributed(frozen, Communicator.alone())
+    assert optimizer.clip_grad_norm_(1.0).item() == 0.0
+
+
+def test_clipping_and_stepping_wait_once() -> None:
+    def body(comm: Communicator) -> int:
+        model = linear()
+        optimizer = distributed(model, comm)
+        comm.traffic.reset()
+        model(torch.ones(3, dtype=torch.float64)).sum().backward()
+        optimizer.synchronize()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        return comm.traffic.nbytes_sent()
+
+    found = run_loopback(2, body)
+    expected = distributed(linear(), Communicator.alone()).reducer.buckets[0].nbytes
+    assert sum(found) == 2 * (expected + usage_map_nbytes(2))
+
+
+def test_a_step_inside_no_sync_is_refused() -> None:
+    model = linear()
+    optimizer = distributed(model, Communicator.alone())
+    with optimizer.no_sync():
+        model(torch.ones(3, dtype=torch.float64)).sum().backward()
+        with pytest.raises(OperationError, match=r"inside no_sync\(\); leave it for the last microbatch"):
+            optimizer.step()
+
+
+def test_unused_parameters_are_not_decayed() -> None:
+    def body(comm: Communicator) -> list[float]:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), weight_decay=0.9), model.named_parameters(), comm
+        )
+        before = model.weight.detach().clone()
+        model.bias.sum().backward()
+        optimizer.step()
+        return (model.weight - before).abs().sum().item()
+
+    assert run_loopback(2, body) == [0.0, 0.0]
+
+
+def test_every_step_synchronizes_once_though_a_rank_has_no_new_gradient() -> None:
+    def body(comm: Communicator) -> list[float]:
+        model = linear()
+        optimizer = distributed(model, comm)
+        for step in range(3):
+            if comm.rank == step % 2:
+                model.bias.sum().backward()
+            optimizer.step()
+        return model.bias.grad.tolist()
+
+    # 1/2 after the first step; each later one adds 1 on one of the two ranks.
+    assert run_loopback(2, body) == [[1.5, 1.5]] * 2
+
+
+def test_a_closure_takes_the_same_path_on_every_rank() -> None:
+    target = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+    def fit(comm: Communicator, targets: torch.Tensor) -> tuple[list[float], int]:
+        guess = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        optimizer = DistributedOptimizer(
+            torch.optim.LBFGS([guess], max_iter=10, line_search_fn="strong_wolfe"), [("guess", guess)], comm
+        )
+        calls = []
+
+        def closure() -> torch.Tensor:
+            calls.append(1)
+            optimizer.zero_grad()
+            loss = ((guess - targets) ** 4).mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return guess.tolist(), len(calls)
+
+    found = run_loopback(2, lambda comm: fit(comm, target * (1 + 2 * comm.rank)))
+    assert found[0] == found[1]
+    # The average of (g - t)^4 and (g - 3t)^4 is least at g = 2t.
+    assert found[0][0] == pytest.approx((2 * target).tolist(), rel=1e-2)
+
+
+def test_parameters_added_later_are_averaged_too() -> None:
+    def body(comm: Communicator) -> list[list[float]]:
+        first, second = linear(), linear(1)
+        optimizer = distributed(first, comm)
+        inputs = torch.ones(3, dtype=torch.float64)
+        with optimizer.no_sync():
+            first(inputs).sum().backward()
+        optimizer.add_param_group({"params": second.named_parameters("second"), "lr": 0.1})
+        (second(first.bias.new_ones(3)).sum() * (comm.rank + 1) + first(inputs).sum()).backward()
+        optimizer.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+        return [first.bias.grad.tolist(), second.bias.grad.tolist()]
+
+    assert run_loopback(2, body) == [[[2.0, 2.0], [1.5, 1.5]]] * 2
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="torch's optimizers take no names yet"
+)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_parameters_may_be_added_to_an_optimizer_that_knows_names(stage: int) -> None:
+    first, second = linear(), linear(1)
+    inner = torch.optim.SGD(first.named_parameters(), lr=0.5)
+    optimizer = DistributedOptimizer(inner, first.named_parameters(), Communicator.alone(), zero_stage=stage)
+    optimizer.add_param_group({"params": second.named_parameters("second")})
+    assert inner.param_groups[1]["param_names"] == ["second.weight", "second.bias"]
+    start = second.bias.detach().clone()
+    second.bias.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(second.bias.detach(), start - 0.5)
+
+
+def test_an_optimizer_is_not_copied_or_saved_whole() -> None:
+    optimizer = distributed(linear(), Communicator.alone())
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(OperationError, match=r"save its state_dict\(\), and load that into one"):
+            copied(optimizer)
+
+
+def test_parameters_added_without_a_name_are_refused() -> None:
+    optimizer = distributed(linear(), Communicator.alone())
+    with pytest.raises(
+        OperationError, match=r"2 of the optimizer's 2 parameters have no name \(shapes \[2, 3\], \[2\]"
+    ):
+        optimizer.add_param_group({"params": list(linear(1).parameters())})
+
+
+def test_parameters_cannot_be_added_while_gradients_are_under_way() -> None:
+    model = linear()
+    optimizer = distributed(model, Communicator.alone())
+    model.bias.sum().backward()
+    with pytest.raises(OperationError, match=r"call it between step\(\) and the next backward"):
+        optimizer.add_param_group({"params": linear(1).named_parameters("other")})
+
+
+def test_only_parameters_that_the_optimizer_holds_are_averaged() -> None:
+    model = linear()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD([model.bias], lr=0.1), model.named_parameters(), Communicator.alone()
+    )
+    assert optimizer.reducer.names == ["bias"]
+
+
+def test_parameters_without_a_name_are_refused() -> None:
+    model = linear()
+    with pytest.raises(
+        OperationError, match=r"1 of the optimizer's 2 parameters have no name \(shapes \[2\]\); pass"
+    ):
+        DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), [("weight", model.weight)], Communicator.alone()
+        )
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    one, other = linear(), linear()
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(OperationError, match="two parameters are called 'weight'"):
+        DistributedOptimizer(
+            optimizer, [*one.named_parameters(), *other.named_parameters()], Communicator.alone()
+        )
+
+
+@pytest.mark.parametrize("wrong", ["model", "nested"])
+def test_what_is_no_plain_optimizer_is_refused(wrong: str) -> None:
+    model = linear()
+    given = model if wrong == "model" else distributed(model, Communicator.alone())
+    with pytest.raises(OperationError, match=r"where a torch\.optim\.Optimizer is needed"):
+        DistributedOptimizer(given, model.named_parameters(), Communicator.alone())  # type: ignore[arg-type]
+
+
+def test_ranks_with_models_of_different_shapes_are_told_on_every_rank() -> None:
+    def body(comm: Communicator) -> str:
+        model = nn.Linear(3, 2 + comm.rank)
+        with pytest.raises(MismatchError) as caught:
+            distributed(model, comm)
+        return str(caught.value)
+
+    messages = run_loopback(3, body)
+    assert len(set(messages)) == 1
+    assert "2 of 3 ranks have other parameters than rank 0" in messages[0]
+    assert "rank 2: number 0 is weight [4, 3] float32 where rank 0 has weight [2, 3] float32" in messages[0]
+
+
+def test_it_says_what_it_is() -> None:
+    text = repr(distributed(linear(), Communicator.alone()))
+    assert text.startswith("DistributedOptimizer over 1 ranks of SGD (")
+
+
+def test_the_theory_of_a_run_is_that_of_its_steps() -> None:
+    def body(comm: Communicator) -> tuple[int, int]:
+        model = linear()
+        optimizer = distributed(model, comm)
+        comm.traffic.reset()
+        for _ in range(4):
+            for last in (False, False, True):
+                loss = model(torch.ones(3, dtype=torch.float64)).sum()
+                if last:
+                    loss.backward()
+                else:
+                    with optimizer.no_sync():
+                        loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return comm.traffic.nbytes_sent("allreduce"), optimizer.expected_traffic(4)["allreduce"]
+
+    for size in (1, 2, 3, 4):
+        found = run_loopback(size, body)
+        assert sum(sent for sent, _ in found) == found[0][1]
+
+
+@pytest.mark.mpi
+def test_counted_bytes_on_mpi_equal_the_theory(world: Communicator) -> None:
+    model = nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 10))
+    with world.split(color=0, name="dp of a test") as dp:
+        optimizer = DistributedOptimizer(
+            torch.optim.AdamW(model.parameters()), model.named_parameters(), dp, bucket_bytes=50_000
+        )
+        dp.traffic.reset()
+        for _ in range(3):
+            model(torch.ones(4, 100)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sent = dp.traffic.nbytes_sent("allreduce")
+    found = world.allgather_object((sent, optimizer.expected_traffic(3)["allreduce"]))
+    assert sum(sent for sent, _ in found) == found[0][1]
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_may_use_two_models_in_different_backwards(stage: int, check: bool) -> None:
+    def body(comm: Communicator) -> list[list[float]]:
+        models = linear(), linear()
+        one, other = (
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), comm, zero_stage=stage
+            )
+            for model in models
+        )
+        start = models[0].bias.detach().clone()
+        inputs = torch.ones(1, 3, dtype=torch.float64)
+        for _ in range(2):
+            losses = models[0](inputs).sum(), 100 * models[1](inputs).sum()
+            (losses[1] if comm.rank == 1 else sum(losses)).backward()
+            if comm.rank != 1:
+                comm.poke()
+            one.step()
+            other.step()
+            one.zero_grad()
+            other.zero_grad()
+        return [(model.bias - start).tolist() for model in models]
+
+    assert run_loopback(2, body, check=check) == [[[-0.5] * 2, [-100.0] * 2]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_named_gradients_are_those_that_have_been_clipped(stage: int) -> None:
+    def body(comm: Communicator) -> tuple[list[float], list[float]]:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), comm, zero_stage=stage
+        )
+        start = model.bias.detach().clone()
+        model(torch.full((1, 3), 10.0, dtype=torch.float64)).sum().backward()
+        optimizer.clip_grad_norm_(1e-3)
+        largest = [gradient.abs().max().item() for _, _, gradient in optimizer.named_gradients()]
+        for _, _, gradient in optimizer.named_gradients():
+            gradient.add_(1.0)
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        return (start - model.bias).tolist(), largest
+
+    for moved, largest in run_loopback(2, body):
+        assert moved == pytest.approx([1.0] * 2, abs=1e-3)
+        assert all(value < 1e-3 for value in largest)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_live_optimizers_over_the_same_parameters_are_refused_until_one_is_closed_or_gone(
+    stage: int,
+) -> None:
+    def body(comm: Communicator) -> str:
+        model = linear()
+
+        def make() -> DistributedOptimizer:
+            return DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.5),
+                model.named_parameters(),
+                comm,
+                zero_stage=stage,
+            )
+
+        def step(optimizer: DistributedOptimizer) -> None:
+            model.bias.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        optimizer = make()
+        optimizer = make()
+        step(optimizer)
+        other = make()
+        with pytest.raises(OperationError) as caught:
+            other.synchronize()
+        with pytest.raises(OperationError, match=r"call close\(\)"):
+            optimizer.synchronize()
+        optimizer.close()
+        step(other)
+        other.close()
+        step(make())
+        return str(caught.value)
+
+    expected = "the gradients of weight are averaged by two DistributedOptimizers"
+    for told in run_loopback(2, body):
+        assert told.startswith(expected)
+        assert "call close()" in told
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_whose_memory_was_replaced_is_named(stage: int) -> None:
+    def body(comm: Communicator) -> str:
+        model = linear()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), comm, zero_stage=stage
+        )
+        model.bias.data = torch.zeros(2, dtype=torch.float64)
+        model(torch.ones(3, dtype=torch.float64)).sum().backward()
+        with pytest.raises(OperationError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    for told in run_loopback(2, body):
+        assert told.startswith("the memory of bias was replaced after its optimizer was made distributed")
+        assert "then call optimizer.take_parameters()" in told

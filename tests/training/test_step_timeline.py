@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcpar.comm import Communicator, Trace, TraceEvent, run_loopback
+from hpcpar.training.step_timeline import StepTimeline, lanes, span, trace_events
+
+
+def event(start_s: float, stop_s: float, category: str = "compute") -> TraceEvent:
+    return TraceEvent("work", category, start_s, stop_s)
+
+
+def test_nested_events_share_a_lane_and_overlapping_ones_do_not() -> None:
+    outer, inner, after, across = event(0, 4), event(1, 2), event(4, 6), event(3, 5)
+    assert lanes([inner, outer, after, across]) == [[outer, inner, after], [across]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=25))
+def test_events_of_one_lane_are_nested_or_apart(spans: list[tuple[int, int]]) -> None:
+    events = [event(start, start + length) for start, length in spans]
+    spread = lanes(events)
+    assert sorted((e.start_s, e.stop_s) for lane in spread for e in lane) == sorted(
+        (e.start_s, e.stop_s) for e in events
+    )
+    for lane in spread:
+        for i, first in enumerate(lane):
+            for second in lane[i + 1 :]:
+                apart = first.stop_s <= second.start_s or second.stop_s <= first.start_s
+                nested = first.start_s <= second.start_s and second.stop_s <= first.stop_s
+                assert apart or nested
+
+
+def test_compute_comes_first_and_times_are_microseconds_from_the_origin() -> None:
+    formed = trace_events(2, [event(11, 12, "communication"), event(10.5, 11)], origin_s=10)
+    assert [(e["name"], e["args"].get("name"), e["tid"]) for e in formed if e["ph"] == "M"] == [
+        ("process_name", "rank 2", 0),
+        ("thread_name", "compute", 0),
+        ("thread_name", "communication", 1),
+    ]
+    assert [(e["tid"], e["ts"], e["dur"], e["pid"]) for e in formed if e["ph"] == "X"] == [
+        (0, 5e5, 5e5, 2),
+        (1, 1e6, 1e6, 2),
+    ]
+
+
+def test_a_span_is_an_event_and_without_a_trace_nothing() -> None:
+    trace = Trace()
+    with span(trace, "forward", microbatch=3):
+        pass
+    with span(None, "forward"):
+        pass
+    (only,) = trace.events
+    assert (only.name, only.category, only.arguments) == ("forward", "compute", {"microbatch": 3})
+    assert only.stop_s >= only.start_s
+
+
+def test_a_timeline_shows_compute_and_communication_of_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+
+    def work(comm: Communicator) -> bool:
+        timeline = StepTimeline(comm)
+        with span(comm.trace, "forward"):
+            comm.allreduce(torch.ones(5))
+        timeline.write(path)
+        return comm.trace is None
+
+    assert run_loopback(3, work) == [True] * 3
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank in range(3):
+        named = {e["name"]: e["cat"] for e in events if e["ph"] == "X" and e["pid"] == rank}
+        assert named == {"forward": "compute", "allreduce world": "communication"}
+    assert all(e["ts"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_ranks_of_a_node_count_from_one_moment() -> None:
+    origins = run_loopback(3, lambda comm: StepTimeline(comm)._origin_s, nodes=[0, 0, 1])
+    assert origins[0] == origins[1] != origins[2]
