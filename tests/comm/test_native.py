@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hpcpar import partition
-from hpcpar.comm import Communicator, native, run_loopback
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm.executors import native
 from hpcpar.comm.select import ANY, NATIVES, Table, parse_overrides
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import MismatchError, OperationError
