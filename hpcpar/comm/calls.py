@@ -94,7 +94,7 @@ class Calls:
         self.label: str | None = None
         self.cache: dict[Request, CompiledCollective] = {}
         self.count = [0]  # shared with unchecked views, so that every call has a number of its own
-        self.history: list[CompiledCollective | None] = [None] * HISTORY
+        self.history = [""] * HISTORY
         self.segment: ShmSegment | None = None
         self.shares_in_part = self.reads_private = False
         self.state = {"freed": False}
@@ -117,6 +117,7 @@ class Calls:
         except BaseException:
             self._go_on()
             raise
+        self.latest = None
         result = compiled.result
         return (buffer if out is None else out) if result is None else result(buffer, out)
 
@@ -131,6 +132,7 @@ class Calls:
         except BaseException:
             self._go_on()
             raise
+        self.latest = None
         return handle
 
     def _started(self, request: Request, buffer: Any, out: Any) -> CompiledCollective:
@@ -147,7 +149,7 @@ class Calls:
         compiled.begin(number, (buffer, out))
         # No call of a function from here on: a signal handler finds the call either not begun, or begun.
         count[0] = number + 1
-        history[number % HISTORY] = compiled
+        history[number % HISTORY] = compiled.described
         compiled.last_used = number
         self.latest = compiled
         program = compiled.program
@@ -240,7 +242,11 @@ class Calls:
             return
         self.cache[request] = compiled
         if len(self.cache) > CACHED or sum(each.nbytes for each in self.cache.values()) > CACHED_NBYTES:
-            idle = [(each.last_used, key) for key, each in self.cache.items() if not each.is_under_way]
+            idle = [
+                (each.last_used, key)
+                for key, each in self.cache.items()
+                if not each.is_under_way and each is not compiled
+            ]
             idle.sort(key=lambda found: found[0])
             for _, key in idle[: max(1, len(idle) // 4)]:
                 self.cache.pop(key).free()
@@ -507,6 +513,7 @@ class Calls:
         except BaseException:
             self._go_on()
             raise
+        self.latest = None
         return array
 
     def start_message(self, request: Request, array: Any) -> Handle:
@@ -519,6 +526,7 @@ class Calls:
         except BaseException:
             self._go_on()
             raise
+        self.latest = None
         return handle
 
     def _message_started(self, request: Request, array: Any) -> CompiledCollective:
@@ -664,10 +672,8 @@ class Calls:
 
     def asked(self, number: int) -> str | None:
         """What this rank has done, or does, in a call of that number, for ranks that ask."""
-        for compiled in self.history:
-            if compiled is not None and compiled.number == number:
-                return compiled.described
-        return None
+        count = self.count[0]
+        return self.history[number % HISTORY] if count - HISTORY <= number < count else None
 
 
 def _beyond(step: PlannedStep, segment: ShmSegment) -> PlannedStep | None:

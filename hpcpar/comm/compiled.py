@@ -220,6 +220,7 @@ class CompiledCollective:
         if handle is not None:
             handle.error = error
             handle.is_done = True
+            handle._compiled = None
             self.handle = None
         self._memory = NO_ARRAYS
         if not self.is_cached:
@@ -274,6 +275,8 @@ class CompiledCollective:
                 step.free()
         self.row.close(self.tally)
         self.tally.calls = 0
+        # Perhaps somebody still refers to it; the memory that it works on goes.
+        self.program, self.steps, self.first, self.last = None, (), (), ()
 
 
 class Handle:
@@ -289,7 +292,7 @@ class Handle:
         self, progress: Progress, compiled: CompiledCollective, result: Callable[[], Any] | Any
     ) -> None:
         self._progress = progress
-        self._compiled = compiled
+        self._compiled: CompiledCollective | None = compiled
         self._row = compiled.row
         self._result = result
         self.is_done = False
@@ -310,7 +313,7 @@ class Handle:
 
     def waiting_for(self) -> tuple[int, ...]:
         """World ranks whose messages are missing."""
-        return () if self.is_done else self._compiled.waiting_for()
+        return () if self._compiled is None else self._compiled.waiting_for()
 
     def wait(self) -> Any:
         """Block until complete; returns the result. A second call returns it again.
@@ -318,7 +321,7 @@ class Handle:
         errors   StallError after the communicator's timeout_s, naming who waits for whom
                  PeerLeftError when a rank that is waited for has ended
         """
-        if not self.is_done:
+        if self._compiled is not None:
             self._progress.wait(self._compiled, self)
         if self.error is not None:
             raise self.error

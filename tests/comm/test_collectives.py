@@ -30,8 +30,8 @@ def test_every_collective_over_mpi_equals_the_serial_computation(group, any_worl
 
 @pytest.mark.mpi(min_size=2)
 def test_one_world_shares_memory_and_the_other_does_not(world, world_of_messages):
-    assert world._is_all_shared
-    assert not world_of_messages._is_all_shared
+    assert world._calls.is_all_shared
+    assert not world_of_messages._calls.is_all_shared
 
 
 @pytest.mark.mpi

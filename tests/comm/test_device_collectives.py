@@ -17,7 +17,6 @@ import pytest
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.devices import QUEUES, TRIAL_NBYTES
-from hpcpar.comm.operation import Message, PlannedStep, bill
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
 from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
@@ -335,35 +334,6 @@ def test_no_host_waits_for_a_device_in_calls_that_follow_each_other(kernels, sta
         return after - before
 
     assert run_loopback(2, shared(way, body)) == [0, 0]
-
-
-def test_what_is_sent_leaves_while_a_peer_is_waited_for(kernels) -> None:
-    """Rank 0 pulls from rank 1, which waits for rank 2 on another node, which waits for what rank 0 sends."""
-    steps = {
-        0: (PlannedStep((), (message(2, "input"),), (message(1, "output"),)),),
-        1: (
-            PlannedStep((), (), (message(2, "output"),)),
-            PlannedStep((), (message(0, "output"),), ()),
-        ),
-        2: (
-            PlannedStep((), (), (message(0, "output"),)),
-            PlannedStep((), (message(1, "output"),), ()),
-        ),
-    }
-
-    def body(comm: Communicator) -> list[float]:
-        given, out = (on_device(values(comm.rank, 50)) for _ in range(2))
-        source = comm._view(given, writable=True).host
-        spaces = {"input": source, "output": comm._view(out, writable=True, beside=source).host}
-        comm._go("relay", bill(steps[comm.rank]), spaces, lambda: None, lambda: None).wait()
-        return out.to_host().tolist()
-
-    sent = values(0, 50).tolist()
-    assert run_loopback(3, shared("auto", body), nodes=[0, 0, 1]) == [sent] * 3
-
-
-def message(peer: int, space: str) -> Message:
-    return Message(peer, ((space, 0, 50),), 50)
 
 
 SCRIPT = Path(__file__).with_name("device_rank.py")

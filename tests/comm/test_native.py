@@ -204,7 +204,7 @@ def test_calls_are_counted_and_messages_are_not(native_world):
 def test_the_environment_and_a_table_may_say_native(native_world):
     comm = native_world
     comm._runtime.overrides = parse_overrides("allreduce=native,broadcast=native")
-    comm._table = Table("measured", {"allgather": {ANY: ((64.0, "native"), (float("inf"), "ring"))}})
+    comm._calls._table = Table("measured", {"allgather": {ANY: ((64.0, "native"), (float("inf"), "ring"))}})
     told = [
         comm.algorithm_for("allreduce", 8),
         comm.algorithm_for("allreduce", 8, dtype="bfloat16"),
@@ -255,7 +255,7 @@ def test_over_loopback_a_caller_who_names_it_gets_an_error_and_a_table_is_passed
 
 def test_those_who_have_begun_the_same_call_are_not_waited_for():
     watches = [Watch(transport, 60.0) for transport in loopback.connect(3)]
-    roll = native.Roll(watches[0], (0, 1, 2), "world", 7)
+    roll = native.Participants(watches[0], (0, 1, 2), "world", 7)
     roll.answer()
     found = [roll.missing((1, 2))]
     for begun in (6, 7):
@@ -269,7 +269,7 @@ def test_those_who_have_begun_the_same_call_are_not_waited_for():
 
 def test_when_all_have_begun_those_that_left_are_not_accused():
     watches = [Watch(transport, 60.0) for transport in loopback.connect(3)]
-    roll = native.Roll(watches[0], (0, 1, 2), "world", 7)
+    roll = native.Participants(watches[0], (0, 1, 2), "world", 7)
     for watch in watches[1:]:
         watch.begin("world", 7)
     for rank in (1, 2):

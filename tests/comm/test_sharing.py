@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import platform
 import subprocess
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from hpcpar.comm import Communicator, run_loopback, sharing
-from hpcpar.comm.arena import LANES, least_stage_nbytes
+from hpcpar.comm.shm_segment import SLOTS
 from hpcpar.errors import BufferTypeError, OperationError, PeerFailedError
 from hpcpar.transport import peer_memory, shared_memory
 from hpcpar.transport.shared_memory import PREFIX
@@ -68,7 +67,7 @@ def sums(comm):
     """Some calls, and whether they were right."""
     total = sum(range(1, comm.size + 1))
     tensor, right = torch.empty(3000), []
-    for _ in range(2 * LANES):
+    for _ in range(2 * SLOTS):
         tensor.fill_(comm.rank + 1)
         right.append(set(comm.allreduce(tensor).tolist()) == {total})
         right.append(comm.allgather(np.array([comm.rank])).tolist() == list(range(comm.size)))
@@ -82,7 +81,7 @@ def sums(comm):
 def test_ranks_of_one_node_share_memory_and_so_do_all_that_are_split_from_them(size):
     def work(comm):
         part = comm.split(0, key=-comm.rank)
-        return comm._calls.is_all_shared, part._is_all_shared, sums(comm), sums(part)
+        return comm._calls.is_all_shared, part._calls.is_all_shared, sums(comm), sums(part)
 
     shares = size > 1
     assert run_loopback(size, work, **OPTIONS) == [(shares, shares, True, True)] * size
@@ -91,7 +90,7 @@ def test_ranks_of_one_node_share_memory_and_so_do_all_that_are_split_from_them(s
 def test_ranks_on_several_nodes_share_memory_in_part_and_those_of_one_node_in_all():
     def work(comm):
         node = comm.split_by_node()
-        return comm.shares_memory, comm._calls.is_all_shared, node._is_all_shared, sums(comm), sums(node)
+        return comm.shares_memory, comm._calls.is_all_shared, node._calls.is_all_shared, sums(comm), sums(node)
 
     assert run_loopback(4, work, nodes=(0, 1, 0, 1), **OPTIONS) == [(True, False, True, True, True)] * 4
 
@@ -112,25 +111,14 @@ def test_a_communicator_says_whether_it_shares_memory():
 def test_calls_that_were_remembered_before_are_right_after():
     def work(comm):
         tensor, right = torch.zeros(10), []
-        for call in range(4 * LANES):
-            if call == 2 * LANES:
+        for call in range(4 * SLOTS):
+            if call == 2 * SLOTS:
                 comm.share_memory()
             tensor.fill_(call)
             right.append(comm.allreduce(tensor)[3].item() == 2 * call)
         return all(right) and comm._calls.is_all_shared
 
     assert run_loopback(2, work) == [True, True]
-
-
-@pytest.mark.parametrize("size", [2, 5])
-def test_a_stage_that_is_asked_for_is_had_unless_there_would_be_no_room_in_it(size):
-    def work(comm):
-        comm.share_memory(stage_nbytes=8192)
-        asked = comm._calls.segment.stage
-        comm.share_memory(stage_nbytes=1)
-        return asked, comm._calls.segment.stage, sums(comm)
-
-    assert run_loopback(size, work) == [(8192, least_stage_nbytes(size), True)] * size
 
 
 # Where it is not to be had.
@@ -149,11 +137,6 @@ def no_place(monkeypatch, directory):
     return "nowhere cannot be written to"
 
 
-def other_processor(monkeypatch, directory):
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    return "aarch64 processors may reorder stores"
-
-
 def other_containers(monkeypatch, directory):
     def gone(path):
         return shared_memory_attach(path + "-of-another-container")
@@ -163,7 +146,7 @@ def other_containers(monkeypatch, directory):
     return "containers that have each a"
 
 
-HINDRANCES = [no_room, no_place, other_processor, other_containers]
+HINDRANCES = [no_room, no_place, other_containers]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -222,7 +205,7 @@ def test_arrays_that_there_is_no_room_for_are_ordinary_ones(directory, monkeypat
         if comm.rank == 0:
             no_room(monkeypatch, directory)
         array = comm.allocate_shared(40_000, "float64")
-        for _ in range(2 * LANES):
+        for _ in range(2 * SLOTS):
             array[:] = comm.rank + 1
             comm.allreduce(array)
         numbers = list(comm._calls.segment.arrays)
@@ -239,7 +222,7 @@ def test_processes_that_may_not_read_each_other_share_memory_all_the_same(monkey
 
     def work(comm):
         array = np.zeros(100_000)
-        for _ in range(2 * LANES):
+        for _ in range(2 * SLOTS):
             array[:] = comm.rank + 1
             comm.broadcast(array, root=1)
         return comm._calls.is_all_shared, comm._calls.segment.pids, set(array.tolist())
@@ -304,7 +287,7 @@ def test_the_memory_of_freed_arrays_goes_with_the_last_reference_to_them(directo
         kept = []
         for dtype in ("float64", torch.float64) * 3:
             array = comm.allocate_shared(40_000, dtype)
-            for _ in range(2 * LANES):
+            for _ in range(2 * SLOTS):
                 array[:] = comm.rank
                 comm.allreduce(array)
             kept.append(array[:2] + 0)
@@ -325,7 +308,7 @@ def test_new_arrays_in_the_place_of_freed_ones_are_right():
             make = (comm.allocate_shared, lambda count, dtype: np.zeros(count, dtype))[call % 4 == 3]
             array = make(300_000, "float64")
             addresses.append(array.ctypes.data)
-            for again in range(LANES + 2):
+            for again in range(SLOTS + 2):
                 array[:] = call + again + comm.rank
                 comm.allreduce(array)
                 right.append(array[0] == array[-1] == 2 * (call + again) + 1)
@@ -340,8 +323,8 @@ def test_new_arrays_in_the_place_of_freed_ones_are_right():
 def test_an_array_that_was_freed_but_is_still_held_is_an_ordinary_one():
     def work(comm):
         array, right = comm.allocate_shared(40_000, "float64"), []
-        for call in range(4 * LANES):
-            if call == 2 * LANES:
+        for call in range(4 * SLOTS):
+            if call == 2 * SLOTS:
                 comm.free_shared(array)
             array[:] = comm.rank + call
             comm.allreduce(array)
@@ -396,7 +379,7 @@ def test_free_lets_go_of_all_that_was_shared(directory, no_collection):
         with comm.split(0) as part:
             array = part.allocate_shared(40_000, torch.float64)
             array += 1
-            for _ in range(2 * LANES):
+            for _ in range(2 * SLOTS):
                 part.broadcast(array)
         del array, part
         comm.barrier()
@@ -430,7 +413,7 @@ from pathlib import Path
 
 shared_memory.DIRECTORY = Path(sys.argv[1])
 world = hpcpar.init()
-assert world._is_all_shared
+assert world._calls.is_all_shared
 array = world.allocate_shared(50_000, "float64")
 part = world.split(0)
 for step in range(200):
@@ -474,7 +457,7 @@ def test_the_environment_says_whether_a_world_shares_memory(
     script.write_text(
         "import numpy as np, hpcpar; world = hpcpar.init(); part = world.split(0)\n"
         "total = world.allreduce(np.ones(5000)).sum()\n"
-        "told = world.allgather_object((world._is_all_shared, part._is_all_shared, float(total)))\n"
+        "told = world.allgather_object((world._calls.is_all_shared, part._calls.is_all_shared, float(total)))\n"
         "if world.rank == 0: print(told)"
     )
     done = run_ranks(2, str(script))
@@ -489,7 +472,7 @@ def test_where_processes_find_no_room_one_of_them_warns_and_the_job_goes_on(tmp_
         "shared_memory.DIRECTORY = Path('/nowhere')\n"
         "world = hpcpar.init(); part = world.split(world.rank % 2)\n"
         "total = world.allreduce(part.allreduce(np.ones(1)))\n"
-        "told = world.allgather_object((world._is_all_shared, part._is_all_shared, float(total[0])))\n"
+        "told = world.allgather_object((world._calls.is_all_shared, part._calls.is_all_shared, float(total[0])))\n"
         "if world.rank == 0: print(told)"
     )
     done = run_ranks(4, str(script))
