@@ -49,12 +49,14 @@ def hidden_states() -> Tensor:
     return torch.randn(2, 12, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize(("size", "way", "kv_heads"), pairwise(SIZES, WAYS, [12, 2, 1]))
-def test_it_is_the_serial_attention(compare: Callable[..., None], size: int, way: str, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "way", "kv_heads", "selective"), pairwise(SIZES, WAYS, [12, 2, 1], [False, True])
+)
+def test_it_is_the_serial_attention(
+    compare: Callable[..., None], size: int, way: str, kv_heads: int, selective: bool
+) -> None:
     if kv_heads % size and size % kv_heads:
         kv_heads = 1  # two heads cannot be shared by three ranks
-    # The core sends nothing, whatever the way.
-    selective = (size + kv_heads + len(way)) % 2 == 0
     compare(
         size,
         Written(10, 12, kv_heads, 3),
