@@ -110,9 +110,6 @@ class UnshardStats:
         self.units -= 1
         self.nbytes -= unit.nbytes
 
-    def forget_peak(self) -> None:
-        self.peak_units, self.peak_nbytes = self.units, self.nbytes
-
 
 class FsdpUnit:
     """Modules whose parameters are gathered and freed together.
