@@ -14,7 +14,7 @@ from tests.grid import checkered
 
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
 # Every rank speaks to every other, or n - 1 times to its neighbour: proving n ranks takes n² messages.
-QUADRATIC = {"ring", "direct", "pairwise", "hierarchical"}
+QUADRATIC = {"ring", "direct", "one_shot", "pairwise", "hierarchical"}
 
 
 def name_of(algorithm: Algorithm) -> str:

@@ -139,7 +139,7 @@ grid = [kernel for kernel in KERNELS if not (kernel[0] == "product" and kernel[1
 
 
 def settings(dtype):
-    """(pieces, count, offsets, alias): lengths around a tile, memory that begins anywhere, any result's place."""
+    """(pieces, count, offsets, alias): lengths around a tile, memory that begins anywhere."""
     itemsize, tile = bits_of(dtype).itemsize, TILES[dtype]
     part = itemsize // 2 if dtype in COMPLEX else itemsize
     last = (16 - part,)  # the same for all: wide loads after a head
