@@ -29,7 +29,7 @@ from hpcpar.errors import DivergenceError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages
 from hpcpar.pipeline_parallel import TiedWeights
-from hpcpar.pipeline_schedules import record
+from hpcpar.pipeline_schedules.timetable import write_timetable
 from hpcpar.training.batches import Batches
 from hpcpar.training.build import (
     build_model,
@@ -341,7 +341,7 @@ class Run:
         """Write the times of the last step's actions, for `hpcpar draw pipeline --measured`."""
         timetable = worker.pipeline.timetable()
         if self.comm.rank == 0:
-            record.write(timetable, self.directory.path / "pipeline.json")
+            write_timetable(timetable, self.directory.path / "pipeline.json")
 
     def _expected_traffic(self) -> ExpectedTraffic:
         intervals = self.milestones.intervals()

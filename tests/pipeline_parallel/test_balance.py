@@ -17,7 +17,7 @@ from hpcpar.pipeline_parallel.balance import (
     require_split,
     stage_costs,
 )
-from hpcpar.pipeline_schedules.placement import loop, v_shape
+from hpcpar.pipeline_schedules.stage_placement import loop, v_shape
 
 
 def all_splits(items: int, stages: int) -> Iterator[StageSplit]:

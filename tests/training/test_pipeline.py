@@ -14,7 +14,7 @@ from rich.console import Console
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, LayoutError, PeerFailedError
 from hpcpar.models import LlamaStages
-from hpcpar.pipeline_schedules import record
+from hpcpar.pipeline_schedules.timetable import read_timetable
 from hpcpar.training import Config, Outcome, Run
 from hpcpar.training.metrics import records_of
 from hpcpar.training.pipelined import make_schedule
@@ -241,7 +241,7 @@ def test_the_stages_are_told_a_sample_is_the_serial_models_and_the_last_step_is_
     assert said(2).split("a sample:\n")[1].splitlines()[0] == said(0).split("a sample:\n")[1].splitlines()[0]
     assert "pipeline: 1f1b, 2 ranks, 4 microbatches, layers of the stages 3, 3" in said(0)
     assert said(1) == ""
-    timetable = record.read(config.output.directory / "pipeline.json")
+    timetable = read_timetable(config.output.directory / "pipeline.json")
     actions = [str(timed.action) for timed in timetable.rows[1]]
     assert actions == [f"1{kind}{number}" for number in range(4) for kind in "FB"]
     events = json.loads((config.output.directory / "timeline.json").read_text())["traceEvents"]

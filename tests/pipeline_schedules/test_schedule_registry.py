@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.errors import ScheduleError
-from hpcpar.pipeline_schedules.catalogue import METHODS, find, make
-from hpcpar.pipeline_schedules.memory import peak_chunks
-from hpcpar.pipeline_schedules.price import Durations
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from hpcpar.pipeline_schedules.schedule_registry import METHODS, find, make
 
 STAGES = {
     "naive": "1 or more",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.draw import draw
+from hpcpar.pipeline_schedules.text_chart import text_chart
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
 
@@ -33,7 +33,7 @@ def chart(drawn: str) -> list[str]:
 
 
 def test_1f1b_is_drawn_to_scale() -> None:
-    assert draw(ONE_F_ONE_B, peaks=(2, 1)).splitlines() == [
+    assert text_chart(ONE_F_ONE_B, peaks=(2, 1)).splitlines() == [
         "rank 0   F0─F1─······B0════F2─B1════···B2════",
         "rank 1      F0─B0════F1─B1════F2─B2════",
         "",
@@ -43,7 +43,7 @@ def test_1f1b_is_drawn_to_scale() -> None:
 
 
 def test_a_ranks_second_stage_has_small_letters_and_the_first_start_is_the_left_edge() -> None:
-    assert chart(draw(SPLIT)) == [
+    assert chart(text_chart(SPLIT)) == [
         "rank 0   F0─···f0─b0═w0~···B0═W0~",
         "rank 1      F0─······B0════",
     ]
@@ -58,19 +58,19 @@ def test_a_ranks_second_stage_has_small_letters_and_the_first_start_is_the_left_
     ],
 )
 def test_less_room_leaves_less_of_the_number(width: int, drawn: str) -> None:
-    assert chart(draw(ONE_F_ONE_B, width=width))[0] == f"rank 0   {drawn}"
+    assert chart(text_chart(ONE_F_ONE_B, width=width))[0] == f"rank 0   {drawn}"
 
 
 def test_of_a_long_number_the_last_digits_stay() -> None:
     shown = timetable("0F99@0-1 0F100@1-2 0B99@2-4 0B100@4-6")
-    assert chart(draw(shown)) == ["rank 0   F99──F100─B99═══════B100══════"]
-    assert chart(draw(shown, width=9 + 18)) == ["rank 0   F99F00B99═══B100══"]
+    assert chart(text_chart(shown)) == ["rank 0   F99──F100─B99═══════B100══════"]
+    assert chart(text_chart(shown, width=9 + 18)) == ["rank 0   F99F00B99═══B100══"]
 
 
 @pytest.mark.parametrize("width", [1, 20, 45, 81, 120, 400])
 def test_no_line_is_wider_than_asked_and_every_rank_has_one(width: int) -> None:
     rows = [" ".join(f"{r}F{m}@{m + r}-{m + r + 1}" for m in range(24)) for r in range(8)]
-    lines = chart(draw(timetable(*rows), width=width))
+    lines = chart(text_chart(timetable(*rows), width=width))
     assert [line[:6] for line in lines] == [f"rank {rank}" for rank in range(8)]
     assert all(len(line) <= max(width, 9 + 1) for line in lines)
 
@@ -82,21 +82,21 @@ def test_every_cell_goes_through_the_painter_with_its_kind() -> None:
         seen.append((kind, text))
         return f"<{text}>"
 
-    assert chart(draw(SPLIT, paint=paint))[1] == "rank 1      <F0─>······<B0════>"
+    assert chart(text_chart(SPLIT, paint=paint))[1] == "rank 1      <F0─>······<B0════>"
     assert seen[-2:] == [("F", "F0─"), ("B", "B0════")]
 
 
 def test_the_third_stage_has_the_letters_of_the_first() -> None:
-    assert chart(draw(timetable("0F0@0-1 2F0@1-2 4F0@2-3 6F0@3-4"))) == ["rank 0   F0─f0─F0─f0─"]
+    assert chart(text_chart(timetable("0F0@0-1 2F0@1-2 4F0@2-3 6F0@3-4"))) == ["rank 0   F0─f0─F0─f0─"]
 
 
 def test_a_rank_that_does_nothing_has_an_empty_line() -> None:
-    assert chart(draw(timetable("0F0@0-1", ""))) == ["rank 0   F0─", "rank 1"]
+    assert chart(text_chart(timetable("0F0@0-1", ""))) == ["rank 0   F0─", "rank 1"]
 
 
 def test_what_takes_no_time_is_drawn_as_nothing() -> None:
-    assert draw(timetable("0F0@1-1")) == "rank 0\n\nbubble rate 0.00%, cost 0 s\n"
+    assert text_chart(timetable("0F0@1-1")) == "rank 0\n\nbubble rate 0.00%, cost 0 s\n"
 
 
 def test_what_overlaps_the_action_before_it_is_drawn_from_its_end() -> None:
-    assert chart(draw(timetable("0F0@0-2 0F1@1-3"), width=9 + 6)) == ["rank 0   F0─F1"]
+    assert chart(text_chart(timetable("0F0@0-2 0F1@1-3"), width=9 + 6)) == ["rank 0   F0─F1"]

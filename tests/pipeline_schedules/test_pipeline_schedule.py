@@ -6,7 +6,7 @@ import pytest
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 
 
 def rows_of(*lines: str) -> tuple[tuple[Action, ...], ...]:

@@ -1,7 +1,7 @@
-"""What the ranks of a pipeline keep of activations, at the most.
+"""Peak memory of activations on each rank of a pipeline.
 
-A forward keeps what its backward will read. A whole backward lets all of it go; of a split one the input's
-part lets go what only it reads, and the rest, the inputs of the weights' products, goes with the W.
+A forward saves activations for its backward. A whole backward frees them all. A split backward frees in B
+what only B reads, and in W the rest, the inputs of the weight products.
 
     row      0F0 0F1 0B0 0W0 0F2 ...        a chunk is one microbatch's activations of one stage
     chunks     1   2   2   1   2
@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcpar.errors import ScheduleError
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 
 
 def peak_chunks(schedule: Schedule) -> tuple[int, ...]:
-    """For every rank the most chunks alive at once; a chunk is alive until its whole backward, or its W."""
+    """Count, for every rank, the most chunks alive at once: until their whole backward, or their W."""
     return tuple(max(kept, default=0) for kept in chunks_kept(schedule))
 
 
 def chunks_kept(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """For every rank the chunks alive during each of its actions."""
+    """Count, for every rank, the chunks alive during each of its actions."""
     return tuple(_chunks_of_row(schedule, rank) for rank in range(schedule.ranks))
 
 
@@ -38,10 +38,10 @@ def _chunks_of_row(schedule: Schedule, rank: int) -> tuple[int, ...]:
 def peak_nbytes(
     schedule: Schedule, chunk_nbytes: float | Sequence[float], *, kept_after_backward: float = 1.0
 ) -> tuple[float, ...]:
-    """For every rank the most bytes of activations alive at once.
+    """Compute, for every rank, the most bytes of activations alive at once.
 
-    chunk_nbytes          of one microbatch's activations: of every stage, or one for each
-    kept_after_backward   the share of them that the weights' part still reads once the input's part is done
+    chunk_nbytes          activations of one microbatch: one number for all stages, or one for each
+    kept_after_backward   share of them that W still reads after B
     errors                ScheduleError for another number of stages, negative bytes, a share not in 0 to 1
     """
     sizes = [chunk_nbytes] * schedule.stages if isinstance(chunk_nbytes, (int, float)) else list(chunk_nbytes)

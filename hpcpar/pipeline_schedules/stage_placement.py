@@ -1,10 +1,10 @@
-"""Which rank has which stages.
+"""Placement of stages on ranks: a loop or a V.
 
     loop   3 ranks, 6 stages   rank 0: 0 3   rank 1: 1 4   rank 2: 2 5
     v      3 ranks, 6 stages   rank 0: 0 5   rank 1: 1 4   rank 2: 2 3
 
-In a loop every rank sends its last stage's output on to the next rank, round and round. In a V the way leads
-to the last rank and back again, so that the first rank has both the first stage and the last.
+In a loop every rank sends its output on to the next rank, round and round. In a V activations go to the last
+rank and back again, so the first rank has both the first stage and the last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Shape = Literal["loop", "v"]
 
 
 @dataclass(frozen=True)
-class Placement:
+class StagePlacement:
     """The stages of every rank, in rising order."""
 
     stages: tuple[tuple[int, ...], ...]
@@ -31,15 +31,15 @@ class Placement:
 
     @property
     def rank_of_stage(self) -> dict[int, int]:
-        """As a Schedule's of the same stages."""
+        """Rank of each stage, as `Schedule.rank_of_stage`."""
         return {stage: rank for rank, stages in enumerate(self.stages) for stage in stages}
 
 
-def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
+def loop(ranks: int, stages_per_rank: int = 1) -> StagePlacement:
     """Stage s on rank s modulo ranks."""
-    return Placement(tuple(tuple(range(rank, ranks * stages_per_rank, ranks)) for rank in range(ranks)))
+    return StagePlacement(tuple(tuple(range(rank, ranks * stages_per_rank, ranks)) for rank in range(ranks)))
 
 
-def v_shape(ranks: int) -> Placement:
+def v_shape(ranks: int) -> StagePlacement:
     """Stages s and 2 · ranks - 1 - s on rank s."""
-    return Placement(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+    return StagePlacement(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))

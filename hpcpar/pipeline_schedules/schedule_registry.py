@@ -1,6 +1,6 @@
-"""All pipeline schedules by name, with what each allows.
+"""Registry of pipeline schedules: their names, options and builders.
 
-`make("interleaved", ranks=4, microbatches=8, stages_per_rank=2)` is the schedule.
+`make("interleaved", ranks=4, microbatches=8, stages_per_rank=2)` returns a schedule.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from hpcpar.errors import ScheduleError
-from hpcpar.pipeline_schedules.automatic import automatic
-from hpcpar.pipeline_schedules.gpipe import gpipe
+from hpcpar.pipeline_schedules.gpipe import gpipe, naive
 from hpcpar.pipeline_schedules.interleaved import interleaved
-from hpcpar.pipeline_schedules.memory import peak_chunks
-from hpcpar.pipeline_schedules.naive import naive
 from hpcpar.pipeline_schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from hpcpar.pipeline_schedules.placement import Placement, Shape, loop, v_shape
-from hpcpar.pipeline_schedules.price import Durations
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from hpcpar.pipeline_schedules.schedule_search import automatic
+from hpcpar.pipeline_schedules.stage_placement import Shape, StagePlacement, loop, v_shape
 from hpcpar.pipeline_schedules.v_shape import dualpipe_v, zb_v
 from hpcpar.pipeline_schedules.zero_bubble import zb_h1, zb_h2
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a schedule is to be for; what is in it fits the method that it is given to."""
+class ScheduleRequest:
+    """Arguments of a method's builder, checked against what the method allows."""
 
-    placement: Placement
+    placement: StagePlacement
     microbatches: int
     memory_limit: int | None
     durations: Durations | None
@@ -39,20 +38,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to make schedules.
+    """Named kind of schedule.
 
-    summary           what it is good for, in a line
+    summary           its strength, in a line
     build             makes the schedule
-    stages_per_rank   what is taken if nothing is said
-    most_stages       the most stages per rank that it can have; None: any number
-    limited           it can keep to a memory limit; others take what they take
-    timed             it needs to know how long actions take
+    stages_per_rank   default
+    fewest_stages     least stages per rank
+    most_stages       most stages per rank; None: any number
+    limited           can keep to a memory limit
+    timed             needs durations
     """
 
     name: str
     summary: str
     source: str
-    build: Callable[[Request], Schedule]
+    build: Callable[[ScheduleRequest], Schedule]
     placement: Shape = "loop"
     stages_per_rank: int = 1
     fewest_stages: int = 1
@@ -62,7 +62,7 @@ class Method:
 
     @property
     def allowed_stages(self) -> str:
-        """How many stages a rank can have, in words."""
+        """Stages that a rank can have, in words."""
         if self.most_stages is None:
             return f"{self.fewest_stages} or more"
         return str(self.most_stages)
@@ -72,8 +72,8 @@ class Method:
             self.most_stages is None or stages_per_rank <= self.most_stages
         )
 
-    def place(self, ranks: int, stages_per_rank: int | None = None) -> Placement:
-        """Which stages each rank has; ScheduleError for a number of stages that the method does not allow."""
+    def place(self, ranks: int, stages_per_rank: int | None = None) -> StagePlacement:
+        """Place stages on ranks; ScheduleError for a number of stages that the method does not allow."""
         per_rank = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         if not self.allows(per_rank):
             fitting = [one.name for one in METHODS.values() if one.allows(per_rank)]
@@ -93,13 +93,13 @@ def make(
     memory_limit: int | None = None,
     durations: Durations | None = None,
 ) -> Schedule:
-    """The schedule of a name.
+    """Make the schedule with this name.
 
-    stages_per_rank   None: the method's own
-    memory_limit      chunks (a microbatch's activations of one stage) that may be alive on a rank at once;
-                      None: as many as the method takes by itself
-    durations         how long actions take, for methods that look at it
-    errors            ScheduleError for an unknown name, and for what the method does not allow
+    stages_per_rank   None: the method's default
+    memory_limit      chunks (a microbatch's activations of one stage) alive on a rank at once; None: the
+                      method's own number
+    durations         seconds of actions, for methods that need them
+    errors            ScheduleError for an unknown name, and for options that the method does not allow
     """
     method = find(name)
     for what, count in (("ranks", ranks), ("microbatches", microbatches), ("memory_limit", memory_limit)):
@@ -110,14 +110,14 @@ def make(
             f"{name} is made for given durations, but has none: pass durations=Durations(...)"
         )
     placement = method.place(ranks, stages_per_rank)
-    schedule = method.build(Request(placement, microbatches, memory_limit, durations))
+    schedule = method.build(ScheduleRequest(placement, microbatches, memory_limit, durations))
     if memory_limit is not None:
         _keep_within(method, schedule, memory_limit)
     return schedule
 
 
 def find(name: str) -> Method:
-    """The method of a name; ScheduleError with near names if there is none."""
+    """Look a method up; ScheduleError with similar names if there is none."""
     if name not in METHODS:
         near = get_close_matches(name.lower().replace("_", "-"), METHODS, n=3)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
@@ -135,7 +135,7 @@ def _keep_within(method: Method, schedule: Schedule, memory_limit: int) -> None:
         )
 
 
-def _automatic(asked: Request) -> Schedule:
+def _automatic(asked: ScheduleRequest) -> Schedule:
     assert asked.durations is not None  # make() has seen to it
     return automatic(asked.ranks, asked.microbatches, asked.durations, asked.memory_limit)
 

@@ -1,11 +1,11 @@
-"""A timetable as a text chart: one line for each rank, time from left to right, to scale.
+"""Draw a timetable as a text chart: one line for each rank, time from left to right, to scale.
 
 rank 0   F0─F1─······B0════F2─B1════···B2════
 rank 1      F0─B0════F1─B1════F2─B2════
 
 F1─     forward of microbatch 1; f1─ through the rank's second stage (fourth, sixth ...)
-B1════  backward: the whole, or where a W follows the part that gives the input's gradient
-W1~     the part that gives the weights' gradients
+B1════  backward: whole, or the input's gradient alone where a W follows
+W1~     the weights' gradients
 ···     idle, between a rank's first action and its last
 """
 
@@ -24,33 +24,32 @@ IDLE = "·"
 Paint = Callable[[Kind, str], str]
 
 
-def draw(
+def text_chart(
     timetable: Timetable,
     *,
     width: int = 160,
     peaks: Sequence[float] | None = None,
     paint: Paint | None = None,
 ) -> str:
-    """The chart, and below it bubble rate, cost and, if given, how many chunks are alive at most.
+    """Draw the chart, and below it bubble rate, cost and, if given, peaks of memory.
 
-    width    columns that a line may have. Where they do not suffice, of a microbatch's number only its last
-             digits are shown, then none; an action that is shorter than half a column may vanish.
-    peaks    for each rank; a chunk is one microbatch's activations of one stage
-    paint    what becomes of a cell's text, by its kind: colours
+    width    columns of a line. Where they do not suffice, a microbatch's number loses its first digits, then
+             all; an action shorter than half a column may vanish
+    peaks    chunks of each rank; a chunk is one microbatch's activations of one stage
+    paint    (kind, text of a cell) -> coloured text
     """
     names = [f"rank {rank}   " for rank in range(len(timetable.rows))]
     gutter = max(map(len, names), default=0)
     per_second = _columns_per_second(timetable, max(1, width - gutter))
-    origin_s = min((each.start_s for row in timetable.rows for each in row), default=0.0)
     lines = [
-        f"{name:<{gutter}}{_line(row, origin_s, per_second, paint)}".rstrip()
+        f"{name:<{gutter}}{_line(row, timetable.origin_s, per_second, paint)}".rstrip()
         for name, row in zip(names, timetable.rows, strict=True)
     ]
     return "\n".join([*lines, "", *_footer(timetable, per_second, peaks)]) + "\n"
 
 
 def _columns_per_second(timetable: Timetable, room: int) -> float:
-    """So that the shortest action has a whole number of columns: as many as a label needs, and one more."""
+    """Choose the scale: the shortest action gets whole columns, one more than its label needs if they fit."""
     lasting = [each for row in timetable.rows for each in row if each.seconds > 0]
     if not lasting:
         return 0.0
@@ -66,7 +65,7 @@ def _line(row: Sequence[Timed], origin_s: float, per_second: float, paint: Paint
     at = 0
     for timed in row:
         start, end = (math.floor((s - origin_s) * per_second + 0.5) for s in (timed.start_s, timed.end_s))
-        start = max(start, at)  # what overlaps the action before it begins where that ends
+        start = max(start, at)  # an action that overlaps the one before begins where that ends
         text = _cell(timed.action, stages.index(timed.action.stage), max(0, end - start))
         line += (IDLE if line else " ") * (start - at) + (paint(timed.action.kind, text) if paint else text)
         at = max(start, end)

@@ -15,13 +15,19 @@ import pytest
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.automatic import Effort, automatic
-from hpcpar.pipeline_schedules.heuristic import Order, Pipeline, Way, warm_up
-from hpcpar.pipeline_schedules.memory import peak_nbytes
 from hpcpar.pipeline_schedules.one_f_one_b import one_f_one_b
-from hpcpar.pipeline_schedules.price import Durations, price
-from hpcpar.pipeline_schedules.prove import prove
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.peak_memory import peak_nbytes
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.pipeline_schedules.schedule_search import (
+    Choices,
+    Effort,
+    HeuristicOrder,
+    SearchProblem,
+    automatic,
+    warm_up_counts,
+)
 from hpcpar.pipeline_schedules.zero_bubble import zb_h1, zb_h2
 
 ALIKE = Durations(1, 1, 1, 0)
@@ -43,7 +49,7 @@ SAME = 1 + 1e-9
 
 
 def cost_s(schedule: Schedule, durations: Durations) -> float:
-    return price(schedule, durations).cost_s
+    return simulate(schedule, durations).cost_s
 
 
 def text(schedule: Schedule) -> list[str]:
@@ -77,7 +83,7 @@ def test_the_paper_s_bubble_rates_come_out_to_every_printed_digit(model: str, pe
     schedule = automatic(ranks, microbatches, durations, limit, kept_after_backward=PAPER_KEPT)
     prove_split(schedule, ranks, microbatches)
     assert max(peak_nbytes(schedule, 1, kept_after_backward=PAPER_KEPT)) <= limit * SAME
-    assert f"{price(schedule, durations).bubble_rate:.4f}" == printed[per_rank - 1]
+    assert f"{simulate(schedule, durations).bubble_rate:.4f}" == printed[per_rank - 1]
 
 
 @pytest.mark.parametrize("model", ["6.2 B", "14.6 B"])
@@ -88,7 +94,7 @@ def test_a_search_halves_the_bubbles_that_the_paper_leaves(model: str) -> None:
     )
     prove_split(found, ranks, microbatches)
     assert max(peak_nbytes(found, 1, kept_after_backward=PAPER_KEPT)) <= 2 * ranks * SAME
-    assert price(found, durations).bubble_rate < float(printed) / 2
+    assert simulate(found, durations).bubble_rate < float(printed) / 2
 
 
 # --- drawn by hand --------------------------------------------------------------------------------
@@ -101,7 +107,7 @@ def test_twice_the_memory_leaves_no_bubble_between_alike_actions() -> None:
         "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1W0 1F5 1B3 1W1 1F6 1B4 1B5 1W2 1W3 1B6 1W4 1W5 1W6",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2W0 2F5 2B5 2W1 2F6 2B6 2W2 2W3 2W4 2W5 2W6",
     ]
-    assert price(schedule, ALIKE).bubble_rate == 0
+    assert simulate(schedule, ALIKE).bubble_rate == 0
 
 
 def test_memory_for_one_microbatch_lets_one_through_at_a_time() -> None:
@@ -181,12 +187,12 @@ def test_more_memory_is_no_more_than_may_be_used() -> None:
 def test_an_order_knows_its_cost_as_price_does() -> None:
     for ranks, microbatches, times, limit, kept in grid()[::5]:
         forward_s, backward_s, weight_s = map(tuple, times.of_stages(ranks))
-        pipeline = Pipeline(
+        pipeline = SearchProblem(
             microbatches, forward_s, backward_s, weight_s, times.hop_s, min(limit, microbatches), kept
         )
         for delay, room, postpone, short in product((False, True), repeat=4):
-            way = Way(warm_up(pipeline, delay_backward=delay, leave_room=room), postpone, short)
-            order = Order(pipeline, way)
+            way = Choices(warm_up_counts(pipeline, delay_backward=delay, leave_room=room), postpone, short)
+            order = HeuristicOrder(pipeline, way)
             assert order.cost_s == pytest.approx(cost_s(Schedule(order.rows), times), rel=1e-9)
 
 
@@ -249,15 +255,15 @@ def test_short_w_at_twice_the_memory_cost_no_more_than_they_must(ranks: int, mor
 
 
 def test_every_choice_pays_for_some_stages() -> None:
-    short = Pipeline(3, (5, 3), (2, 2), (2, 5), 1, 2, 1.0)
-    assert Order(short, Way((2, 1), use_short_gaps=False)).cost_s == 32
-    assert Order(short, Way((2, 1), use_short_gaps=True)).cost_s == 36
+    short = SearchProblem(3, (5, 3), (2, 2), (2, 5), 1, 2, 1.0)
+    assert HeuristicOrder(short, Choices((2, 1), use_short_gaps=False)).cost_s == 32
+    assert HeuristicOrder(short, Choices((2, 1), use_short_gaps=True)).cost_s == 36
 
-    late = Pipeline(5, (2, 3, 3), (3, 5, 2), (3, 2, 2), 1, 5, 0.5)
-    assert Order(late, Way((5, 4, 1), postpone_forward=True)).cost_s == 52
-    assert Order(late, Way((5, 4, 1), postpone_forward=False)).cost_s == 53
-    assert warm_up(late, delay_backward=True, leave_room=True) == (5, 4, 1)
-    assert warm_up(late, delay_backward=False, leave_room=True) == (5, 3, 1)
+    late = SearchProblem(5, (2, 3, 3), (3, 5, 2), (3, 2, 2), 1, 5, 0.5)
+    assert HeuristicOrder(late, Choices((5, 4, 1), postpone_forward=True)).cost_s == 52
+    assert HeuristicOrder(late, Choices((5, 4, 1), postpone_forward=False)).cost_s == 53
+    assert warm_up_counts(late, delay_backward=True, leave_room=True) == (5, 4, 1)
+    assert warm_up_counts(late, delay_backward=False, leave_room=True) == (5, 3, 1)
 
     fixed = Durations((2, 4, 3), (1, 4, 5), (1, 3, 3))
     assert automatic(3, 3, fixed, 2, kept_after_backward=0.5) == zb_h1(3, 3, memory_limit=2)
@@ -268,8 +274,8 @@ def test_every_choice_pays_for_some_stages() -> None:
 
 def test_processes_that_hash_differently_make_the_same_schedule() -> None:
     program = (
-        "from hpcpar.pipeline_schedules.automatic import automatic\n"
-        "from hpcpar.pipeline_schedules.price import Durations\n"
+        "from hpcpar.pipeline_schedules.schedule_search import automatic\n"
+        "from hpcpar.pipeline_schedules.pipeline_simulation import Durations\n"
         "made = automatic(4, 6, Durations([1, 2, 1.5, 1], 1.1, 0.7, 0.1), 5, effort='search')\n"
         "print(*(action for row in made.rows for action in row))\n"
     )

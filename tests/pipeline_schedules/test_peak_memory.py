@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.errors import ScheduleError
-from hpcpar.pipeline_schedules.catalogue import METHODS, make
-from hpcpar.pipeline_schedules.memory import chunks_kept, peak_chunks, peak_nbytes
+from hpcpar.pipeline_schedules.peak_memory import chunks_kept, peak_chunks, peak_nbytes
+from hpcpar.pipeline_schedules.schedule_registry import METHODS, make
 from hpcpar.pipeline_schedules.text import parse
 
 SPLIT = """

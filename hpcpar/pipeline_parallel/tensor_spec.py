@@ -1,10 +1,10 @@
-"""What goes from stage to stage, one tensor or a tuple of tensors and None, and what it looks like.
+"""Specifications of the tensors that a stage sends to the next: shape, dtype, gradient or not.
 
     a tensor              (float64[4, 8] with gradient)
     (x, None, mask)       (float64[4, 8] with gradient, None, int64[4, 4])
 
-Both sides derive from the form which messages there are: each tensor is one, and so is the gradient of each
-tensor that requires one. None takes no message.
+Both sides of a boundary derive their messages from the specification: one for each tensor, and one for the
+gradient of each tensor that requires it. None takes no message.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hpcpar.transport.buffers import DTYPES
 Tensors = tuple[Tensor | None, ...]
 
 
-class TensorForm(NamedTuple):
-    """Of one tensor."""
+class TensorSpec(NamedTuple):
+    """Specification of one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,39 +33,39 @@ class TensorForm(NamedTuple):
         return f"{name}{list(self.shape)}{' with gradient' if self.requires_grad else ''}"
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for such a tensor, its values unset."""
+        """Allocate such a tensor, its values unset."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def zeros(self) -> Tensor:
-        """Such a tensor of zeros, in host memory."""
+        """Allocate such a tensor of zeros, in host memory."""
         return torch.zeros(self.shape, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
-class Form:
-    """Of all that one stage hands to the next for one microbatch."""
+class OutputSpec:
+    """Specification of a stage's outputs for one microbatch."""
 
-    tensors: tuple[TensorForm | None, ...]
+    tensors: tuple[TensorSpec | None, ...]
 
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.tensors))})"
 
     @property
-    def present(self) -> tuple[TensorForm, ...]:
-        """Without the Nones."""
+    def present(self) -> tuple[TensorSpec, ...]:
+        """Tensors, without the Nones."""
         return tuple(each for each in self.tensors if each is not None)
 
     @property
-    def differentiable(self) -> tuple[TensorForm, ...]:
-        """Of those a gradient comes back."""
+    def differentiable(self) -> tuple[TensorSpec, ...]:
+        """Tensors whose gradients come back."""
         return tuple(each for each in self.present if each.requires_grad)
 
 
 def as_tensors(output: Any, whose: str) -> Tensors:
-    """What a module returned, as a tuple.
+    """Return a module's output as a tuple.
 
     whose    "stage 1", for the error
-    errors   BufferTypeError where something else than dense tensors and None is in it
+    errors   BufferTypeError for anything but dense tensors and None
     """
     outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
     for place, each in enumerate(outputs):
@@ -85,10 +85,10 @@ def as_tensors(output: Any, whose: str) -> Tensors:
     return outputs
 
 
-def form_of(tensors: Tensors) -> Form:
-    return Form(
+def spec_of(tensors: Tensors) -> OutputSpec:
+    return OutputSpec(
         tuple(
-            None if each is None else TensorForm(tuple(each.shape), each.dtype, each.requires_grad)
+            None if each is None else TensorSpec(tuple(each.shape), each.dtype, each.requires_grad)
             for each in tensors
         )
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from hpcpar.pipeline_schedules.placement import loop, v_shape
+from hpcpar.pipeline_schedules.stage_placement import loop, v_shape
 
 
 def test_a_loop_goes_round_and_a_v_goes_there_and_back() -> None:

@@ -8,11 +8,18 @@ import pytest
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.catalogue import METHODS, make
-from hpcpar.pipeline_schedules.price import Durations, price
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import (
+    Durations,
+    measured_durations,
+    predicted,
+    replayed,
+    schedule_of,
+    simulate,
+)
+from hpcpar.pipeline_schedules.schedule_registry import METHODS, make
 from hpcpar.pipeline_schedules.text import parse
-from hpcpar.pipeline_schedules.timetable import Timetable
+from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
 SPLIT = """
 0F0 0F1 0B0 0W0 0B1
@@ -26,14 +33,14 @@ def spans(timetable: Timetable) -> list[str]:
 
 def test_times_are_those_counted_by_hand() -> None:
     # F 2, B 3, W 1, a hop 1; a B without W takes 4
-    assert spans(price(parse(SPLIT), Durations(2, 3, 1, 1))) == [
+    assert spans(simulate(parse(SPLIT), Durations(2, 3, 1, 1))) == [
         "0F0:0-2 0F1:2-4 0B0:10-13 0W0:13-14 0B1:16-20",
         "1F0:3-5 1B0:5-9 1F1:9-11 1B1:11-15",
     ]
 
 
 def test_stages_may_take_different_times() -> None:
-    assert spans(price(parse(SPLIT), Durations((2, 1), [3, 5], (1, 0)))) == [
+    assert spans(simulate(parse(SPLIT), Durations((2, 1), [3, 5], (1, 0)))) == [
         "0F0:0-2 0F1:2-4 0B0:8-11 0W0:11-12 0B1:14-18",
         "1F0:2-3 1B0:3-8 1F1:8-9 1B1:9-14",
     ]
@@ -41,10 +48,10 @@ def test_stages_may_take_different_times() -> None:
 
 def test_a_hop_is_between_ranks_only_and_passes_while_ranks_work() -> None:
     one_rank = make("naive", 1, 2, stages_per_rank=3)
-    assert price(one_rank, Durations(1, 1, 1, hop_s=100)).seconds == 2 * 3 * 3
+    assert simulate(one_rank, Durations(1, 1, 1, hop_s=100)).seconds == 2 * 3 * 3
     forwards = Schedule(tuple(row[:4] for row in make("gpipe", 2, 4).rows))
     # Four forwards after each other; each arrives while the next is made.
-    assert price(forwards, Durations(5, 1, 1, hop_s=5)).seconds == 5 + 5 + 4 * 5
+    assert simulate(forwards, Durations(5, 1, 1, hop_s=5)).seconds == 5 + 5 + 4 * 5
 
 
 @pytest.mark.parametrize("name", [method.name for method in METHODS.values() if not method.timed])
@@ -53,7 +60,7 @@ def test_no_action_starts_before_its_rank_is_free_and_its_needs_have_arrived_nor
 ) -> None:
     schedule = make(name, 3, 7)
     durations = Durations(Fraction(3), Fraction(4), Fraction(2), Fraction(1, 3))
-    timetable = price(schedule, durations)
+    timetable = simulate(schedule, durations)
     assert tuple(tuple(each.action for each in row) for row in timetable.rows) == schedule.rows
     ends = {each.action: each.end_s for row in timetable.rows for each in row}
     home = schedule.rank_of_stage
@@ -73,14 +80,14 @@ def test_seconds_that_make_no_sense_are_refused() -> None:
         with pytest.raises(ScheduleError, match=r"backward_s has .*: seconds are finite and not negative"):
             Durations(1, wrong, 1)
     with pytest.raises(ScheduleError, match="forward_s has seconds for 3 stages, but the schedule has 2"):
-        price(parse(SPLIT), Durations((1, 1, 1), 1, 1))
+        simulate(parse(SPLIT), Durations((1, 1, 1), 1, 1))
 
 
 def test_a_schedule_that_cannot_run_has_no_price() -> None:
     right = parse(SPLIT)
     stuck = Schedule((right.rows[0], right.rows[1][::-1]))
     with pytest.raises(ScheduleError, match=r"1B1 \(rank 1, place 0\) cannot start: it needs 1F1"):
-        price(stuck, Durations())
+        simulate(stuck, Durations())
 
 
 # Table 5 of Qi et al. 2023, arXiv 2401.10241: milliseconds measured, bubble rates as printed.
@@ -101,7 +108,7 @@ def digits(rate: float) -> str:
 def test_published_bubble_rates_come_out_to_every_digit(model: str) -> None:
     ranks, microbatches, *milliseconds, one_f_one_b, _, _, h1, h2 = PUBLISHED[model]
     for name, printed in (("1f1b", one_f_one_b), ("zb-h1", h1), ("zb-h2", h2)):
-        timetable = price(make(name, ranks, microbatches), Durations(*milliseconds))
+        timetable = simulate(make(name, ranks, microbatches), Durations(*milliseconds))
         assert digits(timetable.bubble_rate) == printed, name
 
 
@@ -129,13 +136,53 @@ def test_published_rates_of_interleaved_come_out_too_if_most_waits_for_the_loop_
     ranks, microbatches, forward, backward, weight, hop, _, printed, per_rank, _, _ = PUBLISHED[model]
     durations = Durations(forward / per_rank, backward / per_rank, weight / per_rank, hop)
     schedule = make("interleaved", ranks, microbatches, stages_per_rank=per_rank)
-    published = price(AsTheAuthorsPriced(schedule.rows), durations)
+    published = simulate(AsTheAuthorsPriced(schedule.rows), durations)
     assert digits(published.bubble_rate) == printed
     # With all that each action needs, the hops once around the ranks are waited for too.
-    assert price(schedule, durations).cost_s == pytest.approx(published.cost_s + ranks * hop, rel=1e-9)
+    assert simulate(schedule, durations).cost_s == pytest.approx(published.cost_s + ranks * hop, rel=1e-9)
 
 
 def test_32_ranks_with_96_microbatches_are_busy_all_the_time_under_zb_h2() -> None:
-    timetable = price(make("zb-h2", 32, 96), Durations())
+    timetable = simulate(make("zb-h2", 32, 96), Durations())
     assert [len(row) for row in timetable.rows] == [3 * 96] * 32
     assert timetable.cost_s == 3 * 96
+
+
+# --- from a measured run
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_a_priced_schedule_is_found_again_with_its_durations(name: str) -> None:
+    schedule = make(name, 2, 4)
+    stages = range(schedule.stages)
+    # A whole backward is divided evenly.
+    given = Durations([2.0 + s for s in stages], [3.0 + s for s in stages], [3.0 + s for s in stages])
+    timetable = simulate(schedule, given)
+    assert schedule_of(timetable) == schedule
+    assert measured_durations(timetable) == given
+    assert predicted(timetable) == timetable
+
+
+def test_one_slow_action_is_idle_time_and_no_one_elses_work() -> None:
+    timetable = simulate(make("1f1b", 2, 5), Durations(1.0, 1.0, 1.0))
+    (*early, (action, start_s, end_s)), other = timetable.rows
+    late = Timetable(((*early, Timed(action, start_s, end_s + 10)), other))
+    assert predicted(late) == timetable
+    assert late.bubble_rate > timetable.bubble_rate
+
+
+def test_replaying_leaves_the_idle_time_that_late_actions_make_and_no_other() -> None:
+    first, last = simulate(make("1f1b", 2, 5), Durations(1.0, 1.0, 1.0)).rows
+    # Rank 1 takes 3 s longer for its first action, and then does nothing for 7 s.
+    slow = [Timed(each.action, each.start_s + 3, each.end_s + 3) for each in last]
+    slow[0] = Timed(last[0].action, last[0].start_s, last[0].end_s + 3)
+    lazy = [slow[0], *(Timed(each.action, each.start_s + 7, each.end_s + 7) for each in slow[1:])]
+    found = replayed(Timetable((first, tuple(lazy))))
+    assert found.rows[1] == tuple(slow)
+    assert found.span_s(0) == simulate(make("1f1b", 2, 5), Durations(1.0, 1.0, 1.0)).span_s(0) + 3
+
+
+def test_a_pass_without_backward_has_no_durations() -> None:
+    forward = Timetable(tuple(row[:1] for row in simulate(make("gpipe", 2, 2), Durations()).rows))
+    with pytest.raises(ScheduleError, match="no B of stage 0; give that of a whole training step"):
+        measured_durations(forward)

@@ -1,15 +1,15 @@
-"""What every rank of a pipeline does, in order, as a value.
+"""A pipeline schedule as a value: a row of actions for each rank.
 
     rank 0   0F0 0F1 0B0 0F2 0B1 0B2
     rank 1       1F0 1B0 1F1 1B1 1F2 1B2
 
-An action needs what others have made:
+An action depends on others:
 
     sFm   (s-1)Fm                 its input
-    sBm   sFm and (s+1)Bm         what it kept, and the gradient of its output
+    sBm   sFm and (s+1)Bm         its saved activations, and the gradient of its output
     sWm   sBm
 
-Which of these come from another rank, and so travel, follows from where the stages are.
+The placement of stages decides which of these values travel between ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpcpar.pipeline_schedules.action import Action
 class Schedule:
     """A row of actions for each rank.
 
-    name     how it is called, for people
+    name     for errors and drawings
     errors   ScheduleError where a stage is on two ranks
     """
 
@@ -50,17 +50,17 @@ class Schedule:
 
     @cached_property
     def stages(self) -> int:
-        """How many there are: one more than the largest number among the actions."""
+        """Number of them: one more than the largest in any action."""
         return 1 + max((action.stage for action in self.actions()), default=-1)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many there are: one more than the largest number among the actions."""
+        """Number of them: one more than the largest in any action."""
         return 1 + max((action.microbatch for action in self.actions()), default=-1)
 
     @cached_property
     def rank_of_stage(self) -> dict[int, int]:
-        """The rank whose row has a stage's actions."""
+        """Rank whose row has each stage's actions."""
         homes: dict[int, int] = {}
         for rank, row in enumerate(self.rows):
             for action in row:
@@ -68,16 +68,16 @@ class Schedule:
         return homes
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on a rank, in rising order."""
+        """Stages on a rank, in rising order."""
         return tuple(sorted(stage for stage, home in self.rank_of_stage.items() if home == rank))
 
     def actions(self) -> Iterator[Action]:
-        """All of them, row by row."""
+        """Yield all actions, row by row."""
         for row in self.rows:
             yield from row
 
     def is_split(self, stage: int, microbatch: int) -> bool:
-        """Whether this backward is in two parts: B for the input's gradient, W for the weights'."""
+        """True if this backward is split: B for the input's gradient, W for the weights'."""
         return (stage, microbatch) in self._split
 
     @cached_property
@@ -85,7 +85,7 @@ class Schedule:
         return frozenset((a.stage, a.microbatch) for a in self.actions() if a.kind == "W")
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """What must have been done before an action can start."""
+        """Actions that must have ended before this one can start."""
         stage, kind, microbatch = action
         if kind == "F":
             return () if stage == 0 else (Action(stage - 1, "F", microbatch),)

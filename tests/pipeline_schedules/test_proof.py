@@ -10,11 +10,11 @@ import pytest
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.catalogue import METHODS, Method, make
-from hpcpar.pipeline_schedules.placement import loop, v_shape
-from hpcpar.pipeline_schedules.price import Durations
-from hpcpar.pipeline_schedules.prove import prove
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.pipeline_schedules.schedule_registry import METHODS, Method, make
+from hpcpar.pipeline_schedules.stage_placement import loop, v_shape
 
 PATTERNS = [method for method in METHODS.values() if not method.timed]
 

@@ -1,18 +1,14 @@
-"""Proof that a schedule is right, whoever made it: nothing is computed, the rows are read.
+"""Prove that a schedule is complete, free of deadlock and within memory, from its rows alone.
 
-What is shown, for the executor's way to send, and for no message being buffered:
+The proof holds for the executor's way to send, even if MPI buffers no message:
 
-- every stage does the forward and the backward of every microbatch exactly once, and the weights' part at
-  most once, after its backward; all on one rank;
-- no rank waits for ever. A rank waits only before an action, for the values that it needs. The receive of a
-  value is posted when the rank comes to the action that needs it, or earlier; its send is started when the
-  action that makes it ends, without waiting, and is held until the receiver has it. So an action that can
-  start still can whatever other ranks do first, and it is enough that all actions can run one after the
-  other in some order: then they do, in whatever time each takes;
-- no message is left over: a value that crosses ranks has one maker and one user, and both are reached, so
-  every send meets its receive and is complete when all rows have ended;
-- how many chunks (one microbatch's activations of one stage) each rank keeps at the most, and that this is
-  within a limit.
+- every stage runs F and B of every microbatch exactly once, and W at most once, after its B; all on one rank;
+- no deadlock. A rank waits only before an action, for its inputs. It posts their receives by then; the
+  producer starts a non-blocking send when its action ends. So an action that can start stays able to start,
+  and one serial order of all actions is enough: then every timing gets through;
+- no message is left over: a value that crosses ranks has one producer and one consumer, both of which run, so
+  every send is complete when all rows have ended;
+- each rank's peak of chunks (one microbatch's activations of one stage) is within a limit.
 """
 
 from __future__ import annotations
@@ -22,18 +18,18 @@ from dataclasses import dataclass
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import KINDS, Action
-from hpcpar.pipeline_schedules.memory import chunks_kept
 from hpcpar.pipeline_schedules.order import in_order
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.peak_memory import chunks_kept
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found out about a schedule that is right; where there is a tuple, for every rank.
+    """Counts of a correct schedule; tuples have a number for every rank.
 
-    peaks      the most chunks alive at once
-    sends      values that it sends to other ranks
-    receives   values that it receives from other ranks
+    peaks      most chunks alive at once
+    sends      values sent to other ranks
+    receives   values received from other ranks
     """
 
     ranks: int
@@ -45,10 +41,10 @@ class Proof:
 
 
 def prove(schedule: Schedule, *, memory_limit: int | None = None) -> Proof:
-    """What a schedule does on every rank.
+    """Prove a schedule and count what each rank does.
 
-    memory_limit   chunks that may be alive at once on any rank; None: as many as it takes
-    errors         ScheduleError that names the first action that is wrong, and why
+    memory_limit   chunks that may be alive at once on any rank; None: any number
+    errors         ScheduleError that names the first wrong action, and why
     """
     _prove_complete(schedule)
     in_order(schedule)
@@ -67,7 +63,7 @@ def prove(schedule: Schedule, *, memory_limit: int | None = None) -> Proof:
 
 
 def _prove_complete(schedule: Schedule) -> None:
-    """Every action is there, and once; that a stage is on one rank is the schedule's own promise."""
+    """Check that every action exists exactly once; `Schedule` itself puts each stage on one rank."""
     seen: dict[Action, int] = {}
     for rank, row in enumerate(schedule.rows):
         for place, action in enumerate(row):
@@ -115,7 +111,7 @@ def _prove_within(schedule: Schedule, kept: tuple[tuple[int, ...], ...], memory_
 
 
 def _messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many values every rank sends to others, and receives from them."""
+    """Count the values that every rank sends to others, and receives from them."""
     sends, receives = [0] * schedule.ranks, [0] * schedule.ranks
     home = schedule.rank_of_stage
     for stage in range(schedule.stages - 1):
