@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hpcpar.comm.places import gather_placement
 from hpcpar.data_parallel import MemoryReport
+from hpcpar.launch.rank_map import gather_rank_map
 from hpcpar.models import generate
 from hpcpar.training.metrics import draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel
@@ -66,9 +66,9 @@ def announce(run: Run) -> None:
     """Report ranks, model, text and steps, before the first step. Collective."""
     config, shards = run.config, run.data.shards
     total = config.train.steps * run.tokens_per_step
-    placement = gather_placement(run.comm)
-    if placement is not None:
-        run.say("\n".join(placement.lines()))
+    rank_map = gather_rank_map(run.comm)
+    if rank_map is not None:
+        run.say("\n".join(rank_map.lines()))
     run.say(
         f"ranks: {run.comm.size} ({run.mesh.layout}), torch threads on each: "
         f"{torch.get_num_threads()}, on {run.device}\n"

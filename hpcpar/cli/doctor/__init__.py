@@ -59,7 +59,7 @@ def _is_not_rank_0() -> bool:
 
 @contextmanager
 def without_log_lines() -> Iterator[None]:
-    """Suppress the log lines of `init` about launcher and placement, which are findings here."""
+    """Suppress the log lines of `init` about launcher and rank map, which are findings here."""
 
     def refuse(record: logging.LogRecord) -> bool:
         return False

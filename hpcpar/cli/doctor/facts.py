@@ -20,7 +20,7 @@ from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
 from hpcpar.launch.crosscheck import library_name
 from hpcpar.launch.cuda_aware import Capabilities
 from hpcpar.launch.environment import RankInfo, detect
-from hpcpar.launch.placement import NodePlace, Placement, RankPlace
+from hpcpar.launch.rank_map import NodeRanks, RankBinding, RankMap
 from hpcpar.launch.settings import Settings
 from hpcpar.units import GiB, MiB, busbw_factor
 
@@ -60,7 +60,7 @@ class RankFacts:
     rank: int
     node: int
     host: str
-    place: RankPlace
+    place: RankBinding
     torch: TorchFacts
     shared_memory_nbytes: int | None
     start: StartTimes = NOT_TIMED
@@ -108,10 +108,10 @@ class JobFacts:
         return len(self.ranks)
 
     @property
-    def placement(self) -> Placement:
+    def rank_map(self) -> RankMap:
         nodes = by_node(self.ranks).items()
-        return Placement(
-            tuple(NodePlace(node, on[0].host, tuple(facts.place for facts in on)) for node, on in nodes),
+        return RankMap(
+            tuple(NodeRanks(node, on[0].host, tuple(facts.place for facts in on)) for node, on in nodes),
             self.info.launcher,
         )
 
@@ -220,7 +220,7 @@ def rank_facts(world: Communicator, start: StartTimes) -> RankFacts:
         rank=world.rank,
         node=world.nodes[world.rank],
         host=socket.gethostname(),
-        place=RankPlace.here(world.rank),
+        place=RankBinding.here(world.rank),
         torch=torch_facts(),
         shared_memory_nbytes=shared_memory_nbytes(),
         start=start,

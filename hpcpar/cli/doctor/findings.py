@@ -29,7 +29,7 @@ def judge(job: JobFacts) -> list[Finding]:
     found = [*_judge_results(job), *_judge_torch(job), *_judge_start(job)]
     found += [*_judge_nodes(job), *_judge_gpus(job), *_judge_imports(job)]
     # torch's thread counts are among the facts, so no finding is inferred from OMP_NUM_THREADS.
-    found += [Finding(flaw.found, flaw.do) for flaw in job.placement.flaws(sets_threads=True)]
+    found += [Finding(flaw.found, flaw.do) for flaw in job.rank_map.flaws(sets_threads=True)]
     return sorted(found, key=lambda finding: not finding.wrong)
 
 

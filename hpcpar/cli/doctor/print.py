@@ -52,7 +52,7 @@ def facts_lines(job: JobFacts) -> Iterator[tuple[str, str]]:
     for path in job.libraries:
         yield "loaded", path
     yield "ranks", f"{job.size} on {nodes} node{'s' if nodes > 1 else ''}"
-    for line in job.placement.lines():
+    for line in job.rank_map.lines():
         node, _, facts = line.partition("  ")
         yield node, facts
     yield from start_lines(job.ranks)

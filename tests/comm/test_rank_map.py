@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.comm.places import gather_placement
+from hpcpar.launch.rank_map import gather_rank_map
 
 pytestmark = pytest.mark.every_core
 
@@ -23,7 +23,7 @@ hpcpar.init()
 
 
 def test_rank_0_learns_of_every_rank_on_its_node() -> None:
-    found = run_loopback(5, gather_placement, nodes=(0, 1, 0, 1, 1))
+    found = run_loopback(5, gather_rank_map, nodes=(0, 1, 0, 1, 1))
     assert found[1:] == [None] * 4
     assert found[0] is not None
     assert [(node.node, [place.rank for place in node.ranks]) for node in found[0].nodes] == [
@@ -34,7 +34,7 @@ def test_rank_0_learns_of_every_rank_on_its_node() -> None:
 
 @pytest.mark.mpi
 def test_rank_0_learns_of_every_rank_of_a_job(world: Communicator) -> None:
-    found = gather_placement(world)
+    found = gather_rank_map(world)
     everyone = world.allgather_object(
         None if found is None else [p.rank for n in found.nodes for p in n.ranks]
     )

@@ -1,4 +1,4 @@
-"""Placement on a real Slurm: nodes, ranks and GPUs as Slurm hands them out."""
+"""RankMap on a real Slurm: nodes, ranks and GPUs as Slurm hands them out."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PROGRAM = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 import hpcpar
-from hpcpar.comm.places import gather_placement
+from hpcpar.launch.rank_map import gather_rank_map
 world = hpcpar.init(sets_threads=True)
 tp2 = hpcpar.Mesh(world, tp=2)
-found = gather_placement(world)
+found = gather_rank_map(world)
 if found:
     ranks = [[[place.rank, place.gpus, place.granted] for place in node.ranks] for node in found.nodes]
     print(json.dumps(list(zip([node.host for node in found.nodes], ranks))))

@@ -1,22 +1,25 @@
-"""Where the ranks of a job run: a line for each node with its ranks, cores and GPUs, and what is amiss.
+"""The rank map of a job: a line for each node with its ranks, cores and GPUs, and warnings about binding.
 
     node 0  gpu001: ranks 0-3, cores 0-63 (16 each), GPUs 0-3 (one each), OMP_NUM_THREADS=16
     nodes 1-127  gpu002 to gpu128: as node 0, ranks 4-511
 
 A core is what the system numbers as one: a hardware thread where it has several for each core.
-`hpcpar.comm.places` gathers from all ranks what each of them knows.
+`gather_rank_map` collects the bindings of all ranks on rank 0.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import socket
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, takewhile
+from typing import Any
 
 from hpcpar.launch.binding import affinity, format_cores, node_cores
+from hpcpar.launch.environment import detect
 
 VISIBLE_DEVICES = (
     "CUDA_VISIBLE_DEVICES",
@@ -25,12 +28,12 @@ VISIBLE_DEVICES = (
     "ZE_AFFINITY_MASK",
 )
 NO_DEVICES = ("NoDevFiles", "-1")
-"""What Slurm, and what users, write there to hide all of them."""
+"""Words of Slurm, and of users, that hide all of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """What one rank knows of its place.
+class RankBinding:
+    """One rank's cores and GPUs, as it sees them itself.
 
     cores         its affinity mask
     allowed       cores that it might be bound to: what its control group grants
@@ -49,8 +52,8 @@ class RankPlace:
     omp_threads: str = ""
 
     @classmethod
-    def here(cls, rank: int, environ: Mapping[str, str] = os.environ) -> RankPlace:
-        """This process's; nothing is initialised for it, a GPU's driver least of all."""
+    def here(cls, rank: int, environ: Mapping[str, str] = os.environ) -> RankBinding:
+        """Describe this process, without initialising anything, a GPU's driver least of all."""
         granted = environ.get("SLURM_CPUS_ON_NODE", "")
         cores = affinity()
         return cls(
@@ -99,12 +102,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlace:
+class NodeRanks:
     """The ranks of one node, by rank."""
 
     node: int
     host: str
-    ranks: tuple[RankPlace, ...]
+    ranks: tuple[RankBinding, ...]
 
     @property
     def free_cores(self) -> tuple[int, ...]:
@@ -138,13 +141,13 @@ class NodePlace:
         return node_cores([place.cores for place in self.ranks])
 
     def facts(self) -> str:
-        """What stands behind the ranks in the node's line: "cores 0-63 (16 each), GPUs 0-3 (one each)"."""
+        """Describe cores and GPUs: "cores 0-63 (16 each), GPUs 0-3 (one each)"."""
         threads = sorted({place.omp_threads for place in self.ranks} - {""})
         omp = f"OMP_NUM_THREADS={' or '.join(threads)}" if threads else ""
         return ", ".join(filter(None, (_core_facts(self.ranks), _gpu_facts(self.ranks), omp)))
 
 
-def _core_facts(ranks: Sequence[RankPlace]) -> str:
+def _core_facts(ranks: Sequence[RankBinding]) -> str:
     union = {core for place in ranks for core in place.cores}
     named = f"core{'s' if len(union) > 1 else ''} {format_cores(union)}"
     sizes = sorted(len(place.cores) for place in ranks)
@@ -157,7 +160,7 @@ def _core_facts(ranks: Sequence[RankPlace]) -> str:
     return f"{named} (overlapping)"
 
 
-def _gpu_facts(ranks: Sequence[RankPlace]) -> str:
+def _gpu_facts(ranks: Sequence[RankBinding]) -> str:
     """Devices that the ranks take (`binding.gpu_for`), and whether each has one of its own."""
     taken = [place.gpus[i % len(place.gpus)] for i, place in enumerate(ranks) if place.gpus]
     if not taken:
@@ -180,7 +183,7 @@ def _gpu_facts(ranks: Sequence[RankPlace]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """Something that costs time: what was found, and what to do."""
+    """Something that costs time: the finding, and what to do."""
 
     found: str
     do: str
@@ -190,21 +193,21 @@ class Flaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """All nodes of a job, by number.
+class RankMap:
+    """Nodes of a job with their ranks, by number.
 
-    launcher   as `environment.detect` names it: whose options mend what is amiss
+    launcher   as `environment.detect` names it: its options mend the flaws
     """
 
-    nodes: tuple[NodePlace, ...]
+    nodes: tuple[NodeRanks, ...]
     launcher: str = ""
 
     def lines(self) -> list[str]:
-        """One for each node; nodes that are as the one before them share a line from two on."""
+        """One line for each node; two or more that are as the one before them share a line."""
         return [_line(run) if len(run) > 1 else _line_of(run[0]) for run in self._runs()]
 
-    def _runs(self) -> Iterator[list[NodePlace]]:
-        """The nodes, one by one where they begin something new; then those that are as this one together."""
+    def _runs(self) -> Iterator[list[NodeRanks]]:
+        """Yield nodes alone where they begin something new, then those that are as this one together."""
         rest = list(self.nodes)
         while rest:
             first, *others = rest
@@ -219,7 +222,7 @@ class Placement:
             rest = others[alike:]
 
     def flaws(self, *, sets_threads: bool = False) -> list[Flaw]:
-        """What is amiss.
+        """Find what costs time: shared cores, too many threads.
 
         sets_threads   the program sets its compute threads itself, so OMP_NUM_THREADS need not be set
         """
@@ -256,16 +259,16 @@ class Placement:
         )
 
 
-def _alike(one: NodePlace, other: NodePlace) -> bool:
+def _alike(one: NodeRanks, other: NodeRanks) -> bool:
     return len(one.ranks) == len(other.ranks) and one.facts() == other.facts()
 
 
-def _line_of(node: NodePlace) -> str:
+def _line_of(node: NodeRanks) -> str:
     return f"node {node.node}  {node.host}: {_ranks([node])}, {node.facts()}"
 
 
-def _line(run: Sequence[NodePlace]) -> str:
-    """Of the nodes after the first, which are as it is."""
+def _line(run: Sequence[NodeRanks]) -> str:
+    """Describe the nodes after the first, which are as it is."""
     as_this, *nodes = run
     return (
         f"nodes {nodes[0].node}-{nodes[-1].node}  {nodes[0].host} to {nodes[-1].host}: "
@@ -273,18 +276,18 @@ def _line(run: Sequence[NodePlace]) -> str:
     )
 
 
-def _ranks(nodes: Collection[NodePlace]) -> str:
+def _ranks(nodes: Collection[NodeRanks]) -> str:
     numbers = [place.rank for node in nodes for place in node.ranks]
     return f"rank{'s' if len(numbers) > 1 else ''} {format_cores(numbers)}"
 
 
-def _and_elsewhere(nodes: Sequence[NodePlace]) -> str:
+def _and_elsewhere(nodes: Sequence[NodeRanks]) -> str:
     others = len(nodes) - 1
     return f" (and likewise on {others} other node{'s' if others > 1 else ''})" if others else ""
 
 
 def _binding_advice(launcher: str, each: int) -> str:
-    """The launcher's options that give every rank so many cores of its own."""
+    """Name the launcher's options that give every rank so many cores of its own."""
     if launcher == "slurm":
         return f"start them with `srun --cpus-per-task={each} --cpu-bind=cores`"
     if launcher == "openmpi":
@@ -292,3 +295,22 @@ def _binding_advice(launcher: str, each: int) -> str:
     if launcher == "hydra":
         return f"start them with `mpiexec -bind-to core:{each}` (MPICH; Intel MPI: `I_MPI_PIN_DOMAIN=auto`)"
     return f"look at the launcher's options for binding: {each} core{'s' if each > 1 else ''} for each rank"
+
+
+def gather_rank_map(comm: Any) -> RankMap | None:
+    """Gather the rank map of all ranks of a `Communicator` on its rank 0; None elsewhere. Collective.
+
+    steps    within each node first, so that between nodes one object for each node travels
+    """
+    with comm.split_by_node() as node:
+        bindings = node.allgather_object(RankBinding.here(comm.rank))
+        return gather_from_nodes(comm, bindings, first=node.rank == 0)
+
+
+def gather_from_nodes(comm: Any, bindings: Sequence[RankBinding], *, first: bool) -> RankMap | None:
+    """Gather where every rank knows those of its node already; `first` is true on one rank of each node."""
+    own = NodeRanks(comm.nodes[comm.rank], socket.gethostname(), tuple(bindings)) if first else None
+    gathered = comm.gather_object(own)
+    if gathered is None:
+        return None
+    return RankMap(tuple(node for node in gathered if node is not None), detect().launcher)
