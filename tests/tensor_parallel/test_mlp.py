@@ -33,6 +33,7 @@ class Written(nn.Module):
         return output
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("size", "way", "activation", "optimizer"), pairwise(SIZES, WAYS, ["gelu", "swiglu"], OPTIMIZERS)
 )
