@@ -129,6 +129,10 @@ class LossScaler:
         self.skipped = 0
         self._good = 0
 
+    @property
+    def is_scaling(self) -> bool:
+        return self.dynamic or self.scale != 1.0
+
     def update(self, *, overflow: bool) -> None:
         """A step was skipped for its overflow, or taken."""
         if overflow:

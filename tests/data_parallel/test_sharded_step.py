@@ -700,7 +700,7 @@ def kept_nbytes(comm: Communicator, stage: int, precision: Precision) -> tuple[i
         logits.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    update = optimizer._update
+    update = optimizer.update
     assert update is not None
     tensors = [block.own if stage == 3 else block.flat for block in optimizer.blocks]
     tensors += optimizer.reducer.shards if stage >= 2 else optimizer.reducer.flats

@@ -926,12 +926,12 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
         plain_loss(model, batch(0, comm.rank).bfloat16()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        masters = [master.clone() for master in optimizer._update.masters]  # type: ignore[union-attr]
+        masters = [master.clone() for master in optimizer.update.masters]  # type: ignore[union-attr]
         with summon_full_parameters(model), torch.no_grad():
             model.head.weight.fill_(7.0)
             model.layers[2].inner.bias[1] = 5.0
         optimizer.step()  # without a gradient: nothing but that masters follow
-        after = [master.clone() for master in optimizer._update.masters]  # type: ignore[union-attr]
+        after = [master.clone() for master in optimizer.update.masters]  # type: ignore[union-attr]
         return masters, after, whole(model)
 
     changed = 0
