@@ -133,19 +133,11 @@ class Builder:
         # copies stay the same to the last bit.
         self.tied = [parameter for name, parameter in self.named if name in options.tied]
 
-    def build(
-        self,
-        *,
-        passes: int,
-        advice: str,
-        on_loaded: Callable[[], None],
-        claim: Callable[[GradientReducer], None],
-    ) -> Parts:
+    def build(self, *, passes: int, advice: str, on_loaded: Callable[[], None]) -> Parts:
         """Return the parts.
 
         passes, advice   as of Reducer
-        on_loaded        bound method that is told when a sharded model's parameters were loaded
-        claim            called with the reducer, before the inner optimizer's state is touched
+        on_loaded        bound method that is called when a sharded model's parameters were loaded
         """
         node_shared = NodeSharedParameters(self.dp_comm) if self.options.shared_parameters else None
         averaging: Averaging | None = None
@@ -167,7 +159,6 @@ class Builder:
                     dtype=self.options.reduction_dtype,
                 )
                 reducer = self._reducer(averaging, loan.comm, passes, advice)
-        claim(reducer)
         allgather = self.sharding or ParameterAllGather(
             blocks if self.options.zero_stage else [],
             reducer.parameters,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -199,8 +200,8 @@ class DistributedOptimizer(Optimizer):
             passes=self.backward_passes_per_step,
             advice=self._advice,
             on_loaded=self.take_parameters,
-            claim=self._claim,
         )
+        self._claim()
         self._averages = AverageGradients(self._parts, self.scaler, self.zero_stage)
         self._versions = self._versions_now()
 
@@ -618,7 +619,7 @@ class DistributedOptimizer(Optimizer):
             self.load_state_dict({**before, "param_groups": self._states.param_groups()})
 
     def _forget_pieces(self) -> None:
-        self.inner.state.clear()
+        self.inner.state = defaultdict(dict)
 
     def _as_inner_takes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | Named]:
         """Return parameters with their names where the optimizer was made of named ones, and so must stay."""
@@ -673,9 +674,9 @@ class DistributedOptimizer(Optimizer):
 
     # --- two optimizers over the same parameters --------------------------------------------------
 
-    def _claim(self, reducer: GradientReducer) -> None:
-        """Note all optimizers that average gradients of the same parameters; they may be gone when it matters."""
-        for parameter in reducer.parameters:
+    def _claim(self) -> None:
+        """Note all optimizers that average the same gradients; they may be gone when it matters."""
+        for parameter in self.reducer.parameters:
             other: DistributedOptimizer | None = holder_of(parameter)
             if other is not None and other is not self and all(each() is not other for each in self._rivals):
                 self._rivals.append(weakref.ref(other))

@@ -135,7 +135,7 @@ def _measured(
     sharding, sync, update = optimizer.sharding, optimizer.reducer, optimizer.update
     if sharding is not None:
         scalars += ledger.nbytes(
-            each for unit in sharding.units for held in unit.held for each in held.placeholders
+            each for unit in sharding.units for held in unit.groups for each in held.placeholders
         )
     waited = sync.peak_waiting_nbytes if isinstance(sync, ShardedGradients) else 0
     rooms = sync.staging_nbytes if isinstance(sync, ShardedGradients) else 0
@@ -167,7 +167,7 @@ def _add_parameters(line: _Line, model: nn.Module, optimizer: DistributedOptimiz
     """Add the parameters; return the bytes of unsharded units."""
     sharding, common, ranks = optimizer.sharding, optimizer.node_shared is not None, optimizer.dp_comm.size
     if sharding is not None:
-        held = [each for unit in sharding.units for each in unit.held]
+        held = [each for unit in sharding.units for each in unit.groups]
         line.hold(*ledger.places(each.flat if common else each.block.own for each in held), common=common)
         for each in held:
             _add_bucket(line, each.block.bucket, each.flat.element_size(), 1 if common else ranks)
