@@ -92,6 +92,13 @@ class UnshardSchedule:
             unit.module.register_forward_pre_hook(_Hook(self._enter, unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(_Hook(self._leave, unit), with_kwargs=True)
 
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled with the model, whose hooks hold this."""
+        raise OperationError(
+            "a fully sharded model was to be saved as a whole, as by torch.save(model); inside `with "
+            "hpcpar.summon_full_parameters(model):` save its state_dict() or a copy.deepcopy of it"
+        )
+
     def reshard_all(self) -> None:
         for unit in self.units:
             unit.reshard()

@@ -121,10 +121,7 @@ class FullyShardedState:
         """Return None: a copy of the model is not sharded."""
 
     def __reduce__(self) -> Any:
-        raise OperationError(
-            "a fully sharded model was to be saved as a whole, as by torch.save(model); inside `with "
-            "hpcpar.summon_full_parameters(model):` save its state_dict() or a copy.deepcopy of it"
-        )
+        return self._schedule.__reduce__()
 
     @property
     def gathers(self) -> int:
