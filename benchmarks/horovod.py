@@ -38,7 +38,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from option_types import at_least, output_file
+from common import at_least, output_file
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 

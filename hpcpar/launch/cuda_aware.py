@@ -1,4 +1,4 @@
-"""What MPI can do with device pointers: tried, not believed. A wrong guess is a crash.
+"""CUDA-awareness of the MPI library: tried, not believed. A wrong guess is a crash.
 
 In the order of trust:
 
@@ -107,7 +107,7 @@ Job = Callable[[int, Sequence[str], Mapping[str, str], float], Ended]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What MPI takes device pointers for. None: not known, which is to be treated as no.
+    """Uses for which MPI takes device pointers. None: not known, which is to be treated as no.
 
     point_to_point   contiguous messages, prepared ones too
     collectives      MPI's own that only move: broadcast, all-gather, all-to-all

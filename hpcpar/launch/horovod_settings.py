@@ -13,60 +13,33 @@ from hpcpar.units import MiB
 
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
-_HONOURED = {
-    "HOROVOD_FUSION_THRESHOLD",
-    "HOROVOD_CYCLE_TIME",
-    "HOROVOD_DISABLE_GROUP_FUSION",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE",
-    "HOROVOD_HIERARCHICAL_ALLGATHER",
-    "HOROVOD_STALL_CHECK_DISABLE",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "HOROVOD_TIMELINE",
-    "HOROVOD_TIMELINE_MARK_CYCLES",
-    "HOROVOD_DYNAMIC_PROCESS_SETS",
-    "HOROVOD_ELASTIC",
-    "HOROVOD_LOG_LEVEL",
-}
 
-# Of a meaning to who starts the job: see start_limit_s.
-_READ_BY_LAUNCHERS = {"HOROVOD_START_TIMEOUT"}
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(f"HOROVOD_{name}" for line in lines for name in line.split())
 
-# What a launcher sets for its ranks: nobody asked for anything by it.
-_SET_BY_LAUNCHERS = {
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_CROSS_RANK",
-    "HOROVOD_CROSS_SIZE",
-    "HOROVOD_HOSTNAME",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-    "HOROVOD_GLOO_IFACE",
-    "HOROVOD_GLOO_GET_RANK_AND_SIZE",
-    "HOROVOD_SECRET_KEY",
-    "HOROVOD_SPARK_PYTHONPATH",
-    "HOROVOD_SPARK_WORK_DIR",
-}
 
-# What building Horovod reads: of no meaning to a program that runs, under Horovod as here.
-_READ_BY_BUILDS = (
-    "HOROVOD_WITH_",
-    "HOROVOD_WITHOUT_",
-    "HOROVOD_BUILD_",
-    "HOROVOD_GPU",
-    "HOROVOD_ALLOW_MIXED_GPU_IMPL",
-    "HOROVOD_CUDA_",
-    "HOROVOD_ROCM_",
-    "HOROVOD_NCCL_",
-    "HOROVOD_DEBUG",
-    "HOROVOD_MPICXX_SHOW",
-    "HOROVOD_SKIP_COMPILE",
-    "HOROVOD_VERSION",
+_HONOURED = _names(
+    "FUSION_THRESHOLD CYCLE_TIME DISABLE_GROUP_FUSION HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER",
+    "STALL_CHECK_DISABLE STALL_CHECK_TIME_SECONDS STALL_SHUTDOWN_TIME_SECONDS TIMELINE TIMELINE_MARK_CYCLES",
+    "DYNAMIC_PROCESS_SETS ELASTIC LOG_LEVEL",
 )
 
-# Asking for what is done here anyway, by these values.
+# Read by whoever starts the job: see start_limit_s.
+_READ_BY_LAUNCHERS = _names("START_TIMEOUT")
+
+# Set by a launcher for its ranks: nobody asked for anything by it.
+_SET_BY_LAUNCHERS = _names(
+    "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE HOSTNAME SECRET_KEY SPARK_PYTHONPATH",
+    "SPARK_WORK_DIR GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT GLOO_IFACE GLOO_GET_RANK_AND_SIZE",
+)
+
+# Prefixes that building Horovod reads: of no meaning to a program that runs, under Horovod as here.
+_READ_BY_BUILDS = tuple(
+    _names("WITH_ WITHOUT_ BUILD_ GPU ALLOW_MIXED_GPU_IMPL CUDA_ ROCM_ NCCL_ DEBUG MPICXX_SHOW SKIP_COMPILE")
+    | _names("VERSION")
+)
+
+# Requests for what is done here anyway, by these values.
 _AS_IT_IS = {
     "HOROVOD_CONTROLLER": ("mpi",),
     "HOROVOD_CPU_OPERATIONS": ("mpi",),

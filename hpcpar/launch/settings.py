@@ -1,4 +1,4 @@
-"""The settings that come from the environment, read once at the door; below it they are values."""
+"""Settings from the environment, read once at start; from there on they are values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpcpar.errors import ConfigError, LaunchError
 
-DEVICE_WAYS = ("auto", "pull", "mpi", "staged", "none")
+DEVICE_PATHS = ("auto", "pull", "mpi", "staged", "none")
 
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
@@ -26,12 +26,12 @@ RANK_PID = "HPCPAR_RANK_PID"
 """The process that is a rank already, for those that it starts."""
 
 CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
-"""What an MPI may take device pointers for; see `hpcpar.launch.cuda_aware`."""
+"""Uses of device pointers that an MPI may support; see `hpcpar.launch.cuda_aware`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `HPCPAR_*` variables ask for.
+    """Settings by `HPCPAR_*` variables.
 
     check           HPCPAR_CHECK           ranks agree on every collective before data moves
     timeout_s       HPCPAR_TIMEOUT_S       a wait that lasts longer is an error that says who waits
@@ -40,8 +40,8 @@ class Settings:
     tuning          HPCPAR_TUNING          file with measured algorithms; "none": the built-in table
     shared_memory   HPCPAR_SHARED_MEMORY   ranks of a node exchange through memory that they share
     cuda_aware      HPCPAR_CUDA_AWARE      what MPI takes device pointers for: 1 (all), 0 (nothing), or
-                                           names out of CAPABILITIES; None: find out
-    devices         HPCPAR_DEVICES         how GPUs' memory moves: one of DEVICE_WAYS; none: by host memory
+                                           names out of CAPABILITIES; None: probe
+    devices         HPCPAR_DEVICES         how GPUs' memory moves: one of DEVICE_PATHS; none: by host memory
     """
 
     check: bool = False
@@ -67,12 +67,12 @@ class Settings:
             tuning=environ.get("HPCPAR_TUNING") or None,
             shared_memory=flag(environ, "HPCPAR_SHARED_MEMORY", True),
             cuda_aware=capabilities(environ, "HPCPAR_CUDA_AWARE"),
-            devices=choice(environ, "HPCPAR_DEVICES", DEVICE_WAYS),
+            devices=choice(environ, "HPCPAR_DEVICES", DEVICE_PATHS),
         )
 
 
 def own_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the user's table and secret are kept; None for a user without a home, as containers have them."""
+    """Return the directory of the user's table and secret; None without a home, as in containers."""
     if environ.get("XDG_CONFIG_HOME"):
         return Path(environ["XDG_CONFIG_HOME"], "hpcpar")
     home = environ.get("HOME") or os.path.expanduser("~")
@@ -86,7 +86,7 @@ def own_tuning_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def tuning_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a table belongs: in the file that HPCPAR_TUNING names, else in the user's own.
+    """Return the file for a table: the one that HPCPAR_TUNING names, else the user's own.
 
     errors   ConfigError where neither is known
     """

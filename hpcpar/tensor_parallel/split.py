@@ -12,7 +12,7 @@ norms need to know no more about layers than that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -359,12 +359,6 @@ def gather_whole(parameter: Tensor, values: Tensor | None = None) -> Tensor:
             for (start, stop), length in zip(pairwise(edges), lengths, strict=True)
         ]
     )
-
-
-def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole value) of every parameter, as the serial module has them. Collective."""
-    for name, parameter in module.named_parameters():
-        yield name, gather_whole(parameter)
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -82,7 +81,6 @@ def test_the_users_thread_count_wins_and_must_be_a_number() -> None:
         thread_count(4, [{0, 1}], environ={"OMP_NUM_THREADS": "many"})
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity masks")
 def test_core_numbers_are_written_as_ranges() -> None:
     assert format_cores((5, 0, 1, 2)) == "0-2,5"
     assert format_cores(()) == ""
