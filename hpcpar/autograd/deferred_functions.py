@@ -72,7 +72,7 @@ With `copy_to` in W runs the sum over ranks; all of them come to it in the same 
 
 
 class WeightGradMode(TorchFunctionMode):
-    """Around modules whose weights' gradients are to be deferred; `again`, around their recomputation."""
+    """Mode that defers weights' gradients of what is computed inside; `again`, while it is recomputed."""
 
     def __init__(self, deferred: DeferredGradients, *, again: bool) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class WeightGradMode(TorchFunctionMode):
         )
 
     def _replaced(self, given: Any) -> Any:
-        """With stand-ins for parameters, also for those in a list."""
+        """Replace parameters by their stand-ins, also in a list."""
         if isinstance(given, Tensor):
             return self.deferred.stand_in(given)
         if type(given) in (list, tuple):
@@ -118,14 +118,14 @@ class WeightGradMode(TorchFunctionMode):
 
 
 def _attention(mode: WeightGradMode, *args: Any, **kwargs: Any) -> Any:
-    """Its products, each for itself: the function is written in Python."""
+    """Run attention's Python code inside the mode, which sees its products one by one."""
     with mode:
         return _opened(functional.multi_head_attention_forward)(*args, **kwargs)
 
 
 @cache
 def _opened(function: FunctionType) -> FunctionType:
-    """One of torch's Python functions, without its question whether it is overridden.
+    """Return a copy of one of torch's Python functions that does not ask whether it is overridden.
 
     As long as there is an interception the answer is yes; without one its products would not be seen.
     """
@@ -148,7 +148,7 @@ def _no(*_: object) -> bool:
 
 
 def made_of_parameters(tensor: Tensor) -> bool:
-    """Whether it is a parameter or its stand-in, a view or a cast of one: its gradient may then come in W."""
+    """Return whether it is a parameter, its stand-in, or a view or cast of one (its gradient may wait)."""
     node: Any = tensor.grad_fn
     if node is None:
         return isinstance(tensor, nn.Parameter) or hasattr(tensor, "stands_for")
@@ -158,7 +158,7 @@ def made_of_parameters(tensor: Tensor) -> bool:
 
 
 def cut_off(weight: Tensor) -> Tensor:
-    """A weight's values, which let autograd know that its gradient is wanted, but not where it goes."""
+    """Return a weight's values as a leaf: autograd knows that a gradient is wanted, but not where it goes."""
     return weight.detach().requires_grad_(weight.requires_grad)
 
 

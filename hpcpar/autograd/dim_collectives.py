@@ -141,7 +141,7 @@ def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
 
 
 def own_part(tensor: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """What of a tensor that all ranks have is this rank's, in memory of its own."""
+    """Copy this rank's part of a tensor that all ranks have."""
     dim = checked_dim(tensor, dim)
     edges = offsets(counts(tensor.shape[dim], comm.size))
     start, stop = edges[comm.rank], edges[comm.rank + 1]

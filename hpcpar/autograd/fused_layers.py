@@ -30,7 +30,7 @@ LEAST_NBYTES = MiB
 
 @contextmanager
 def adding_in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the linear layers and embeddings in `modules` add to large gradients in place.
+    """Let linear layers and embeddings in `modules` add to large gradients in place.
 
     That is for forwards inside, and their backwards anywhere. Layers with a forward of their own are left
     alone, and so is what happens under autocast, in torch.compile, in torch.func, under forward-mode
@@ -90,7 +90,7 @@ def _is_worth_while(weight: Tensor, input: Tensor) -> bool:
 
 
 def _is_transformed() -> bool:
-    """Whether torch.func (vmap, grad, jvp) or forward-mode differentiation is at work.
+    """Return whether torch.func (vmap, grad, jvp) or forward-mode differentiation is at work.
 
     They refuse a Function like those below. Torch has no public name for it; an unknown one counts as no.
     """

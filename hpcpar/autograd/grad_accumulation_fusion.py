@@ -92,7 +92,7 @@ class EmbeddingWeightGrad:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all rows of dy count, and as they are."""
+        """Return whether all rows of dy count, and as they are."""
         return self.padding_idx is None and not self.scale_grad_by_freq and not self.sparse
 
     def put_in(self, room: Tensor) -> None:
@@ -136,7 +136,7 @@ def accumulate(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
 
 
 def _may_be_written(parameter: Tensor) -> bool:
-    """Whether its gradient is there for whoever makes one: nobody wants to see what is added."""
+    """Return whether its gradient is there for whoever makes one: nobody wants to see what is added."""
     if not parameter.is_leaf or torch.is_grad_enabled() or parameter._backward_hooks:
         return False
     there = own_gradient(parameter)
@@ -150,7 +150,7 @@ def _may_be_written(parameter: Tensor) -> bool:
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """Whether what runs adds to the gradient: backward(), unless its `inputs=` leaves this parameter out."""
+    """Return whether a backward() runs that adds to this gradient: its `inputs=` may leave it out."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # torch.autograd.grad, which wants to have it, and not to find it added
@@ -177,7 +177,7 @@ def matrix(tensor: Tensor) -> Tensor:
 
 
 def no_view(output: Tensor) -> Tensor:
-    """What a Function returns, but not as the view that it may be: torch refuses to change one in place."""
+    """Detach a Function's output that may be a view: torch refuses to change such a view in place."""
     return output.detach()
 
 
@@ -206,7 +206,7 @@ class GradBufferOffer:
 
 
 def _room(parameter: Tensor, piece: Piece) -> Tensor | None:
-    """What is offered, for a piece that can be made there."""
+    """Return the memory that is offered for a gradient, if this part can be computed into it."""
     if not isinstance(piece, (LinearWeightGrad, EmbeddingWeightGrad)) or getattr(piece, "sparse", False):
         return None
     offer = _OFFERS.get(parameter)
@@ -215,7 +215,7 @@ def _room(parameter: Tensor, piece: Piece) -> Tensor | None:
 
 @cache
 def _hooks_run_without_a_gradient() -> bool:
-    """Whether a parameter's hooks run, too, when a backward brings it None: not in every version of torch."""
+    """Return whether this version of torch runs a parameter's hooks when backward brings it None."""
     ran: list[bool] = []
     with torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)

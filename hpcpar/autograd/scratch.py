@@ -45,7 +45,7 @@ _FREE: WeakKeyDictionary[Communicator, Free] = WeakKeyDictionary()
 def take(
     comm: Communicator, purpose: str, edges: tuple[int, ...], like: Tensor, *, largest: int = LARGEST_NBYTES
 ) -> ScratchBuffer | None:
-    """A room that nobody is in; None where it would not pay.
+    """Take a free scratch buffer; None where it would not pay.
 
     edges   0, where each rank's part ends; or, without parts, 0 and the number of elements
     """
@@ -56,5 +56,5 @@ def take(
 
 
 def give(comm: Communicator, purpose: str, edges: tuple[int, ...], room: ScratchBuffer) -> None:
-    """The room back, for the next one."""
+    """Give a scratch buffer back."""
     _FREE[comm][purpose, edges, room.whole.dtype].append(room)

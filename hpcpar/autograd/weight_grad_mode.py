@@ -34,7 +34,7 @@ from hpcpar.autograd.grad_accumulation_fusion import Piece, accumulate
 
 
 class DeferredGradients:
-    """What one microbatch's backward through some modules left to do for the gradients of their weights.
+    """Weight gradients of one microbatch that its backward has left to compute.
 
     Deferred are the products of torch's linear and of matrix products with a parameter (so also those of
     nn.MultiheadAttention), those of hpcpar.tensor_parallel, and embeddings. Of a parameter that is used
@@ -55,7 +55,7 @@ class DeferredGradients:
 
     @contextmanager
     def recording(self, *, again: bool = False) -> Iterator[None]:
-        """Of what is computed inside, by this thread, the weights' gradients are left to `compute`.
+        """Leave the weights' gradients of what this thread computes inside to `compute`.
 
         again   it is computed once more, in backward. `hpcpar.autograd.recompute` sees to that; torch's own
                 checkpoint is to be told: context_fn=lambda: (nullcontext(), deferred.recording(again=True))
@@ -123,13 +123,13 @@ def under_way() -> DeferredGradients | None:
 
 
 def stand_in(parameter: Tensor) -> Tensor:
-    """For a parameter that an autograd Function is to be given: its stand-in, where there is a recording."""
+    """Return a parameter's stand-in for an autograd Function; the parameter itself outside a recording."""
     deferred = _UNDER_WAY.get()
     return parameter if deferred is None else deferred.stand_in(parameter)
 
 
 def _hook_of(deferred: DeferredGradients) -> Callable[[Tensor], None]:
-    """For stand-ins; it keeps nobody alive: the queue may hold views of those that it hangs on."""
+    """Return the hook of stand-ins, which holds the queue weakly: that may hold views of the stand-ins."""
     reference = weakref.ref(deferred)
 
     def hook(stand_in: Tensor) -> None:

@@ -72,7 +72,7 @@ class Options:
 
 @dataclass
 class Parts:
-    """What an optimizer consists of.
+    """Parts of one optimizer.
 
     held        ids of all parameters in the inner optimizer's groups
     averaging   how buckets become averages in stages 0 and 1

@@ -39,8 +39,8 @@ from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.sharded_step import ShardedStep, State
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
+from hpcpar.data_parallel.staging import STAGING_BUCKET_BYTES
 from hpcpar.data_parallel.state_dict import OptimizerStates
-from hpcpar.data_parallel.zero2 import STAGING_BUCKET_BYTES
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
 from hpcpar.errors import DivergenceError, OffloadError, OperationError
 from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes

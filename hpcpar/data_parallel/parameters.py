@@ -197,7 +197,7 @@ def offer_grad_buffers(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps, in whatever order."""
+    """Return whether the elements fill their memory without holes or overlaps, in whatever order."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length == 0:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +23,13 @@ from torch import Tensor
 
 from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Extent, assign
+from hpcpar.data_parallel.gradient_views import GradientViews, allocate_bucket
 from hpcpar.data_parallel.parameters import (
     Named,
     agree_on_parameters,
     distinct,
     extent,
     offer_grad_buffers,
-    view_like,
     watch_gradients,
 )
 from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
@@ -47,22 +46,6 @@ ADVICE = (
     "backward_passes_per_step= how many there are, as for a pipeline's, and step() or zero_grad() before the "
     "next; a weight that two stages of a pipeline share is to be named by tied="
 )
-
-
-@dataclass(slots=True)
-class BucketState:
-    """A bucket with its memory, and how far it is.
-
-    missing   members whose gradient of the current backward has not arrived
-    handle    the all-reduce under way; None before it leaves and after it has been awaited
-    version   torch's count of writes to `flat` when it left
-    """
-
-    bucket: Bucket
-    flat: Tensor
-    missing: int
-    handle: Pending | None = None
-    version: int = 0
 
 
 class Reducer:
@@ -130,17 +113,16 @@ class Reducer:
             groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
             shards=shards,
         )
-        self._states = [BucketState(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
-        self._state_of_member: dict[int, BucketState] = {}
-        self._views: list[Tensor] = []
-        self._addresses: list[int] = []
-        self._cut_views()
+        self._states = [
+            allocate_bucket(bucket, self.parameters[bucket.members[0]], dp_comm) for bucket in self.buckets
+        ]
+        self._views = GradientViews(self.names, self.parameters, self._states)
         self._accumulating = False
         self.used: list[int] = []
         own, values = [name for name, _ in everything], [tensor for _, tensor in everything]
         self._writes = Writes(own, values, dp_comm if held else None)
         self.used_up = False
-        """Nothing may be added to the averages before the next `zero`."""
+        """True if nothing may be added to the averages before the next `zero`."""
         self._hidden = False
         self._begin_round()
         self.synchronized = False
@@ -216,7 +198,7 @@ class Reducer:
                 state.flat.zero_()
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None or (self._hidden and self.used[index]):
-                    parameter.grad = self._view(index)
+                    parameter.grad = self._views.of(index)
         self._hidden = False
         self.synchronized = self.used_up = False
 
@@ -234,7 +216,7 @@ class Reducer:
             self._adopt(index)
 
     def has_taken(self, index: int) -> bool:
-        """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
+        """Return whether the backward under way, or the last one, has brought a gradient to be averaged."""
         return self._arrived[index]
 
     def forget(self, index: int) -> None:
@@ -245,11 +227,11 @@ class Reducer:
 
     @property
     def round_open(self) -> bool:
-        """Whether an averaging backward has begun whose averages nobody has waited for yet."""
+        """Return whether an averaging backward has begun whose averages nobody has waited for yet."""
         return self._round_open
 
     def next_step(self) -> None:
-        """A step has been taken: there is something to average again, also where no backward follows."""
+        """Note that a step was taken: gradients must be averaged again, even if no backward follows."""
         self.synchronized = False
         self._writes.next_step()
 
@@ -272,42 +254,6 @@ class Reducer:
         for parameter in self.parameters:
             release(parameter)
 
-    def _allocate(self, bucket: Bucket) -> Tensor:
-        first = self.parameters[bucket.members[0]]
-        if first.device.type != "cpu":
-            return torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
-        # The other ranks of this node read it where it lies.
-        flat: Tensor = self.dp_comm.allocate_shared(bucket.numel, first.dtype)
-        return flat
-
-    def _cut_views(self) -> None:
-        self._state_of_member = {index: state for state in self._states for index in state.bucket.members}
-        self._views = [self._cut_view(index) for index in range(len(self.parameters))]
-        self._addresses = [view.data_ptr() for view in self._views]
-
-    def _cut_view(self, index: int) -> Tensor:
-        """Where the gradient of a parameter lies in its bucket, seen as the parameter is now."""
-        parameter, state = self.parameters[index], self._state_of_member[index]
-        place = state.bucket.members.index(index)
-        start, stop = state.bucket.edges[place : place + 2]
-        if (parameter.dtype, parameter.device, parameter.numel()) != (
-            state.flat.dtype,
-            state.flat.device,
-            stop - start,
-        ):
-            raise OperationError(
-                f"{self.names[index]} has {parameter.numel()} elements of {parameter.dtype} on "
-                f"{parameter.device}, its bucket room for {stop - start} of {state.flat.dtype} on "
-                f"{state.flat.device}: change the model first, then build the DistributedOptimizer"
-            )
-        return view_like(state.flat, start, stop, parameter)
-
-    def _view(self, index: int) -> Tensor:
-        """The same, as it was handed out before, unless its `.data` has been set to something else."""
-        if self._views[index].data_ptr() != self._addresses[index]:
-            self._views[index] = self._cut_view(index)
-        return self._views[index]
-
     def _begin_round(self) -> None:
         self._arrived = [False] * len(self.parameters)
         self._gave = [False] * len(self.parameters)
@@ -322,9 +268,8 @@ class Reducer:
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
         if self._arrived[index]:
-            self._state_of_member[index].version = self._state_of_member[
-                index
-            ].flat._version  # told here already
+            state = self._views.state_of[index]
+            state.version = state.flat._version  # told here already
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "
                 f"came when its bucket was due to leave or gone. {self._advice}"
@@ -343,8 +288,8 @@ class Reducer:
         self.dp_comm.poke()
 
     def _grad_buffer(self, index: int) -> Tensor | None:
-        """Where backward may put a parameter's first gradient, which `_adopt` then need not copy."""
-        return None if self._arrived[index] else self._view(index)
+        """Return memory for a parameter's first gradient, which `_adopt` then need not copy."""
+        return None if self._arrived[index] else self._views.of(index)
 
     def _adopt(self, index: int) -> None:
         """Bring a gradient that autograd or the user put elsewhere into the bucket, and zeros for none.
@@ -352,7 +297,7 @@ class Reducer:
         There is none where a hook before ours took it away, or a Function's backward gave None.
         """
         parameter = self.parameters[index]
-        gradient, view = own_gradient(parameter), self._view(index)
+        gradient, view = own_gradient(parameter), self._views.of(index)
         if gradient is view:
             return
         if gradient is None:
@@ -369,18 +314,13 @@ class Reducer:
             view.copy_(gradient)
         set_own_gradient(parameter, view)
 
-    def _settle(self, index: int) -> None:
-        """The averaging backward brought nothing: send what earlier microbatches left, or zeros."""
-        self._adopt(index)
-        self._mark_arrived(index)
-
     def _mark_arrived(self, index: int) -> None:
         parameter = self.parameters[index]
         self._arrived[index] = True
         self._gave[index] = own_gradient(parameter) is not None
         if self._held and self._gave[index]:
             hold(parameter)
-        self._state_of_member[index].missing -= 1
+        self._views.state_of[index].missing -= 1
 
     def _start_full_buckets(self) -> None:
         # Buckets leave in index order on every rank, whatever order the hooks fire in; otherwise
@@ -391,7 +331,9 @@ class Reducer:
             state.handle = self._reduction.start(state.flat, state.bucket)
             self._departed += 1
             if self._departed == len(self._states):
-                self._start_usage_map()
+                used = np.packbits(np.array(self._gave, dtype=bool))
+                self._usage_bits = np.concatenate([used, self._writes.digest()])
+                self._usage_handle = self._reduction.start_map(self._usage_bits)
 
     def _written_under_way(self) -> list[str]:
         """The parameters of buckets that somebody wrote to after they had left.
@@ -414,16 +356,13 @@ class Reducer:
         given = zip(self._gave, self.names, self.parameters, strict=True)
         return [name for gave, name, parameter in given if gave and own_gradient(parameter) is None]
 
-    def _start_usage_map(self) -> None:
-        used = np.packbits(np.array(self._gave, dtype=bool))
-        self._usage_bits = np.concatenate([used, self._writes.digest()])
-        self._usage_handle = self._reduction.start_map(self._usage_bits)
-
     def _complete_round(self) -> None:
         """Send what has not left yet, wait for all of it, and give every parameter its average."""
         for index in range(len(self.parameters)):
             if not self._arrived[index]:
-                self._settle(index)
+                # The averaging backward brought nothing: send what earlier microbatches left, or zeros.
+                self._adopt(index)
+                self._mark_arrived(index)
         self._start_full_buckets()
         for state in self._states:
             if state.handle is not None:
@@ -435,8 +374,8 @@ class Reducer:
             for index, parameter in enumerate(self.parameters):
                 release(parameter)
                 if parameter.grad is None and self.used[index]:
-                    parameter.grad = self._view(index)
-                elif parameter.grad is not None and parameter.grad.data_ptr() != self._addresses[index]:
+                    parameter.grad = self._views.of(index)
+                elif parameter.grad is not None and parameter.grad.data_ptr() != self._views.addresses[index]:
                     raise OperationError(
                         f"rank {self.dp_comm.rank}: the gradient of {self.names[index]} was set to another "
                         f"tensor while its average was under way; call synchronize() first, then change it"

@@ -337,7 +337,7 @@ def fully_shard(
 
 @contextmanager
 def summon_full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[None]:
-    """Inside, a fully sharded model's parameters are all there, for evaluation or export. Collective.
+    """Unshard all parameters of a fully sharded model inside, for evaluation or export. Collective.
 
     write_back   keep what has been written to them, on all ranks alike (OperationError on every rank where
                  not); in master weights, too, from the next step on. False: forget it, so that averages may
@@ -372,7 +372,7 @@ def sharding_in(model: nn.Module) -> FullyShardedState | None:
 
 
 def sharding_of(parameters: Sequence[Tensor]) -> FullyShardedState | None:
-    """The sharding that parameters belong to; None: they are ordinary ones."""
+    """Return the sharded model that parameters belong to; None for ordinary ones."""
     found = {reference() for p in parameters if (reference := info_of(p).sharding) is not None}
     if len(found) > 1:
         raise OperationError(

@@ -24,7 +24,8 @@ from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.reducer import Reducer
 from hpcpar.data_parallel.reduction import Averaging, Reduction
-from hpcpar.data_parallel.zero2 import STAGING_BUCKET_BYTES, ShardedGradients
+from hpcpar.data_parallel.staging import STAGING_BUCKET_BYTES
+from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.horovod import basics
