@@ -35,14 +35,13 @@ Piece = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class LinearWeightGrad:
-    """dyᵀ·x, [..., O] and [..., H] -> [O, H]; transposed: xᵀ·dy, [H, O]
+    """dyᵀ·x, [..., O] and [..., H] -> [O, H]
 
     x    asked for when it is needed; of complex numbers its conjugate counts
     """
 
     gradient: Tensor
     x: Callable[[], Tensor]
-    transposed: bool = False
 
     def __call__(self) -> Tensor:
         left, right = self._factors()
@@ -65,8 +64,7 @@ class LinearWeightGrad:
             total.add_(left.mm(right))
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        rows, inputs = matrix(self.gradient), matrix(self.x()).conj()
-        return (inputs.t(), rows) if self.transposed else (rows.t(), inputs)
+        return matrix(self.gradient).t(), matrix(self.x()).conj()
 
 
 @dataclass(frozen=True)

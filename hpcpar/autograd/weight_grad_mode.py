@@ -36,10 +36,10 @@ from hpcpar.autograd.grad_accumulation_fusion import Piece, accumulate
 class DeferredGradients:
     """Weight gradients of one microbatch that its backward has left to compute.
 
-    Deferred are the products of torch's linear and of matrix products with a parameter (so also those of
-    nn.MultiheadAttention), those of hpcpar.tensor_parallel, and embeddings. Of a parameter that is used
-    otherwise the gradient is made in B. In any case it reaches the parameter in `compute`: its hooks run
-    there, once, however often and wherever the parameter was used.
+    Deferred are the products of torch's linear (so those of nn.Linear), those of hpcpar.tensor_parallel, and
+    embeddings. The gradient of a parameter that is used otherwise, as in nn.MultiheadAttention or x @ W, is
+    made in B. In any case it reaches the parameter in `compute`: its hooks run there, once, however often and
+    wherever the parameter was used.
 
     An exception is a parameter that is handed to an autograd Function directly, not through `stand_in`:
     torch shows such calls to nobody, so what comes from there reaches the parameter in B, as always.
