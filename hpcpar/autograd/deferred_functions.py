@@ -204,10 +204,10 @@ class _Linear(Function):
             of_x = rows.mm(weight.to(rows.dtype)).view(x.shape)
         # Without what the input was made by: the rest of the graph is to go.
         inputs = x.detach()
-        pieces = (LinearWeightGrad(kept, lambda: inputs), partial(bias_gradient, kept))
-        for target, need, piece in zip(ctx.weights, needs, pieces, strict=False):
+        parts = (LinearWeightGrad(kept, lambda: inputs), partial(bias_gradient, kept))
+        for target, need, part in zip(ctx.weights, needs, parts, strict=False):
             if need:
-                ctx.deferred.add(target, piece)
+                ctx.deferred.add(target, part)
         return None, None, of_x, *([None] * len(needs))
 
 

@@ -1,4 +1,4 @@
-"""Torch's linear layers and embeddings, whose backward adds to large gradients in place, as `pieces` says."""
+"""Torch's linear layers and embeddings, whose backward adds to large gradients in place, as `parts` says."""
 
 from __future__ import annotations
 
@@ -128,5 +128,5 @@ class _Embedding(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        piece = EmbeddingWeightGrad(gradient, tokens, ctx.parameter.shape[0], *ctx.options)
-        return None, None, accumulate(ctx.parameter, [piece])
+        part = EmbeddingWeightGrad(gradient, tokens, ctx.parameter.shape[0], *ctx.options)
+        return None, None, accumulate(ctx.parameter, [part])

@@ -55,7 +55,7 @@ def _pair(pair: object) -> Named:
 
 
 def extent(tensor: Tensor) -> Extent:
-    """The room that a tensor takes in a flat buffer of its element type and device."""
+    """Return the size of a tensor in a flat buffer of its element type and device."""
     return Extent(tensor.numel(), tensor.element_size(), (tensor.dtype, tensor.device))
 
 
