@@ -1,8 +1,8 @@
 """Gradient accumulation fusion (Megatron-LM's word): add a weight's gradient where it lies, in one product.
 
-    autograd         dW = dyᵀ·x, in new memory; then W.grad += dW     over memory of the weight's size: 4 passes
-    fused            W.grad += dyᵀ·x, in one product                                                    2 passes
-    offered buffer   W.grad = dyᵀ·x, in memory that was offered for it                                  1 pass
+    autograd         dW = dyᵀ·x, in new memory; then W.grad += dW     over the weight's memory: 4 passes
+    fused            W.grad += dyᵀ·x, in one product                                         2 passes
+    offered buffer   W.grad = dyᵀ·x, in memory that was offered for it                       1 pass
 
 For an embedding, autograd fills a new table with zeros and adds all of it; fused, only the rows of the tokens
 in the batch are added to.
