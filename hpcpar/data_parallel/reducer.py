@@ -49,29 +49,34 @@ ADVICE = (
 
 
 class Reducer:
-    """Averages the gradients of named parameters over `dp_comm`, in buckets, during backward.
+    """Average the gradients of named parameters over `dp_comm`, in buckets, during backward.
 
-    A backward outside `no_sync` is the averaging one: each bucket leaves as soon as its gradients
-    are complete and all buckets before it have left. `synchronize` sends what is left and waits;
-    afterwards every rank holds identical averages. Frozen parameters take no part.
+        reducer = Reducer(model.named_parameters(), comm)
+        loss.backward()              # hooks fill buckets; a full bucket leaves when all before it have left
+        reducer.synchronize()        # sends what is left, and waits: every `.grad` is the average
+        optimizer.step()
+        reducer.next_step()
+        reducer.zero()
 
-    A parameter that got no gradient counts as zero on that rank; one that got none on any rank keeps
-    `.grad` None, as in one process. Ranks learn which by a map of one bit per parameter, or-ed
-    over all ranks beside the last bucket.
+    A backward outside `no_sync` is the averaging one. A parameter that got no gradient counts as zero on that
+    rank; one that got none on any rank keeps `.grad` None, as in one process. Ranks learn which by a map of
+    one bit per parameter, or-ed over all ranks beside the last bucket. Frozen parameters take no part.
 
     passes            backwards outside `no_sync` whose sum is averaged: the last of them sends
-    groups            positions of parameters that are to share a bucket
-    sparse_as_dense   sparse gradients are made dense; else they are an error
+    groups            parameters that are to share a bucket
+    sparse_as_dense   make sparse gradients dense; else they are an error
     reduction         how a bucket is reduced; None: averaged by `algorithm`
-    shards            into how many equal ones each bucket is to be cut
-    advice            what to say to who brings a gradient too many
+    shards            equal shards into which each bucket is to be cut
+    advice            ends the error message about a gradient too many
     late              names of parameters whose gradients are complete only when `synchronize` is called
-    held              `.grad` is asked of the optimizer from a gradient's departure until it is an average,
+    held              reading `.grad` asks the optimizer from a gradient's departure until it is an average,
                       and from `hide` until `zero`
 
     Making one is collective: every rank must hold the same parameters (MismatchError).
 
-    used   of each parameter, whether it got a gradient on any rank, as of the last `synchronize`
+    used           for each parameter, 1 if it got a gradient on any rank, as of the last `synchronize`
+    synchronized   gradients are averages
+    round_open     an averaging backward has begun whose averages nobody has waited for
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class Reducer:
         ]
 
     def expected_nbytes(self, synchronizations: int = 1) -> int:
-        """Bytes that all ranks together send for so many synchronizations, by theory."""
+        """Return the bytes that all ranks together send for so many synchronizations, in theory."""
         return expected_nbytes(
             self.dp_comm, self.buckets, synchronizations=synchronizations, algorithm=self.algorithm
         )
@@ -147,7 +152,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add to the gradients and send nothing: for all microbatches but the last."""
+        """Add to the gradients and send nothing inside: for all microbatches but the last."""
         outer, self._accumulating = self._accumulating, True
         try:
             yield
