@@ -138,7 +138,7 @@ def _measured(
             each for unit in sharding.units for held in unit.groups for each in held.placeholders
         )
     waited = sync.peak_waiting_nbytes if isinstance(sync, ShardedGradients) else 0
-    buffers = sync.staging_nbytes if isinstance(sync, ShardedGradients) else 0
+    allocated = sync.staging_nbytes if isinstance(sync, ShardedGradients) else 0
     devices = {parameter.device for parameter in _trained(optimizer)}
     return RankMemory(
         rank=optimizer.dp_comm.rank if rank is None else rank,
@@ -146,7 +146,7 @@ def _measured(
         sharers=1 if optimizer.node_shared is None else optimizer.node_shared.ranks,
         state={PARAMETERS: parameters.done(), GRADIENTS: gradients.done(), OPTIMIZER: state.done()},
         staging_nbytes=staging,
-        peak_staging_nbytes=max(staging, buffers + waited),
+        peak_staging_nbytes=max(staging, allocated + waited),
         gathered_nbytes=gathered,
         peak_gathered_nbytes=0 if sharding is None else sharding.unshard_stats.peak_nbytes,
         peak_gathered_units=0 if sharding is None else sharding.unshard_stats.peak_units,
