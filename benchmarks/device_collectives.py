@@ -38,7 +38,6 @@ import torch
 from common import at_least, output_file
 
 import hpcpar
-from hpcpar.bench.collectives import CHOSEN, about, ours, write_json
 from hpcpar.bench.gpus import finished, use_gpu
 from hpcpar.bench.measure import (
     DTYPES,
@@ -52,6 +51,7 @@ from hpcpar.bench.measure import (
     usable,
     wrong_elements,
 )
+from hpcpar.bench.sweep import CHOSEN, about, ours, write_json
 from hpcpar.comm import Communicator
 from hpcpar.errors import CudaError, PeerFailedError
 from hpcpar.launch import binding
@@ -214,7 +214,7 @@ def bind_to_gpu(world: Communicator, wanted: str) -> tuple[torch.device, tuple[s
 
 def find_awareness(world: Communicator, device: torch.device) -> Capabilities:
     """What MPI takes device pointers for, as rank 0 finds out by a probe."""
-    from hpcpar.cli.doctor import find_awareness as find
+    from hpcpar.cli.doctor.facts import find_awareness as find
     from hpcpar.launch.cuda_aware import Capabilities
     from hpcpar.transport.mpi import library_facts, memory_kinds
 

@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcpar.comm.collectives import overlap
 from hpcpar.comm.compiled import Handle
 from hpcpar.comm.request import NO_ARRAY, PLAIN, Memory, Request, counts_of, memory_of, scaling_of
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import bind
+from hpcpar.transport.gpu.memory import is_on_device
 
 if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
@@ -456,9 +458,10 @@ def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, ta
 
     result   out; where it shares memory with buffer, a copy of buffer is sent
     """
-    here, there = bind(buffer, writable=False).host, bind(out, writable=True, what="out").host
-    if here.address < there.address + there.octets.size and there.address < here.address + here.octets.size:
-        buffer = here.copy().elements
+    if not is_on_device(buffer) and not is_on_device(out):
+        here, there = bind(buffer, writable=False).host, bind(out, writable=True, what="out").host
+        if overlap(here, there):
+            buffer = here.copy().elements
     receive = start_recv(self, out, source, tag)
     start_send(self, buffer, to, tag).wait()
     return receive.wait()
