@@ -37,7 +37,7 @@ from hpcpar.data_parallel.zero3 import FullyShardedState
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.communicator import Loan
+    from hpcpar.comm.loans import Loan
 
 GradientReducer = Reducer | ShardedGradients
 

@@ -43,7 +43,7 @@ from hpcpar.units import KiB, MiB
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator, Handle
-    from hpcpar.comm.communicator import Loan
+    from hpcpar.comm.loans import Loan
     from hpcpar.horovod.timeline import Timeline
     from hpcpar.launch.horovod_settings import HorovodSettings
 

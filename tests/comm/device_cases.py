@@ -178,17 +178,6 @@ def at_once(comm: Communicator, rounds: int = 12, *, make: Make = on_device) -> 
             put(arrays[k], values(comm.rank + k, 3000))
 
 
-def prepared(comm: Communicator, *, make: Make = on_device) -> None:
-    """Calls that are made again and again on the same arrays, whose values the caller's stream changes."""
-    for count in (5, 40_001):
-        array, out = make(np.zeros(count, "float32")), make(np.zeros(count, "float32"))
-        call = comm.prepare("allreduce", array, out=out)
-        for number in range(5):
-            put(array, values(comm.rank + number, count))
-            expected = np.sum([values(r + number, count) for r in range(comm.size)], axis=0)
-            np.testing.assert_array_equal(to_host(call()), expected, err_msg=f"call {number}")
-
-
 def uneven(count: int, size: int) -> tuple[int, ...]:
     """Pieces of which one is empty where there are several."""
     pieces = list(partition.counts(count, max(1, size - 1)))
@@ -203,5 +192,4 @@ CASES: dict[str, Callable[..., None]] = {
     "all-to-all": all_to_alls,
     "messages": messages,
     "several at once": at_once,
-    "prepared": prepared,
 }

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm.collectives import view
 from hpcpar.comm.devices import QUEUES, TRIAL_NBYTES
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
@@ -120,7 +121,7 @@ def test_bytes_are_free_when_they_have_been_read_themselves_and_not_others_of_th
             receives = [comm.start_recv(array, 0, tag=5) for array in arrays]
             posted.set()
             sent.wait(10)
-            assert receives[1]._operation.advance()
+            assert receives[1]._compiled.advance()
             read.set()
             looked.wait(10)
             return [int(receive.wait().to_host()[0]) for receive in receives]
@@ -282,7 +283,7 @@ def test_arrays_of_one_call_are_on_one_gpu(kernels, monkeypatch) -> None:
             comm.unchecked("two").allreduce(here, out=there)
         counts = [4, 0]
         comm.unchecked("none").reduce_scatter(here, counts=counts, out=nowhere if comm.rank else here[:])
-        assert comm._view(nowhere, writable=True).host.queue.ordinal == comm.rank
+        assert view(comm._calls, nowhere, writable=True).host.queue.ordinal == comm.rank
 
     run_loopback(2, shared("staged", body))
 

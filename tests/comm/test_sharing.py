@@ -90,7 +90,8 @@ def test_ranks_of_one_node_share_memory_and_so_do_all_that_are_split_from_them(s
 def test_ranks_on_several_nodes_share_memory_in_part_and_those_of_one_node_in_all():
     def work(comm):
         node = comm.split_by_node()
-        return comm.shares_memory, comm._calls.is_all_shared, node._calls.is_all_shared, sums(comm), sums(node)
+        shared = comm.shares_memory, comm._calls.is_all_shared, node._calls.is_all_shared
+        return *shared, sums(comm), sums(node)
 
     assert run_loopback(4, work, nodes=(0, 1, 0, 1), **OPTIONS) == [(True, False, True, True, True)] * 4
 
@@ -457,7 +458,8 @@ def test_the_environment_says_whether_a_world_shares_memory(
     script.write_text(
         "import numpy as np, hpcpar; world = hpcpar.init(); part = world.split(0)\n"
         "total = world.allreduce(np.ones(5000)).sum()\n"
-        "told = world.allgather_object((world._calls.is_all_shared, part._calls.is_all_shared, float(total)))\n"
+        "shared = world._calls.is_all_shared, part._calls.is_all_shared\n"
+        "told = world.allgather_object((*shared, float(total)))\n"
         "if world.rank == 0: print(told)"
     )
     done = run_ranks(2, str(script))
@@ -472,7 +474,8 @@ def test_where_processes_find_no_room_one_of_them_warns_and_the_job_goes_on(tmp_
         "shared_memory.DIRECTORY = Path('/nowhere')\n"
         "world = hpcpar.init(); part = world.split(world.rank % 2)\n"
         "total = world.allreduce(part.allreduce(np.ones(1)))\n"
-        "told = world.allgather_object((world._calls.is_all_shared, part._calls.is_all_shared, float(total[0])))\n"
+        "shared = world._calls.is_all_shared, part._calls.is_all_shared\n"
+        "told = world.allgather_object((*shared, float(total[0])))\n"
         "if world.rank == 0: print(told)"
     )
     done = run_ranks(4, str(script))

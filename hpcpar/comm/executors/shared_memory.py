@@ -164,7 +164,7 @@ class SharedCall:
         self.is_short = is_short
         self.words = segment.words
         self._digest = (crc32(described.encode()) & DIGEST_MASK) << DIGEST_SHIFT
-        self.spaces: dict[str, HostBuffer] = dict(spaces)
+        self.spaces: dict[str, HostBuffer] = {**spaces}
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
         self.number, self.slot, self.stamp = -1, 0, 0
@@ -346,15 +346,17 @@ class Group:
     def _stretches(self, source: Source, base: int, count: int) -> list[Stretch]:
         """The bytes of a message in its sender's memory."""
         segment, itemsize = self.call.segment, self.call.layout.itemsize
-        runs = source.runs
-        if runs is None:
+        if source.runs is not None:
+            runs = source.runs
+        else:
             word = segment.table_word(self.call.slot, source.rank) + 2 * segment.rank
             start, told = self.call.words[word], self.call.words[word + 1]
             if told != count:
                 self.call.fail()
                 raise MismatchError(
                     f"rank {segment.ranks[source.rank]} sends {told} elements to rank {self.call.rank}, "
-                    f"which expects {count} of it in {self.call.described}: send_counts and receive_counts must fit"
+                    f"which expects {count} of it in {self.call.described}: send_counts and receive_counts "
+                    f"must fit"
                 )
             runs = (("input", start, start + count),)
         found: list[Stretch] = []
