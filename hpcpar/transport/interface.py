@@ -117,7 +117,7 @@ class Transport(Protocol):
         """As `start`, to be started later and often; the caller keeps the memory alive while it runs."""
 
     def memory_fence(self) -> Callable[[], None]:
-        """A call that orders this rank's earlier memory accesses before its later ones, for all processors."""
+        """A call that orders this rank's earlier memory accesses before its later ones."""
 
     def pause(self, attempt: int) -> None:
         """Called between two fruitless tests: spin, yield the core or sleep, as attempts go up."""

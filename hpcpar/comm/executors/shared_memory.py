@@ -164,7 +164,7 @@ class SharedCall:
         self.is_short = is_short
         self.words = segment.words
         self._digest = (crc32(described.encode()) & DIGEST_MASK) << DIGEST_SHIFT
-        self.spaces: dict[str, HostBuffer] = {**spaces}
+        self.spaces: dict[str, HostBuffer] = {str(name): buffer for name, buffer in spaces.items()}
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
         self.number, self.slot, self.stamp = -1, 0, 0
