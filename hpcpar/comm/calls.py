@@ -44,7 +44,7 @@ from hpcpar.comm.spaces import Action, Spaces, copying, itemsize_of
 from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
 from hpcpar.errors import MismatchError, OperationError
-from hpcpar.transport.buffers import HostBuffer, is_torch
+from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.gpu.memory import DeviceBuffer
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Transport
 from hpcpar.units import KiB, MiB
@@ -275,7 +275,6 @@ class Calls:
         first, last = list(arguments.first), list(arguments.last)
         if algorithm.name == NATIVE:
             compiled = self._by_mpi(request, arguments, described, first, last)
-            self._mark_written(compiled, arguments.written, (buffer, out))
             return compiled
         segments = segments_for(algorithm, whole.octets.size)
         offsets = arguments.offsets
@@ -312,7 +311,6 @@ class Calls:
             last[:0] = copy_to(kept.target, whole.part(*arguments.own))
         compiled = self._new(request, described, algorithm.name, planned, spaces)
         compiled.result = arguments.result
-        self._mark_written(compiled, arguments.written, (buffer, out))
         compiled.nbytes = copy_nbytes
         compiled.first = first
         compiled.last = [*last, *self._divided(arguments), *arguments.at_end]
@@ -334,18 +332,6 @@ class Calls:
             by=by,
             traffic=(planned.messages, planned.sent * itemsize, planned.received * itemsize),
         )
-
-    @staticmethod
-    def _mark_written(compiled: CompiledCollective, written: int | None, arrays: tuple[Any, Any]) -> None:
-        """Have autograd told of the array that is written to in place, as torch's own operations do.
-
-        A backward that has saved the tensor then raises torch's error, where it would compute with the
-        wrong values.
-        """
-        if written is not None and is_torch(arrays[written]) and not arrays[written].is_inference():
-            from torch.autograd.graph import increment_version
-
-            compiled.written, compiled.mark_written = written, increment_version
 
     def _bind_steps(
         self,
@@ -562,7 +548,6 @@ class Calls:
         compiled.collective = what
         compiled.expected_nbytes = host.octets.size if receives else None
         compiled.last = [] if binding.write_back is None or not receives else [binding.write_back]
-        self._mark_written(compiled, 0 if receives else None, (array, None))
         if isinstance(host, DeviceBuffer):
             self._bind_device_steps(compiled, planned, spaces, "sum", tag)
             return compiled

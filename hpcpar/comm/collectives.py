@@ -57,7 +57,6 @@ class Arguments:
     averaged      what is divided by the number of ranks, or multiplied by `factor`, at the end
     kept          the data are only read
     result        of the caller's arrays; None: out, or buffer where there is no out
-    written       which of (buffer, out) is written to
     """
 
     described: str = ""
@@ -75,7 +74,6 @@ class Arguments:
     factor: float = 1.0
     kept: Kept | None = None
     result: Result | None = None
-    written: int | None = None
     is_cacheable: bool = True
     combines: bool = False
 
@@ -221,9 +219,7 @@ def _allreduce(calls: Calls, request: Request, root: int | None, buffer: Any, ou
     source = view(calls, buffer, writable=out is None)
     target = source if out is None else _view_out(calls, out, source.host.count, source.host)
     rescaling, factors = _factors(request, source.host)
-    found = Arguments(
-        f"{typed(buffer, source.host)}, op={op}{rescaling}", op=op, combines=True, written=out is not None
-    )
+    found = Arguments(f"{typed(buffer, source.host)}, op={op}{rescaling}", op=op, combines=True)
     if rescaling.compression is not None and calls.size > 1:
         return _compressed(calls, found, source.host, target, rescaling.compression, factors)
     found.spaces = {"data": target.host}
@@ -276,7 +272,6 @@ def _reduce_scatter(calls: Calls, request: Request, root: int | None, buffer: An
         uneven=_uneven(pieces),
         factor=factors.after,
         combines=True,
-        written=out is not None,
     )
     data = source.host
     if target is None:
@@ -318,7 +313,6 @@ def _allgather(calls: Calls, request: Request, root: int | None, shard: Any, out
         at_end=_written_back(target),
         result=None if out is not None else _always(gathered),
         is_cacheable=out is not None,
-        written=1,
     )
 
 
@@ -333,7 +327,6 @@ def _broadcast(calls: Calls, request: Request, root: int | None, buffer: Any, ou
         typed(buffer, target.host),
         {"data": target.host},
         at_end=[] if is_root else _written_back(target),
-        written=None if is_root else 0,
     )
 
 
@@ -347,7 +340,6 @@ def _reduce(calls: Calls, request: Request, root: int | None, buffer: Any, out: 
         found.first = copy_to(target.host, source.host)
         found.averaged = target.host
         found.at_end = _written_back(target)
-        found.written = int(out is not None)
     else:
         found.kept = Kept()
         found.result = _always(None)
@@ -371,7 +363,6 @@ def _gather(calls: Calls, request: Request, root: int | None, shard: Any, out: A
         at_end=[] if target is None else _written_back(target),
         result=_always(gathered if is_root else None) if out is None or not is_root else None,
         is_cacheable=False,
-        written=1 if is_root else None,
     )
 
 
@@ -396,7 +387,6 @@ def _scatter(calls: Calls, request: Request, root: int | None, buffer: Any, out:
         last=copy_to(target.host, data.part(edges[calls.rank], edges[calls.rank + 1])),
         at_end=_written_back(target),
         is_cacheable=False,
-        written=1,
     )
 
 
@@ -431,7 +421,6 @@ def _alltoall(calls: Calls, request: Request, root: int | None, buffer: Any, out
         at_end=_written_back(target),
         result=None if out is not None else _always(exchanged),
         is_cacheable=out is not None and is_even,
-        written=1,
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcpar.comm.accounting import Tally, Trace, TrafficRow
@@ -66,8 +65,6 @@ class CompiledCollective:
     program          messages: chooses steps and turn by the tag that the call gets
     first, last      actions on memory before the first and after the last step
     result           of the caller's arrays; None: the second one, or the first where there is no second
-    written          index of the caller's array that is written to
-    mark_written     tells autograd so; None: nothing is written, or not to a tensor
     expected_nbytes  what point-to-point receives must bring, no more and no less
     is_cached        in the cache: holds no references to the caller's arrays while it is idle
     """
@@ -89,7 +86,6 @@ class CompiledCollective:
         "is_under_way",
         "last",
         "last_used",
-        "mark_written",
         "nbytes",
         "number",
         "program",
@@ -101,7 +97,6 @@ class CompiledCollective:
         "tally",
         "turn",
         "world_ranks",
-        "written",
     )
 
     def __init__(
@@ -131,8 +126,6 @@ class CompiledCollective:
         self.last: Sequence[Action] = ()
         self.turn: Turn | None = None
         self.program: MessageProgram | None = None
-        self.written = 0
-        self.mark_written: Callable[[Any], None] | None = None
         self.expected_nbytes: int | None = None
         self.is_cached = False
         self.nbytes = 0
@@ -205,10 +198,6 @@ class CompiledCollective:
         if error is None:
             if trace is not None:
                 self._note(trace)
-            if self.mark_written is not None:
-                # Before the state changes: an exception in between marks the array once more.
-                with suppress(RuntimeError):  # a tensor of inference mode, whose versions nobody counts
-                    self.mark_written(self._memory[self.written])
         # From here on no call of a function, so that no signal handler runs in between.
         turn, handle = self.turn, self.handle
         if turn is not None:
