@@ -28,6 +28,7 @@ from hpcpar.data_parallel import (
 )
 from hpcpar.errors import OperationError, PeerFailedError
 from hpcpar.planner.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STATE, shards
+from tests.grid import pairwise
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, tuple[Make, int]] = {
@@ -141,10 +142,10 @@ def test_each_part_is_divided_from_its_stage_on() -> None:
 # --- the formula ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [None, "bfloat16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "size", "optimizer", "precision"),
+    pairwise([0, 1, 2, 3], [1, 2, 3, 4], OPTIMIZERS, [None, "bfloat16"]),
+)
 def test_bytes_are_the_formula_up_to_padding(
     stage: int, size: int, optimizer: str, precision: str | None
 ) -> None:
@@ -227,13 +228,14 @@ def living_nbytes() -> int:
 
 
 @pytest.mark.usefixtures("newcomers")
-@pytest.mark.parametrize("place", ["memory", "disk"])
 @pytest.mark.parametrize(
-    "precision",
-    ["bfloat16", Precision("bfloat16", reduction="float32", moments="bfloat16")],
-    ids=["bfloat16", "narrow moments"],
+    ("stage", "precision", "place"),
+    pairwise(
+        [0, 1, 2, 3],
+        ["bfloat16", Precision("bfloat16", reduction="float32", moments="bfloat16")],
+        ["memory", "disk"],
+    ),
 )
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_tensor_is_left_that_the_report_does_not_know(
     stage: int, precision: Precision | str | None, place: str, tmp_path: Path
 ) -> None:
