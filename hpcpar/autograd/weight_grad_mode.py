@@ -141,7 +141,7 @@ def _hook_of(deferred: DeferredGradients) -> Callable[[Tensor], None]:
 
 
 class _Sum(Function):
-    """Zero made of a tensor, to start a backward from, which brings the sum of the tensor's gradient parts."""
+    """Zero made of a tensor, to start a backward from that brings the sum of the tensor's gradient parts."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, parts: list[WeightGrad]) -> Tensor:
