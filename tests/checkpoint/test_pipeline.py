@@ -68,41 +68,6 @@ def test_what_is_not_tied_stays_two(saver: Mode, tmp_path: Path) -> None:
         assert in_run(loader, loaded, seed=1, tied=False) == [[]] * loader.size
 
 
-class FormatsModel(nn.Module):
-    """The half that a rank has of the model in format_1/ and format_2/."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.tied_names = {"tied.weight": "embed.weight"}
-        if rank == 0:
-            self.embed = nn.Linear(5, 7, bias=False)
-            self.register_buffer("count", torch.tensor(0))
-        else:
-            self.head = nn.Linear(7, 5)
-            self.tied = nn.Linear(5, 7, bias=False)
-            self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_older_checkpoints_load_into_a_pipeline(number: int) -> None:
-    path = Path(__file__).parent / f"format_{number}" / "step-00000003"
-
-    def body(comm: Communicator) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
-        model = FormatsModel(comm.rank)
-        optimizer = torch.optim.AdamW(model.parameters())
-        restored = load(path, model=model, optimizer=optimizer, comm=comm).random_restored
-        moments = {n: optimizer.state[p].get("exp_avg") for n, p in model.named_parameters()}
-        return restored, dict(model.named_parameters()), moments
-
-    (restored, first, first_moments), (_, second, moments) = run_loopback(2, body)
-    assert not restored
-    assert first["embed.weight"].equal(second["tied.weight"])
-    assert first_moments["embed.weight"].abs().sum() > 0
-    assert first_moments["embed.weight"].equal(moments["tied.weight"])
-    assert moments["head.bias"].shape == (5,)
-    assert second["frozen"].tolist() == [0.5, 2.0, -1.0]
-
-
 # --- what is in the files -------------------------------------------------------------------------
 
 
