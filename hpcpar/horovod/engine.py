@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator, Handle
     from hpcpar.comm.communicator import Loan
     from hpcpar.horovod.timeline import Timeline
-    from hpcpar.launch.knobs import Knobs
+    from hpcpar.launch.horovod_settings import HorovodSettings
 
 BUFFER_NBYTES = 8 * MiB
 FUSED_NBYTES = 4 * MiB
@@ -89,7 +89,7 @@ class Engine:
         comm: Communicator,
         control: Communicator,
         crew: Crew,
-        knobs: Knobs,
+        knobs: HorovodSettings,
         *,
         timeline: Timeline | None = None,
     ) -> None:

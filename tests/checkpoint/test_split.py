@@ -16,7 +16,7 @@ from hpcpar.checkpoint import load, save
 from hpcpar.checkpoint.files import ShardReader
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import CheckpointError, PeerFailedError
-from hpcpar.tensor_parallel.split import place, split_evenly, split_sections
+from hpcpar.tensor_parallel.split import comm_of, place, split_evenly, split_sections
 from tests.checkpoint.runs import HEAD, PARAMETERS, SERIAL, Mode, Run, Streams, in_run, saved_by
 
 
@@ -96,7 +96,7 @@ def test_a_model_of_another_whole_shape_is_named_by_whole_shapes(tmp_path: Path)
         parameter = run.model.layers["0"].gate_up
         split = split_sections((6, 6), 4)
         other = nn.Parameter(torch.zeros(split.shard_shape((12, 3), run.comm.rank), dtype=torch.float64))
-        place(other, split, parameter.hpcpar_comm)
+        place(other, split, comm_of(parameter))
         run.model.layers["0"].gate_up = other
         before = [p.detach().clone() for p in run.model.parameters()]
         with pytest.raises(PeerFailedError) as caught:
@@ -111,7 +111,7 @@ def test_a_model_of_another_whole_shape_is_named_by_whole_shapes(tmp_path: Path)
 def test_a_parameter_that_is_not_of_its_splits_shape_is_refused(tmp_path: Path) -> None:
     def body(run: Run) -> None:
         bias = run.model.layers["0"].gate_up_bias
-        place(bias, split_evenly(10, 2), bias.hpcpar_comm)
+        place(bias, split_evenly(10, 2), comm_of(bias))
         run.save(tmp_path)
 
     with pytest.raises(PeerFailedError, match=r"of shape \(8,\) should have \(5,\), as rank 0 of 2's shard"):

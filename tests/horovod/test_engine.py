@@ -18,7 +18,7 @@ from hpcpar.horovod.engine import BUFFER_NBYTES, Crew, Engine
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import Request
 from hpcpar.horovod.responses import Ticket
-from hpcpar.launch.knobs import Knobs
+from hpcpar.launch.horovod_settings import HorovodSettings
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def engine_over(comm: Communicator, crew: Crew | None = None, **knobs: Any) -> E
     assert data is not None
     assert control is not None
     crew = crew or Crew(comm.poke)
-    return Engine(data.unchecked("data"), control.unchecked("rounds"), crew, Knobs(**knobs))
+    return Engine(data.unchecked("data"), control.unchecked("rounds"), crew, HorovodSettings(**knobs))
 
 
 def with_engines(size: int, work: Callable[[Engine], T], *, nodes: Any = None, **knobs: Any) -> list[T]:
