@@ -187,6 +187,7 @@ class ShardReader:
             if not shape:
                 whole: Tensor = self._handle(file).get_tensor(name)
                 return whole.reshape(1)[start:stop]
+            # safetensors slices rows: read those that hold the elements, then cut the ends off.
             row = math.prod(shape[1:])
             first, last = start // row, -(-stop // row)
             rows: Tensor = part[first:last]

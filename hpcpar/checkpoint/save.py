@@ -79,12 +79,12 @@ def save(
     doing = f"saving the checkpoint {final}"
     with comm.together(doing):
         _check_arguments(final, keep)
-        state = ModelState(model)
         distributed_of(model, optimizer)
-        groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
+        state, contents = _contents_of(model, optimizer)
         own_random = random_state.capture(model)
     wait_for_new(model.parameters())
-    positions = PipelinePositions.agree(RankContents(state.names, groups), comm, doing)
+    positions = PipelinePositions.agree(contents, comm, doing)
+    # Rank 0 alone describes the whole checkpoint, so it needs what every rank knows.
     random_states = comm.gather_object(own_random)
     coordinates = _agree_on_coordinates(model, optimizer, positions, comm, doing)
     with ExitStack() as naming:
@@ -104,14 +104,17 @@ def save(
                 _write_common(staging, step, dict(extra or {}), ranks)
                 _refuse_to_replace_a_sound_one(final, ranks.not_finite)
                 naming.close()
-                if ranks.not_finite is not None:
-                    logger.warning("%s; loading passes over it", not_finite(final))
-                if keep is not None:
-                    prune(final.parent, newest=final, keep=keep)
+                _after_naming(final, ranks.not_finite, keep)
     return final
 
 
 # --- what ranks agree on --------------------------------------------------------------------------
+
+
+def _contents_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, RankContents]:
+    state = ModelState(model)
+    groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
+    return state, RankContents(state.names, groups)
 
 
 def _counted(step: int) -> int:
@@ -330,6 +333,14 @@ def _write_common(staging: Path, step: int, extra: dict[str, Any], ranks: _AllRa
     # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
     manifest.check_sizes(staging)
     _write_text(manifest.text(), staging / MANIFEST)
+
+
+def _after_naming(final: Path, broken: str | None, keep: int | None) -> None:
+    """Warn of non-finite values, and prune: only now, when the new checkpoint is safely on the disk."""
+    if broken is not None:
+        logger.warning("%s; loading passes over it", not_finite(final))
+    if keep is not None:
+        prune(final.parent, newest=final, keep=keep)
 
 
 def _refuse_to_replace_a_sound_one(final: Path, broken: str | None) -> None:
