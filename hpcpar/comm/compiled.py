@@ -195,9 +195,8 @@ class CompiledCollective:
 
     def _end(self, error: BaseException | None) -> None:
         trace = self.runtime.trace
-        if error is None:
-            if trace is not None:
-                self._note(trace)
+        if error is None and trace is not None:
+            self._note(trace)
         # From here on no call of a function, so that no signal handler runs in between.
         turn, handle = self.turn, self.handle
         if turn is not None:
