@@ -19,10 +19,10 @@ from typing import Any, Literal
 from hpcpar.errors import CudaError
 
 PLACES = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
-"""Where the library is looked for: as the loader finds it; in Windows' subsystem for Linux."""
+"""Names of the library: for the loader, and in Windows' subsystem for Linux."""
 
 HANDLE_NBYTES = 64
-"""Of memory or of an event, for another process."""
+"""Bytes of an IPC handle of memory or of an event."""
 
 MemoryKind = Literal["device", "host", "managed", "unknown"]
 
@@ -116,7 +116,7 @@ _MEANINGS = {
     802: "the system is not ready for CUDA: on a node with NVSwitch, nvidia-fabricmanager must run",
     803: "the driver's library does not fit the kernel's module; the node must be restarted",
 }
-"""Of errors, for somebody who does not know the driver."""
+"""Explanations of the driver's errors."""
 
 _NOT_EXPORTABLE = (
     "only whole allocations of cudaMalloc can be exported, not memory of cudaMallocAsync nor of PyTorch's "
@@ -138,7 +138,7 @@ _MEANINGS_OF = {
     "any before use(ordinal)",
     ("cuIpcOpenMemHandle_v2", 208): "memory that was there before is still open and must be closed first",
 }
-"""What is known better for one call."""
+"""Explanations that hold for one call only."""
 
 
 class CudaDriver:
@@ -185,7 +185,7 @@ class CudaDriver:
         return f"{text}: {meaning}" if meaning else text
 
     def _int(self, call: str, *arguments: Any, of: Any = ctypes.c_int) -> int:
-        """What the call puts where its first argument says."""
+        """Call a function whose first argument points to its result, and return the result."""
         found = of()
         getattr(self._cuda, call)(ctypes.byref(found), *arguments)
         return found.value or 0
@@ -210,7 +210,7 @@ class CudaDriver:
         return self._int("cuDevicePrimaryCtxRetain", device, of=_opaque)
 
     def identity(self, ordinal: int) -> str:
-        """What tells a device, or a part of one (MIG), from all others, whatever its number is here."""
+        """The UUID of a device, or of a part of one (MIG), whatever its ordinal here."""
         octets = (ctypes.c_ubyte * 16)()
         self._cuda.cuDeviceGetUuid_v2(ctypes.byref(octets), self._int("cuDeviceGet", ordinal))
         return bytes(octets).hex()
@@ -239,11 +239,11 @@ class CudaDriver:
         return _MEMORY_TYPES.get(self._attribute(_MEMORY_TYPE, address), "unknown")
 
     def ordinal_of(self, address: int) -> int:
-        """Of the device that the memory belongs to."""
+        """The ordinal of the device that holds the memory."""
         return self._known(_DEVICE_ORDINAL, address)
 
     def range_of(self, address: int) -> tuple[int, int]:
-        """Where the allocation around the address begins, and its bytes."""
+        """Base address and bytes of the allocation around the address."""
         base, nbytes = _address(), ctypes.c_size_t()
         self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address)
         return base.value, nbytes.value
@@ -268,13 +268,13 @@ class CudaDriver:
         return value
 
     def export_memory(self, base: int) -> bytes:
-        """What another process of this node opens the allocation by; it stands for the whole of it."""
+        """The IPC handle of the whole allocation, for another process of this node."""
         handle = _Handle()
         self._cuda.cuIpcGetMemHandle(ctypes.byref(handle), base)
         return bytes(handle.octets)
 
     def open_memory(self, handle: bytes) -> int:
-        """Where another process's allocation begins here, until close_memory."""
+        """Map another process's allocation and return its address here, until close_memory."""
         there = _Handle.from_buffer_copy(handle)
         return self._int("cuIpcOpenMemHandle_v2", there, _IPC_LAZY_ENABLE_PEER_ACCESS, of=_address)
 
@@ -295,11 +295,11 @@ class CudaDriver:
         return self._int("cuStreamCreate", _STREAM_NON_BLOCKING, of=_opaque)
 
     def destroy_stream(self, stream: int) -> None:
-        """What is under way on it still ends."""
+        """Destroy the stream; work under way on it still ends."""
         self._cuda.cuStreamDestroy_v2(stream)
 
     def synchronize(self, stream: int) -> None:
-        """Hold this thread up until the stream has nothing left to do."""
+        """Block this thread until the stream is idle."""
         self._cuda.cuStreamSynchronize(stream)
 
     def event(self, *, interprocess: bool = False) -> int:
@@ -314,7 +314,7 @@ class CudaDriver:
         self._cuda.cuEventRecord(event, stream)
 
     def is_complete(self, event: int) -> bool:
-        """Of the last record; an event that was never recorded is complete."""
+        """True once the last record is complete; an event that was never recorded is complete."""
         return bool(self._cuda.cuEventQuery(event) == _SUCCESS)
 
     def synchronize_event(self, event: int) -> None:
@@ -322,11 +322,11 @@ class CudaDriver:
         self._cuda.cuEventSynchronize(event)
 
     def wait(self, stream: int, event: int) -> None:
-        """Hold the stream up until the last record made before this call is complete; the host goes on."""
+        """Make the stream wait for the last record made before this call; the host goes on."""
         self._cuda.cuStreamWaitEvent(stream, event, _WAIT_DEFAULT)
 
     def export_event(self, event: int) -> bytes:
-        """What another process of this node opens the event by."""
+        """The IPC handle of the event, for another process of this node."""
         handle = _Handle()
         self._cuda.cuIpcGetEventHandle(ctypes.byref(handle), event)
         return bytes(handle.octets)
@@ -387,7 +387,7 @@ def driver() -> CudaDriver:
 
 
 def is_available() -> bool:
-    """Whether there is a driver with a device."""
+    """True if there is a driver with a device."""
     try:
         return driver().device_count() > 0
     except CudaError:
