@@ -14,7 +14,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from hpcpar.errors import CudaError
 
@@ -23,8 +23,6 @@ PLACES = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
 
 HANDLE_NBYTES = 64
 """Bytes of an IPC handle of memory or of an event."""
-
-MemoryKind = Literal["device", "host", "managed", "unknown"]
 
 _SUCCESS = 0
 _INVALID_VALUE = 1
@@ -37,13 +35,9 @@ _WAIT_DEFAULT = 0
 _MEMORY_HOST_PORTABLE = 1
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 
-_MEMORY_TYPE = 2
 _BUFFER_ID = 7
-_IS_MANAGED = 8
 _DEVICE_ORDINAL = 9
 _IS_LEGACY_IPC_CAPABLE = 10
-
-_MEMORY_TYPES: dict[int | None, MemoryKind] = {1: "host", 2: "device"}
 
 
 class _Handle(ctypes.Structure):
@@ -73,7 +67,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemGetAddressRange_v2": (_opaque, _opaque, _address),
     "cuPointerGetAttribute": (_opaque, ctypes.c_int, _address),
     "cuMemcpyAsync": (_address, _address, ctypes.c_size_t, _opaque),
-    "cuMemsetD8Async": (_address, ctypes.c_ubyte, ctypes.c_size_t, _opaque),
     "cuIpcGetMemHandle": (_opaque, _address),
     "cuIpcOpenMemHandle_v2": (_opaque, _Handle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_address,),
@@ -85,7 +78,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (_opaque,),
     "cuEventRecord": (_opaque, _opaque),
     "cuEventQuery": (_opaque,),
-    "cuEventSynchronize": (_opaque,),
     "cuIpcGetEventHandle": (_opaque, _opaque),
     "cuIpcOpenEventHandle": (_opaque, _Handle),
 }
@@ -128,7 +120,6 @@ _MEANINGS_OF = {
     ("cuMemHostAlloc", _INVALID_VALUE): "an allocation has at least one byte",
     ("cuMemFree_v2", _INVALID_VALUE): "no allocation begins at this address",
     ("cuMemcpyAsync", _INVALID_VALUE): "not all of these bytes are there",
-    ("cuMemsetD8Async", _INVALID_VALUE): "not all of these bytes are there",
     ("cuIpcGetMemHandle", _INVALID_VALUE): _NOT_EXPORTABLE,
     ("cuIpcGetMemHandle", 801): _NOT_EXPORTABLE,
     ("cuIpcGetEventHandle", _INVALID_VALUE): "the event was not made with interprocess=True",
@@ -232,12 +223,6 @@ class CudaDriver:
     def free_pinned(self, address: int) -> None:
         self._cuda.cuMemFreeHost(address)
 
-    def memory_kind(self, address: int) -> MemoryKind:
-        """host is pinned memory; unknown is what the driver has not heard of, as ordinary host memory."""
-        if self._attribute(_IS_MANAGED, address):
-            return "managed"
-        return _MEMORY_TYPES.get(self._attribute(_MEMORY_TYPE, address), "unknown")
-
     def ordinal_of(self, address: int) -> int:
         """The ordinal of the device that holds the memory."""
         return self._known(_DEVICE_ORDINAL, address)
@@ -285,9 +270,6 @@ class CudaDriver:
         """On the stream, between pinned and device memory in any direction, of any device and process."""
         self._cuda.cuMemcpyAsync(target, source, nbytes, stream)
 
-    def fill_zero(self, address: int, nbytes: int, stream: int) -> None:
-        self._cuda.cuMemsetD8Async(address, 0, nbytes, stream)
-
     # Streams and events
 
     def stream(self) -> int:
@@ -316,10 +298,6 @@ class CudaDriver:
     def is_complete(self, event: int) -> bool:
         """True once the last record is complete; an event that was never recorded is complete."""
         return bool(self._cuda.cuEventQuery(event) == _SUCCESS)
-
-    def synchronize_event(self, event: int) -> None:
-        """Hold this thread up until the last record is complete."""
-        self._cuda.cuEventSynchronize(event)
 
     def wait(self, stream: int, event: int) -> None:
         """Make the stream wait for the last record made before this call; the host goes on."""
