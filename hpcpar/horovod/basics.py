@@ -17,13 +17,13 @@ import hpcpar
 from hpcpar.comm import Communicator
 from hpcpar.errors import OperationError
 from hpcpar.horovod import process_sets as sets
-from hpcpar.horovod.engine import Crew, Engine
-from hpcpar.horovod.init_arguments import Asked, agreed, fail_together
+from hpcpar.horovod.chrome_timeline import ChromeTimeline
+from hpcpar.horovod.engine import Engine, EngineGroup
+from hpcpar.horovod.init_arguments import InitArguments, agreed, fail_together
 from hpcpar.horovod.process_sets import (
     ProcessSet,
     global_process_set,
 )
-from hpcpar.horovod.timeline import Timeline
 from hpcpar.launch.knobs import Knobs
 from hpcpar.launch.settings import Settings
 from hpcpar.launch.variables import announce_rank
@@ -45,8 +45,8 @@ class Context:
         self.knobs = knobs
         self.rank, self.size = base.rank, base.size
         self.dynamic = dynamic or knobs.dynamic_process_sets
-        self.crew = Crew(base.poke)
-        self.timeline: Timeline | None = None
+        self.engine_group = EngineGroup(base.poke)
+        self.timeline: ChromeTimeline | None = None
         self.process_sets: dict[int, ProcessSet] = {}
         self._sets_made = 0
         here = [rank for rank, node in enumerate(base.nodes) if node == base.nodes[base.rank]]
@@ -71,13 +71,13 @@ class Context:
         control = self.base.split(color, self.rank, f"{name}, rounds")
         if comm is None or control is None:
             return None
-        return Engine(comm.unchecked(name), control.unchecked("rounds"), self.crew, self.knobs)
+        return Engine(comm.unchecked(name), control.unchecked("rounds"), self.engine_group, self.knobs)
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Rank 0 writes it; one that is being written ends."""
         self.stop_timeline()
         if self.rank == 0:
-            self.timeline = Timeline(Path(path), mark_cycles)
+            self.timeline = ChromeTimeline(Path(path), mark_cycles)
         self._show_timeline()
 
     def stop_timeline(self) -> None:
@@ -88,8 +88,8 @@ class Context:
         self._show_timeline()
 
     def _show_timeline(self) -> None:
-        for engine in self.crew.engines:
-            engine.timeline = self.timeline
+        for engine in self.engine_group.engines:
+            engine.observer.timeline = self.timeline
 
     def _engine_over_all(self) -> Engine:
         engine = self.make_engine(range(self.size), "process set 0")
@@ -119,10 +119,10 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     if _context is not None:
         _init_again(_context, comm, process_sets)
         return
-    asked, knobs = Asked(), Knobs()
+    asked, knobs = InitArguments(), Knobs()
     failure: Exception | None = None
     try:
-        asked, knobs = Asked.of(comm, process_sets), Knobs.from_environ()
+        asked, knobs = InitArguments.of(comm, process_sets), Knobs.from_environ()
     except Exception as error:  # raised once the other ranks know of it
         failure = error
     log.setLevel(_LEVELS[knobs.log_level])
@@ -149,7 +149,7 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
         os.register_at_fork(after_in_child=_leave_ranks_to_parent)
 
 
-def _begin(context: Context, world: Communicator, asked: Asked) -> None:
+def _begin(context: Context, world: Communicator, asked: InitArguments) -> None:
     """Open the timeline and make the process sets; what fails in one part of the job fails in all."""
     failure: Exception | None = None
     try:
@@ -164,7 +164,7 @@ def _begin(context: Context, world: Communicator, asked: Asked) -> None:
 
 def _init_again(context: Context, comm: Any, process_sets: Any) -> None:
     """Do what a second call of `init` asks for, or refuse it. Collective where it names new process sets."""
-    asked = Asked.of(comm, process_sets)
+    asked = InitArguments.of(comm, process_sets)
     here = context.base.world_ranks
     if asked.part_of(here[context.rank]) not in (None, here):
         raise OperationError(
@@ -188,7 +188,7 @@ def _leave_ranks_to_parent() -> None:
     """A forked process may ask whose rank it has, as loaders' workers do, but not take its part."""
     atexit.unregister(shutdown)
     if _context is not None:
-        _context.crew.abandon(
+        _context.engine_group.abandon(
             "this process was forked from a rank and is none itself: collectives are for the ranks; return "
             "what is to be communicated to the process that it was forked from"
         )
@@ -206,7 +206,7 @@ def shutdown() -> None:
 def _end(context: Context, reason: str) -> None:
     """Let go of everything: what is under way fails for this reason."""
     context.stop_timeline()
-    for engine in context.crew.engines:
+    for engine in context.engine_group.engines:
         engine.close(reason)
     for process_set in context.process_sets.values():
         process_set._detach()

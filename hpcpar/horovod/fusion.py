@@ -23,7 +23,7 @@ MOST_LAYOUTS = 512
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Layout:
+class FusedLayout:
     """How tensors of one element type lie in the buffer: all of it, and a view in the shape of each.
 
     start   where in the buffer, in bytes
@@ -47,11 +47,11 @@ class FusionBuffer:
     def __init__(self, memory: Tensor) -> None:
         self.nbytes = memory.numel()
         self._memory = memory
-        self._layouts: dict[tuple[int, torch.dtype, Shapes], Layout] = {}
+        self._layouts: dict[tuple[int, torch.dtype, Shapes], FusedLayout] = {}
         self._taken: dict[int, int] = {}
 
-    def take(self, dtype: torch.dtype, shapes: Shapes) -> Layout | None:
-        """Room for tensors of these shapes; None where there is none until others have been given back.
+    def take(self, dtype: torch.dtype, shapes: Shapes) -> FusedLayout | None:
+        """Allocate space for tensors of these shapes; None until enough has been given back.
 
         What comes when nothing else is under way lies where it lay the last time.
         """
@@ -66,10 +66,10 @@ class FusionBuffer:
         if layout is None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = Layout(self._memory, start, dtype, shapes)
+            layout = self._layouts[key] = FusedLayout(self._memory, start, dtype, shapes)
         return layout
 
-    def give_back(self, layout: Layout) -> None:
+    def give_back(self, layout: FusedLayout) -> None:
         """What was taken is free again."""
         del self._taken[layout.start]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from hpcpar.horovod.responses import Item, Ticket
+    from hpcpar.horovod.operations import ReadyOp, Ticket
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class GpuStreams:
             ticket.made = torch.cuda.current_stream(ticket.tensor.device).record_event()
 
     @contextmanager
-    def working_on(self, items: Sequence[Item]) -> Iterator[None]:
+    def working_on(self, items: Sequence[ReadyOp]) -> Iterator[None]:
         """Have torch work in the engine's stream, once the tensors of these operations have been made."""
         tickets = [item.ticket for item in items if item.ticket is not None]
         tensors = [ticket.tensor for ticket in tickets if ticket.tensor is not None]
@@ -67,7 +67,7 @@ class GpuStreams:
                             tensor.record_stream(stream)
             yield
 
-    def finished(self, items: Sequence[Item]) -> None:
+    def finished(self, items: Sequence[ReadyOp]) -> None:
         """All that was to be done for these has been given to the engine's stream, in which torch works."""
         tickets = [item.ticket for item in items if item.ticket is not None]
         if tickets:

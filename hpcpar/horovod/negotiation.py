@@ -42,7 +42,7 @@ JOINABLE_OPS = ("sum", "average")
 """Reductions in which a rank without data can take part: with zeros."""
 
 
-class Request(NamedTuple):
+class TensorRequest(NamedTuple):
     """What one rank asks for, as far as the others must know it.
 
     name      the key by which ranks find each other: "allreduce.loss"
@@ -82,20 +82,20 @@ class Request(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _digest(request: Request) -> int:
+def _digest(request: TensorRequest) -> int:
     fitting = request._replace(shape=request.shape[1:]) if request.kind in UNEVEN else request
     told = repr((len(request.shape), *fitting))
     return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=DIGEST_NBYTES).digest(), "little")
 
 
-class Ready(NamedTuple):
+class ReadyRequest(NamedTuple):
     """An operation that all ranks have come to.
 
     request   as a rank with data asked for it
     error     why it cannot be done, naming the ranks; None: it can
     """
 
-    request: Request
+    request: TensorRequest
     error: str | None = None
 
 
@@ -106,24 +106,24 @@ class _Batch(NamedTuple):
     ready    what is ready if all ranks bring the same
     """
 
-    requests: tuple[Request, ...]
+    requests: tuple[TensorRequest, ...]
     record: bytes
-    ready: list[Ready]
+    ready: list[ReadyRequest]
 
     @classmethod
-    def of(cls, requests: tuple[Request, ...]) -> _Batch:
+    def of(cls, requests: tuple[TensorRequest, ...]) -> _Batch:
         digest = sum(request.digest for request in requests) & _MASK
         both = digest | (_MASK ^ digest) << 8 * DIGEST_NBYTES
         in_order = sorted(requests, key=lambda request: request.name)
-        ready = [Ready(request, shortcoming(request)) for request in in_order]
+        ready = [ReadyRequest(request, shortcoming(request)) for request in in_order]
         return cls(requests, both.to_bytes(2 * DIGEST_NBYTES, "little") + b"\xff", ready)
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Proposal:
     """What one rank tells the others when their digests differ."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[TensorRequest, ...]
     joined: bool
 
 
@@ -138,15 +138,15 @@ class Negotiation:
     def __init__(self, size: int, world_ranks: Sequence[int] | None = None) -> None:
         self._size = size
         self._world = tuple(range(size)) if world_ranks is None else tuple(world_ranks)
-        self._new: dict[str, Request] = {}
-        self._told: dict[str, Request] = {}
+        self._new: dict[str, TensorRequest] = {}
+        self._told: dict[str, TensorRequest] = {}
         self._last = _Batch.of(())
-        self._batches: dict[tuple[Request, ...], _Batch] = {}
+        self._batches: dict[tuple[TensorRequest, ...], _Batch] = {}
         self._record = b""
         self._is_joined = self._told_joined = False
         self.joined: set[int] = set()
         self.last_joined: int | None = None
-        self.heard: dict[str, dict[int, Request]] = {}
+        self.heard: dict[str, dict[int, TensorRequest]] = {}
 
     @property
     def has_news(self) -> bool:
@@ -158,7 +158,7 @@ class Negotiation:
         """Operations that this rank has asked for, and has not heard of the others whether they do."""
         return [name for name in (*self._told, *self._new) if name not in self.heard]
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: TensorRequest) -> None:
         """This rank asks for an operation; of one name there is never more than one that is not ready."""
         self._new[request.name] = request
 
@@ -187,7 +187,7 @@ class Negotiation:
             del self._batches[next(iter(self._batches))]
         return self._batches.setdefault(batch.requests, batch)
 
-    def conclude(self, common: bytes) -> list[Ready] | None:
+    def conclude(self, common: bytes) -> list[ReadyRequest] | None:
         """The AND of all records is here: what is ready; None if the ranks must tell each other more.
 
         It is this rank's own only if all are the same, and then it is so on every rank. A rank that asks for
@@ -198,14 +198,14 @@ class Negotiation:
         self._told = {}
         return self._last.ready
 
-    def news(self) -> News:
+    def proposal(self) -> Proposal:
         """What this rank tells the others of this round."""
-        return News(tuple(self._told.values()), self._told_joined)
+        return Proposal(tuple(self._told.values()), self._told_joined)
 
-    def conclude_news(self, news: Sequence[News]) -> list[Ready]:
+    def conclude_proposals(self, proposals: Sequence[Proposal]) -> list[ReadyRequest]:
         """All ranks have told, in the order of their ranks: what is ready."""
         self._told = {}
-        for rank, told in enumerate(news):
+        for rank, told in enumerate(proposals):
             for request in told.requests:
                 self.heard.setdefault(request.name, {})[rank] = request
             if told.joined and rank not in self.joined:
@@ -217,10 +217,10 @@ class Negotiation:
             asked = self.heard.pop(name)
             request = asked[min(asked)]
             error = objection(asked, self._world) or shortcoming(request) or self._objection_to_join(asked)
-            ready.append(Ready(request, error))
+            ready.append(ReadyRequest(request, error))
         return ready
 
-    def _contradictions(self) -> list[Ready]:
+    def _contradictions(self) -> list[ReadyRequest]:
         """Operations without names that have the same number, and are different ones on different ranks."""
         numbered: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for name, asked in self.heard.items():
@@ -234,7 +234,7 @@ class Negotiation:
                 continue
             first = {rank: self.heard[min(own)][rank]._replace(name=number) for rank, own in names_of.items()}
             error = objection(first, self._world)
-            found += [Ready(next(iter(self.heard.pop(name).values())), error) for name in names]
+            found += [ReadyRequest(next(iter(self.heard.pop(name).values())), error) for name in names]
         return found
 
     def end_join(self) -> int | None:
@@ -270,7 +270,7 @@ class Negotiation:
         groups = {request.group for request in self.heard[name].values()}
         return groups.pop() if len(groups) == 1 else None
 
-    def _objection_to_join(self, asked: Mapping[int, Request]) -> str | None:
+    def _objection_to_join(self, asked: Mapping[int, TensorRequest]) -> str | None:
         request = asked[min(asked)]
         gone = sorted(self.joined - asked.keys())
         if not gone or (request.kind == "allreduce" and request.op in JOINABLE_OPS):
@@ -284,7 +284,7 @@ class Negotiation:
         )
 
 
-def objection(asked: Mapping[int, Request], world_ranks: Sequence[int]) -> str | None:
+def objection(asked: Mapping[int, TensorRequest], world_ranks: Sequence[int]) -> str | None:
     """Why requests of the same name do not fit each other, naming the ranks; None: they do."""
     for what, of, said in _ASPECTS:
         sides: dict[Any, list[int]] = defaultdict(list)
@@ -300,7 +300,7 @@ def objection(asked: Mapping[int, Request], world_ranks: Sequence[int]) -> str |
     return None
 
 
-def shortcoming(request: Request) -> str | None:
+def shortcoming(request: TensorRequest) -> str | None:
     """Why an operation cannot be done although all ranks ask for the same; None: it can."""
     if request.kind in ROWS and not request.shape:
         return (
@@ -310,11 +310,11 @@ def shortcoming(request: Request) -> str | None:
     return None
 
 
-def _root(request: Request) -> int:
+def _root(request: TensorRequest) -> int:
     return request.root
 
 
-_ASPECTS: tuple[tuple[str, Callable[[Request], object], str], ...] = (
+_ASPECTS: tuple[tuple[str, Callable[[TensorRequest], object], str], ...] = (
     ("operations", lambda request: request.kind, "asked for {}"),
     ("data types", lambda request: request.dtype, "sent {}"),
     (

@@ -222,7 +222,7 @@ def remove(context: Context, process_set: ProcessSet) -> bool:
     engine = process_set._engine
     is_idle = all(context.engine.allgather_object(engine is None or not engine.is_busy))
     if engine is not None:
-        context.crew.engines.remove(engine)
+        context.engine_group.engines.remove(engine)
         if is_idle:
             engine.free()
         else:

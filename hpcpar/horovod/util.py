@@ -1,4 +1,4 @@
-"""Small helpers, by the names of `horovod.common.util`.
+"""Helpers by the names of `horovod.common.util`, and `in_thread` of `horovod.runner.util.threads`.
 
 The queries answer for this package: PyTorch is its only framework, MPI carries everything, and
 nothing has to be built.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sysconfig
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache as _cache
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ __all__ = [
     "get_version_mismatch_message",
     "gloo_built",
     "gpu_available",
+    "in_thread",
     "is_iterable",
     "is_version_greater_equal_than",
     "mpi_built",
@@ -154,3 +156,30 @@ def is_iterable(thing: object) -> bool:
     except TypeError:
         return False
     return True
+
+
+def in_thread(
+    target: Callable[..., Any],
+    args: Iterable[Any] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Start a thread that calls `target(*args)`, and return it.
+
+    daemon   the program's end does not wait for it
+    silent   an exception in it ends it without a word
+    """
+    arguments = tuple(args)
+
+    def quietly() -> None:
+        try:
+            target(*arguments)
+        except Exception:  # what `silent` asks for
+            return
+
+    thread = threading.Thread(
+        target=quietly if silent else target, args=() if silent else arguments, name=name, daemon=daemon
+    )
+    thread.start()
+    return thread

@@ -27,8 +27,8 @@ from hpcpar.data_parallel.parameters import Named, agree_on_parameters, view_lik
 from hpcpar.data_parallel.reducer import Reducer
 from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod.gpu_streams import in_this_stream
-from hpcpar.horovod.negotiation import Request
-from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.negotiation import TensorRequest
+from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.sparse_gradients import start_sparse
 from hpcpar.planner.traffic import usage_map_nbytes
@@ -135,7 +135,7 @@ class Schedule:
         self._ways = ways
         self._named = named
         self._is_newcomer = is_newcomer
-        self._request = Request(name, "schedule", content=f"{len(named)} parameters")
+        self._request = TensorRequest(name, "schedule", content=f"{len(named)} parameters")
         self._ticket: Ticket | None = None
         self._is_open = False
         self._waiting: list[_BucketUnderWay] = []
@@ -181,24 +181,17 @@ class Schedule:
     # In the timeline each gradient is an all-reduce of its own, as in Horovod's, though buckets are shared.
 
     def show_asked(self, bucket: Bucket) -> None:
-        if self._engine.timeline is not None:
-            for name, _ in self._shown(bucket):
-                self._engine.timeline.negotiate_start(name, "allreduce")
+        for name, _ in self._shown(bucket):
+            self._engine.observer.asked(name, "allreduce")
 
     def show_leaving(self, bucket: Bucket) -> None:
-        if self._engine.timeline is not None:
-            for name, _ in self._shown(bucket):
-                self._engine.timeline.negotiate_end(name)
-                self._engine.timeline.start(name, "allreduce")
-                self._engine.timeline.activity_start(name, "MPI_ALLREDUCE")
+        self._engine.observer.bucket_leaves([name for name, _ in self._shown(bucket)])
 
     def show_done(self, bucket: Bucket) -> None:
         """It has been waited for; it may have been there before."""
-        if self._engine.timeline is not None:
-            for name, parameter in self._shown(bucket):
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                self._engine.timeline.end(name, dtype, parameter.shape)
-            self._engine.timeline.flush()
+        self._engine.observer.bucket_done(
+            [(name, str(p.dtype).removeprefix("torch."), p.shape) for name, p in self._shown(bucket)]
+        )
 
     def _shown(self, bucket: Bucket) -> list[Named]:
         members = [self._named[member] for member in bucket.members]
@@ -363,7 +356,7 @@ class Gradients:
         made: list[tuple[list[Reducer], list[Named]]] = []
         content = f"{self._ways}, backward_passes_per_step={self.passes}"
         ticket = Ticket(
-            Request(self._layout_name, "schedule", content=content),
+            TensorRequest(self._layout_name, "schedule", content=content),
             on_ready=lambda: made.append(self._make()),
         )
         self._engine.submit([ticket])
@@ -397,7 +390,7 @@ class Gradients:
         parameters = [parameter for _, parameter in dense]
         buckets: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
         zeros = _Zeros(replace(self._ways, groups=()), buckets, len(parameters))
-        comm = self._engine.lend_communicator(self, step, zeros.bring)
+        comm = self._engine.steps.lend_communicator(self, step, zeros.bring)
         reference = weakref.ref(self)
         schedule = Schedule(self._engine, comm, self._ways, step, dense, lambda: _has_newcomer(reference))
         reducer = Reducer(
@@ -442,7 +435,7 @@ class Gradients:
 
         _forget_layouts(weakref.ref(engine), self._served)
         self._served[:] = [self._layout_name]
-        engine.serve[self._layout_name] = serve
+        engine.steps.serve[self._layout_name] = serve
 
     def _agree_on_kinds(self, fresh: Sequence[Named]) -> list[int]:
         """Of each parameter, whether its gradient is dense or sparse where a rank has one; 0: none has."""
@@ -502,7 +495,7 @@ def _forget_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> Non
     engine = reference()
     if engine is not None:
         for name in names:
-            engine.serve.pop(name, None)
+            engine.steps.serve.pop(name, None)
 
 
 def _retire_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> None:
@@ -510,4 +503,4 @@ def _retire_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> Non
     engine = reference()
     if engine is not None:
         for name in names:
-            engine.retire(name)
+            engine.steps.retire(name)

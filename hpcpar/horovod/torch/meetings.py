@@ -22,8 +22,8 @@ from torch import Tensor
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.reduction import Pending, Reduction
 from hpcpar.horovod.exceptions import HorovodInternalError
-from hpcpar.horovod.negotiation import Request
-from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.negotiation import TensorRequest
+from hpcpar.horovod.operations import Ticket
 
 if TYPE_CHECKING:
     from hpcpar.horovod.engine import Engine
@@ -41,7 +41,7 @@ class Meetings:
     def __init__(self, engine: Engine | None, name: str) -> None:
         self._engine = engine
         self._name = name
-        self._last = Ticket(Request(name, KIND), done=True)
+        self._last = Ticket(TensorRequest(name, KIND), done=True)
 
     def call(self, what: str) -> Ticket:
         """Say that this rank makes a call, and go on; one that was made before is awaited."""
@@ -50,7 +50,7 @@ class Meetings:
         if not self._last.done:
             with suppress(HorovodInternalError):  # it is told to who waits for that call
                 self._engine.wait(self._last)
-        self._last = Ticket(Request(self._name, KIND, content=f"a call of {what}"))
+        self._last = Ticket(TensorRequest(self._name, KIND, content=f"a call of {what}"))
         self._engine.submit([self._last])
         return self._last
 

@@ -23,6 +23,7 @@ from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.gradients import Gradients, Ways
 from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
+from hpcpar.horovod.torch.submission import require_adasum
 from hpcpar.horovod.torch.wrapped import Wrapped
 from hpcpar.horovod.torch.zero import ShardedOptimizer, options_for
 from hpcpar.uncompiled import uncompiled
@@ -353,7 +354,7 @@ class _AdasumOptimizer(_Distributed):
         super()._distribute(named_parameters)
         _grouped(self._settings["groups"], self)
         if not self._is_alone:
-            mpi_ops.require_adasum(self._process_set)
+            require_adasum(self._process_set)
 
     def synchronize(self) -> None:
         """Nothing: what is combined is made by `step`."""

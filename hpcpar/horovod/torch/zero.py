@@ -29,8 +29,8 @@ from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.horovod import basics
 from hpcpar.horovod.exceptions import HorovodInternalError
-from hpcpar.horovod.negotiation import Request
-from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.negotiation import TensorRequest
+from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.gradients import ADVICE
 from hpcpar.horovod.torch.meetings import STEP, Gate, Meetings
@@ -186,7 +186,7 @@ class ShardedOptimizer(Wrapped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler, which finds no gradients here: OperationError, which says what does it."""
+        """Raise OperationError to GradScaler, which finds no gradients here, saying what to use instead."""
         return self.sharded._step_supports_amp_scaling
 
     # Loading puts others in their place in the wrapped optimizer.
@@ -216,9 +216,9 @@ class ShardedOptimizer(Wrapped):
         self._meetings.hold(f"DistributedOptimizer({self._told()})")
         made: list[Communicator] = []
         ticket = Ticket(
-            Request(f"{name}.communicator", "schedule"),
+            TensorRequest(f"{name}.communicator", "schedule"),
             on_ready=lambda: made.append(
-                engine.lend_communicator(self, f"{name}.shards", lambda _: None),
+                engine.steps.lend_communicator(self, f"{name}.shards", lambda _: None),
             ),
         )
         engine.submit([ticket])

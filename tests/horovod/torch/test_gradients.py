@@ -1168,7 +1168,7 @@ def test_communicators_of_optimizers_that_are_gone_are_lent_again(without_garbag
         told.append(distance(model, reference))
         del model, optimizer
         gc.collect()
-        held.append((len(engine._loans), len(engine.serve)))
+        held.append((len(engine.steps._loans), len(engine.steps.serve)))
     assert max(told) <= ROUNDING
     assert held == [held[0]] * 10
 

@@ -450,7 +450,7 @@ def test_a_parameter_that_never_gets_a_gradient_leaves_nothing_behind_in_each_st
         optimizer.zero_grad()
         model(batch(step)[0], "ab").sum().backward()
         optimizer.step()
-        kept.append(len(engine.serve))
+        kept.append(len(engine.steps.serve))
     assert kept[2:] == [kept[2]] * 4
 
 

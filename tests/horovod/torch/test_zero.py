@@ -853,13 +853,13 @@ def test_a_call_that_one_rank_makes_alone_is_an_error_on_all_and_not_a_wait(
 def test_an_optimizer_that_is_gone_leaves_no_hooks_and_no_part_in_the_next_ones_steps() -> None:
     model, optimizer = wrapped(2)
     train(model, optimizer, part, steps=range(1))
-    comms = len(hvd.global_process_set._engine._loans)
+    comms = len(hvd.global_process_set._engine.steps._loans)
     for stage in (1, 2, 1):
         del optimizer
         model.load_state_dict(model_of().state_dict())
         optimizer: Any = hvd.DistributedOptimizer(OPTIMIZERS["AdamW"](model.parameters()), zero_stage=stage)
         train(model, optimizer, part)
-    made = len(hvd.global_process_set._engine._loans) - comms
+    made = len(hvd.global_process_set._engine.steps._loans) - comms
     assert_as_alone(model, alone()[0])
     assert made <= 1, "communicators are used again"
 

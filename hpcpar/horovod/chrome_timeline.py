@@ -1,4 +1,4 @@
-"""What became of each tensor when, as a file for a trace viewer, in the layout of Horovod's timeline.
+"""Horovod's timeline: a Chrome trace of each tensor's negotiation, wait and collective.
 
 A tensor is a process of the trace, named like allreduce.grad_1; its bars are nested:
 
@@ -17,11 +17,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcpar.errors import OperationError
+
+if TYPE_CHECKING:
+    from hpcpar.horovod.negotiation import ReadyRequest
+    from hpcpar.horovod.operations import ReadyOp
 
 MOST_PENDING = 4096
 """Events that wait for a flush; after so many they are written anyway."""
@@ -29,7 +33,7 @@ MOST_PENDING = 4096
 NEGOTIATE = "NEGOTIATE_"
 
 
-class Timeline:
+class ChromeTimeline:
     """Events of one rank, added from any thread: cheap, as nothing is written before `flush`.
 
     kind       what is done to a tensor: allreduce, allgather, broadcast, alltoall, reducescatter …
@@ -159,6 +163,77 @@ class Timeline:
             self._file.flush()
             self._separator = ",\n"
         self._pending.clear()
+
+
+class TimelineObserver:
+    """Tells a timeline what one engine does; the engine does the same without one.
+
+    timeline   None: nothing is recorded
+    """
+
+    def __init__(self, timeline: ChromeTimeline | None, size: int) -> None:
+        self.timeline = timeline
+        self._size = size
+        self._shown: set[str] = set()
+
+    def asked(self, name: str, kind: str) -> None:
+        """Record that this rank has asked for an operation."""
+        if self.timeline is not None:
+            self.timeline.negotiate_start(name, kind)
+
+    def cycle(self) -> None:
+        """Record the begin of a negotiation round."""
+        if self.timeline is not None:
+            self.timeline.mark_cycle()
+
+    def ready(self, ready: Sequence[ReadyRequest], is_open: Container[str]) -> None:
+        """Record that all ranks have asked for these, those among them that are open on this rank."""
+        if self.timeline is not None:
+            for name in (found.request.name for found in ready if found.request.name in is_open):
+                for rank in range(self._size):
+                    self.timeline.negotiate_rank_ready(name, rank)
+                self.timeline.negotiate_end(name)
+
+    def activity(self, items: Sequence[ReadyOp], activity: str) -> None:
+        """Record what is being done with these from now on."""
+        if self.timeline is None:
+            return
+        for item in items:
+            name = item.request.name
+            if name in self._shown:
+                self.timeline.activity_end(name)
+            else:
+                self._shown.add(name)
+                self.timeline.start(name, item.request.kind)
+            self.timeline.activity_start(name, activity)
+
+    def done(self, items: Sequence[ReadyOp]) -> None:
+        """Record the end of these."""
+        if self.timeline is None:
+            return
+        for request in (item.request for item in items):
+            if request.name in self._shown:
+                self._shown.discard(request.name)
+                self.timeline.activity_end(request.name)
+                self.timeline.end(request.name, request.dtype, request.shape)
+        self.timeline.flush()
+
+    # In the timeline each gradient is an all-reduce of its own, as in Horovod's, though buckets are shared.
+
+    def bucket_leaves(self, names: Sequence[str]) -> None:
+        """Record that the collective of these gradients' bucket starts."""
+        if self.timeline is not None:
+            for name in names:
+                self.timeline.negotiate_end(name)
+                self.timeline.start(name, "allreduce")
+                self.timeline.activity_start(name, "MPI_ALLREDUCE")
+
+    def bucket_done(self, gradients: Sequence[tuple[str, str, Sequence[int]]]) -> None:
+        """Record that these gradients (name, dtype, shape) have been waited for."""
+        if self.timeline is not None:
+            for name, dtype, shape in gradients:
+                self.timeline.end(name, dtype, shape)
+            self.timeline.flush()
 
 
 def _metadata(kind: str, process: int, arguments: dict[str, Any]) -> dict[str, Any]:
