@@ -35,7 +35,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from option_types import at_least, output_file
+from common import at_least, output_file
 
 import hpcpar
 from hpcpar.bench.collectives import CHOSEN, about, ours, write_json

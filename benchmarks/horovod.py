@@ -38,7 +38,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from option_types import at_least, output_file
+from common import at_least, output_file
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
@@ -349,7 +349,7 @@ def libraries(options: argparse.Namespace) -> list[Library]:
 def job(library: Library, options: argparse.Namespace) -> dict[str, Any]:
     """Run one library's job to its end; what its rank 0 has left."""
     from hpcpar.launch import supervise
-    from hpcpar.launch.variables import env
+    from hpcpar.launch.settings import env
 
     with tempfile.TemporaryDirectory() as folder:
         words = [

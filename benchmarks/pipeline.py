@@ -14,7 +14,7 @@ peers    Everybody trains the same Llama on the same tokens, in the same microba
 
          A step is all microbatches and the optimizer, from a barrier on, on the slowest rank.
 
-sleep    Stages whose forward, backward and weights' part sleep for a time: every schedule of the catalogue
+sleep    Stages whose forward, backward and weights' part sleep for a time: every schedule of the registry
          beside its price, with more ranks than cores, too. The times are those of a stage, so that ranks
          with several have more to do. What is above the price is sleep that lasts too long (0.1 ms or
          more, every time), messages, and what the executor does with a cold core.
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from option_types import at_least, output_file
+from common import at_least, output_file
 from pipeline_memory import live_nbytes
 from pipeline_peers import (
     PHASES,
@@ -78,9 +78,9 @@ from hpcpar.errors import ConfigError, LayoutError, ScheduleError
 from hpcpar.launch import binding
 from hpcpar.models import Layers
 from hpcpar.models.stages import measured_costs
-from hpcpar.pipeline_schedules import catalogue
-from hpcpar.pipeline_schedules.price import Durations
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules import schedule_registry
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations
 
 SLEEP_TOLERANCE = 0.05
 """Hoped for: a step that takes at most this much more or less than its price."""
@@ -114,9 +114,9 @@ def arguments() -> argparse.Namespace:
     catalogued.add_argument(
         "--schedules",
         nargs="+",
-        choices=list(catalogue.METHODS),
+        choices=list(schedule_registry.METHODS),
         metavar="NAME",
-        help=f"of {', '.join(catalogue.METHODS)} (default: all that can be made so)",
+        help=f"of {', '.join(schedule_registry.METHODS)} (default: all that can be made so)",
     )
     catalogued.add_argument(
         "--output", type=Path, help="a picture (.png, .svg, .pdf): priced beside measured"
@@ -310,7 +310,7 @@ def compared(
 ) -> list[Comparison]:
     """All that were asked for, or else all that can be made; says which are left out."""
     comparisons = []
-    for name in options.schedules or catalogue.METHODS:
+    for name in options.schedules or schedule_registry.METHODS:
         try:
             comparisons.append(run(name))
         except (ScheduleError, LayoutError) as error:

@@ -33,10 +33,10 @@ from hpcpar.models.stages import LlamaStages
 from hpcpar.partition import counts
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand
 from hpcpar.pipeline_parallel.pipeline import Pipeline
-from hpcpar.pipeline_schedules import catalogue
-from hpcpar.pipeline_schedules.placement import loop, v_shape
-from hpcpar.pipeline_schedules.price import Durations
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules import schedule_registry
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from hpcpar.pipeline_schedules.stage_placement import loop, v_shape
 
 PHASES = ("microbatches", "optimizer")
 
@@ -149,7 +149,7 @@ def schedule_of(
 ) -> Schedule:
     """The catalogue's; stages_per_rank where the name leaves it open, durations where it is made for some."""
     several = stages_per_rank if name == "interleaved" else None
-    return catalogue.make(
+    return schedule_registry.make(
         name, ranks, microbatches, stages_per_rank=several, durations=durations or Durations()
     )
 
@@ -245,7 +245,7 @@ class Serial(InMicrobatches, Solo):
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-"""Of hpcpar's catalogue, those that torch has too."""
+"""Of hpcpar's registry, those that torch has too."""
 
 PIPELINE: dict[str, type[Peer]] = {
     **{f"hpcpar {schedule}": Hpcpar for schedule in SCHEDULES},

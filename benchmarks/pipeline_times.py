@@ -1,6 +1,6 @@
 """Pipelines beside what `price` says of them, with stages that sleep, or a Llama's.
 
-    price(schedule, durations) ─► seconds and bubble rate ┐
+    simulate(schedule, durations) ─► seconds and bubble rate ┐
     Pipeline.step()            ─► seconds and bubble rate ┴─► beside each other
 
 Of stages that sleep the durations are known: what the ranks do besides is the executor's. A Llama's are
@@ -22,12 +22,11 @@ from torch.autograd import Function
 from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.weight_grad_mode import DeferredGradients, stand_in, under_way
 from hpcpar.comm import Communicator
-from hpcpar.pipeline_parallel.forms import Form, form_of
 from hpcpar.pipeline_parallel.pipeline import Pipeline
 from hpcpar.pipeline_parallel.stage import Stage
-from hpcpar.pipeline_schedules.measured import replayed
-from hpcpar.pipeline_schedules.price import Durations, price
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, spec_of
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, replayed, simulate
 from hpcpar.pipeline_schedules.timetable import Timetable
 
 
@@ -97,7 +96,7 @@ def compare(world: Communicator, schedule: Schedule, work: Work, clock: Clock, s
     return Comparison(
         schedule,
         durations,
-        predicted=price(schedule, durations),
+        predicted=simulate(schedule, durations),
         measured=sorted(timetables, key=lambda each: each.bubble_rate)[steps // 2],
         step_s=[max(of_ranks) for of_ranks in zip(*world.allgather_object(own_s), strict=True)],
         bubble_rates=[each.bubble_rate for each in timetables],
@@ -194,7 +193,7 @@ class Stopwatch:
             Alone(
                 Stage(number, module),
                 inputs if number == 0 else hidden,
-                None if number == 0 else form_of((hidden,)),
+                None if number == 0 else spec_of((hidden,)),
                 (lambda output: work.loss(output, targets)) if number == self.count - 1 else None,
             )
             for number, module in work.stages.items()
@@ -232,13 +231,13 @@ class Alone:
 
     stage: Stage
     inputs: Tensor
-    form: Form | None
+    spec: OutputSpec | None
     loss: Callable[[Any], Tensor] | None
 
     def run(self, *, split: bool) -> Seconds:
         """Forward and backward; of a backward that is not split, all is in `backward`."""
         start_s = time.perf_counter()
-        output = self.stage.forward(0, (self.inputs,), self.form, split=split, loss=self.loss)
+        output = self.stage.forward(0, (self.inputs,), self.spec, split=split, loss=self.loss)
         forward_s = time.perf_counter() - start_s
         gradients = () if self.loss else (torch.ones_like(output),)
         start_s = time.perf_counter()

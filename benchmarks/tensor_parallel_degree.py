@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from option_types import at_least, output_file, picture_file
+from common import at_least, output_file, picture_file
 
 from hpcpar.units import MiB, format_nbytes
 

@@ -57,7 +57,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from option_types import at_least, output_file
+from common import at_least, output_file
 from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
 from training_peers import DATA_PARALLEL, PHASES, Peer, Recipe, Task, absent, build, join_gloo

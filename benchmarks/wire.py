@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hosts as network
-from option_types import at_least, output_file
+from common import at_least, output_file
 
 import hpcpar
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm

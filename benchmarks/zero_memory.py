@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from option_types import at_least, output_file, picture_file
+from common import at_least, give_freed_memory_back, output_file, picture_file
+from memory_picture import draw
 from rich.console import Console
 from rich.table import Table
 
 import hpcpar
-from hpcpar.bench.memory_picture import draw
-from hpcpar.bench.soak import give_freed_memory_back
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel import (
     DistributedOptimizer,

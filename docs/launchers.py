@@ -11,9 +11,9 @@ import sys
 from hpcpar.launch.allocation import HOST_LISTS
 from hpcpar.launch.crosscheck import MPIEXECS
 from hpcpar.launch.environment import DAEMONS, LAUNCHERS
+from hpcpar.launch.launch_command import AGAINST_THE_REQUEST, PLACES_OF_THE_JOB
 from hpcpar.launch.lone import PAIRS, STARTERS
-from hpcpar.launch.supervise import AGAINST_THE_REQUEST, PLACES_OF_THE_JOB
-from hpcpar.launch.variables import ASKED_RANKS
+from hpcpar.launch.settings import ASKED_RANKS
 
 TEXT = """\
 # Launchers: whose variables are read, and what happens when two disagree

@@ -21,9 +21,9 @@ from torch.nn import functional
 import hpcpar
 from hpcpar.mesh import Mesh
 from hpcpar.pipeline_parallel import Pipeline, balanced
-from hpcpar.pipeline_schedules import catalogue, record
-from hpcpar.pipeline_schedules.measured import predicted
-from hpcpar.pipeline_schedules.price import Durations
+from hpcpar.pipeline_schedules import schedule_registry
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, predicted
+from hpcpar.pipeline_schedules.timetable import write_timetable
 
 LAYERS, WIDTH, CLASSES = 8, 256, 10
 
@@ -31,7 +31,7 @@ LAYERS, WIDTH, CLASSES = 8, 256, 10
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A model of one's own as a pipeline.")
     parser.add_argument("--pp", type=int, help="ranks that share the layers (default: all)")
-    parser.add_argument("--schedule", default="1f1b", choices=catalogue.METHODS, metavar="NAME")
+    parser.add_argument("--schedule", default="1f1b", choices=schedule_registry.METHODS, metavar="NAME")
     parser.add_argument("--microbatches", type=int, default=8, help="(default: 8)")
     parser.add_argument("--batch", type=int, default=256, help="rows of each pipeline (default: 256)")
     parser.add_argument("--steps", type=int, default=20, help="(default: 20)")
@@ -64,7 +64,9 @@ def main() -> None:
     world = hpcpar.init()
     torch.set_num_threads(1)
     mesh = Mesh(world, pp=options.pp or world.size, dp=None)
-    schedule = catalogue.make(options.schedule, mesh.pp.size, options.microbatches, durations=Durations())
+    schedule = schedule_registry.make(
+        options.schedule, mesh.pp.size, options.microbatches, durations=Durations()
+    )
     split = balanced([1.0] * LAYERS, schedule.stages, schedule.rank_of_stage)
     stages = {
         stage: nn.Sequential(*(layer(number) for number in range(*split[stage])))
@@ -99,7 +101,7 @@ def main() -> None:
             f"{schedule.name}: {found:.1%} of the last step idle, of which the schedule says {promised:.1%}"
         )
         if options.record is not None:
-            record.write(measured, options.record)
+            write_timetable(measured, options.record)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all, whenever the process is killed.
+"""Durable files: whole or absent, whenever the process is killed.
 
-Everything goes to a temporary name beside the final one, is pushed to the disk (fsync), and takes
-the final name in one rename. Files written in any other way were left unloadable by a kill in half
-of all trials; written so, in none.
+    write under a temporary name ─> fsync files and directory ─> rename to the final name ─> fsync parent
+
+A kill left files that were written in any other way unloadable in half of all trials; written so, in none.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".writing-"
-"""Names that begin so are of writers at work, or of writers that were killed."""
+"""Prefix of names that belong to writers at work, or to killed ones."""
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal; about one second for each GB."""
+    """Return the SHA-256 of a file's content, in hexadecimal; about one second for each GB."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -39,17 +39,17 @@ def push_to_disk(path: Path) -> None:
 
 @contextmanager
 def whole_directory(final: Path) -> Iterator[Path]:
-    """A new directory to write into, which becomes `final` when the block ends without an error.
+    """Give a new directory to write into, which becomes `final` when the block ends without an error.
 
-    What bore the name `final` before is replaced; on an error nothing of it is touched and the new
-    files are removed. A process killed between the two renames of a replacement leaves the old
-    content under a temporary name and `final` missing, never half of one or the other. Of several
-    writers of one `final` at once, the last one's files stay.
+    An earlier `final` is replaced; on an error it stays untouched and the new files are removed. A process
+    killed between the two renames of a replacement leaves the old content under a temporary name and `final`
+    missing, never half of one or the other. Of several simultaneous writers, the last one's files stay.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{final.name}-", dir=final.parent))
     try:
         yield staging
+        # The rename must not reach the disk before the content does.
         for path in sorted(staging.rglob("*"), reverse=True):
             push_to_disk(path)
         push_to_disk(staging)
@@ -62,7 +62,7 @@ def whole_directory(final: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A file of this text in the place of what is there, which stays as it is where that fails."""
+    """Write a text file; on an error the earlier file stays as it is."""
     staging = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
     try:
         staging.write_text(text, encoding="utf-8")
@@ -83,7 +83,7 @@ def _rename_over(staging: Path, final: Path) -> None:
                 raise
         replaced = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{final.name}-", dir=final.parent))
         with suppress(FileNotFoundError):  # another writer took it away in this moment
-            os.rename(final, replaced)  # over the empty directory of this name
+            os.rename(final, replaced)  # replaces the empty directory of this name
         shutil.rmtree(replaced, ignore_errors=True)
 
 

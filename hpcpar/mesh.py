@@ -133,15 +133,6 @@ class Layout:
         edp, ep = divmod(dp * self.cp + cp, self.ep)
         return Coordinates(pp, dp, cp, tp, edp, ep)
 
-    def rank_at(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The rank that stands at these coordinates; the inverse of `coordinates`."""
-        for axis, place in zip(AXES, (pp, dp, cp, tp), strict=True):
-            if not 0 <= place < self.degree(axis):
-                raise LayoutError(
-                    f"no rank at {axis} {place}: {axis}={self.degree(axis)} in the layout {self}"
-                )
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
-
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All ranks, parted into those that differ only along `axes`; each group in rank order.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a line and its end are two writes: those of ranks mix
 
-pytest_plugins = ["tests.transport.cuda_stand_in.fixtures"]
+pytest_plugins = ["tests.transport.gpu.cuda_stand_in.fixtures"]
 
 
 def _world_rank() -> int:

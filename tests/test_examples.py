@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.pipeline_schedules import record
+from hpcpar.pipeline_schedules.timetable import read_timetable
 
 pytest.importorskip("mpi4py")
 
@@ -62,7 +62,7 @@ def test_a_model_of_ones_own_is_the_same_in_any_pipeline(run_ranks: RunRanks, tm
         assert "of the last step idle, of which the schedule says" in done.stdout
     assert len(ends[0]) == 1
     assert ends[0] == ends[1]
-    assert record.read(measured).rows[1]
+    assert read_timetable(measured).rows[1]
 
 
 @pytest.mark.long

@@ -27,10 +27,10 @@ def test_the_drawing_of_the_docstring_holds() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_coordinates_and_ranks_are_each_others_inverse(layout: Layout) -> None:
+def test_ranks_count_tp_first_then_cp_dp_and_pp(layout: Layout) -> None:
     for rank in range(layout.size):
         c = layout.coordinates(rank)
-        assert layout.rank_at(pp=c.pp, dp=c.dp, cp=c.cp, tp=c.tp) == rank
+        assert ((c.pp * layout.dp + c.dp) * layout.cp + c.cp) * layout.tp + c.tp == rank
         assert c.edp * layout.ep + c.ep == c.dp * layout.cp + c.cp
 
 
@@ -138,8 +138,6 @@ def test_overlapping_views_of_the_same_ranks_are_refused() -> None:
 def test_a_rank_outside_the_layout_is_refused() -> None:
     with pytest.raises(LayoutError, match="rank 4 is not in the layout dp=2 x tp=2, which has ranks 0 to 3"):
         Layout(dp=2, tp=2).coordinates(4)
-    with pytest.raises(LayoutError, match="no rank at tp 2: tp=2"):
-        Layout(dp=2, tp=2).rank_at(tp=2)
 
 
 def crossing_groups(nodes: list[int], layout: Layout, axis: str) -> int:

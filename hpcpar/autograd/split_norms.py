@@ -1,6 +1,6 @@
 """Sums over gradients of which ranks hold parts: each part counts once, and so does what is the same.
 
-A parameter notes the communicators over whose ranks it is split, as `hpcpar_split_over`. Sums of powers are
+A parameter notes the communicators over whose ranks it is split, in its record. Sums of powers are
 added over those, and over no others:
 
     parameters split over     tp, pp   ─ sum over tp ─┐
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.errors import OperationError
+from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 def split_over_of(parameter: Tensor) -> Kind:
     """The communicators over whose ranks a parameter is split; none for one that every rank has whole."""
-    return getattr(parameter, "hpcpar_split_over", ())
+    return info_of(parameter).split_over
 
 
 def combined_over(sums: Mapping[Kind, Tensor], *, largest: bool) -> Tensor:

@@ -9,10 +9,8 @@
 `clip_grads_with_norm_` and `clip_grad_value_` look at each element by itself, and stay torch's. A rank alone
 would take the norm of its own parts, and ranks would scale what they share by different factors.
 
-A parameter's attributes say what is to be done with it:
-
-    hpcpar_split_over        communicators over whose ranks it is split (`note_split_over`)
-    hpcpar_counts_elsewhere  true for a copy that another rank counts (`TiedWeights`)
+A parameter's record (`hpcpar.parameter_info`) tells over which communicators it is split, and whether another
+rank counts its copy.
 
 torch wraps each of these functions in another, which holds it in a closure; from the first note on that
 closure holds ours. So it also reaches `from torch.nn.utils import clip_grad_norm_` written before.
@@ -41,6 +39,7 @@ from hpcpar.autograd.split_norms import (
     require_norm_type,
     split_over_of,
 )
+from hpcpar.parameter_info import info_of, note
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -61,7 +60,7 @@ def note_split_over(parameter: Tensor, *comms: Communicator) -> None:
     more = tuple(comm for comm in comms if comm.size > 1 and comm not in noted)
     if not more:
         return
-    parameter.hpcpar_split_over = noted + more  # type: ignore[attr-defined]
+    note(parameter, split_over=noted + more)
     with _LOCK:
         _NOTED[id(parameter)] = weakref.ref(parameter)
         for key in [key for key, held in _NOTED.items() if held() is None]:
@@ -169,7 +168,7 @@ def _norm(pairs: list[tuple[Tensor, Tensor | None]], norm_type: float, error_if_
     add = torch.maximum if largest else torch.add
     sums = {split_over_of(noted): torch.zeros((), dtype=torch.float64) for noted, _ in pairs}
     for noted, gradient in pairs:
-        if gradient is not None and gradient.numel() and not getattr(noted, "hpcpar_counts_elsewhere", False):
+        if gradient is not None and gradient.numel() and not info_of(noted).counts_elsewhere:
             kind = split_over_of(noted)
             sums[kind] = add(sums[kind], powers(gradient, norm_type))
     total = combined_over(sums, largest=largest)

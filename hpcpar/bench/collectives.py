@@ -1,4 +1,4 @@
-"""`hpcpar bench collectives`: our algorithms beside what else there is, by size, as nccl-tests lays it out.
+"""`hpcpar bench collectives`: hpcpar's algorithms, MPI's own and gloo by size, as nccl-tests prints them.
 
 algbw = bytes of the whole array / time; busbw = algbw × the collective's factor (nccl-tests,
 doc/PERFORMANCE.md). GB = 1e9 bytes.
@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,7 +37,6 @@ from hpcpar.bench.measure import (
     usable,
     wrong_elements,
 )
-from hpcpar.comm.collectives import PREPARED
 from hpcpar.comm.select import NATIVE, NATIVES
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity
@@ -48,39 +46,36 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 CHOSEN = "chosen"
-"""The candidate that names no algorithm: what a user gets."""
-
-AHEAD = "prepared"
-"""The same by `Communicator.prepare`."""
+"""The candidate that names no algorithm: what a user's call runs."""
 
 Say = Callable[[str], None]
 
 ORDERED_NBYTES = 64 * MiB
-"""What an algorithm that sums in order may take in memory of every rank, to be tried."""
+"""Memory limit, per rank, for trying an algorithm that sums in rank order."""
 
-PEERS = ("mpi", "mpi_nonblocking", "mpi_persistent", "gloo", "horovod")
-"""What candidates of `hpcpar.bench.peers` are called, which starts MPI."""
+PEERS = ("mpi", "mpi_nonblocking", "mpi_persistent", "gloo")
+"""Names of the candidates of `hpcpar.bench.peers`, which starts MPI when imported."""
 
 PLACED: dict[Place, str] = {"out": "out of place", "in": "in place"}
-"""In the order of the table's columns."""
+"""Headings of the table, in column order."""
 
 
 class Peer(Protocol):
-    """Something else that can do collectives."""
+    """Another library that runs collectives."""
 
     def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
-        """Its ways to do this case, on this memory."""
+        """Return its calls that do this case on these buffers."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Sizes, element types and candidates to measure.
 
-    factor       from one size to the next
+    factor       ratio of consecutive sizes
     candidates   names to keep; empty keeps all
-    shared       arrays in memory that the ranks of a node can see
-    singly       look at the clock after every call, and report the longest
-    errors       ConfigError for names that no candidate has, and where there is no size
+    shared       arrays from `comm.allocate_shared`
+    singly       read the clock after every call, and report the longest call
+    errors       ConfigError for unknown candidates and for an empty range of sizes
     """
 
     collectives: tuple[str, ...] = ("allreduce",)
@@ -104,7 +99,7 @@ class Options:
                 "measure"
             )
         algorithms = (name for each in self.collectives for name in ALGORITHMS.get(each, ()))
-        require_known(self.candidates, (CHOSEN, AHEAD, *algorithms, NATIVE, *PEERS))
+        require_known(self.candidates, (CHOSEN, *algorithms, NATIVE, *PEERS))
 
     def sizes(self) -> Iterator[int]:
         nbytes = self.min_nbytes
@@ -117,7 +112,7 @@ class Options:
 
 
 def require_known(candidates: Sequence[str], known: Iterable[str]) -> None:
-    """ConfigError for candidates that have other names."""
+    """Raise ConfigError for candidates that are not among the known ones."""
     known = tuple(dict.fromkeys(known))
     unknown = [name for name in candidates if name not in known]
     if unknown:
@@ -125,17 +120,15 @@ def require_known(candidates: Sequence[str], known: Iterable[str]) -> None:
 
 
 def ours(case: Case, comm: Communicator, b: Buffers, place: Place) -> list[Candidate]:
-    """What is chosen when nothing is named, every algorithm, and MPI's own asked for through us."""
+    """Return hpcpar's candidates: the chosen algorithm, every algorithm by name, and algorithm="native"."""
     if case.collective in ("send", "send_window"):
         return [_sending(case, comm, b)]
     found = [_ours(case, comm, b, place, None)]
-    if case.collective in PREPARED:
-        found.append(_ours(case, comm, b, place, None, ahead=True))
     on_two_levels = 1 < len(set(comm.nodes)) < comm.size
     for name, algorithm in ALGORITHMS[case.collective].items():
         if algorithm.ordered and (comm.size - 1) * case.nbytes > ORDERED_NBYTES:
             continue
-        if on_two_levels or not algorithm.placed:  # on one level these are others under another name
+        if on_two_levels or not algorithm.placed:  # on one level these equal flat algorithms
             found.append(_ours(case, comm, b, place, name))
     if runs_native(case, comm):
         found.append(_ours(case, comm, b, place, NATIVE))
@@ -143,16 +136,14 @@ def ours(case: Case, comm: Communicator, b: Buffers, place: Place) -> list[Candi
 
 
 def runs_native(case: Case, comm: Communicator) -> bool:
-    """Whether algorithm="native", MPI's own, can do this case here."""
+    """Return True where algorithm="native", MPI's own, can do this case."""
     return (
         case.collective in NATIVES
         and comm.native_obstacle(case.collective, case.nbytes, dtype=case.dtype) is None
     )
 
 
-def _ours(
-    case: Case, comm: Communicator, b: Buffers, place: Place, name: str | None, *, ahead: bool = False
-) -> Candidate:
+def _ours(case: Case, comm: Communicator, b: Buffers, place: Place, name: str | None) -> Candidate:
     own = case.own(comm.rank)
     inside = place == "in"
     root = comm.rank == 0
@@ -171,14 +162,12 @@ def _ours(
         "alltoall": (b.whole, {"out": b.other}, b.other),
     }
     array, options, result = asked[case.collective]
-    if ahead:
-        return Candidate(AHEAD, comm.prepare(case.collective, array, **options), lambda: result)
     call = partial(getattr(comm, case.collective), array, algorithm=name, **options)
     return Candidate(name or CHOSEN, call, lambda: result)
 
 
 def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
-    """Between rank 0 and the last rank; the others stand by."""
+    """Send between rank 0 and the last rank; the others do nothing."""
     first, peer = comm.rank == 0, comm.size - 1 if comm.rank == 0 else 0
     if comm.size == 1 or comm.rank not in (0, comm.size - 1):
         return Candidate(CHOSEN, lambda: None, lambda: None)
@@ -210,7 +199,7 @@ def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
 def measure_case(
     case: Case, options: Options, comm: Communicator, peers: Sequence[Peer]
 ) -> list[tuple[Row, ...]]:
-    """All candidates of one size, in turn, each in all its places; and the memory copy. Collective."""
+    """Measure all candidates of one size in turn, in and out of place, and a memory copy. Collective."""
     buffers = Buffers.of(case, comm, shared=options.shared)
     found: dict[tuple[str, Place], Candidate] = {}
     for place in PLACES[case.collective]:
@@ -231,7 +220,7 @@ def measure_case(
         candidate.close()
     lines = []
     for name in dict.fromkeys(name for name, _ in found):
-        chose = chosen_name(case, comm) if name in (CHOSEN, AHEAD) else ""
+        chose = chosen_name(case, comm) if name == CHOSEN else ""
         places = [place for place in PLACES[case.collective] if (name, place) in found]
         lines.append(
             tuple(
@@ -245,7 +234,7 @@ def measure_case(
 
 
 def _halved(case: Case, timing: Timing) -> Timing:
-    """A ping-pong is two messages one after the other; its line is of one."""
+    """Halve the time of a ping-pong, which sends two messages; the row is for one."""
     return timing.scaled(0.5) if case.collective == "send" else timing
 
 
@@ -258,7 +247,7 @@ def chosen_name(case: Case, comm: Communicator) -> str:
 def run(
     options: Options, comm: Communicator, peers: Sequence[Peer] = (), say: Say = lambda line: None
 ) -> list[Row]:
-    """Measure everything that was asked for, and say it line by line on rank 0. Collective."""
+    """Measure all cases of the options; report each row on rank 0. Collective."""
     speak = say if comm.rank == 0 else lambda line: None
     rows: list[Row] = []
     for collective in options.collectives:
@@ -281,7 +270,7 @@ def run(
 
 
 def header(options: Options, comm: Communicator, mpi: str, peers: dict[str, str]) -> dict[str, Any]:
-    """What the figures are of."""
+    """Describe the job and the options for the head of the results."""
     return about(
         "collectives",
         comm,
@@ -298,7 +287,7 @@ def header(options: Options, comm: Communicator, mpi: str, peers: dict[str, str]
 def about(
     benchmark: str, comm: Communicator, mpi: str, what: dict[str, Any], peers: dict[str, str]
 ) -> dict[str, Any]:
-    """What the figures of any benchmark are of: the job, `what` was asked for, and the versions."""
+    """Describe the job, the benchmark's own settings `what`, and the versions of all libraries."""
     return {
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -317,7 +306,7 @@ def about(
 
 
 def titles(collective: str, *, singly: bool = False) -> list[str]:
-    """The table's head."""
+    """Return the lines of the table's head."""
     half = "     time    ±%   algbw   busbw  #wrong" + ("  longest" if singly else "")
     units = "     (us)         (GB/s)  (GB/s)        " + ("     (us)" if singly else "")
     width = len(half)
@@ -331,7 +320,7 @@ def titles(collective: str, *, singly: bool = False) -> list[str]:
 
 
 def show(line: Sequence[Row]) -> str:
-    """One line of the table: a candidate out of place and in place."""
+    """Format one row of the table: a candidate out of place and in place."""
     first = line[0]
     by_place = {row.place: row for row in line}
     longest = first.longest_call_s is not None
@@ -352,38 +341,38 @@ def _cells(row: Row | None, longest: bool) -> str:
 
 
 def compare(rows: Sequence[Row]) -> list[str]:
-    """How much faster what is chosen is than each peer: geometric mean over sizes, and the worst size."""
+    """Summarise the speed of the chosen algorithm over each peer: geometric mean, and the worst size."""
     told = []
     peers = [name for name in dict.fromkeys(row.algorithm for row in rows) if _is_peer(name)]
-    for place, ours in product(PLACED, (CHOSEN, AHEAD)):
+    for place in PLACED:
         times = {(row.algorithm, row.nbytes): row.median_s for row in rows if row.place == place}
         for peer in peers:
             ratios = {
                 nbytes: times[peer, nbytes] / seconds
                 for (name, nbytes), seconds in times.items()
-                if name == ours and (peer, nbytes) in times
+                if name == CHOSEN and (peer, nbytes) in times
             }
             if ratios:
                 mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
                 worst = min(ratios, key=lambda nbytes: ratios[nbytes])
                 told.append(
-                    f"{PLACED[place]}, {ours} against {peer}: {mean:.2f} times as fast (geometric mean of "
+                    f"{PLACED[place]}, {CHOSEN} against {peer}: {mean:.2f} times as fast (geometric mean of "
                     f"{len(ratios)} sizes), least {ratios[worst]:.2f} at {format_nbytes(worst)}"
                 )
     return told
 
 
 def _is_peer(name: str) -> bool:
-    return name.split("_")[0] in ("mpi", "gloo", "horovod")
+    return name.split("_")[0] in ("mpi", "gloo")
 
 
 def write_json(path: Path, facts: dict[str, Any], rows: Sequence[Any]) -> None:
-    """JSON lines, the first the header; rows are dataclasses."""
+    """Write JSON lines, the header first; rows are dataclasses."""
     lines = [json.dumps(facts), *(json.dumps(asdict(row)) for row in rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Header and lines of a file that `write_json` wrote."""
+    """Return the header and the rows of a file that `write_json` wrote."""
     first, *others = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
     return first, others

@@ -1,4 +1,4 @@
-"""Measuring on GPUs: which one a rank uses, and when a call on one is over."""
+"""Measurements on GPUs: choose each rank's device, and wait for the end of its calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def use_gpu(comm: Communicator) -> torch.device:
-    """This rank's GPU, which torch uses from now on. Collective.
+    """Select this rank's GPU as torch's current device, and return it. Collective.
 
     errors   CudaError on every rank if torch sees none on some
     """
@@ -38,7 +38,7 @@ def use_gpu(comm: Communicator) -> torch.device:
 
 
 def finished(candidate: Candidate, device: torch.device) -> Candidate:
-    """The same, until the caller's stream has nothing left to do."""
+    """Make the candidate wait until its stream is idle."""
     if device.type == "cpu":
         return candidate
 

@@ -1,8 +1,8 @@
-"""Time calls beside each other, and look whether what they leave behind is right.
+"""Time calls in turn, and check their results.
 
-Candidates run in turn within each round, so that a noisy machine touches all of them. A round's time
-is that of the slowest rank over its iterations, after a barrier; what is reported is the median of
-the rounds, and their spread. Results are checked in a separate, untimed pass.
+Candidates run in turn within each round, so that noise of the machine reaches all of them. A round's time
+is the slowest rank's mean over its iterations, after a barrier; the report has the median of the rounds
+and their spread. Results are checked in a separate, untimed pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 Place = Literal["in", "out"]
-"""in place, or into other memory than the input's."""
+"""In place, or out of place."""
 
 Kind = Literal["numpy", "torch"]
 
@@ -38,31 +38,31 @@ PLACES: dict[str, tuple[Place, ...]] = {
     "send": ("out",),
     "send_window": ("out",),
 }
-"""What can be measured, with the places it can be done in, the usual one first.
+"""Collectives that can be measured, with their places, the usual one first.
 
 send          half of a round trip between rank 0 and the last rank: latency
 send_window   WINDOW messages at once from rank 0 to the last rank, and a word back: bandwidth
 """
 
 COPY = "copy"
-"""Beside the collectives: a plain copy in memory, on all ranks at once."""
+"""Row of a copy within memory, on all ranks at once."""
 
 MEMORY_COPY = "memory_copy"
-"""The only candidate of that line."""
+"""The only candidate of the COPY row."""
 
 IN_EQUAL_PIECES = ("reduce_scatter", "allgather", "alltoall")
 WINDOW = 16
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
 ON_HOST = torch.device("cpu")
 PIECE = 1 << 22
-"""Elements that are written or compared at a time, so that checking needs little memory."""
+"""Elements written or compared at a time, so that the check needs little memory."""
 FEWEST, MOST = 2, 2000
-"""Iterations of a round."""
+"""Limits of a round's iterations."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table.
+    """Collective, size and type of one row.
 
     count    elements of the whole array, a multiple of `size`
     size     ranks
@@ -76,7 +76,7 @@ class Case:
 
     @classmethod
     def of(cls, collective: str, nbytes: int, dtype: str, kind: Kind, size: int) -> Case:
-        """As near to `nbytes` as equal pieces of whole elements can be: not above, but one each at least."""
+        """Round `nbytes` down to equal pieces of whole elements, at least one each."""
         if dtype not in DTYPES or (kind == "numpy" and dtype == "bfloat16"):
             raise OperationError(
                 f"no {kind} arrays of {dtype}; there are {', '.join(DTYPES)} (bfloat16: torch)"
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def share(self) -> int:
-        """Elements of one rank's equal piece."""
+        """Elements of one rank's piece."""
         return self.count // self.size
 
     def own(self, rank: int) -> slice:
@@ -105,9 +105,9 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory of one case on one rank: the whole array, this rank's piece, and another whole one.
+    """Arrays of one case on one rank: the whole array, this rank's piece, and another whole array.
 
-    shared   in memory that the ranks of a node can see
+    shared   from `comm.allocate_shared`
     """
 
     whole: Any
@@ -124,7 +124,7 @@ class Buffers:
         shared: bool = False,
         device: torch.device = ON_HOST,
     ) -> Buffers:
-        """Collective where the memory is shared; OperationError where the ranks can share none."""
+        """Allocate; collective for shared memory. OperationError where the ranks cannot share memory."""
         if shared and not comm.shares_memory:
             raise OperationError(
                 f"the ranks of communicator {comm.name!r} share no memory; measure ordinary memory instead"
@@ -140,24 +140,24 @@ class Buffers:
         return cls(empty(case.count), empty(max(1, case.share))[: case.share], empty(case.count), shared)
 
     def clear(self) -> None:
-        """Zeros, so that sums of sums stay finite."""
+        """Write zeros, so that repeated sums stay finite."""
         for array in (self.whole, self.shard, self.other):
             tensor(array).zero_()
 
 
 def tensor(array: Any) -> torch.Tensor:
-    """The same memory as a flat tensor."""
+    """Return a flat tensor over the array's memory."""
     seen = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
     return seen.reshape(-1)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A call that can be timed again and again.
+    """A repeatable call.
 
-    name     as it stands in the table: "ring", "mpi", "gloo"
-    result   the array that the call leaves behind on this rank; None where it leaves nothing
-    close    gives back what was prepared
+    name     in the table: "ring", "mpi", "gloo"
+    result   returns the array of the call's result on this rank; None where it has no result
+    close    frees requests and the like
     """
 
     name: str
@@ -167,12 +167,12 @@ class Candidate:
 
 
 def contribution(rank: int, start: int, stop: int, device: torch.device = ON_HOST) -> torch.Tensor:
-    """What elements start to stop of this rank's whole array hold before the call: 1 to 7."""
+    """Return elements start to stop of this rank's input: integers from 1 to 7."""
     return torch.arange(start, stop, device=device) % 3 + (rank % 5 + 1)
 
 
 def expected(case: Case, rank: int, start: int, stop: int, device: torch.device = ON_HOST) -> torch.Tensor:
-    """What elements start to stop of the result must be on this rank."""
+    """Return elements start to stop of this rank's correct result."""
     at = torch.arange(start, stop, device=device)
     share = max(1, case.share)
     match case.collective:
@@ -199,7 +199,7 @@ def _summed(size: int, at: torch.Tensor) -> torch.Tensor:
 
 
 def wrong_elements(candidate: Candidate, case: Case, comm: Communicator, buffers: Buffers) -> int:
-    """Run once on known small whole numbers; how many elements, over all ranks, are not as they should be."""
+    """Run once on small integers; return the number of wrong elements over all ranks. Collective."""
     _fill(case, comm.rank, buffers)
     candidate.run()
     found = candidate.result()
@@ -210,7 +210,7 @@ def wrong_elements(candidate: Candidate, case: Case, comm: Communicator, buffers
         wrong = abs(flat.numel() - length)
         for start in range(0, min(flat.numel(), length), PIECE):
             stop = min(start + PIECE, flat.numel(), length)
-            # Where the result is: on a GPU that takes a hundredth of the time.
+            # Compare on the result's device: on a GPU that takes a hundredth of the time.
             wanted = expected(case, comm.rank, start, stop, flat.device)
             wrong += _unlike(flat[start:stop], wanted, case.size)
     return int(comm.allreduce(np.array([wrong]))[0])
@@ -231,7 +231,7 @@ def _fill(case: Case, rank: int, buffers: Buffers) -> None:
 def _unlike(found: torch.Tensor, wanted: torch.Tensor, size: int) -> int:
     target = wanted.to(found.dtype)
     if not found.is_floating_point() or torch.equal(target.to(wanted.dtype), wanted):
-        # Every partial sum is a smaller whole number, so it is exact in the type as well.
+        # Every partial sum is a smaller integer, so it is exact in this type.
         return int(torch.count_nonzero(found != target))
     tolerance = size * torch.finfo(found.dtype).eps
     return int(torch.count_nonzero(((found.double() - wanted) / wanted).abs() > tolerance))
@@ -239,7 +239,7 @@ def _unlike(found: torch.Tensor, wanted: torch.Tensor, size: int) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call by round, each of the slowest rank; and of the longest single call."""
+    """Seconds of one call in each round, on the slowest rank; and of the longest single call."""
 
     rounds_s: tuple[float, ...]
     iterations: int
@@ -250,18 +250,18 @@ class Timing:
         return statistics.median(self.rounds_s)
 
     def scaled(self, factor: float) -> Timing:
-        """All seconds times `factor`: for calls that do a thing twice."""
+        """Multiply all seconds by `factor`, for calls that contain several operations."""
         longest_s = None if self.longest_call_s is None else self.longest_call_s * factor
         return Timing(tuple(seconds * factor for seconds in self.rounds_s), self.iterations, longest_s)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured line; seconds are of one call.
+    """One measured row; seconds are of one call.
 
     algorithm        the candidate's name
-    chose            where the candidate chooses by size: the algorithm
-    longest_call_s   of all calls on all ranks; None where calls were not timed one by one
+    chose            the algorithm that the candidate selected by size
+    longest_call_s   over all calls and ranks; None unless calls were timed one by one
     """
 
     collective: str
@@ -286,9 +286,9 @@ class Row:
 def time_round(
     run: Callable[[], object], iterations: int, comm: Communicator, *, singly: bool = False
 ) -> tuple[float, float]:
-    """Seconds of one call, and of the longest one, on the slowest rank. Collective.
+    """Return seconds of one call, and of the longest call, on the slowest rank. Collective.
 
-    singly   look at the clock after each call; else the longest is not known, and 0
+    singly   read the clock after each call; otherwise the longest call is unknown, and 0
     """
     clock = time.perf_counter
     comm.barrier()
@@ -318,11 +318,11 @@ def measure(
 ) -> dict[Any, Timing]:
     """Time all candidates, in turn within each round. Collective.
 
-    round_s   about how long one candidate's share of a round lasts
+    round_s   approximate length of one candidate's part of a round
     """
     iterations = {}
     for key, run in candidates.items():
-        first_s, _ = time_round(run, FEWEST, comm)  # plans and pages are made here
+        first_s, _ = time_round(run, FEWEST, comm)  # compiles plans and touches pages
         warm_s, _ = time_round(run, max(FEWEST, min(50, int(round_s / 10 / first_s))), comm)
         iterations[key] = max(FEWEST, min(MOST, int(round_s / warm_s)))
     measured: dict[Any, list[tuple[float, float]]] = {key: [] for key in candidates}
@@ -340,7 +340,7 @@ def measure(
 
 
 def row(case: Case, candidate: str, place: Place, timing: Timing, wrong: int, chose: str = "") -> Row:
-    """A line of the table, with its bandwidths (GB = 1e9 bytes)."""
+    """Make a row of the table, with its bandwidths (GB = 1e9 bytes)."""
     moved = case.nbytes * (WINDOW if case.collective == "send_window" else 1)
     algbw = moved / timing.median_s / GB
     known_as = "send" if case.collective in ("send", "send_window", COPY) else case.collective
@@ -366,24 +366,23 @@ def row(case: Case, candidate: str, place: Place, timing: Timing, wrong: int, ch
 
 
 def copy_candidate(case: Case, buffers: Buffers) -> Candidate:
-    """Copy the whole array within memory, on every rank at once: the ceiling of what can be moved.
+    """Copy the whole array within memory on every rank at once: the ceiling of the bus bandwidth.
 
-    A byte that a rank sends is at least one byte copied, by somebody: read once and written once. So
-    the bytes copied per second on each rank are a ceiling for the bus bandwidth, at equal caches.
+    Every byte that a rank sends is read and written by some processor at least once.
     """
     source, target = tensor(buffers.whole), tensor(buffers.other)
     return Candidate(MEMORY_COPY, lambda: target.copy_(source), lambda: None)
 
 
 def usable(candidates: Sequence[Candidate], comm: Communicator) -> list[Candidate]:
-    """Those that run at all: what a library cannot do, it refuses on every rank alike. Collective."""
+    """Return the candidates that run without an error on all ranks. Collective."""
     working = []
     for candidate in candidates:
         failed = np.zeros(1)
         try:
             candidate.run()
         except HpcparError:
-            raise  # ours: a mistake, not something that is missing
+            raise  # an error of hpcpar is a bug, not an unsupported case
         except (RuntimeError, ValueError, TypeError):
             failed[0] = 1
         if comm.allreduce(failed)[0] == 0:

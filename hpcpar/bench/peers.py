@@ -1,14 +1,12 @@
-"""What else there is: MPI's own collectives, torch's gloo and Horovod, on the same memory.
+"""MPI's own collectives and torch's gloo, called on the same memory as hpcpar's.
 
-MPI's own is given prepared buffers (address, count and type looked up once), which is the fastest way
-to call it from Python, in its three forms: blocking, nonblocking and persistent.
+MPI gets buffer specifications (address, count, datatype) that were made once: the fastest way to call it
+from Python. Its blocking, nonblocking and persistent forms are candidates of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import shutil
 import socket
 import tempfile
@@ -42,11 +40,11 @@ TYPES = {
     "int64": MPI.INT64_T,
     "uint8": MPI.UINT8_T,
 }
-"""What MPI can sum; other element types move as pairs of bytes."""
+"""Element types that MPI can sum; others move as pairs of bytes."""
 
 
 def farthest(comm: Communicator) -> int:
-    """The other one of the two ranks that send to each other: 0 and the last."""
+    """Return the partner in a ping-pong of rank 0 and the last rank."""
     return comm.size - 1 if comm.rank == 0 else 0
 
 
@@ -54,59 +52,26 @@ def sends(comm: Communicator) -> bool:
     return comm.size > 1 and comm.rank in (0, comm.size - 1)
 
 
-Starter = tuple[str, Callable[[], Any], Any, bool]
-"""A call that does not block: name, start, result, and whether a thread of its own makes progress.
-
-What start returns has `test()` and `wait()`.
-"""
-
-
-class _Request:
-    """An MPI request in the house's spelling."""
-
-    __slots__ = ("test", "wait")
-
-    def __init__(self, request: MPI.Request) -> None:
-        self.test = request.Test
-        self.wait = request.Wait
-
-
-class _Work:
-    """What gloo has under way, in the house's spelling.
-
-    Its wait sleeps, so a test may as well wait; and its reduce-scatter never says that it is complete.
-    """
-
-    __slots__ = ("wait",)
-
-    def __init__(self, work: Any) -> None:
-        self.wait = work.wait
-
-    def test(self) -> bool:
-        self.wait()
-        return True
-
-
 class MpiPeer:
-    """The MPI library's own collectives, on all ranks of the job. Making and freeing it are collective."""
+    """The MPI library's own collectives on all ranks of the job. Creating and freeing are collective."""
 
     def __init__(self) -> None:
-        self._mpi = MPI.COMM_WORLD.Dup()
+        self.comm = MPI.COMM_WORLD.Dup()
         self._scratch = bytearray(1)
 
     def free(self) -> None:
-        self._mpi.Free()
+        self.comm.Free()
 
     def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
-        """All forms that this library has; none where it cannot sum the element type."""
+        """Return all forms that this library has; none where it cannot sum the element type."""
         if case.collective in ("send", "send_window"):
             return self._sending(case, comm, buffers)
         if case.collective in SUMS and case.dtype not in TYPES:
             return []
-        arguments, result = self._arguments(case, comm, buffers, place)
+        arguments, result = self.arguments(case, comm, buffers, place)
         method = METHODS[case.collective]
-        blocking = getattr(self._mpi, method)
-        nonblocking = getattr(self._mpi, f"I{method.lower()}")
+        blocking = getattr(self.comm, method)
+        nonblocking = getattr(self.comm, f"I{method.lower()}")
         found = [
             Candidate("mpi", lambda: blocking(*arguments), lambda: result),
             Candidate("mpi_nonblocking", lambda: nonblocking(*arguments).Wait(), lambda: result),
@@ -118,16 +83,16 @@ class MpiPeer:
 
     def _persistent(self, method: str, arguments: tuple[Any, ...]) -> MPI.Prequest | None:
         try:
-            request: MPI.Prequest = getattr(self._mpi, f"{method}_init")(*arguments)
+            request: MPI.Prequest = getattr(self.comm, f"{method}_init")(*arguments)
         except (NotImplementedError, MPI.Exception):  # new in MPI 4
             return None
         return request
 
-    def _arguments(
+    def arguments(
         self, case: Case, comm: Communicator, buffers: Buffers, place: Place
     ) -> tuple[tuple[Any, ...], Any]:
-        """Prepared arguments, and the array in which the result will be."""
-        # mpi4py counts the elements of one piece where MPI does.
+        """Return the call's buffer specifications, and the array that will hold the result."""
+        # MPI counts the elements of one equal piece, and so does mpi4py.
         pieces = case.size if case.collective in IN_EQUAL_PIECES else 1
         whole, other = prepared(buffers.whole, pieces), prepared(buffers.other, pieces)
         shard = prepared(buffers.shard)
@@ -151,24 +116,16 @@ class MpiPeer:
                 return (sent, into, MPI.SUM, 0), target
         return (whole, other), buffers.other
 
-    def starters(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Starter]:
-        """The nonblocking form, which moves on while it is tested."""
-        if case.collective in SUMS and case.dtype not in TYPES:
-            return []
-        arguments, result = self._arguments(case, comm, buffers, place)
-        start = getattr(self._mpi, f"I{METHODS[case.collective].lower()}")
-        return [("mpi", lambda: _Request(start(*arguments)), result, False)]
-
     def _sending(self, case: Case, comm: Communicator, buffers: Buffers) -> list[Candidate]:
         sent, received = prepared(buffers.whole), prepared(buffers.other)
         names = ("mpi", "mpi_nonblocking", "mpi_persistent")
         window = case.collective == "send_window"
-        if not sends(comm):  # stands by under the same names
+        if not sends(comm):  # the ranks between do nothing, under the same names
             return [Candidate(name, lambda: None, lambda: None) for name in (names[1:2] if window else names)]
         peer = farthest(comm)
         if window:
             return self._window(comm, sent, received, peer, buffers)
-        mpi, first = self._mpi, comm.rank == 0
+        mpi, first = self.comm, comm.rank == 0
 
         def blocking() -> None:
             if first:
@@ -204,8 +161,8 @@ class MpiPeer:
     def _window(
         self, comm: Communicator, sent: Any, received: Any, peer: int, buffers: Buffers
     ) -> list[Candidate]:
-        """WINDOW messages one way, all into the same memory, then one byte back."""
-        mpi, first, word = self._mpi, comm.rank == 0, [self._scratch, 1, MPI.BYTE]
+        """Send WINDOW messages one way, all into the same memory, then one byte back."""
+        mpi, first, word = self.comm, comm.rank == 0, [self._scratch, 1, MPI.BYTE]
 
         def run() -> None:
             post: Callable[..., MPI.Request] = mpi.Isend if first else mpi.Irecv
@@ -227,7 +184,7 @@ def _started(name: str, request: MPI.Prequest, result: Any) -> Candidate:
 
 
 def prepared(array: Any, pieces: int = 1) -> list[Any]:
-    """[memory, count of one of the equal pieces, type]: mpi4py need not look at the array again."""
+    """Return mpi4py's [memory, count of one piece, datatype], so that no call inspects the array."""
     flat = tensor(array)
     if flat.is_cuda:
         memory = MPI.buffer.fromaddress(flat.data_ptr(), flat.numel() * flat.element_size())
@@ -238,14 +195,14 @@ def prepared(array: Any, pieces: int = 1) -> list[Any]:
 
 
 class GlooPeer:
-    """torch.distributed over gloo, in this same job. Making and freeing it are collective.
+    """torch.distributed over gloo in this job. Creating and freeing are collective.
 
-    errors   RuntimeError on every rank when gloo cannot be started on one
+    errors   PeerFailedError on every rank when gloo cannot start on one
     """
 
     name = "gloo"
     group: Any = None
-    """torch's process group; None: the one of all ranks."""
+    """torch's process group; None is the default group of all ranks."""
 
     def __init__(self, comm: Communicator, *, timeout_s: float = 60.0) -> None:
         import torch.distributed as dist
@@ -255,7 +212,7 @@ class GlooPeer:
         self._directory = ""
         failure: Exception | None = None
         try:
-            where = comm.broadcast_object(self._meeting_place(comm) if comm.rank == 0 else None)
+            where = comm.broadcast_object(self._rendezvous(comm) if comm.rank == 0 else None)
             dist.init_process_group(
                 "gloo",
                 init_method=where,
@@ -267,8 +224,8 @@ class GlooPeer:
             failure = error
         comm.agree(failure, "starting gloo")
 
-    def _meeting_place(self, comm: Communicator) -> str:
-        """A file on one node; a port of rank 0 between nodes."""
+    def _rendezvous(self, comm: Communicator) -> str:
+        """Return the URL of gloo's store: a file on one node, a port of rank 0 between nodes."""
         if len(set(comm.nodes)) == 1:
             self._directory = tempfile.mkdtemp(prefix="hpcpar-gloo-")
             return f"file://{self._directory}/store"
@@ -277,15 +234,15 @@ class GlooPeer:
             return f"tcp://{socket.gethostname()}:{free.getsockname()[1]}"
 
     def free(self) -> None:
-        self._comm.barrier()  # others may be in the middle of their last call
+        self._comm.barrier()  # other ranks may still be in their last call
         self._dist.destroy_process_group()
-        self._comm.barrier()  # or about to look at the file that they met by, when they let go of it
+        self._comm.barrier()  # or may still read the store's file while they leave
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
         whole, other = tensor(buffers.whole), tensor(buffers.other)
-        calls = self._calls(case, comm, buffers, wait=True)
+        calls = self._calls(case, comm, buffers)
         if case.collective == "send":
             return [Candidate(self.name, self._ping_pong(comm, whole, other), lambda: _received(comm, other))]
         if (case.collective, place) not in calls:
@@ -293,44 +250,39 @@ class GlooPeer:
         run, result = calls[case.collective, place]
         return [Candidate(self.name, run, lambda: result)]
 
-    def starters(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Starter]:
-        """Gloo's own threads make progress."""
-        call = self._calls(case, comm, buffers, wait=False).get((case.collective, place))
-        return [] if call is None else [(self.name, lambda: _Work(call[0]()), call[1], True)]
-
     def _calls(
-        self, case: Case, comm: Communicator, buffers: Buffers, *, wait: bool
+        self, case: Case, comm: Communicator, buffers: Buffers
     ) -> dict[tuple[str, Place], tuple[Callable[[], object], Any]]:
-        """What gloo can do with these buffers, and where the result will be."""
-        dist, group, later = self._dist, self.group, not wait
+        """Return gloo's calls on these buffers by collective and place, each with its result array."""
+        dist, group = self._dist, self.group
         whole, shard, other = (tensor(array) for array in (buffers.whole, buffers.shard, buffers.other))
         own = whole[case.own(comm.rank)]
-        # gloo has allreduce, reduce and broadcast in place only; their results are checked there.
+        # gloo runs allreduce, reduce and broadcast in place only.
         return {
-            ("allreduce", "in"): (lambda: dist.all_reduce(whole, group=group, async_op=later), whole),
+            ("allreduce", "in"): (lambda: dist.all_reduce(whole, group=group), whole),
             ("reduce_scatter", "out"): (
-                lambda: dist.reduce_scatter_tensor(shard, whole, group=group, async_op=later),
+                lambda: dist.reduce_scatter_tensor(shard, whole, group=group),
                 shard,
             ),
             ("reduce_scatter", "in"): (
-                lambda: dist.reduce_scatter_tensor(own, whole, group=group, async_op=later),
+                lambda: dist.reduce_scatter_tensor(own, whole, group=group),
                 own,
             ),
             ("allgather", "out"): (
-                lambda: dist.all_gather_into_tensor(whole, shard, group=group, async_op=later),
+                lambda: dist.all_gather_into_tensor(whole, shard, group=group),
                 whole,
             ),
             ("allgather", "in"): (
-                lambda: dist.all_gather_into_tensor(whole, own, group=group, async_op=later),
+                lambda: dist.all_gather_into_tensor(whole, own, group=group),
                 whole,
             ),
-            ("broadcast", "in"): (lambda: dist.broadcast(whole, 0, group=group, async_op=later), whole),
+            ("broadcast", "in"): (lambda: dist.broadcast(whole, 0, group=group), whole),
             ("reduce", "in"): (
-                lambda: dist.reduce(whole, 0, group=group, async_op=later),
+                lambda: dist.reduce(whole, 0, group=group),
                 whole if comm.rank == 0 else None,
             ),
             ("alltoall", "out"): (
-                lambda: dist.all_to_all_single(other, whole, group=group, async_op=later),
+                lambda: dist.all_to_all_single(other, whole, group=group),
                 other,
             ),
         }
@@ -354,53 +306,15 @@ def _received(comm: Communicator, other: Any) -> Any:
     return other if sends(comm) else None
 
 
-class HorovodPeer:
-    """Horovod's torch interface, where it is installed."""
-
-    def __init__(self) -> None:
-        self._hvd = importlib.import_module("horovod.torch")
-        self._hvd.init()
-
-    @staticmethod
-    def installed() -> bool:
-        with contextlib.suppress(ImportError, ValueError):
-            return importlib.util.find_spec("horovod.torch") is not None
-        return False
-
-    def free(self) -> None:
-        self._hvd.shutdown()
-
-    def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
-        hvd = self._hvd
-        whole, shard = tensor(buffers.whole), tensor(buffers.shard)
-        calls: dict[tuple[str, Place], Callable[[], Any]] = {
-            ("allreduce", "in"): lambda: hvd.allreduce_(whole, op=hvd.Sum),
-            ("allreduce", "out"): lambda: hvd.allreduce(whole, op=hvd.Sum),
-            ("reduce_scatter", "out"): lambda: hvd.reducescatter(whole, op=hvd.Sum),
-            ("allgather", "out"): lambda: hvd.allgather(shard),
-            ("broadcast", "in"): lambda: hvd.broadcast_(whole, 0),
-            ("alltoall", "out"): lambda: hvd.alltoall(whole),
-        }
-        call = calls.get((case.collective, place))
-        if call is None:
-            return []
-        left: list[Any] = [None]
-
-        def run() -> None:
-            left[0] = call()
-
-        return [Candidate("horovod", run, lambda: left[0])]
-
-
-Peer = MpiPeer | GlooPeer | HorovodPeer
+Peer = MpiPeer | GlooPeer
 
 
 @contextlib.contextmanager
 def connected(comm: Communicator, wanted: Sequence[str] = ()) -> Iterator[tuple[list[Peer], dict[str, str]]]:
-    """The peers that work here, and what each is. Collective, on the whole job.
+    """Start the peers of the wanted candidates; yield them with their descriptions. Collective on the job.
 
-    wanted   names of candidates: peers none of whose candidates are among them are not started;
-             empty: all. One that is installed but cannot be started is left out, and said so
+    wanted   names of candidates; empty starts all peers. A peer that cannot start is left out, with the
+             reason in its description
     """
     peers: list[Peer] = []
     said: dict[str, str] = {}
@@ -413,12 +327,8 @@ def connected(comm: Communicator, wanted: Sequence[str] = ()) -> Iterator[tuple[
             said["gloo"] = f"torch {torch.__version__}"
         except PeerFailedError as error:
             said["gloo"] = f"left out: {error}".splitlines()[0]
-    if _wants(wanted, "horovod"):
-        if HorovodPeer.installed():
-            peers.append(HorovodPeer())
-        said["horovod"] = "horovod.torch" if HorovodPeer.installed() else "not installed"
     yield peers, said
-    # Not on an error: giving back is collective, and the other ranks may never come to it.
+    # Not after an error: freeing is collective, and other ranks may never reach it.
     for peer in peers:
         peer.free()
 

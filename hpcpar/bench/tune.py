@@ -1,6 +1,6 @@
-"""`hpcpar bench tune`: time every algorithm here, MPI's own among them, and write down whom to choose.
+"""`hpcpar bench tune`: time every algorithm, including MPI's own, and write a table of the fastest by size.
 
-On GPUs our own alone: calls of MPI's collectives are not given device pointers.
+On GPUs only hpcpar's algorithms compete: MPI's collectives are not given device pointers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpcpar.algorithms.registry import ALGORITHMS
-from hpcpar.bench.collectives import AHEAD, CHOSEN, Options, Say, ours
+from hpcpar.bench.collectives import CHOSEN, Options, Say, ours
 from hpcpar.bench.gpus import finished
 from hpcpar.bench.measure import ON_HOST, PLACES, Buffers, Case, measure, usable, wrong_elements
 from hpcpar.comm.select import ANY, NATIVE, Rules, describe
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 WORTH = 1.05
-"""An algorithm takes over from that of the size before only if it is this many times as fast."""
+"""Speedup that an algorithm needs over the previous size's algorithm to replace it."""
 
 
 def tune(
@@ -37,13 +37,13 @@ def tune(
     say: Say,
     device: torch.device = ON_HOST,
 ) -> Entry:
-    """The fastest algorithm by collective, element type and size on these ranks. Collective.
+    """Return the fastest algorithm by collective, element type and size on these ranks. Collective.
 
-    dtypes   element types; the first one's rules stand for all that are not named
+    dtypes   element types; the first one's rules serve all types that are not named
     mpi      vendor and version of the MPI library: part of the key
     device   where this rank's arrays are
-    errors   OperationError when no rank has anybody to talk to, a result is wrong, or arrays on GPUs would
-             be copied to the host
+    errors   OperationError on one rank, for a wrong result, and where arrays on GPUs would be copied to
+             the host
     """
     if comm.size == 1:
         raise OperationError("one rank has nothing to choose by; start several, as hpcpar run -n 2 -- ...")
@@ -97,9 +97,9 @@ def _told(medians_s: Mapping[str, float], first: str) -> str:
 def time_all(
     case: Case, options: Options, comm: Communicator, device: torch.device = ON_HOST
 ) -> dict[str, float]:
-    """Median seconds of every algorithm, in the place where this collective is usually done. Collective."""
+    """Return median seconds of every algorithm, in the collective's usual place. Collective."""
     buffers = Buffers.of(case, comm, shared=options.shared, device=device)
-    left_out = (CHOSEN, AHEAD) if device.type == "cpu" else (CHOSEN, AHEAD, NATIVE)
+    left_out = (CHOSEN,) if device.type == "cpu" else (CHOSEN, NATIVE)
     candidates = [
         finished(candidate, device)
         for candidate in ours(case, comm, buffers, PLACES[case.collective][0])
@@ -120,7 +120,7 @@ def time_all(
 
 
 def winner(medians_s: Mapping[str, float], before: str) -> str:
-    """The fastest; but that of the size before, where the gain is not worth a change."""
+    """Return the fastest, or the previous size's algorithm where the gain is below `WORTH`."""
     best = min(medians_s, key=medians_s.__getitem__)
     if before in medians_s and medians_s[before] <= WORTH * medians_s[best]:
         return before
@@ -128,10 +128,9 @@ def winner(medians_s: Mapping[str, float], before: str) -> str:
 
 
 def require_place(path: Path, comm: Communicator) -> None:
-    """That there is room for a table, before anything is measured for it. Collective; rank 0 looks.
+    """Require, before measuring, that the table can be written. Collective; rank 0 looks.
 
-    errors   ConfigError, on several ranks PeerFailedError: what is there is no table, or nothing can be
-             written there
+    errors   ConfigError, on several ranks PeerFailedError: the file is no table, or is not writable
     """
     with comm.together("looking where to write"):
         if comm.rank == 0:
@@ -142,7 +141,7 @@ def require_place(path: Path, comm: Communicator) -> None:
 
 
 def keep(entry: Entry, path: Path, comm: Communicator) -> None:
-    """Write the entry into the file, beside what is there for other jobs. Collective; rank 0 writes.
+    """Add the entry to the file, which keeps other jobs' entries. Collective; rank 0 writes.
 
     errors   ConfigError or OSError on one rank are PeerFailedError on all
     """

@@ -1,4 +1,4 @@
-"""`hpcpar bench collectives · overlap · soak · tune · fit · simulate`: measure, choose, model, scale up."""
+"""`hpcpar bench collectives · tune · fit · simulate`: measure, choose, model, scale up."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 COMMANDS: Commands = {
-    "collectives": ("hpcpar.cli.bench", "collectives", "Our algorithms beside MPI's own, gloo and Horovod."),
-    "overlap": ("hpcpar.cli.bench", "overlap", "What is hidden behind computation, and what can be."),
-    "soak": ("hpcpar.cli.bench", "soak", "Many mixed collectives: results checked, memory watched."),
+    "collectives": ("hpcpar.cli.bench", "collectives", "hpcpar's algorithms beside MPI's own and gloo."),
     "tune": ("hpcpar.cli.bench", "tune", "Time all algorithms here, and write the table to choose by."),
     "fit": ("hpcpar.cli.bench", "fit", "Latency, bandwidth and summing speed from measured lines."),
     "simulate": ("hpcpar.cli.bench_simulate", "simulate", "Price every algorithm at any number of ranks."),
 }
 
 CANNOT_WORK = 2
-"""Exit status when something was asked for that cannot work."""
-
-WRONG = 1
-"""Exit status when results were wrong, or memory grew by more than was allowed."""
+"""Exit status of a request that cannot work."""
 
 COLLECTIVES = (
     "allreduce",
@@ -42,11 +37,11 @@ COLLECTIVES = (
     "send",
     "send_window",
 )
-"""As `hpcpar.bench.measure.PLACES`, which would load torch for the help text."""
+"""The keys of `hpcpar.bench.measure.PLACES`, repeated so that the help text does not load torch."""
 
 
 class _Finite(click.FloatRange):
-    """A range of numbers without nan and inf, which click lets pass."""
+    """Range of numbers that refuses nan and inf, which click accepts."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         number = super().convert(value, parameter, context)
@@ -60,7 +55,7 @@ NOT_NEGATIVE = _Finite(min=0)
 
 @click.group(cls=LazyGroup, lazy=COMMANDS)
 def bench() -> None:
-    """Measure collectives and overlap, soak them, choose by measurement, fit the cost model, simulate."""
+    """Measure collectives, choose algorithms by measurement, fit the cost model, simulate."""
 
 
 def _nbytes(context: click.Context, parameter: click.Parameter, text: str) -> int:
@@ -76,27 +71,8 @@ def _names(context: click.Context, parameter: click.Parameter, text: str) -> tup
     return tuple(name for name in text.replace(" ", "").split(",") if name)
 
 
-def _floats(context: click.Context, parameter: click.Parameter, text: str) -> tuple[float, ...]:
-    """ "1, 2.5" -> (1.0, 2.5); positive ones"""
-    try:
-        numbers = tuple(float(name) for name in _names(context, parameter, text))
-    except ValueError:
-        numbers = ()
-    if not numbers or not all(0 < number < math.inf for number in numbers):
-        raise click.BadParameter(f"{text!r} are not positive numbers, separated by commas")
-    return numbers
-
-
-def _integers(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
-    """ "0, 16" -> (0, 16)"""
-    names = _names(context, parameter, text)
-    if not names or not all(name.isdigit() for name in names):
-        raise click.BadParameter(f"{text!r} are not whole numbers >= 0, separated by commas")
-    return tuple(map(int, names))
-
-
 def _measuring(command: Any) -> Any:
-    """The options that every measuring command has."""
+    """Add the options that every measuring command has."""
     for option in reversed(
         (
             click.option(
@@ -136,11 +112,11 @@ def _measuring(command: Any) -> Any:
     "--candidates",
     callback=_names,
     default="",
-    help="Only these, as chosen,prepared,ring,native,mpi; else all.",
+    help="Only these, as chosen,ring,native,mpi; else all.",
 )
 @click.option("--each-call", is_flag=True, help="Look at the clock after every call; show the longest.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw bus bandwidth against size.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Plot bus bandwidth against size.")
 def collectives(
     dtype: str,
     kind: str,
@@ -150,13 +126,13 @@ def collectives(
     picture: Path | None,
     **measuring: Any,
 ) -> int:
-    """Measure collectives by size, ours and everybody else's in turn.
+    """Measure collectives by size: hpcpar's algorithms, MPI's own and gloo, in turn.
 
     Start it on several ranks: `hpcpar run -n 4 -- -m hpcpar bench collectives`.
     """
     import hpcpar
     from hpcpar.bench import collectives as table
-    from hpcpar.bench import pictures
+    from hpcpar.bench import plots
     from hpcpar.transport.mpi import library_facts
 
     world = hpcpar.init()
@@ -176,120 +152,8 @@ def collectives(
         if json_file is not None:
             table.write_json(json_file, facts, rows)
         if picture is not None:
-            pictures.draw(rows, facts, picture)
+            plots.draw(rows, facts, picture)
     return 0
-
-
-@click.command()
-@click.option(
-    "--collective",
-    type=click.Choice(["allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall"]),
-    default="allreduce",
-    show_default=True,
-)
-@click.option("--bytes", "nbytes", callback=_nbytes, default="8M", show_default=True, help="64K, 8M.")
-@click.option("--dtype", default="float32", show_default=True)
-@click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
-@click.option(
-    "--compute",
-    "computes",
-    callback=_floats,
-    default="1,2,4",
-    show_default=True,
-    help="How long the computation lasts, in times the communication.",
-)
-@click.option(
-    "--pokes", callback=_integers, default="0,1,4,16,64", show_default=True, help="During the computation."
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
-@click.option("--round-seconds", type=NOT_NEGATIVE, default=0.02, show_default=True, help="Of one candidate.")
-@click.option("--threads", type=click.IntRange(min=1), help="torch's, per rank [default: cores / ranks].")
-@click.option("--candidates", callback=_names, default="", help="Only these, as hpcpar,mpi,gloo; else all.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
-def overlap(threads: int | None, json_file: Path | None, round_seconds: float, **asked: Any) -> int:
-    """Measure how much of a communication is hidden behind torch matrix products, and how much can be.
-
-    Start it on several ranks: `hpcpar run -n 2 -- -m hpcpar bench overlap`.
-    """
-    import torch
-
-    import hpcpar
-    from hpcpar.bench import collectives as table
-    from hpcpar.bench import overlap as overlapping
-    from hpcpar.transport.mpi import library_facts
-
-    world = hpcpar.init()
-    from hpcpar.bench import peers  # uses mpi4py by itself, and must find MPI started
-
-    mpi = library_facts()
-    try:
-        _require_writable(world, json_file)
-        table.require_known(asked["candidates"], (overlapping.OURS, overlapping.THREAD, *table.PEERS))
-        node = overlapping.Node.of(world, 1)
-        torch.set_num_threads(threads or max(1, node.cores // node.ranks))
-        options = overlapping.Options(
-            **asked,
-            round_s=round_seconds,
-            threads=torch.get_num_threads(),
-            may_thread=mpi["thread_level"] in ("serialized", "multiple"),
-        )
-        with peers.connected(world, options.candidates) as (others, said):
-            facts = overlapping.header(options, world, mpi["vendor"], said)
-            for name, value in facts.items():
-                _say(world, f"# {name}: {value}")
-            rows = overlapping.run(options, world, overlapping.starting(others), click.echo)
-    except HpcparError as error:
-        return _refuse(world, "overlap", error)
-    if world.rank == 0 and json_file is not None:
-        table.write_json(json_file, facts, rows)
-    return 0
-
-
-@click.command()
-@click.option("--calls", type=click.IntRange(min=1), default=100_000, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the calls, on all ranks.")
-@click.option(
-    "--max-drift",
-    type=NOT_NEGATIVE,
-    help="MB by which a rank's memory may grow after the warm-up; else only shown.",
-)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
-def soak(calls: int, seed: int, max_drift: float | None, json_file: Path | None) -> int:
-    """Make many mixed collectives; check every result, and whether memory stays as it is.
-
-    Ends with status 1 if any result is wrong. Start it on several ranks:
-    `hpcpar run -n 3 -- -m hpcpar bench soak --max-drift 5`.
-    """
-    import hpcpar
-    from hpcpar.bench import collectives as table
-    from hpcpar.bench import soak as soaking
-    from hpcpar.transport.mpi import library_facts
-
-    world = hpcpar.init()
-    try:
-        if max_drift is not None and calls < soaking.FEWEST_TO_COMPARE:
-            raise ConfigError(
-                f"--max-drift takes at least --calls {soaking.FEWEST_TO_COMPARE}: in {calls} memory is not "
-                "looked at both after the warm-up and at the end"
-            )
-        _require_writable(world, json_file)
-        facts = table.about("soak", world, library_facts()["vendor"], {"calls": calls, "seed": seed}, {})
-        for name, value in facts.items():
-            _say(world, f"# {name}: {value}")
-        report = soaking.run(soaking.Options(calls, seed), world, click.echo)
-    except HpcparError as error:
-        return _refuse(world, "soak", error)
-    for line in soaking.table(report):
-        _say(world, line)
-    if world.rank == 0 and json_file is not None:
-        table.write_json(json_file, facts, [report])
-    drifts = [drift for drift in report.drift_mb if drift is not None]
-    if max_drift is not None and len(drifts) < report.ranks:
-        _say(world, "# memory was not seen on all ranks, so that --max-drift says nothing")
-    grown = max_drift is not None and any(drift > max_drift for drift in drifts)
-    if grown:
-        _say(world, f"# memory grew by more than {max_drift:g} MB")
-    return WRONG if report.wrong or grown else 0
 
 
 @click.command()
@@ -379,12 +243,12 @@ def _options(measuring: dict[str, Any], **others: Any) -> Options:
 
 
 def require_writable(*paths: Path | None, picture: Path | None = None) -> None:
-    """ConfigError for files that could not be written in the end; nothing is made.
+    """Raise ConfigError for files that could not be written later; create nothing.
 
-    picture   is to be of a format that can be drawn, too
+    picture   must also have the suffix of a format that matplotlib can draw
     """
     for path in filter(None, (*paths, picture)):
-        # os.path's answer is no, and not an error, also in a directory that is closed to us.
+        # os.path answers False, and does not raise, in a directory without search permission.
         place = path if os.path.exists(path) else path.parent
         if os.path.isdir(path) or not os.access(place, os.W_OK):
             why = "it is a directory" if os.path.isdir(path) else f"{place} is not writable"
@@ -401,7 +265,7 @@ def require_writable(*paths: Path | None, picture: Path | None = None) -> None:
 
 
 def _require_writable(world: Communicator, *paths: Path | None, picture: Path | None = None) -> None:
-    """The same on rank 0, which writes. Collective."""
+    """Check on rank 0, which writes; fail on all ranks. Collective."""
     with world.together("looking where to write"):
         if world.rank == 0:
             require_writable(*paths, picture=picture)
@@ -413,7 +277,7 @@ def _say(world: Communicator, line: str) -> None:
 
 
 def _refuse(world: Communicator, command: str, error: HpcparError) -> int:
-    """Every rank has met the same error, so one of them says it and all leave."""
+    """Print the error, which all ranks have met, on rank 0; return the exit status."""
     if world.rank == 0:
         click.echo(f"hpcpar bench {command}: {error}", err=True)
     return CANNOT_WORK

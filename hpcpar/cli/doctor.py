@@ -30,7 +30,7 @@ from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
 from hpcpar.launch.crosscheck import library_name
 from hpcpar.launch.cuda_aware import Capabilities
 from hpcpar.launch.environment import RankInfo, detect
-from hpcpar.launch.placement import NodePlace, Placement, RankPlace
+from hpcpar.launch.rank_map import NodeRanks, RankBinding, RankMap
 from hpcpar.launch.settings import Settings
 from hpcpar.units import GiB, MiB, busbw_factor, format_duration, format_nbytes
 
@@ -87,7 +87,7 @@ class RankFacts:
     rank: int
     node: int
     host: str
-    place: RankPlace
+    place: RankBinding
     torch: TorchFacts
     shared_memory_nbytes: int | None
     start: StartTimes = NOT_TIMED
@@ -135,10 +135,10 @@ class Visit:
         return len(self.ranks)
 
     @property
-    def placement(self) -> Placement:
+    def rank_map(self) -> RankMap:
         nodes = by_node(self.ranks).items()
-        return Placement(
-            tuple(NodePlace(node, on[0].host, tuple(facts.place for facts in on)) for node, on in nodes),
+        return RankMap(
+            tuple(NodeRanks(node, on[0].host, tuple(facts.place for facts in on)) for node, on in nodes),
             self.info.launcher,
         )
 
@@ -203,7 +203,7 @@ def _is_another_rank() -> bool:
 
 @contextmanager
 def hints_left_to_the_report() -> Iterator[None]:
-    """What `init` would log of launcher and placement is among the findings."""
+    """What `init` would log of launcher and rank map is among the findings."""
 
     def refuse(record: logging.LogRecord) -> bool:
         return False
@@ -255,7 +255,7 @@ def find_awareness(mpi_library: str, memory_kinds: str | None) -> Capabilities:
 def driver_version() -> str:
     """The CUDA driver's; "" where there is none."""
     from hpcpar.errors import CudaError
-    from hpcpar.transport.cuda_driver import driver
+    from hpcpar.transport.gpu.runtime import driver
 
     try:
         return str(driver().version)
@@ -308,7 +308,7 @@ def rank_facts(world: Communicator, start: StartTimes) -> RankFacts:
         rank=world.rank,
         node=world.nodes[world.rank],
         host=socket.gethostname(),
-        place=RankPlace.here(world.rank),
+        place=RankBinding.here(world.rank),
         torch=torch_facts(),
         shared_memory_nbytes=shared_memory_nbytes(),
         start=start,
@@ -363,7 +363,7 @@ def judge(visit: Visit) -> list[Finding]:
     found = [*_judge_results(visit), *_judge_torch(visit), *_judge_start(visit)]
     found += [*_judge_nodes(visit), *_judge_gpus(visit), *_judge_imports(visit)]
     # What torch takes is known here, so OMP_NUM_THREADS need not be guessed from.
-    found += [Finding(flaw.found, flaw.do) for flaw in visit.placement.flaws(sets_threads=True)]
+    found += [Finding(flaw.found, flaw.do) for flaw in visit.rank_map.flaws(sets_threads=True)]
     return sorted(found, key=lambda finding: not finding.wrong)
 
 
@@ -533,7 +533,7 @@ def facts_table(visit: Visit) -> Table:
     for path in visit.libraries:
         table.add_row("loaded", Text(path, overflow="fold"))
     table.add_row("ranks", f"{visit.size} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
-    for line in visit.placement.lines():
+    for line in visit.rank_map.lines():
         node, _, facts = line.partition("  ")
         table.add_row(node, facts)
     for name, line in start_lines(visit.ranks):

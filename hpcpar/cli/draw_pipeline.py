@@ -10,14 +10,13 @@ from typing import NamedTuple
 import click
 
 from hpcpar.errors import HpcparError, ScheduleError
-from hpcpar.pipeline_schedules import catalogue, record, text, trace_events
-from hpcpar.pipeline_schedules import draw as drawing
-from hpcpar.pipeline_schedules import measured as measured_order
+from hpcpar.pipeline_schedules import schedule_registry, text
 from hpcpar.pipeline_schedules.action import Kind
-from hpcpar.pipeline_schedules.price import Durations, price
-from hpcpar.pipeline_schedules.prove import Proof, prove
-from hpcpar.pipeline_schedules.schedule import Schedule
-from hpcpar.pipeline_schedules.timetable import Timetable
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, predicted, schedule_of, simulate
+from hpcpar.pipeline_schedules.proof import Proof, prove
+from hpcpar.pipeline_schedules.text_chart import text_chart
+from hpcpar.pipeline_schedules.timetable import Timetable, read_timetable, trace_json
 
 NUMBER = click.IntRange(min=1)
 SECONDS = click.FloatRange(min=0)
@@ -123,8 +122,10 @@ def pipeline(
 
 def listing() -> str:
     """Every name of the catalogue with what it is, one per line."""
-    width = max(map(len, catalogue.METHODS))
-    return "\n".join(f"{name:<{width}}  {method.summary}" for name, method in catalogue.METHODS.items())
+    width = max(map(len, schedule_registry.METHODS))
+    return "\n".join(
+        f"{name:<{width}}  {method.summary}" for name, method in schedule_registry.METHODS.items()
+    )
 
 
 def made(name: str, asked: Asked) -> Schedule:
@@ -132,9 +133,9 @@ def made(name: str, asked: Asked) -> Schedule:
     path = Path(name)
     if path.suffix and not path.exists():
         raise ScheduleError(f"there is no file {path}")
-    if name in catalogue.METHODS or not path.exists():
-        placement = catalogue.find(name).place(asked.ranks or RANKS, asked.stages_per_rank)
-        return catalogue.make(
+    if name in schedule_registry.METHODS or not path.exists():
+        placement = schedule_registry.find(name).place(asked.ranks or RANKS, asked.stages_per_rank)
+        return schedule_registry.make(
             name,
             asked.ranks or RANKS,
             asked.microbatches or MICROBATCHES,
@@ -156,7 +157,7 @@ def made(name: str, asked: Asked) -> Schedule:
 def all_that_can(asked: Asked) -> list[Drawn]:
     """Those of the catalogue that can be made so; the others are named with their reason, on stderr."""
     drawn = []
-    for name in catalogue.METHODS:
+    for name in schedule_registry.METHODS:
         try:
             drawn.append(priced(made(name, asked), asked))
         except ScheduleError as error:
@@ -167,7 +168,7 @@ def all_that_can(asked: Asked) -> list[Drawn]:
 def priced(schedule: Schedule, asked: Asked) -> Drawn:
     proof = prove(schedule, memory_limit=asked.memory_limit)
     durations = shared(asked.durations, stages_per_rank(schedule))
-    return Drawn(schedule.name, schedule, proof, price(schedule, durations))
+    return Drawn(schedule.name, schedule, proof, simulate(schedule, durations))
 
 
 def shared(of_rank: Durations, stages: int) -> Durations:
@@ -186,19 +187,19 @@ def as_measured(path: Path, memory_limit: int | None, *, alone: bool) -> list[Dr
 
     alone   nothing is beside it: what was to be expected of its actions' times comes first
     """
-    timetable = record.read(path)
-    schedule = measured_order.schedule_of(timetable, path.stem)
+    timetable = read_timetable(path)
+    schedule = schedule_of(timetable, path.stem)
     proof = prove(schedule, memory_limit=memory_limit)
     drawn = [Drawn(f"measured: {path.name}", schedule, proof, timetable)]
     if alone:
-        drawn.insert(0, Drawn("predicted", schedule, proof, measured_order.predicted(timetable)))
+        drawn.insert(0, Drawn("predicted", schedule, proof, predicted(timetable)))
     return drawn
 
 
 def chart(drawn: Drawn) -> str:
     """As text, as wide as the terminal."""
     columns = shutil.get_terminal_size(fallback=(160, 24)).columns
-    return f"{heading(drawn)}\n\n" + drawing.draw(
+    return f"{heading(drawn)}\n\n" + text_chart(
         drawn.timetable,
         width=columns,
         peaks=drawn.proof.peaks,
@@ -228,7 +229,7 @@ def write(drawn: Sequence[Drawn], path: Path, *, until_s: float | None = None) -
             f"{path} has room for one schedule, not for {len(drawn)}; .svg, .png and .pdf have"
         )
     if path.suffix == ".json":
-        path.write_text(trace_events.to_json(drawn[0].timetable), encoding="utf-8")
+        path.write_text(trace_json(drawn[0].timetable), encoding="utf-8")
     else:
         text.write(drawn[0].schedule, path)
 

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from hpcpar.errors import ConfigError, HpcparError
-from hpcpar.launch.knobs import LOG_LEVELS
+from hpcpar.launch.horovod_settings import LOG_LEVELS
 from hpcpar.units import MiB
 
 Command = Callable[..., Any]

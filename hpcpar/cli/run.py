@@ -15,9 +15,9 @@ import hpcpar
 from hpcpar.cli.horovod_options import horovod_options, variables
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.launch import supervise
+from hpcpar.launch.horovod_settings import start_limit_s
 from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile, ssh_variables
-from hpcpar.launch.knobs import start_limit_s
-from hpcpar.launch.supervise import Wishes
+from hpcpar.launch.launch_command import LaunchOptions, under_horovod
 
 
 def _check_build(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
@@ -115,7 +115,9 @@ def run(
         size = ranks or number_of(places)
         if most is not None and most < size:
             raise ConfigError(f"--max-np {most}, but {size} ranks were asked for: give -np alone")
-        wishes = Wishes(
+        launch_options = LaunchOptions(
+            launcher=launcher,
+            words=(*launcher_words(options), *launcher_words(binding_args)),
             hosts=places,
             interfaces=tuple(dict.fromkeys(filter(None, ",".join(network_interfaces).split(",")))),
             start_limit_s=start_limit_s() if start_timeout is None else start_timeout,
@@ -123,16 +125,9 @@ def run(
             variables={**variables(knobs), **ssh_variables(ssh_port, ssh_identity_file)},
         )
         if verbose:
-            for name, value in wishes.variables.items():
+            for name, value in launch_options.variables.items():
                 say(f"hpcpar run: {name}={value}")
-        return supervise.run(
-            size,
-            argv,
-            say=say,
-            launcher=launcher,
-            options=[*launcher_words(options), *launcher_words(binding_args)],
-            wishes=wishes,
-        )
+        return supervise.run(size, argv, launch_options, say=say)
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
 
@@ -159,7 +154,7 @@ def program_words(program: Sequence[str], as_horovod: bool) -> Sequence[str]:
             f"there is no option {program[0]}: `hpcpar run --help` lists them, and Horovod's too; "
             "a module is two words, -m module"
         )
-    return supervise.under_horovod(program) if as_horovod else program
+    return under_horovod(program) if as_horovod else program
 
 
 def host_list(hosts: str, hostfile: str) -> tuple[Host, ...]:

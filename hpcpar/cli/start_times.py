@@ -1,7 +1,7 @@
-"""How long a rank takes to start: imports, MPI, `hpcpar.init()`; and how much of it is waiting for files.
+"""Time a rank's start: imports, MPI, `hpcpar.init()`; and how much of it is waiting for files.
 
-What a thread neither computes nor waits for a core in, it waits for something else; while it imports,
-for the file system. Linux counts all three, so a busy machine is not taken for a slow file system.
+A thread that neither computes nor waits for a core waits for something else; while it imports, for the
+file system. Linux counts all three, so a busy machine is not taken for a slow file system.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULES = {
     "hpcpar": "hpcpar.comm.world",
     "torch": "torch",
 }
-"""What is timed, by what brings it, in the order in which a program imports it; each with all that it needs.
+"""Modules whose import is timed, by the package that they bring, in the order of a program's imports.
 
 `hpcpar.transport.mpi` loads mpi4py and the MPI library without starting MPI.
 """
@@ -36,7 +36,7 @@ class Elapsed(NamedTuple):
 
 @dataclass(frozen=True)
 class StartTimes:
-    """Of one rank.
+    """Start times of one rank.
 
     python_s   from the start of the process to the first import that is timed
     imports    by the names of MODULES
@@ -49,7 +49,7 @@ class StartTimes:
 
     @property
     def imported(self) -> Elapsed:
-        """All imports together."""
+        """Sum over all imports."""
         spans = self.imports.values()
         return Elapsed(sum(span.wall_s for span in spans), sum(span.waited_s for span in spans))
 

@@ -46,7 +46,7 @@ from hpcpar.comm.tuning import Tuning
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, Mark, bind, fingerprint, is_still, mark
-from hpcpar.transport.device_memory import DeviceBuffer, Queue, bind_device, is_on_device
+from hpcpar.transport.gpu.memory import DeviceBuffer, Queue, bind_device, is_on_device
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall, Octets, Transport
 from hpcpar.units import KiB, MiB
 

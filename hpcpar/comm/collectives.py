@@ -27,15 +27,14 @@ from typing import Any
 
 from hpcpar import partition
 from hpcpar.comm.caller import Call, Caller, typed
-from hpcpar.comm.compressed import Compressed, CompressedOnDevice
+from hpcpar.comm.half_precision import Compressed, CompressedOnDevice, Factors, Rescaling, is_plain
 from hpcpar.comm.out_of_place import Kept, fill, is_same, overlap
 from hpcpar.comm.prepared import Prepared
 from hpcpar.comm.progress import Handle
 from hpcpar.comm.reductions import require_op, scale
-from hpcpar.comm.scaling import Factors, Rescaling, is_plain
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, empty_like, flat
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
 
 PREPARED = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall", "barrier")
 """What `prepare` takes."""
@@ -60,9 +59,9 @@ class Collectives(Caller):
         buffer            same shape and element type on every rank
         op                sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
         prescale_factor   what every rank's buffer is multiplied by first, and
-        postscale_factor  what the result is multiplied by; how it rounds: `hpcpar/comm/scaling.py`
+        postscale_factor  what the result is multiplied by; how it rounds: `hpcpar/comm/half_precision.py`
         compression       float16 or bfloat16: what float32 and float64 travel and are summed as, within the
-                          error that `hpcpar/comm/compressed.py` states; a rank alone sends and loses nothing
+                          error that `comm/half_precision.py` states; a rank alone sends and loses nothing
         result            out, or buffer when out is None
         errors            OperationError, BufferTypeError; in checked mode MismatchError on every rank
         """

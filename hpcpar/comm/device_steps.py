@@ -38,9 +38,9 @@ from hpcpar.comm.operation import (
 )
 from hpcpar.comm.tokens import Kind, Mailroom, Ticket, Token
 from hpcpar.errors import MismatchError
-from hpcpar.transport.device_memory import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
+from hpcpar.transport.gpu.memory import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
+from hpcpar.transport.gpu.staged import StagedExchange, Turns, Way
 from hpcpar.transport.interface import Exchange, Transport
-from hpcpar.transport.staged import StagedExchange, Turns, Way
 
 Extent = tuple[int, int]
 """Addresses from, to."""

@@ -19,12 +19,13 @@ import numpy as np
 
 from hpcpar.errors import CudaError, HpcparError
 from hpcpar.launch.binding import gpu_for, gpu_sharing_warning
-from hpcpar.transport import cuda_driver, device_kernels
-from hpcpar.transport.cuda_driver import CudaDriver
-from hpcpar.transport.device_ipc import EventExports, EventImports, Exports, Imports
-from hpcpar.transport.device_memory import DeviceBuffer, Queue, queue_of_thread, queues_of_thread
+from hpcpar.transport.gpu import kernels as gpu_kernels
+from hpcpar.transport.gpu import runtime
+from hpcpar.transport.gpu.ipc import EventExports, EventImports, Exports, Imports
+from hpcpar.transport.gpu.memory import DeviceBuffer, Queue, queue_of_thread, queues_of_thread
+from hpcpar.transport.gpu.runtime import CudaDriver
+from hpcpar.transport.gpu.staged import PinnedPool
 from hpcpar.transport.interface import Octets
-from hpcpar.transport.staged import PinnedPool
 
 if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
@@ -67,7 +68,7 @@ class Devices:
         for queue in queues_of_thread().values():
             queue.look()  # arrays of earlier calls are kept till then
         turn = next(self._turns) % QUEUES
-        queue = queue_of_thread(turn, self.cuda, ordinal, device_kernels.kernels)
+        queue = queue_of_thread(turn, self.cuda, ordinal, gpu_kernels.kernels)
         self._used.add(queue)
         return queue
 
@@ -153,12 +154,12 @@ def _open(local_rank: int, local_size: int) -> tuple[CudaDriver | None, int, str
     """The driver, with this rank's GPU in use, and its number; what stands against it; what tells it from
     others."""
     try:
-        cuda = cuda_driver.driver()
+        cuda = runtime.driver()
         ordinal = gpu_for(local_rank, cuda.device_count(), local_size)
         if ordinal is None:
             return None, 0, "no GPU is visible", ""
         cuda.use(ordinal)
-        device_kernels.kernels(ordinal)
+        gpu_kernels.kernels(ordinal)
         return cuda, ordinal, "", cuda.identity(ordinal)
     except HpcparError as error:
         return None, 0, str(error), ""

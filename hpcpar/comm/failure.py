@@ -1,4 +1,4 @@
-"""One rank's failure ends the job: exception hooks, and a leave-taking that waits for the others.
+"""End the job when one rank fails: exception hooks, and an exit that waits for the other ranks.
 
 Without them a rank that dies of an exception leaves the others waiting in their collective for
 ever: the interpreter's exit calls MPI_Finalize, which waits for those who will never come.
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 FAREWELL_POLL_S = 0.01
 
 RELAY_S = 0.2
-"""What the launcher gets to pass the traceback on, before MPI_Abort has it drop everything."""
+"""Time for the launcher to pass the traceback on, before MPI_Abort has it drop everything."""
 
 ABORT_LIMIT_S = 3.0
-"""After which a process ends by itself, should MPI_Abort not return while another thread is inside MPI."""
+"""Limit after which a process ends by itself, should MPI_Abort hang while another thread is inside MPI."""
 
 
 class FailureHooks:

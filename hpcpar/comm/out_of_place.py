@@ -14,7 +14,7 @@ from itertools import groupby
 
 from hpcpar.comm.operation import Message, Plan, PlannedStep, Run, ScratchPool, Spaces, overlapping
 from hpcpar.transport.buffers import HostBuffer
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
 from hpcpar.transport.interface import Octets
 
 Span = tuple[int, int]

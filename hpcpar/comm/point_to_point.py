@@ -13,7 +13,7 @@ from hpcpar.comm.operation import Message, Operation, PlannedStep, bill
 from hpcpar.comm.progress import Handle
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import Binding, fingerprint
-from hpcpar.transport.device_memory import DeviceBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Prepared, Transport
 
 MOST_REMEMBERED = 256

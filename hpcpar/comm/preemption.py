@@ -42,7 +42,7 @@ START_IT_AGAIN, INTERRUPTED = 1, 2
 
 
 class Preemption:
-    """Whether this job is to stop, agreed among all ranks of `comm`. Making one is collective.
+    """Agreement among all ranks of `comm` whether this job is to stop. Making one is collective.
 
     signals     that ask for it, on any rank; () = `request()` alone does. Where there are some it takes
                 the main thread; `hpcpar.launch.signals` tells what becomes of their handlers meanwhile

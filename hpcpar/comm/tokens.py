@@ -17,7 +17,7 @@ from enum import IntEnum
 import numpy as np
 
 from hpcpar.errors import MismatchError
-from hpcpar.transport.device_ipc import DESCRIPTOR_NBYTES
+from hpcpar.transport.gpu.ipc import DESCRIPTOR_NBYTES
 from hpcpar.transport.interface import Exchange, Octets, Transport
 
 

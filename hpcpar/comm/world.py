@@ -13,26 +13,22 @@ import numpy as np
 from hpcpar.comm.caller import Family
 from hpcpar.comm.communicator import Communicator
 from hpcpar.comm.failure import FailureHooks
-from hpcpar.comm.places import gather_from_nodes
 from hpcpar.comm.select import parse_overrides
 from hpcpar.comm.tuning import Tuning, read_together
 from hpcpar.comm.watch import Watch
 from hpcpar.errors import ConfigError, LaunchError, PeerFailedError
-from hpcpar.launch import (
-    binding,
-    crosscheck,
-    cuda_aware,
-    environment,
-    lone,
-    sentinel,
-    shared_space,
-    variables,
-)
+from hpcpar.launch import binding, crosscheck, cuda_aware, environment, lone, sentinel, shared_space
 from hpcpar.launch.bootstrap import pmi_selection
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.placement import Placement, RankPlace, visible_gpus
-from hpcpar.launch.settings import Settings, own_tuning_file
-from hpcpar.transport import cuda_driver
+from hpcpar.launch.rank_map import RankBinding, RankMap, gather_from_nodes, visible_gpus
+from hpcpar.launch.settings import (
+    Settings,
+    mark_as_rank,
+    own_tuning_file,
+    parent_is_the_rank,
+    take_asked_ranks,
+)
+from hpcpar.transport.gpu import runtime
 
 if TYPE_CHECKING:
     from hpcpar.transport.mpi import MpiTransport
@@ -78,11 +74,11 @@ def init(
     info = _crosscheck(world, info)
     world.choose_by(_tuning(world, settings))
     with world.unchecked("start-up").split_by_node("node at start-up") as node:
-        places = node.unchecked("start-up").allgather_object(RankPlace.here(world.rank))
-        transport.yield_at_once = binding.oversubscribed(node.size, [place.cores for place in places])
+        bindings = node.unchecked("start-up").allgather_object(RankBinding.here(world.rank))
+        transport.yield_at_once = binding.oversubscribed(node.size, [each.cores for each in bindings])
         if _hooks is None and world.size > 1:
-            placement = gather_from_nodes(world.unchecked("start-up"), places, first=node.rank == 0)
-            _report(placement, sets_threads=sets_threads)
+            rank_map = gather_from_nodes(world.unchecked("start-up"), bindings, first=node.rank == 0)
+            _report(rank_map, sets_threads=sets_threads)
         guard = _guard(world, node, settings, info)
     if settings.shared_memory:
         world.share_memory()
@@ -97,7 +93,7 @@ def init(
 
 
 def _share_devices(world: Communicator, settings: Settings) -> None:
-    """Move GPUs' memory as it is, where any rank sees a GPU or a way to do it is asked for. Collective."""
+    """Set up transfers between GPUs, where any rank sees one or the user asks for it. Collective."""
     sees_any = np.array([settings.devices != "auto" or bool(visible_gpus(os.environ))])
     if not world.unchecked("start-up").allreduce(sees_any, "or")[0]:
         return
@@ -108,7 +104,7 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
         found = cuda_aware.capabilities(
             mpi.library_version(),
             asked=settings.cuda_aware,
-            driver=str(cuda_driver.driver().version),
+            driver=str(runtime.driver().version),
             memory_kinds=mpi.memory_kinds(),
         )
         return found.point_to_point is True
@@ -134,7 +130,7 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
     if info.size > 1 and mpi.is_the_parents():
         _refuse_forked(info)
     if not mpi.is_started():
-        if info.size > 1 and variables.parent_is_the_rank():
+        if info.size > 1 and parent_is_the_rank():
             _refuse_child(info)
         _bootstrap = pmi_selection.choose(info, mpi.library_version())
         pmi_selection.clear_stale(_bootstrap)
@@ -157,7 +153,7 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
             mpi.start()
             time.sleep(_bootstrap.settle_s)
     if info.size > 1:
-        variables.mark_as_rank()
+        mark_as_rank()
     return mpi.MpiTransport.world()
 
 
@@ -190,7 +186,7 @@ def _refuse(info: RankInfo, library: str) -> NoReturn:
 
 
 def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
-    """Return whom MPI confirms; LaunchError on every rank unless launcher and MPI agree on all of them."""
+    """Return the position that MPI confirms; LaunchError on every rank unless all agree with the launcher."""
     from hpcpar.transport.mpi import library_facts
 
     here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
@@ -201,21 +197,20 @@ def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
     try:
         crosscheck.refuse_separate_worlds(info, claims)
         lone.refuse_nested()
-        crosscheck.require_asked_size(variables.take_asked_ranks(), world.size)
+        crosscheck.require_asked_size(take_asked_ranks(), world.size)
         if world.size == info.size == 1:
             lone.require_alone(info)
-        info = crosscheck.check_against_mpi(
-            info,
-            mpi_rank=world.rank,
-            mpi_size=world.size,
-            mpi_local_rank=here.index(world.rank),
-            mpi_local_size=len(here),
-            mpi_library=library_facts()["library"],
-            host=socket.gethostname(),
-            mpi_node=world.nodes[world.rank],
+        mpi_view = crosscheck.MpiView(
+            rank=world.rank,
+            size=world.size,
+            library=library_facts()["library"],
+            local_rank=here.index(world.rank),
+            local_size=len(here),
+            node=world.nodes[world.rank],
             neighbours=[local_ranks[rank] for rank in here],
             started_before=_bootstrap is None,
         )
+        info = crosscheck.check_against_mpi(info, mpi_view, socket.gethostname())
     except LaunchError as error:
         failure = error
         if world.size == 1 and info.rank > 0:
@@ -230,19 +225,19 @@ def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
 
 
 def _tuning(world: Communicator, settings: Settings) -> Tuning:
-    """The measured tables of this MPI library, as rank 0 finds them."""
+    """Read the measured tables of this MPI library, as rank 0 finds them."""
     from hpcpar.transport.mpi import library_facts
 
     vendor = library_facts()["vendor"]
     return read_together(world.unchecked("start-up"), settings.tuning, own_tuning_file(), vendor)
 
 
-def _report(placement: Placement | None, *, sets_threads: bool) -> None:
-    """On rank 0, which alone has a placement: log it, and what is amiss."""
-    if placement is not None:
-        for line in placement.lines():
+def _report(rank_map: RankMap | None, *, sets_threads: bool) -> None:
+    """Log the rank map and its flaws on rank 0, which alone has one."""
+    if rank_map is not None:
+        for line in rank_map.lines():
             log.info(line)
-        for flaw in placement.flaws(sets_threads=sets_threads):
+        for flaw in rank_map.flaws(sets_threads=sets_threads):
             log.warning(flaw)
 
 

@@ -1,4 +1,4 @@
-"""Text -> tokens -> memory-mapped shards -> the windows that each rank trains on."""
+"""Training data: text -> tokens -> memory-mapped shards -> the windows of each rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hpcpar.data.corpus import Corpus, Document, Skipped, standard_library
 from hpcpar.data.dataset import Dataset
 from hpcpar.data.preparation import Prepared, prepare
 from hpcpar.data.sampler import Sampler
-from hpcpar.data.shards import Shards, TokenStream, build
-from hpcpar.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer, tokenizer_of
+from hpcpar.data.token_files import Shards, TokenStream, build
+from hpcpar.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, tokenizer_of
 
 __all__ = [
     "ByteTokenizer",

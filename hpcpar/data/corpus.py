@@ -1,4 +1,4 @@
-"""A corpus: files of text and of records (JSONL, Parquet), and the documents in them, in one fixed order."""
+"""A corpus: files of text and of records (JSONL, Parquet), and their documents in one fixed order."""
 
 from __future__ import annotations
 
@@ -13,35 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from hpcpar.data.reading import (
-    DAMAGED,
-    ENDINGS,
-    JSONL_ENDINGS,
-    PARQUET,
-    TEXT_ENDINGS,
-    lines,
-    opened,
-    require_pyarrow,
-    rows,
-    text_of,
-    unpacked,
-)
+from hpcpar.data import file_formats
+from hpcpar.data.file_formats import JSONL_ENDINGS, PARQUET, TEXT_ENDINGS
 from hpcpar.errors import DataError
 from hpcpar.units import KiB, MiB, format_nbytes
 
 logger = logging.getLogger(__name__)
 
 DESCRIPTION = re.compile(r"(readme([._-].*)?|(licen[sc]e|copying|notice|citation)(\..*)?)$", re.IGNORECASE)
-"""Names of files that tell of those beside them."""
+"""Names of files that describe the files beside them."""
 
 RECORDS_WITHOUT_TEXT = 100
-"""After so many of a file it is given up."""
+"""Number of leading records without text after which a file is an error."""
 
 SMALLEST_PIECE_NBYTES = 1 * KiB
 LARGEST_PIECE_NBYTES = 1 * MiB
 PIECES_OF_A_CORPUS = 64
 
-# Generated character tables and copies of other projects: not what a person would call text.
+# Generated character tables and copies of other projects are not what a person would call text.
 LEFT_OUT_OF_STANDARD_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled"}
     | {"test", "tests", "idle_test"}
@@ -54,7 +43,7 @@ Paths: TypeAlias = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Document:
-    """A piece of text that is trained on, or held out, as a whole."""
+    """Text that is trained on, or held out, as a whole."""
 
     name: str
     text: str
@@ -62,7 +51,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file, or a piece or line of one, that could not be read as text, and why."""
+    """A file, or a piece or line of one, that could not be read as text, and the reason."""
 
     name: str
     reason: str
@@ -70,12 +59,12 @@ class Skipped:
 
 @dataclass
 class Corpus:
-    """Files in a fixed order, each under a name that does not depend on where the corpus lies.
+    """Files in a fixed order, under names that do not depend on the location of the corpus.
 
     files      (name, path), sorted by name
-    text_key   the field of a record (a line of JSONL, a row of Parquet) that is its text
-    left_out   files of its directories that are not in it, by kind, as people are told
-    skipped    filled by `documents`: what could not be read
+    text_key   field of a record (a line of JSONL, a row of Parquet) that is its text
+    left_out   files of its directories that are not in it, a phrase for each kind
+    skipped    filled by `documents`: files and records that could not be read
     """
 
     files: tuple[tuple[str, Path], ...]
@@ -85,16 +74,15 @@ class Corpus:
 
     @classmethod
     def of(cls, paths: Paths, *, text_key: str = "text") -> Corpus:
-        """The corpus of a directory, of a file, or of a list of both, which has each file once.
+        """Collect the files of a directory, a file, or a list of both, each file once.
 
         A directory gives its .txt, .text, .md, .rst, .py, .jsonl, .ndjson and .parquet files at any depth,
-        all but the last also packed (.gz, .bz2, .xz, .zst). Others, hidden ones apart, are in `left_out`, and
-        so are those that describe what lies beside or below them, such as a README. A file named by itself is
-        taken whatever it is called. A directory in it that cannot be listed, or is a link, is left out with a
-        warning.
+        all but the last also compressed (.gz, .bz2, .xz, .zst). Other visible files go to `left_out`, as do
+        those that describe the files beside or below them, such as a README. A file named by itself is taken
+        whatever it is called. Directories that are links, or cannot be listed, are left out with a warning.
 
-        errors   DataError when a path is missing or nothing is found, and where a .parquet or .zst file needs
-                 pyarrow, which is not there
+        errors   DataError if a path is missing, nothing is found, or a .parquet or .zst file needs pyarrow
+                 and that is not installed
         """
         listed = _as_list(paths)
         found: dict[str, Path] = {}
@@ -102,11 +90,11 @@ class Corpus:
         left_out: list[str] = []
         for path in listed:
             for name, file in _files_of(path, left_out):
-                # Twice in the corpus, it could be learnt from and held out as well.
+                # A file that is there twice could be both trained on and held out.
                 if file.absolute() in taken:
                     continue
                 taken.add(file.absolute())
-                # Two roots may hold the same relative name: the later one takes its full path.
+                # Two roots may hold the same relative name; the later file goes by its full path.
                 found[str(file) if name in found else name] = file
         if not found:
             raise DataError(
@@ -114,15 +102,15 @@ class Corpus:
                 f"looked for files ending in {' '.join((*TEXT_ENDINGS, *JSONL_ENDINGS, PARQUET))}"
                 + "".join(f"; left out: {each}" for each in left_out)
             )
-        require_pyarrow(found.values())
+        file_formats.require_pyarrow(found.values())
         return cls(tuple(sorted(found.items())), text_key, tuple(left_out))
 
     def nbytes(self) -> int:
-        """Bytes of all files together, as the file system tells."""
+        """Return the size of all files together."""
         return sum(_size(path) for _, path in self.files)
 
     def fingerprint(self) -> str:
-        """SHA-256 over names, sizes and times of change: another one when a file was changed."""
+        """Return a SHA-256 over names, sizes and modification times."""
         digest = hashlib.sha256(self.text_key.encode())
         for name, path in self.files:
             try:
@@ -134,12 +122,12 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """Every document: a text file, or a record of a JSONL or Parquet file.
+        """Yield every document: a text file, or a record of a JSONL or Parquet file.
 
-        Text longer than 1/64 of the corpus (between 1 KiB and 1 MiB) is cut at line ends into
-        several documents, so that no document is too large for either side of a train / held-out
-        split and files of any size stream through. What is not UTF-8, not JSON or without
-        `text_key` goes to `skipped`: of a text file that begins as UTF-8 the piece, else the whole file.
+        Text longer than 1/64 of the corpus (between 1 KiB and 1 MiB) is cut at line ends into several
+        documents: none is too large for either side of a train / held-out split, and files of any size stream
+        through. Text that is not UTF-8, not JSON or without `text_key` goes to `skipped`: of a text file that
+        begins as UTF-8 only the piece, else the whole file.
 
         errors   DataError for a file none of whose first records has its text in `text_key`
         """
@@ -147,19 +135,19 @@ class Corpus:
         wanted = self.nbytes() // PIECES_OF_A_CORPUS
         piece_nbytes = min(max(wanted, SMALLEST_PIECE_NBYTES), LARGEST_PIECE_NBYTES)
         for name, path in self.files:
-            kind = unpacked(path.name)
+            kind = file_formats.uncompressed(path.name)
             try:
                 if kind.endswith(PARQUET):
-                    yield from self._texts(name, rows(path, self.text_key), piece_nbytes)
+                    yield from self._texts(name, file_formats.rows(path, self.text_key), piece_nbytes)
                 elif kind.endswith(JSONL_ENDINGS):
-                    yield from self._texts(name, lines(path), piece_nbytes)
+                    yield from self._texts(name, file_formats.lines(path), piece_nbytes)
                 else:
                     yield from self._pieces_of_text(name, path, piece_nbytes)
-            except DAMAGED as error:
+            except file_formats.DAMAGED as error:
                 self._skip(name, error)
 
     def _pieces_of_text(self, name: str, path: Path, piece_nbytes: int) -> Iterator[Document]:
-        with opened(path) as file:
+        with file_formats.opened(path) as file:
             for number, piece in enumerate(_pieces(file, piece_nbytes)):
                 where = f"{name}#{number}"
                 try:
@@ -172,13 +160,13 @@ class Corpus:
                     yield Document(where, text)
 
     def _texts(self, name: str, records: Iterable[tuple[int, Any]], piece_nbytes: int) -> Iterator[Document]:
-        """`records`: (its number, a record as a dictionary, or why it cannot be read)."""
+        """Yield the texts of (number, record); a record is a dictionary, or the error in its place."""
         has_text, without = False, 0
         fields: dict[str, str] = {}
         for number, record in records:
             where = f"{name}:{number}"
             try:
-                text = text_of(record, self.text_key)
+                text = file_formats.text_of(record, self.text_key)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 self._skip(where, error)
                 if not has_text and isinstance(record, dict):
@@ -205,10 +193,10 @@ class Corpus:
 
 
 def standard_library(*, limit_nbytes: int = 8 * MiB) -> Corpus:
-    """Python's own library, a corpus that every machine has: its .py files without site-packages.
+    """Return the .py files of Python's own library, a corpus that every machine has.
 
-    Left out: tests, character tables, bundled packages. Of a library larger than `limit_nbytes` a
-    part is taken that is chosen by a hash of the names, so that it is mixed and always the same.
+    Tests, character tables and bundled packages are left out. A hash of the names chooses files of up to
+    `limit_nbytes`, so that the part is mixed and always the same.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     candidates = [
@@ -231,7 +219,7 @@ def standard_library(*, limit_nbytes: int = 8 * MiB) -> Corpus:
 
 
 def require_existing(paths: Paths) -> None:
-    """DataError that names the first path that is not here, or is neither file nor directory."""
+    """DataError for the first path that is missing, or neither file nor directory."""
     for path in _as_list(paths):
         if not path.exists():
             raise DataError(f"no such file or directory: {path}; is it on a file system that this node sees?")
@@ -244,32 +232,31 @@ def _as_list(paths: Paths) -> list[Path]:
 
 
 def _files_of(path: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
-    """(name, path) of a file, or of the files of a directory; names are relative to the latter."""
+    """Yield (name, path) of a file, or of the files of a directory, whose names are relative to it."""
     require_existing(path)
     if path.is_file():
         yield path.name, path
         return
     others: list[str] = []
-    files = dict(_walk(path, endings=ENDINGS, others=others))
+    files = dict(_walk(path, endings=file_formats.ENDINGS, others=others))
+    # A README describes other files if its directory has any, at whatever depth.
+    is_description = {name: bool(DESCRIPTION.match(PurePath(name).name)) for name in (*files, *others)}
     described = {
-        directory
-        for name in (*files, *others)
-        if not DESCRIPTION.match(PurePath(name).name)
-        for directory in PurePath(name).parents
+        parent for name, is_one in is_description.items() if not is_one for parent in PurePath(name).parents
     }
     descriptions = [
         name
         for name in files
-        if DESCRIPTION.match(PurePath(name).name)
+        if is_description[name]
         and not name.lower().endswith((*JSONL_ENDINGS, PARQUET))
         and PurePath(name).parent in described
     ]
-    left_out += _told(path, descriptions, others)
+    left_out += _left_out(path, descriptions, others)
     yield from ((name, file) for name, file in files.items() if name not in descriptions)
 
 
-def _told(root: Path, descriptions: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    """Say what is left out of a directory, in a phrase for each kind."""
+def _left_out(root: Path, descriptions: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+    """Yield a phrase for each kind of file that is left out of a directory."""
     if descriptions:
         several = f" and {len(descriptions) - 1} more" if len(descriptions) > 1 else ""
         yield f"{root / descriptions[0]}{several}, which describes the files beside it"
@@ -284,8 +271,12 @@ def _told(root: Path, descriptions: Sequence[str], others: Sequence[str]) -> Ite
 def _walk(
     root: Path, *, endings: tuple[str, ...], others: list[str] | None = None
 ) -> Iterator[tuple[str, Path]]:
-    """(name, path) of files with these endings, in any case; `others` gets the names of those without."""
-    for directory, subdirectories, files in os.walk(root, onerror=_warn_of_directory):
+    """Yield (name, path) of files with these endings, in any case; the other names go to `others`."""
+
+    def warn(error: OSError) -> None:
+        logger.warning("%s is left out: it cannot be listed (%s)", error.filename, error.strerror)
+
+    for directory, subdirectories, files in os.walk(root, onerror=warn):
         subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
         for name in subdirectories:
             if (link := Path(directory, name)).is_symlink():
@@ -301,12 +292,8 @@ def _walk(
                 others.append(name)
 
 
-def _warn_of_directory(error: OSError) -> None:
-    logger.warning("%s is left out: it cannot be listed (%s)", error.filename, error.strerror)
-
-
 def _pieces(lines: Iterable[bytes], piece_nbytes: int) -> Iterator[bytes]:
-    """Whole lines joined until a piece has `piece_nbytes`; a longer line is a piece by itself."""
+    """Join whole lines to pieces of up to `piece_nbytes`; a longer line is a piece by itself."""
     kept: list[bytes] = []
     nbytes = 0
     for line in lines:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcpar.data.shards import TokenStream
+from hpcpar.data.token_files import TokenStream
 
 
 class Dataset:
@@ -23,13 +23,13 @@ class Dataset:
 
     @property
     def windows(self) -> int:
-        """Whole windows with a following token."""
+        """Number of whole windows with a following token."""
         return max(0, (len(self.stream) - 1) // self.sequence)
 
     def batch(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """(tokens, targets) of these windows: int64, [B, S] each; no window gives [0, S].
+        """Return (tokens, targets) of these windows: int64, [B, S] each; no window gives [0, S].
 
-        The two are parts of one tensor [B, S + 1]: do not write to them.
+        Both are views of one tensor [B, S + 1]: do not write to them.
         """
         rows = [self._row(int(window)) for window in windows]
         joined = np.stack(rows) if rows else np.empty((0, self.sequence + 1), dtype=np.int64)
@@ -37,7 +37,7 @@ class Dataset:
         return both[:, :-1], both[:, 1:]
 
     def spread(self, count: int) -> list[int]:
-        """At most `count` windows at equal distances over the whole stream, for a held-out loss."""
+        """Choose up to `count` windows at equal distances over the whole stream, for a held-out loss."""
         count = min(count, self.windows)
         return [place * self.windows // count for place in range(count)]
 

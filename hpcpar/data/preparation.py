@@ -1,4 +1,4 @@
-"""From paths to opened shards, on all ranks of a job at once, or on none."""
+"""Preparation of training data: from paths to opened shards, on all ranks of a job or on none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hpcpar.data.corpus import Corpus, Paths, require_existing, standard_library
-from hpcpar.data.shards import Shards, building, cache_key
-from hpcpar.data.tokens import Tokenizer, tokenizer_of
+from hpcpar.data.token_files import Shards, building, cache_key
+from hpcpar.data.tokenizer import Tokenizer, tokenizer_of
 from hpcpar.errors import DataError
 from hpcpar.units import MiB
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
-"""Builders report to the others this often, so that no wait comes near a time limit."""
+"""Interval of the builders' reports to the other ranks, which keeps every wait below its time limit."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data ready to train on. `built`: whether it was made now, or found in the cache."""
+    """Data ready to train on; `built` is False if it was found in the cache."""
 
     shards: Shards
     tokenizer: Tokenizer
@@ -47,19 +47,17 @@ def prepare(
 ) -> Prepared:
     """Tokenize text into shards under `cache_directory`, or find them there. Collective.
 
-    paths          files and directories; None = the Python standard library's sources, of which
-                   `limit_nbytes` bounds the size
-    tokenizer      one, or the path of a Hugging Face tokenizers file, or None for bytes
-    end_of_document   of a tokenizers file, as of `FileTokenizer`
-    text_key       the field of JSONL's and Parquet's records that is their text
-    on_progress    called on rank 0 with its tokens so far, every few seconds
+    paths             files and directories; None: up to `limit_nbytes` of Python's standard library
+    tokenizer         one, or the path of a Hugging Face tokenizers file, or None for bytes
+    end_of_document   of a tokenizers file, as for `FileTokenizer`
+    text_key          field of JSONL's and Parquet's records that is their text
+    on_progress       called on rank 0 with its tokens so far, every few seconds
 
-    The first rank of each node lists the files and builds, so the cache may be on a node's own disk
-    or on a shared one; the others only look whether the paths are there. Afterwards all ranks
-    compare a digest of what they opened.
+    The first rank of each node lists the files and builds, so the cache may be on a node's own disk or on a
+    shared one; the others only check that the paths exist. Then all ranks compare a digest of their tokens.
 
-    errors   DataError when a path is missing, nothing in it can be read, or nodes hold different
-             text; of several ranks, PeerFailedError on every one, naming rank and path
+    errors   DataError if a path is missing, nothing in it can be read, or nodes hold different text; of
+             several ranks, PeerFailedError on every one, naming rank and path
     """
     builder = comm.nodes.index(comm.nodes[comm.rank])
     directory: Path | None = None
@@ -67,7 +65,10 @@ def prepare(
     with comm.together("looking for the training data"):
         chosen = tokenizer_of(tokenizer, end_of_document=end_of_document)
         if comm.rank == builder:
-            corpus = _corpus(paths, text_key, limit_nbytes)
+            if paths is None:
+                corpus = standard_library(limit_nbytes=limit_nbytes)
+            else:
+                corpus = Corpus.of(paths, text_key=text_key)
             _warn_of_left_out(corpus, comm)
             directory = Path(cache_directory) / f"tokens-{cache_key(corpus, chosen, held_out_fraction)}"
             if not _is_cached(directory):
@@ -98,12 +99,6 @@ def _warn_of_left_out(corpus: Corpus, comm: Communicator) -> None:
         )  # fmt: skip
 
 
-def _corpus(paths: Paths | None, text_key: str, limit_nbytes: int) -> Corpus:
-    if paths is None:
-        return standard_library(limit_nbytes=limit_nbytes)
-    return Corpus.of(paths, text_key=text_key)
-
-
 def _is_cached(directory: Path) -> bool:
     try:
         Shards.open(directory)
@@ -117,7 +112,7 @@ def _is_cached(directory: Path) -> bool:
 def _build_together(
     comm: Communicator, steps: Iterator[int], on_progress: Callable[[int], None] | None
 ) -> bool:
-    """Run each builder in spells of `HEARTBEAT_S` until all are at their end; True if any did work."""
+    """Run the builders for `HEARTBEAT_S` at a time until all have finished; return True if any worked."""
     worked, finished = False, False
     while not finished:
         mine_finished = True

@@ -1,15 +1,15 @@
-"""Windows of the corpus that a step trains on: a pure function of the step, without state.
+"""Sampler: the windows of a training step as a pure function of the step, without state.
 
-A window is `sequence` tokens and the one after them; window w begins at token w · sequence. Every
-epoch visits each window at most once, in an order of its own:
+Window w is `sequence` tokens from token w · sequence on, and the one after them. Every epoch visits each
+window at most once, in an order of its own:
 
     epoch 0   step 0: windows 7 2 9 4    step 1: 0 5 1 8     (3 and 6 are left over)
     epoch 1   step 2: windows 3 8 0 6    step 3: …
 
     step 0 on two ranks:   rank 0: 7 2    rank 1: 9 4
 
-A run that goes on with another global batch goes on behind the windows it has had (`going_on_from`), for the
-place in the text is counted in windows, not in steps:
+A run resumed with another global batch continues after the windows it has had (`going_on_from`); its position
+in the text counts windows, not steps:
 
     from step 1 on with 2:              step 1: 0 5    step 2: 1 8    step 3: 3 6
 """
@@ -28,14 +28,13 @@ from hpcpar.partition import bounds
 
 @dataclass(frozen=True)
 class Sampler:
-    """The order of training: the same for any number of ranks, from any step on.
+    """Order of training, the same for any number of ranks.
 
     tokens         tokens of the training split
     sequence       tokens of a window
     global_batch   windows of a step, over all ranks and microbatches
     seed           names the order
-    first_step     the step from which on these are the batches, at window `first_place` of the order of
-                   `first_epoch`
+    first_step     first step of this sampler, at window `first_place` of the order of `first_epoch`
     """
 
     tokens: int
@@ -60,20 +59,20 @@ class Sampler:
 
     @property
     def windows(self) -> int:
-        """Windows of the split; the last one needs a token after it."""
+        """Number of windows in the split; the last one needs a token after it."""
         return max(0, (self.tokens - 1) // self.sequence)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole global batches of one epoch; up to global_batch - 1 windows are left over."""
+        """Number of whole global batches in an epoch; up to global_batch - 1 windows are left over."""
         return self.windows // self.global_batch
 
     def epoch(self, step: int) -> int:
-        """How many times the corpus was gone through before this step."""
+        """Return the number of complete passes over the corpus before this step."""
         return self.position(step)[0]
 
     def position(self, step: int) -> tuple[int, int]:
-        """(epoch, windows of its order that are behind) before a step."""
+        """Return (epoch, windows of its order already visited) before a step."""
         if step < self.first_step:
             raise DataError(f"there is no step {step}: steps count from {self.first_step}")
         steps = step - self.first_step
@@ -84,20 +83,20 @@ class Sampler:
         return self.first_epoch + 1 + epochs, steps * self.global_batch
 
     def going_on_from(self, step: int, epoch: int, place: int) -> Sampler:
-        """The batches from a step on, of which the first begins at a window of an epoch's order."""
+        """Return a sampler whose batches begin at this step and window of an epoch's order."""
         return replace(self, first_step=step, first_epoch=epoch, first_place=place)
 
     def batch(self, step: int) -> npt.NDArray[np.int64]:
-        """Windows of the whole global batch of a step, [global_batch]."""
+        """Return the windows of a step's whole global batch, [global_batch]."""
         epoch, place = self.position(step)
         places = np.arange(place, place + self.global_batch)
         return permute(places, self.windows, key=(self.seed << 32) + epoch)
 
     def shard(self, step: int, dp_rank: int, dp_size: int) -> npt.NDArray[np.int64]:
-        """The part of a step's windows that belongs to one data-parallel rank.
+        """Return the windows of one data-parallel rank in a step.
 
-        Parts are as equal as can be (`partition.bounds`): with sizes that do not divide the batch,
-        a mean over each rank's part is not the mean over the batch.
+        Shares are as equal as `partition.bounds` makes them: if the size does not divide the batch, the mean
+        of the ranks' means is not the mean over the batch.
         """
         if not 0 <= dp_rank < dp_size:
             raise DataError(f"dp_rank={dp_rank} is not a rank of a communicator of size {dp_size}")

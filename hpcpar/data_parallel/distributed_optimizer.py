@@ -45,6 +45,7 @@ from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
 from hpcpar.data_parallel.zero2 import STAGING_BUCKET_BYTES, ShardedGradients
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
 from hpcpar.errors import DivergenceError, OffloadError, OperationError
+from hpcpar.parameter_info import info_of
 from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes
 from hpcpar.uncompiled import uncompiled
 
@@ -997,7 +998,7 @@ class DistributedOptimizer(Optimizer):
     def _refuse_copies(self) -> None:
         """OperationError for tied weights whose gradients may be averaged before they are summed."""
         for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
-            if name not in self._tied and getattr(parameter, "hpcpar_is_copy", False):
+            if name not in self._tied and info_of(parameter).is_copy:
                 raise OperationError(
                     f"{name} is among the TiedWeights of a pipeline, but tied= does not name it, so that its "
                     "gradient may be averaged before it is summed over the copies; pass "

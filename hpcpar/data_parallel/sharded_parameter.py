@@ -10,13 +10,11 @@ from torch import Tensor
 
 from hpcpar.autograd.held_parameter import HeldParameter
 from hpcpar.errors import ShardedParameterError
+from hpcpar.parameter_info import info_of
 
 
 class ShardedParameter(HeldParameter):
     """What a parameter of a fully sharded model is while it is not gathered; to use it is an error."""
-
-    hpcpar_name: str
-    hpcpar_unit_name: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,15 +36,15 @@ class ShardedParameter(HeldParameter):
             is_use = func not in _HARMLESS and bool(made)
         if is_use:
             raise ShardedParameterError(
-                f"{absent.hpcpar_name} was used by {doing} outside of its unit "
-                f"{absent.hpcpar_unit_name or 'the model'!r}, where a rank has only a shard of it. Use it "
+                f"{info_of(absent).name} was used by {doing} outside of its unit "
+                f"{info_of(absent).unit_name or 'the model'!r}, where a rank has only a shard of it. Use it "
                 "inside the forward of that module, choose a unit around all modules that use it (policy=), "
                 "or look at it inside `with hpcpar.summon_full_parameters(model):`"
             )
         return result
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{self.hpcpar_name}, {list(self.shape)} of {self.dtype}, of which this rank has a shard"
+        return f"{info_of(self).name}, {list(self.shape)} of {self.dtype}, of which this rank has a shard"
 
 
 def _writes(name: str) -> bool:

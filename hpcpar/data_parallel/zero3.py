@@ -59,6 +59,7 @@ from hpcpar.data_parallel.shared_parameters import NodeSharedParameters, Pending
 from hpcpar.data_parallel.unit_plan import Place, Policy, UnitPlan, hides, plan_units, tensors_in
 from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError, StallError
+from hpcpar.parameter_info import info_of, note
 from hpcpar.planner.traffic import allgather_nbytes, dtype_of
 from hpcpar.uncompiled import uncompiled
 
@@ -108,9 +109,6 @@ class UnshardStats:
     def remove(self, unit: FsdpUnit) -> None:
         self.units -= 1
         self.nbytes -= unit.nbytes
-
-    def forget_peak(self) -> None:
-        self.peak_units, self.peak_nbytes = self.units, self.nbytes
 
 
 class FsdpUnit:
@@ -201,7 +199,7 @@ class FsdpUnit:
         """The name of a parameter that was written to since, whose shards do not hear of it."""
         parameters = [parameter for each in self.held for parameter in each.parameters]
         pairs = zip(parameters, self._versions, strict=True)
-        return next((p.hpcpar_name for p, seen in pairs if p._version != seen), None)  # type: ignore[attr-defined]
+        return next((info_of(p).name for p, seen in pairs if p._version != seen), None)
 
     def publish_shards(self) -> None:
         """This rank has new values in its shards of the node's memory: who uses them waits for all ranks."""
@@ -339,7 +337,7 @@ class FullyShardedState:
             for number, parameter in zip(held.block.bucket.members, held.parameters, strict=True)
         )
         self.parameters = [parameter for _, parameter in parameters]
-        self.names = [parameter.hpcpar_name for parameter in self.parameters]  # type: ignore[attr-defined]
+        self.names = [info_of(parameter).name for parameter in self.parameters]
         layouts = {
             number: layout_of(view)
             for _, held in trainable
@@ -368,7 +366,7 @@ class FullyShardedState:
         for unit in units:
             for held in unit.held:
                 for parameter in held.parameters:
-                    parameter.hpcpar_sharding = weakref.ref(self)  # type: ignore[attr-defined]
+                    note(parameter, sharding=weakref.ref(self))
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the model is not sharded."""
@@ -615,7 +613,7 @@ class FullyShardedState:
                 for piece in pieces_between(places, block.bucket.edges, block.shard.start, block.shard.stop):
                     parameter: Any = held.parameters[piece.member]
                     layout = layout_of(held.views[piece.member])
-                    own = OwnPiece(parameter.hpcpar_name, parameter, layout, piece.start, piece.stop)
+                    own = OwnPiece(info_of(parameter).name, parameter, layout, piece.start, piece.stop)
                     yield own, block.own[piece.offset : piece.end]
 
     @torch.no_grad()
@@ -660,7 +658,7 @@ class FullyShardedState:
         for number, each in enumerate(held):
             if any(prints[number] != told[0][number] for prints in told):
                 few: list[Any] = each.parameters[:3]
-                names = ", ".join(parameter.hpcpar_name for parameter in few)
+                names = ", ".join(info_of(parameter).name for parameter in few)
                 raise OperationError(
                     "inside summon_full_parameters() ranks wrote different values to parameters of which "
                     f"each keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was "
@@ -732,7 +730,7 @@ def fully_shard(
     """
     if prefetch < 0:
         raise OperationError(f"prefetch={prefetch}; give 0 or more units")
-    if any(hasattr(parameter, "hpcpar_sharding") for parameter in model.parameters()):
+    if any(info_of(parameter).sharding is not None for parameter in model.parameters()):
         raise OperationError("the model is fully sharded already")
     refuse_scripted(model, "take zero_stage=2 without model=")
     refuse_renormalized(model)
@@ -755,7 +753,7 @@ def fully_shard(
         unit = FsdpUnit(plan, held, dp_comm, node_shared=node_shared)
         for each in held:
             for parameter in each.parameters:
-                parameter.hpcpar_unit_name = unit.name  # type: ignore[attr-defined]
+                note(parameter, unit_name=unit.name)
         units.append(unit)
     source.fill_buffers(device)
     for unit in units:
@@ -806,7 +804,7 @@ def sharding_in(model: nn.Module) -> FullyShardedState | None:
 
 def sharding_of(parameters: Sequence[Tensor]) -> FullyShardedState | None:
     """The sharding that parameters belong to; None: they are ordinary ones."""
-    found = {p.hpcpar_sharding() for p in parameters if hasattr(p, "hpcpar_sharding")}
+    found = {reference() for p in parameters if (reference := info_of(p).sharding) is not None}
     if len(found) > 1:
         raise OperationError(
             "the parameters belong to several fully sharded models; give each its own optimizer"
@@ -912,7 +910,7 @@ def _sharded(
         for module, own_name in owners:
             module._parameters[own_name] = parameter
     parameter.data = value
-    parameter.hpcpar_name = name  # type: ignore[attr-defined]
+    note(parameter, name=name)
     if is_sharded:
         parameter.__class__ = ShardedParameter
     return parameter

@@ -24,9 +24,8 @@ from hpcpar.horovod.process_sets import (
     ProcessSet,
     global_process_set,
 )
-from hpcpar.launch.knobs import Knobs
-from hpcpar.launch.settings import Settings
-from hpcpar.launch.variables import announce_rank
+from hpcpar.launch.horovod_settings import HorovodSettings
+from hpcpar.launch.settings import Settings, announce_rank
 
 log = logging.getLogger("hpcpar")
 
@@ -40,7 +39,7 @@ class Context:
     process_sets   by their number; 0 is all ranks
     """
 
-    def __init__(self, base: Communicator, knobs: Knobs, *, dynamic: bool) -> None:
+    def __init__(self, base: Communicator, knobs: HorovodSettings, *, dynamic: bool) -> None:
         self.base = base.unchecked("horovod")
         self.knobs = knobs
         self.rank, self.size = base.rank, base.size
@@ -119,10 +118,10 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     if _context is not None:
         _init_again(_context, comm, process_sets)
         return
-    asked, knobs = InitArguments(), Knobs()
+    asked, knobs = InitArguments(), HorovodSettings()
     failure: Exception | None = None
     try:
-        asked, knobs = InitArguments.of(comm, process_sets), Knobs.from_environ()
+        asked, knobs = InitArguments.of(comm, process_sets), HorovodSettings.from_environ()
     except Exception as error:  # raised once the other ranks know of it
         failure = error
     log.setLevel(_LEVELS[knobs.log_level])

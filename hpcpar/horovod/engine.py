@@ -40,7 +40,7 @@ from hpcpar.units import MiB
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.launch.knobs import Knobs
+    from hpcpar.launch.horovod_settings import HorovodSettings
 
 BUFFER_NBYTES = 8 * MiB
 
@@ -56,7 +56,7 @@ class Engine:
     """
 
     def __init__(
-        self, comm: Communicator, control: Communicator, engine_group: EngineGroup, knobs: Knobs
+        self, comm: Communicator, control: Communicator, engine_group: EngineGroup, knobs: HorovodSettings
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
         self.observer = TimelineObserver(None, comm.size)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hpcpar.horovod import operations
 from hpcpar.horovod.negotiation import BATCHES_REMEMBERED, ReadyRequest, TensorRequest
 from hpcpar.horovod.operations import MakeCoroutine
-from hpcpar.launch.knobs import Knobs
+from hpcpar.launch.horovod_settings import HorovodSettings
 from hpcpar.units import KiB, MiB
 
 FUSED_NBYTES = 4 * MiB
@@ -47,7 +47,7 @@ class FusionPlan(NamedTuple):
 class FusionPlanner:
     """Plans fusion, once for each batch of requests that the negotiation remembers."""
 
-    def __init__(self, knobs: Knobs) -> None:
+    def __init__(self, knobs: HorovodSettings) -> None:
         self.threshold_nbytes = min(knobs.fusion_threshold_nbytes, FUSED_NBYTES)
         self._by_group = knobs.disable_group_fusion
         self._plans: dict[int, FusionPlan] = {}

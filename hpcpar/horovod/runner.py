@@ -31,11 +31,13 @@ from typing import Any
 from hpcpar.errors import ConfigError, PeerFailedError
 from hpcpar.horovod import alias
 from hpcpar.horovod.util import in_thread
-from hpcpar.launch import supervise, variables
+from hpcpar.launch import supervise
 from hpcpar.launch.allocation import has_several_hosts
 from hpcpar.launch.environment import detect
+from hpcpar.launch.horovod_settings import start_limit_s
 from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile, ssh_variables
-from hpcpar.launch.knobs import start_limit_s
+from hpcpar.launch.launch_command import LaunchOptions, Say
+from hpcpar.launch.settings import TOKEN, take_token
 
 Address = str | tuple[str, int]
 
@@ -112,20 +114,20 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hpcpar-server-") as directory:
         token = secrets.token_hex(32)
         server = RpcServer(_server_address(places, directory), token.encode(), job)
-        wishes = supervise.Wishes(
+        options = LaunchOptions(
             hosts=places,
             interfaces=interfaces,
             start_limit_s=limit_s,
             output_directory=output_filename,
-            variables={variables.TOKEN: token, **ssh_variables(ssh_port, ssh_identity_file)},
+            words=tuple(shlex.split(mpi_args or "")),
+            variables={TOKEN: token, **ssh_variables(ssh_port, ssh_identity_file)},
         )
         try:
             status = supervise.run(
                 size,
                 [executable or sys.executable, "-m", "hpcpar.horovod.runner", *server.words()],
+                options,
                 say=_teller(said, verbose),
-                options=shlex.split(mpi_args or ""),
-                wishes=wishes,
             )
         finally:
             server.close()
@@ -255,7 +257,7 @@ def _cloudpickle() -> Any:
         raise ConfigError("horovod.run needs cloudpickle: `pip install hpcpar[horovod]`") from error
 
 
-def _teller(said: list[str], verbose: bool | int | None) -> supervise.Say:
+def _teller(said: list[str], verbose: bool | int | None) -> Say:
     def say(line: str) -> None:
         said.append(line)
         log.log(logging.WARNING if verbose else logging.INFO, line)
@@ -286,7 +288,7 @@ def _results(server: RpcServer, size: int, status: int, said: Sequence[str]) -> 
 def serve_rank(words: Sequence[str]) -> None:
     """A rank's side: fetch the job from the server that the words name, do it, bring back what came of it."""
     address: Address = words[0] if len(words) == 1 else (words[0], int(words[1]))
-    with Client(address, authkey=variables.take_token().encode()) as server:
+    with Client(address, authkey=take_token().encode()) as server:
         server.send(detect().rank)
         path, aliased, pickled = pickle.loads(server.recv_bytes())
         sys.path[:] = path

@@ -14,7 +14,7 @@ from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.units import format_duration
 
 if TYPE_CHECKING:
-    from hpcpar.launch.knobs import Knobs
+    from hpcpar.launch.horovod_settings import HorovodSettings
 
 log = logging.getLogger("hpcpar")
 
@@ -34,7 +34,7 @@ class Watched(Protocol):
 class StallInspector:
     """Warns once of each operation that waits too long, and ends what waits much too long."""
 
-    def __init__(self, knobs: Knobs, watched: Watched) -> None:
+    def __init__(self, knobs: HorovodSettings, watched: Watched) -> None:
         self._knobs = knobs
         self._watched = watched
         self._first_seen_s: dict[str, float] = {}

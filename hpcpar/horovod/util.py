@@ -16,7 +16,7 @@ from functools import cache as _cache
 from typing import Any, TypeVar
 
 from hpcpar.horovod.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
-from hpcpar.launch.variables import env
+from hpcpar.launch.settings import env
 from hpcpar.partition import bounds
 
 T = TypeVar("T")

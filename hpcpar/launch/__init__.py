@@ -1,4 +1,4 @@
-"""Who am I, before any communication: launchers, host lists, binding, settings, and the sentinel.
+"""The job before any communication: launchers, host lists, binding, settings, bootstrap and the sentinel.
 
-The only room that reads `os.environ`. Bare Python: it runs on a login node without MPI or torch.
+The only package that reads `os.environ`. Bare Python: it runs on a login node without MPI or torch.
 """

@@ -1,4 +1,4 @@
-"""Which cores and which GPU a rank works on, and whether waiting must yield."""
+"""Cores and GPU of a rank, and the test whether its waits must yield."""
 
 from __future__ import annotations
 
@@ -6,27 +6,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from hpcpar.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """Where this rank may run.
-
-    cores          this rank's affinity mask
-    node_cores     cores that the ranks of this node may use together
-    local_size     ranks on this node
-    oversubscribed more ranks than cores on this node: a wait must yield, not spin
-    threads        compute threads that suit each rank
-    """
-
-    cores: tuple[int, ...]
-    node_cores: int
-    local_size: int
-    oversubscribed: bool
-    threads: int
 
 
 def gpu_for(local_rank: int, visible: int, local_size: int) -> int | None:
@@ -109,22 +90,6 @@ def thread_count(
             )
         return int(text)
     return max(1, node_cores(masks, quota) // max(1, local_size))
-
-
-def binding_report(
-    local_size: int = 1,
-    masks: Sequence[Collection[int]] | None = None,
-    *,
-    environ: Mapping[str, str] = os.environ,
-) -> Binding:
-    """This rank's cores beside what its node has for all of its ranks."""
-    return Binding(
-        cores=affinity(),
-        node_cores=node_cores(masks),
-        local_size=local_size,
-        oversubscribed=oversubscribed(local_size, masks),
-        threads=thread_count(local_size, masks, environ=environ),
-    )
 
 
 def format_cores(cores: Collection[int]) -> str:

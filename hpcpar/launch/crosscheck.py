@@ -1,90 +1,81 @@
-"""Does MPI tell the same story as the launcher?
+"""Check that MPI tells the same story as the launcher, and say what to type where it does not.
 
 The failure that every site knows: the launcher starts four processes, the MPI library cannot speak
 with that launcher, and each process becomes rank 0 of 1 without a word: four trainings of the whole
-model, each alone. `check_against_mpi` refuses it and says what to type instead.
+model, each alone. `check_against_mpi` refuses it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NoReturn
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.variables import ASKED_RANKS
+from hpcpar.launch.settings import ASKED_RANKS
 
 MPIEXECS = ("openmpi", "pals", "mvapich", "hydra")
 """Launchers of one program, which manage no resources."""
 
 
-def check_against_mpi(
-    info: RankInfo,
-    *,
-    mpi_rank: int,
-    mpi_size: int,
-    mpi_local_rank: int | None,
-    mpi_local_size: int | None,
-    mpi_library: str,
-    host: str,
-    mpi_node: int | None = None,
-    neighbours: Sequence[int | None] | None = None,
-    started_before: bool = False,
-) -> RankInfo:
-    """The launcher's word completed by MPI's, or LaunchError where the two disagree.
+@dataclass(frozen=True, slots=True)
+class MpiView:
+    """The position of this rank by MPI's count; what is not known is None.
 
-    mpi_local_rank, mpi_local_size   from a shared-memory split of MPI_COMM_WORLD
-    mpi_library                      what MPI_Get_library_version says
-    mpi_node                         index of this rank's node by MPI's count, if known
-    neighbours                       what the launcher told the ranks of the same shared memory as their
-                                     local ranks, in MPI's order: any order of 0 to n-1 is as good as MPI's
-                                     (Open MPI deals ranks out anew when there are more than cores)
-    started_before                   the program had started MPI itself, before hpcpar could see to it
+    library                  what MPI_Get_library_version says
+    local_rank, local_size   from a shared-memory split of MPI_COMM_WORLD
+    node                     index of this rank's node
+    neighbours               what the launcher told the ranks of the same shared memory as their local ranks,
+                             in MPI's order: any order of 0 to n-1 is as good as MPI's (Open MPI deals ranks
+                             out anew when there are more than cores)
+    started_before           the program had started MPI itself, before hpcpar could see to it
+    """
+
+    rank: int
+    size: int
+    library: str
+    local_rank: int | None = None
+    local_size: int | None = None
+    node: int | None = None
+    neighbours: Sequence[int | None] | None = None
+    started_before: bool = False
+
+
+def check_against_mpi(info: RankInfo, mpi: MpiView, host: str) -> RankInfo:
+    """Complete the launcher's word by MPI's; LaunchError where the two disagree.
 
     A launcher that is not in our table ("single" by the variables, several ranks by MPI) is
     taken at MPI's word.
     """
-    if info.launcher == "single" and mpi_size > 1:
-        info = RankInfo(mpi_rank, mpi_size, None, None, None, None, launcher="unknown", pmi="own")
+    if info.launcher == "single" and mpi.size > 1:
+        info = RankInfo(mpi.rank, mpi.size, None, None, None, None, launcher="unknown", pmi="own")
     where = f"on {host}, rank {info.rank}"
-    if info.size > 1 and mpi_size == 1:
+    if info.size > 1 and mpi.size == 1:
         raise LaunchError(
             f"{where}: {_started(info)} {info.size} processes, but MPI_COMM_WORLD has size 1 "
-            f"({_wire(info)}the library is {library_name(mpi_library)}): every rank would train alone. "
-            f"{_too_early(info, mpi_library) if started_before else ''}{remedy(info, mpi_library)}"
+            f"({_offer(info)}the library is {library_name(mpi.library)}): every rank would train alone. "
+            f"{_too_early(info, mpi.library) if mpi.started_before else ''}{remedy(info, mpi.library)}"
         )
-    if (info.rank, info.size) != (mpi_rank, mpi_size):
-        _refuse(
-            where, f"rank {info.rank} of {info.size}", f"rank {mpi_rank} of {mpi_size}", info, mpi_library
-        )
-    if mpi_local_rank is None or mpi_local_size is None:
+    if (info.rank, info.size) != (mpi.rank, mpi.size):
+        said = f"rank {info.rank} of {info.size}", f"rank {mpi.rank} of {mpi.size}"
+        _refuse(where, *said, info, mpi.library)
+    if mpi.local_rank is None or mpi.local_size is None:
         return info
-    local = (
-        mpi_local_rank if info.local_rank is None else info.local_rank,
-        mpi_local_size if info.local_size is None else info.local_size,
-    )
-    reordered = neighbours is not None and sorted(map(str, neighbours)) == sorted(map(str, range(local[1])))
-    if local[1] != mpi_local_size or not (reordered or local[0] == mpi_local_rank):
-        _refuse(
-            where,
-            f"local rank {local[0]} of {local[1]}",
-            f"local rank {mpi_local_rank} of {mpi_local_size} (shared-memory split)",
-            info,
-            mpi_library,
-        )
-    return replace(
-        info,
-        local_rank=local[0],
-        local_size=mpi_local_size,
-        node=mpi_node if info.node is None else info.node,
-    )
+    local_rank = mpi.local_rank if info.local_rank is None else info.local_rank
+    local_size = mpi.local_size if info.local_size is None else info.local_size
+    reordered = sorted(map(str, mpi.neighbours or ())) == sorted(map(str, range(local_size)))
+    if local_size != mpi.local_size or not (reordered or local_rank == mpi.local_rank):
+        by_mpi = f"local rank {mpi.local_rank} of {mpi.local_size} (shared-memory split)"
+        _refuse(where, f"local rank {local_rank} of {local_size}", by_mpi, info, mpi.library)
+    node = mpi.node if info.node is None else info.node
+    return replace(info, local_rank=local_rank, local_size=local_size, node=node)
 
 
 def believed(info: RankInfo, claims: Sequence[RankInfo], mpi_rank: int, mpi_size: int) -> RankInfo:
-    """Choose whose word counts: the innermost launcher's, or that of an outer one that alone agrees with MPI.
+    """Choose the launcher that counts: the innermost, or an outer one that alone agrees with MPI.
 
     claims   what each launcher's variables say, from the inside out
     """
@@ -129,25 +120,18 @@ def require_asked_size(asked: int | None, size: int) -> None:
 
 
 def library_name(mpi_library: str) -> str:
-    """The library's first line without its tail: "MPICH Version: 5.0.2 …" -> "MPICH 5.0.2"."""
+    """Return the library's first line without its tail: "MPICH Version: 5.0.2 …" -> "MPICH 5.0.2"."""
     line = mpi_library.strip().splitlines()[0] if mpi_library.strip() else "unknown"
     line = line.split(",")[0].replace("\t", " ").replace("Version", "").replace(":", " ")
     return " ".join(line.split())
 
 
 def flavour(mpi_library: str) -> str:
-    """ "openmpi", "intel", "mvapich", "cray", "mpich" or "unknown", from the library's version text."""
-    text = mpi_library.lower()
-    for sign, name in (
-        ("open mpi", "openmpi"),
-        ("intel", "intel"),
-        ("mvapich", "mvapich"),
-        ("cray", "cray"),
-        ("mpich", "mpich"),
-    ):
-        if sign in text:
-            return name
-    return "unknown"
+    """Recognise a version text: "openmpi", "intel", "mvapich", "cray", "mpich" or "unknown"."""
+    text = mpi_library.lower().replace("open mpi", "openmpi")
+    return next(
+        (name for name in ("openmpi", "intel", "mvapich", "cray", "mpich") if name in text), "unknown"
+    )
 
 
 SRUN_OPTION = {
@@ -160,7 +144,7 @@ SRUN_OPTION = {
 
 
 def refusal(info: RankInfo, mpi_library: str, offered: Collection[str] | None = None) -> str:
-    """Why launcher and library cannot meet, found out before MPI starts, and what to do."""
+    """Say why launcher and library cannot meet, before MPI starts, and what to do."""
     if info.launcher == "single":
         return (
             f"PMIX_NAMESPACE says that a launcher started this process, but {library_name(mpi_library)} does "
@@ -241,7 +225,7 @@ def _started(info: RankInfo) -> str:
     return f"{names.get(info.launcher, info.launcher)} started"
 
 
-def _wire(info: RankInfo) -> str:
+def _offer(info: RankInfo) -> str:
     return f"srun offers --mpi={info.pmi}, " if info.launcher == "slurm" else ""
 
 

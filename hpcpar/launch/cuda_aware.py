@@ -1,4 +1,4 @@
-"""What MPI can do with device pointers: tried, not believed. A wrong guess is a crash.
+"""CUDA-awareness of the MPI library: tried, not believed. A wrong guess is a crash.
 
 In the order of trust:
 
@@ -40,11 +40,11 @@ from hpcpar.errors import LaunchError
 from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
 from hpcpar.launch.crosscheck import flavour, library_name
 from hpcpar.launch.environment import is_of_a_job
+from hpcpar.launch.launch_command import environ_for, find_launcher
 from hpcpar.launch.processes import every_process
 from hpcpar.launch.settings import CAPABILITIES
-from hpcpar.launch.supervise import environ_for, find_launcher
 
-PROBE = "hpcpar.transport.cuda_probe"
+PROBE = "hpcpar.transport.gpu.probe"
 JOB_LIMIT_S = 60.0
 PROBE_LIMIT_S = 150.0
 """For all jobs of a probe together, below the 600 s for which the other ranks wait without a word."""
@@ -107,7 +107,7 @@ Job = Callable[[int, Sequence[str], Mapping[str, str], float], Ended]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What MPI takes device pointers for. None: not known, which is to be treated as no.
+    """Uses for which MPI takes device pointers. None: not known, which is to be treated as no.
 
     point_to_point   contiguous messages, prepared ones too
     collectives      MPI's own that only move: broadcast, all-gather, all-to-all

@@ -1,4 +1,4 @@
-"""Which rank this process is, from the environment alone.
+"""The rank of this process, from the environment alone.
 
 Launchers nest (mpiexec inside a Slurm step inside a batch job, torchrun inside mpiexec), and the
 inner one's children inherit the outer one's variables, which are then stale. So the table runs
@@ -64,85 +64,41 @@ class Launcher:
     called: str = ""
 
 
+def _by_prefix(name: str, prefix: str, called: str) -> Launcher:
+    """Describe a launcher that sets PREFIX_RANK, PREFIX_SIZE, PREFIX_LOCAL_RANK and PREFIX_LOCAL_SIZE."""
+    rank, size, local_rank, local_size = (
+        f"{prefix}_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    return Launcher(name, size, rank, size, local_rank, local_size, called=called)
+
+
 # srun --mpi=cray_shasta sets PALS_RANKID as well, but not PALS_LOCAL_RANKID: that one tells PALS.
 # Hydra is MPICH's and Intel MPI's launcher. Flux leaves the ranks per node to MPI; its brokers are often
 # started by one of the others, so it stands before them.
 LAUNCHERS = (
     Launcher(
-        "torchrun",
-        "TORCHELASTIC_RUN_ID",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
+        *("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         node="GROUP_RANK",
         pmi="none",
         called="torchrun",
     ),
     Launcher(
-        "flux",
-        "FLUX_TASK_RANK",
-        "FLUX_TASK_RANK",
-        "FLUX_JOB_SIZE",
-        "FLUX_TASK_LOCAL_ID",
-        "",
+        *("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
         called="Flux (`flux run`)",
     ),
+    _by_prefix("openmpi", "OMPI_COMM_WORLD", "Open MPI's mpiexec"),
     Launcher(
-        "openmpi",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        called="Open MPI's mpiexec",
-    ),
-    Launcher(
-        "pals",
-        "PALS_LOCAL_RANKID",
-        "PALS_RANKID",
-        "PMI_SIZE",
-        "PALS_LOCAL_RANKID",
-        "PALS_LOCAL_SIZE",
+        *("pals", "PALS_LOCAL_RANKID", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
         node="PALS_NODEID",
         called="PALS' mpiexec (HPE Cray)",
     ),
+    _by_prefix("mvapich", "MV2_COMM_WORLD", "MVAPICH's mpirun_rsh"),
+    _by_prefix("mvapich", "MVP_COMM_WORLD", "MVAPICH's mpirun_rsh"),
     Launcher(
-        "mvapich",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        called="MVAPICH's mpirun_rsh",
-    ),
-    Launcher(
-        "mvapich",
-        "MVP_COMM_WORLD_SIZE",
-        "MVP_COMM_WORLD_RANK",
-        "MVP_COMM_WORLD_SIZE",
-        "MVP_COMM_WORLD_LOCAL_RANK",
-        "MVP_COMM_WORLD_LOCAL_SIZE",
-        called="MVAPICH's mpirun_rsh",
-    ),
-    Launcher(
-        "hydra",
-        "MPI_LOCALNRANKS",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
+        *("hydra", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         called="MPICH's or Intel's mpiexec (Hydra)",
     ),
-    Launcher(
-        "jsrun",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-        called="jsrun",
-    ),
+    _by_prefix("jsrun", "JSM_NAMESPACE", "jsrun"),
 )
 
 
@@ -165,7 +121,7 @@ def is_of_a_job(name: str) -> bool:
 
 
 def detect(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> RankInfo:
-    """Tell who this process is. Reads variables only; LaunchError where they contradict each other.
+    """Return this process's rank. Reads variables only; LaunchError where they contradict each other.
 
     proc   where the system shows the environments that processes were started with
 
@@ -178,7 +134,7 @@ def detect(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> RankIn
 
 
 def claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> Iterator[RankInfo]:
-    """Who this process is by each launcher that has left its variables, the innermost first.
+    """Yield this process's rank by each launcher that has left its variables, the innermost first.
 
     A step that an mpiexec has made for its own daemons is none of them, nor is one whose task is a shell
     that this process was typed into.

@@ -41,7 +41,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class HostOptions:
     """Options, variables and a host file by which a launcher places ranks as asked.
 
     words       options of the launcher
@@ -141,7 +141,9 @@ def kind_of(version: str) -> str:
     return next((kind for kind, mark in _VERSIONS if mark in version), "")
 
 
-def placing(kind: str, placed: Sequence[Host], directory: str, job_nodes: Sequence[str] = ()) -> Placing:
+def host_options(
+    kind: str, placed: Sequence[Host], directory: str, job_nodes: Sequence[str] = ()
+) -> HostOptions:
     """Tell a launcher to run so many ranks on each host, the first ones on the first host.
 
     kind       "srun", "mpich", "intel" or "openmpi"
@@ -151,20 +153,20 @@ def placing(kind: str, placed: Sequence[Host], directory: str, job_nodes: Sequen
     with_counts = ",".join(f"{host.name}:{host.slots}" for host in placed)
     file = os.path.join(directory, "hosts")
     if kind == "srun":
-        return _srun_placing(placed, file, job_nodes)
+        return _srun_host_options(placed, file, job_nodes)
     if kind == "mpich":
-        return Placing(("-hosts", with_counts))
+        return HostOptions(("-hosts", with_counts))
     if kind == "openmpi":
-        return Placing(("--host", with_counts))
+        return HostOptions(("--host", with_counts))
     if kind == "intel":
-        return Placing(("-machinefile", file), file_text="".join(f"{h.name}:{h.slots}\n" for h in placed))
+        return HostOptions(("-machinefile", file), file_text="".join(f"{h.name}:{h.slots}\n" for h in placed))
     raise ConfigError(
         "this mpiexec is of an MPI library that is not known here, so it cannot be told of hosts: "
         'give its own words for them, as in --options="--hosts node1,node2 --ppn 2"'
     )
 
 
-def _srun_placing(placed: Sequence[Host], file: str, job_nodes: Sequence[str]) -> Placing:
+def _srun_host_options(placed: Sequence[Host], file: str, job_nodes: Sequence[str]) -> HostOptions:
     """Equal numbers by options; else a line for each rank, which is what srun calls arbitrary.
 
     So it is where hosts are not named in the job's order, in which srun takes those of an option.
@@ -173,9 +175,9 @@ def _srun_placing(placed: Sequence[Host], file: str, job_nodes: Sequence[str]) -
     if len({host.slots for host in placed}) == 1 and numbers == sorted(numbers):
         names = ",".join(host.name for host in placed)
         tasks = f"--ntasks-per-node={placed[0].slots}"
-        return Placing((f"--nodelist={names}", f"--nodes={len(placed)}", tasks))
+        return HostOptions((f"--nodelist={names}", f"--nodes={len(placed)}", tasks))
     lines = "".join(f"{host.name}\n" * host.slots for host in placed)
-    return Placing(("--distribution=arbitrary",), {"SLURM_HOSTFILE": file}, lines)
+    return HostOptions(("--distribution=arbitrary",), {"SLURM_HOSTFILE": file}, lines)
 
 
 def ssh_variables(port: int | None, identity_file: str | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A process that MPI counts as alone: is it one of several all the same?
+"""Refuse a process that MPI counts as alone although it is one of several.
 
 Four processes that each train the whole model alone, and say 0 in the end, are the mistake that costs most.
 Variables of launchers that are not in the table tell of it, and, where a container or `env -i` has taken all
@@ -18,7 +18,7 @@ from pathlib import Path
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import DAEMONS, LAUNCHERS, RankInfo
 from hpcpar.launch.processes import PROC, Process, ancestors, every_process
-from hpcpar.launch.variables import was_started_by_a_rank
+from hpcpar.launch.settings import was_started_by_a_rank
 
 log = logging.getLogger("hpcpar")
 
@@ -42,7 +42,7 @@ ASK_LIMIT_S = 10.0
 
 
 def require_alone(info: RankInfo, environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> None:
-    """Raise LaunchError where something says that this process is one of several; warn where it can be meant.
+    """Raise LaunchError where variables or ancestors show one process of several; warn where it can be meant.
 
     A process that a rank has started with variables taken away is meant to be alone.
     """

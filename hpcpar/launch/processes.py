@@ -43,7 +43,7 @@ def process(pid: int | str, proc: Path = PROC) -> Process | None:
 
 
 def ancestors(proc: Path = PROC) -> Iterator[Process]:
-    """This process's parent, that one's parent, and so on, as far as they are visible."""
+    """Yield this process's parent, that one's parent, and so on, as far as they are visible."""
     here = process("self", proc)
     while here is not None and here.parent > 0:
         here = process(here.parent, proc)
@@ -52,7 +52,7 @@ def ancestors(proc: Path = PROC) -> Iterator[Process]:
 
 
 def every_process(proc: Path = PROC) -> Iterator[Process]:
-    """All visible processes that have not ended."""
+    """Yield the visible processes that have not ended."""
     for directory in proc.glob("[0-9]*"):
         found = process(directory.name, proc)
         if found is not None and found.state not in "ZX":

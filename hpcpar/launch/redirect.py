@@ -15,12 +15,12 @@ from hpcpar.launch.environment import detect
 
 
 def rank_directory(directory: str, rank: int, size: int) -> Path:
-    """Where a rank's output goes; the names sort by rank."""
+    """Return the directory of a rank's output; the names sort by rank."""
     return Path(directory) / f"rank.{rank:0{len(str(size - 1))}d}"
 
 
 def make_directory(directory: str | Path) -> None:
-    """LaunchError where that cannot be."""
+    """Make the directory; LaunchError where that cannot be."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:

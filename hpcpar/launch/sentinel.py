@@ -115,14 +115,14 @@ def start_daemon(
 
 
 def _socket_name() -> str:
-    """An abstract name on Linux, which leaves no file behind; else a path in a private directory."""
+    """Return an abstract name on Linux, which leaves no file behind; else a path in a private directory."""
     if os.uname().sysname == "Linux":
         return f"\0hpcpar-{secrets.token_hex(8)}"
     return os.path.join(tempfile.mkdtemp(prefix="hpcpar-"), "sentinel")
 
 
 def end_command_for(launcher: str, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """What ends a job's ranks on its other nodes, where the launcher would leave them hanging.
+    """Return the command that ends a job's ranks on other nodes, where the launcher would leave them hanging.
 
     `srun` without `--kill-on-bad-exit` does; every mpiexec ends its job by itself.
     """
@@ -133,7 +133,7 @@ def end_command_for(launcher: str, environ: Mapping[str, str] = os.environ) -> t
 
 
 class Guard:
-    """This rank's word to its sentinel; one without a connection does nothing.
+    """Connection of this rank to its sentinel; one without a connection does nothing.
 
     Keep it for as long as the rank works: a Guard that is dropped closes its connection, which the
     sentinel takes for the rank's death.
@@ -174,7 +174,7 @@ class Guard:
         return self._connection is not None
 
     def done(self) -> None:
-        """This rank has finished: its end from here on is no loss.
+        """Tell the sentinel that this rank has finished: its end from here on is no loss.
 
         Returns when the sentinel knows: once a node's ranks have ended, a launcher kills what is left.
         """
@@ -184,7 +184,7 @@ class Guard:
                 self._connection.recv(3)
 
     def aborting(self, message: str) -> None:
-        """This rank is about to end the job and has said why itself: the sentinel shall be silent."""
+        """Tell the sentinel that this rank ends the job and has said why itself: it shall be silent."""
         self._say(f"aborting: {' '.join(message.split())[:2000]}")
 
     def _say(self, line: str) -> None:

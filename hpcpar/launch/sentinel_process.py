@@ -58,7 +58,7 @@ PIDFD_GET_INFO = 0xC0000000 | PIDFD_INFO_NBYTES << 16 | 0xFF << 8 | 11
 """_IOWR(0xFF, 11, struct pidfd_info) of linux/pidfd.h."""
 
 FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What a launcher or a person sends to have a program end."""
+"""Signals by which a launcher or a person ends a program."""
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # without importing `typing`, which takes longer than all the rest
@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # without importing `typing`, which takes longer than all the
 
 
 class Rank:
-    """One connection, and the process behind it."""
+    """Connection and process of one rank."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -112,7 +112,7 @@ class Poller:
         self.poll.unregister(descriptor)
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, bool]]:
-        """(descriptor, whether the other end had closed when the event was taken), in order."""
+        """Return (descriptor, the other end had closed when the event was taken), in order."""
         timeout = None if timeout_s is None else max(0.0, timeout_s) * (1 if self.edges else 1000)
         found = self.poll.poll(timeout)
         if not self.edges:
@@ -221,7 +221,7 @@ class Sentinel:
         self.judge = LossJudge(self)
 
     def told_to_end(self, number: int, frame: object) -> None:
-        """The whole job is being ended from outside. Stay: a rank may be lost while others finish."""
+        """Note that the job is being ended from outside. Stay: a rank may be lost while others finish."""
         self.was_told = True
 
     def watch(self) -> None:
@@ -236,11 +236,11 @@ class Sentinel:
             self.act_on_time()
 
     def members(self) -> list[Rank]:
-        """Ranks that are still there, the lowest first."""
+        """Return the ranks that are still there, the lowest first."""
         return sorted((rank for rank in self.ranks.values() if rank.joined), key=lambda rank: rank.number)
 
     def working(self) -> list[Rank]:
-        """Ranks that are still there and have not said that they are done."""
+        """Return the ranks that are still there and have not said that they are done."""
         return [rank for rank in self.members() if not rank.finished]
 
     def is_over(self) -> bool:
@@ -249,7 +249,7 @@ class Sentinel:
         return self.listener is None and not self.members()
 
     def patience_s(self) -> float | None:
-        """How long nothing may happen before there is something to do by the clock."""
+        """Return the seconds until there is something to do by the clock; None: nothing."""
         deadlines = [t for t in (self.kill_at, self.leave_at) if t is not None] + self.judge.deadlines()
         now = time.monotonic()
         if self.listener is not None:
@@ -270,8 +270,10 @@ class Sentinel:
         self.poller.add(connection.fileno())
 
     def read(self, rank: Rank, *, ended: bool) -> None:
-        """Hear all that a rank has said; `ended` is the event's word, for an end of file that is seen
-        only now has an event of its own, in its place in the order."""
+        """Read all that a rank has said.
+
+        ended   the event's word: an end of file that is seen only now has an event of its own, in order
+        """
         with suppress(OSError):  # nothing more to read, or a connection that broke
             while len(rank.received) <= GREETING_LIMIT and (data := rank.connection.recv(GREETING_LIMIT)):
                 rank.received += data
@@ -315,7 +317,7 @@ class Sentinel:
             self.close_door()
 
     def gone(self, rank: Rank) -> None:
-        """The connection or the process has ended: forget it, and judge whether that was a loss."""
+        """Forget a rank whose connection or process has ended, and judge whether that was a loss."""
         descriptor = rank.connection.fileno()
         if descriptor not in self.ranks:
             return
@@ -356,8 +358,7 @@ class Sentinel:
         self.end_elsewhere()
 
     def moment(self) -> str:
-        """The time of day where several nodes may speak: a launcher that ends the job kills their ranks,
-        too, and their sentinels cannot know that another node was first."""
+        """Format the time of day for jobs of several nodes, whose sentinels cannot know which was first."""
         if self.nodes == 1:
             return ""
         now = time.time()
@@ -383,7 +384,7 @@ class Sentinel:
             self.signal_all(signal.SIGKILL)
 
     def door_should_close(self, now: float) -> bool:
-        """Nobody else will come: the time is up, or the starter died before it or any other joined."""
+        """True once nobody else will come: the time is up, or the starter died before any rank joined."""
         return now >= self.join_deadline or (not self.members() and not exists(self.starter))
 
     def close_door(self) -> None:
@@ -407,7 +408,7 @@ class Sentinel:
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Whether the other end belongs to our user; True where the system cannot say (the token decides)."""
+    """Return whether the other end is our user's; True where the system cannot say (the token decides)."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -415,7 +416,7 @@ def same_user(connection: socket.socket) -> bool:
 
 
 def peer_pid(connection: socket.socket, named_pid: int) -> int:
-    """The rank's process number in our own namespace: the kernel's word, not the rank's."""
+    """Return the rank's process number in our own namespace: the kernel's word, not the rank's."""
     if not hasattr(socket, "SO_PEERCRED"):
         return named_pid
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -423,7 +424,7 @@ def peer_pid(connection: socket.socket, named_pid: int) -> int:
 
 
 def open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends, or -1 where there is none to have."""
+    """Open a descriptor that becomes readable when the process ends; -1 where there is none to have."""
     try:
         return os.pidfd_open(pid) if pid > 0 else -1
     except (AttributeError, OSError):
@@ -431,7 +432,7 @@ def open_pidfd(pid: int) -> int:
 
 
 def ending_signal(pid: int, pidfd: int) -> int:
-    """The signal that ended a process which is ending; 0 where it ended by itself, or nobody can tell.
+    """Return the signal that has ended a process; 0 where it ended by itself, or nobody can tell.
 
     Its parent may reap it at any moment; from then on only a pidfd tells, and only since Linux 6.15.
     """
@@ -463,7 +464,7 @@ def exists(pid: int) -> bool:
 
 
 def watching_file(order: dict[str, Any]) -> str:
-    """Named while a sentinel may still have something to say: `hpcpar run` waits for its removal."""
+    """Path of a file that exists while a sentinel may still speak: `hpcpar run` waits for its removal."""
     directory = str(order["run_directory"] or "")
     return (
         os.path.join(directory, f"watching-{order['host']}-{os.getpid()}") if os.path.isdir(directory) else ""

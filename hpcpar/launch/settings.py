@@ -1,27 +1,37 @@
-"""The settings that come from the environment, read once at the door; below it they are values."""
+"""Settings from the environment, read once at start; from there on they are values."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, LaunchError
 
-DEVICE_WAYS = ("auto", "pull", "mpi", "staged", "none")
+DEVICE_PATHS = ("auto", "pull", "mpi", "staged", "none")
 
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
 
+TOKEN = "HPCPAR_RUN_TOKEN"
+"""By this the ranks of a `horovod.run` show that they are its own."""
+
+ASKED_RANKS = "HPCPAR_RUN_RANKS"
+"""The number of ranks that `hpcpar run` was asked for, which `hpcpar.init()` compares with what there is."""
+
+RANK_PID = "HPCPAR_RANK_PID"
+"""The process that is a rank already, for those that it starts."""
+
 CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
-"""What an MPI may take device pointers for; see `hpcpar.launch.cuda_aware`."""
+"""Uses of device pointers that an MPI may support; see `hpcpar.launch.cuda_aware`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `HPCPAR_*` variables ask for.
+    """Settings by `HPCPAR_*` variables.
 
     check           HPCPAR_CHECK           ranks agree on every collective before data moves
     timeout_s       HPCPAR_TIMEOUT_S       a wait that lasts longer is an error that says who waits
@@ -30,8 +40,8 @@ class Settings:
     tuning          HPCPAR_TUNING          file with measured algorithms; "none": the built-in table
     shared_memory   HPCPAR_SHARED_MEMORY   ranks of a node exchange through memory that they share
     cuda_aware      HPCPAR_CUDA_AWARE      what MPI takes device pointers for: 1 (all), 0 (nothing), or
-                                           names out of CAPABILITIES; None: find out
-    devices         HPCPAR_DEVICES         how GPUs' memory moves: one of DEVICE_WAYS; none: by host memory
+                                           names out of CAPABILITIES; None: probe
+    devices         HPCPAR_DEVICES         how GPUs' memory moves: one of DEVICE_PATHS; none: by host memory
     """
 
     check: bool = False
@@ -57,12 +67,12 @@ class Settings:
             tuning=environ.get("HPCPAR_TUNING") or None,
             shared_memory=flag(environ, "HPCPAR_SHARED_MEMORY", True),
             cuda_aware=capabilities(environ, "HPCPAR_CUDA_AWARE"),
-            devices=choice(environ, "HPCPAR_DEVICES", DEVICE_WAYS),
+            devices=choice(environ, "HPCPAR_DEVICES", DEVICE_PATHS),
         )
 
 
 def own_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the user's table and secret are kept; None for a user without a home, as containers have them."""
+    """Return the directory of the user's table and secret; None without a home, as in containers."""
     if environ.get("XDG_CONFIG_HOME"):
         return Path(environ["XDG_CONFIG_HOME"], "hpcpar")
     home = environ.get("HOME") or os.path.expanduser("~")
@@ -76,7 +86,7 @@ def own_tuning_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def tuning_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a table belongs: in the file that HPCPAR_TUNING names, else in the user's own.
+    """Return the file for a table: the one that HPCPAR_TUNING names, else the user's own.
 
     errors   ConfigError where neither is known
     """
@@ -165,3 +175,71 @@ def as_number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+# Variables that a process sets for the processes that it starts
+
+
+def mark_as_rank(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let processes that are started from here know that this one is the rank which their variables name."""
+    environ[RANK_PID] = str(os.getpid())
+
+
+def parent_is_the_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a rank started this process: the launcher's variables are about that rank then.
+
+    A launcher that a rank starts is between it and the ranks of the new job.
+    """
+    return environ.get(RANK_PID) == str(os.getppid())
+
+
+def was_started_by_a_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process descends from a rank, whatever became of the launcher's variables."""
+    return environ.get(RANK_PID) not in (None, str(os.getpid()))
+
+
+def announce_rank(
+    rank: int,
+    size: int,
+    local: tuple[int, int],
+    cross: tuple[int, int],
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Set the variables by which Horovod's launcher tells a process who it is, over what another job left.
+
+    local, cross   (rank, size) on the node, and among the processes of this local rank
+    """
+    found = {"": (rank, size), "LOCAL_": local, "CROSS_": cross}
+    for prefix, (position, count) in found.items():
+        environ[f"HOROVOD_{prefix}RANK"] = str(position)
+        environ[f"HOROVOD_{prefix}SIZE"] = str(count)
+
+
+@contextmanager
+def env(**variables: str | None) -> Iterator[None]:
+    """Set environment variables for a while; None leaves one as it is. They are as before afterwards."""
+    asked = {name: value for name, value in variables.items() if value is not None}
+    before = {name: os.environ.get(name) for name in asked}
+    os.environ.update(asked)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def take_token(environ: MutableMapping[str, str] = os.environ) -> str:
+    """The token that the starter of this job has set; programs started from here do not see it."""
+    token = environ.pop(TOKEN, "")
+    if not token:
+        raise LaunchError(f"{TOKEN} is not set: this program is started by hpcpar.horovod.run alone")
+    return token
+
+
+def take_asked_ranks(environ: MutableMapping[str, str] = os.environ) -> int | None:
+    """The number of ranks that `hpcpar run` was asked for; programs started from here do not see it."""
+    text = environ.pop(ASKED_RANKS, "")
+    return int(text) if text.isdigit() else None

@@ -41,7 +41,7 @@ _SIGACTION_NBYTES = 1024
 
 
 class SignalListener:
-    """Tells of the first of some signals, and of the next one that is not the same still.
+    """Reports the first of some signals, and the next one that is not the same still.
 
     signals   that are listened for; all others, SIGINT among them, stay as they are
     first     called in the listener's thread with the first of them
@@ -111,7 +111,7 @@ class SignalListener:
             disposition.restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """What the main thread runs when it comes to it: for a descriptor that is another's now."""
+        """Handle the signal in the main thread, for a wake-up descriptor that is another's now."""
         if self._heard_s is None:
             with suppress(OSError):
                 self._writer.send(bytes([number]))
@@ -164,7 +164,7 @@ class EarlySignals:
 
 
 class _Disposition:
-    """How a signal is handled at the moment, to be put back later."""
+    """Disposition of a signal, to be put back later."""
 
     def __init__(self, number: signal.Signals) -> None:
         self._number = number

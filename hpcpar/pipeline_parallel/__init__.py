@@ -1,4 +1,4 @@
-"""A model's layers divided over the ranks of an axis, which work on several microbatches at once."""
+"""Pipeline parallelism: the layers of a model divided over the ranks of an axis."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A model cut into stages: contiguous pieces whose costs are as even as can be. Pure numbers.
+"""Balanced division of a model into stages: contiguous ranges of items with even costs. Pure integers.
 
     items     embedding   layer 0   layer 1   …   layer L - 1   norm, head and loss        L + 2 of them
     split     ╰──────── stage 0 ───────╯╰─ stage 1 ─ …   ╰──────── last stage ──────╯
 
-Which rank has which stage is the schedule's to say.
+The schedule places stages on ranks.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from hpcpar.partition import offsets
 StageSplit = tuple[tuple[int, int], ...]
 """(start, stop) of each stage's items."""
 
-Placement = Mapping[int, int] | Sequence[int]
-"""The rank of each stage, as `Schedule.rank_of_stage`."""
+RankOfStage = Mapping[int, int] | Sequence[int]
+"""Rank of each stage, as `Schedule.rank_of_stage`."""
 
 Cost = TypeVar("Cost", int, float)
 
 
-def balanced(costs: Sequence[float], stages: int, rank_of_stage: Placement | None = None) -> StageSplit:
-    """The split of items with these costs whose most expensive stage is the cheapest, exactly.
+def balanced(costs: Sequence[float], stages: int, rank_of_stage: RankOfStage | None = None) -> StageSplit:
+    """Split items so that the most expensive stage is as cheap as possible, exactly.
 
-    Among such splits the one with the smallest sum of squared stage costs; then one whose first stage is the
-    smaller, then the second and so on: earlier stages hold more microbatches' activations at a time.
-    balanced([1] * 10, 4) has 2, 2, 3 and 3 items.
+    Ties: the smallest sum of squared stage costs; then the smaller first stage, second stage and so on, as
+    earlier stages keep more microbatches alive. balanced([1] * 10, 4) has 2, 2, 3 and 3 items.
 
-    rank_of_stage   where ranks have several stages, what counts is their sum: from there on items are moved
-                    from stage to stage, one at a time, as long as that makes lower, in this order: the
-                    largest sum of a rank, the squares of ranks' sums, the largest stage, the squares of
-                    stages. The largest sum is the smallest there is when all layers cost the same; when
-                    they do not, it may miss that, but is never above where it began.
+    rank_of_stage   balance the sums of ranks with several stages: items move between stages, one at a time,
+                    as long as this lowers, in this order, the largest rank's sum, the squares of ranks'
+                    sums, the largest stage, the squares of stages. The largest sum is optimal if all layers
+                    cost the same; else it may miss the optimum, but is never above the start.
     cost            stages · items² steps; with `rank_of_stage` stages² · stages for each move
     errors          LayoutError for more stages than items, and costs that are not finite and 0 or more
     """
@@ -59,8 +57,8 @@ def balanced(costs: Sequence[float], stages: int, rank_of_stage: Placement | Non
 def by_hand(layers_per_stage: Sequence[int], layers: int) -> StageSplit:
     """by_hand([2, 3, 3], layers=8) == ((0, 3), (3, 6), (6, 10)): embedding and head belong to the ends.
 
-    The first and the last stage may have no layer beside them.
-    errors   LayoutError for numbers that do not add up to the model's layers, and a stage without anything
+    The first and the last stage may have no other layer.
+    errors   LayoutError for numbers that do not add up to the model's layers, and an empty stage
     """
     counts = list(layers_per_stage)
     told = ", ".join(map(str, counts))
@@ -85,7 +83,7 @@ def by_hand(layers_per_stage: Sequence[int], layers: int) -> StageSplit:
 
 
 def require_split(split: Sequence[tuple[int, int]], items: int) -> None:
-    """LayoutError unless the stages are not empty, follow on each other and have all the items."""
+    """Raise LayoutError unless the stages are contiguous, not empty, and cover all items."""
     reached = 0
     for stage, (start, stop) in enumerate(split):
         if start != reached or stop <= start:
@@ -102,17 +100,8 @@ def require_split(split: Sequence[tuple[int, int]], items: int) -> None:
 
 
 def stage_costs(costs: Sequence[float], split: Sequence[tuple[int, int]]) -> list[float]:
-    """What each stage costs."""
+    """Sum the costs of each stage."""
     return [sum(costs[start:stop]) for start, stop in split]
-
-
-def rank_costs(
-    costs: Sequence[float], split: Sequence[tuple[int, int]], rank_of_stage: Placement
-) -> list[float]:
-    """What each rank's stages cost together."""
-    of_stage = stage_costs(costs, split)
-    homes = [_rank_of(rank_of_stage, stage) for stage in range(len(of_stage))]
-    return _sums(of_stage, homes)
 
 
 def _require_costs(costs: Sequence[float]) -> None:
@@ -122,14 +111,14 @@ def _require_costs(costs: Sequence[float]) -> None:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """The same in a unit small enough: sums are exact, so that what is equal ties."""
+    """Scale costs to integers, so that sums are exact and equal ones tie."""
     exact = [Fraction(cost) if isinstance(cost, int) else Fraction(float(cost)) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * unit) for cost in exact]
 
 
 def _smallest_limit(loads: Sequence[int], stages: int) -> int:
-    """The smallest number that no stage needs to be above."""
+    """Find the least cost of the most expensive stage."""
     low, high = max(loads), sum(loads)
     while low < high:
         middle = (low + high) // 2
@@ -141,7 +130,7 @@ def _smallest_limit(loads: Sequence[int], stages: int) -> int:
 
 
 def _stages_within(loads: Sequence[int], limit: int) -> int:
-    """How many stages it takes when each is filled up to the limit."""
+    """Count the stages needed if each is filled up to the limit."""
     stages, filled = 1, 0
     for load in loads:
         if filled + load > limit:
@@ -151,10 +140,10 @@ def _stages_within(loads: Sequence[int], limit: int) -> int:
 
 
 def _evenest(loads: Sequence[int], stages: int, limit: int) -> list[int]:
-    """Edges of the split with the smallest sum of squares under the limit; of such the first ends first."""
+    """Find the split of least sum of squares under the limit, with the earliest edges among equals."""
     items = len(loads)
     total = list(accumulate(loads, initial=0))
-    # best[i]: (smallest sum of squares of items from i on, where their first stage ends), by stages left.
+    # best[i]: (least sum of squares of items from i on, end of their first stage), by stages left.
     best: dict[int, tuple[int, int]] = {items: (0, items)}
     table = [best]
     for _ in range(stages):
@@ -176,7 +165,7 @@ def _evenest(loads: Sequence[int], stages: int, limit: int) -> list[int]:
 
 
 def _even_ranks(loads: Sequence[int], edges: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Edges after one item at a time has gone from one stage to another; those between pass theirs on."""
+    """Move items between stages, one at a time, until no move lowers the ranks' costs."""
     total = list(accumulate(loads, initial=0))
 
     def badness(edges: Sequence[int]) -> tuple[int, int, int, int]:
@@ -195,7 +184,7 @@ def _even_ranks(loads: Sequence[int], edges: Sequence[int], ranks: Sequence[int]
 
 
 def _moves(edges: list[int]) -> list[list[int]]:
-    """Every split in which one stage has an item less, and another one more."""
+    """List the splits with one item less in one stage, and one more in another."""
     counts = [stop - start for start, stop in pairwise(edges)]
     moves = []
     for giver, count in enumerate(counts):
@@ -209,7 +198,7 @@ def _moves(edges: list[int]) -> list[list[int]]:
 
 
 def _sums(of_stage: Sequence[Cost], ranks: Sequence[int]) -> list[Cost]:
-    """What the stages of each rank cost together."""
+    """Sum the costs of each rank's stages."""
     return [
         sum(cost for cost, home in zip(of_stage, ranks, strict=True) if home == rank)
         for rank in range(max(ranks) + 1)
@@ -220,7 +209,7 @@ def _squares(numbers: Sequence[int]) -> int:
     return sum(number * number for number in numbers)
 
 
-def _rank_of(placement: Placement, stage: int) -> int:
+def _rank_of(placement: RankOfStage, stage: int) -> int:
     try:
         return placement[stage]
     except (IndexError, KeyError) as error:

@@ -1,19 +1,19 @@
-"""Sends and receives, derived from a schedule's rows: all communication of a pipeline's stages.
+"""Mailbox: all sends and receives of a pipeline's stages, derived from the schedule's rows.
 
     row of this rank          1F0        1F1        1B0 …
-    received for it           ▲ of 0F0   ▲ of 0F1   ▲ of 2B0      posted one ahead, in each direction
-    sent after it             ▼ to 2F0   ▼ to 2F1   ▼ to 0B0      not waited for, held until delivered
+    receive before it         ▲ of 0F0   ▲ of 0F1   ▲ of 2B0      posted one ahead, in each direction
+    send after it             ▼ to 2F0   ▼ to 2F1   ▼ to 0B0      non-blocking, held until delivered
 
-    tag of a message          3 × boundary + 0  what an activation looks like, where that is not known
+    tag of a message          3 × boundary + 0  announcement: an activation's spec, if not known
                                            + 1  activation
                                            + 2  gradient
 
-Boundary b lies between stages b and b + 1. Its microbatches travel under one tag in the order of the
-sender's row, and are received in that order, so that messages need not be told apart by more: tags stay small
-however many microbatches there are. Two stages of one rank hand over without a message.
+Boundary b lies between stages b and b + 1. Its microbatches travel under one tag, sent and received in the
+order of the sender's row. So tags stay small for any number of microbatches. Two stages of one rank hand over
+without a message.
 
-A receive takes memory from when it is posted. One ahead in each direction is the least with which the next
-message of a steady phase, activation or gradient, travels while this action is computed.
+A posted receive holds memory. One ahead in each direction is the least that lets the next activation and the
+next gradient travel while an action is computed.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from torch import Tensor
 
 from hpcpar.comm import Communicator, Handle
 from hpcpar.errors import BufferTypeError, MismatchError
-from hpcpar.pipeline_parallel.forms import Form, TensorForm, Tensors
+from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, Tensors, TensorSpec
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.transport.interface import Octets
 
 Direction = Literal["F", "B"]
 
-Forms = dict[tuple[int, int], Form | None]
-"""By boundary and microbatch; None where the stage before the boundary failed, so that nothing follows."""
+Specs = dict[tuple[int, int], OutputSpec | None]
+"""Specs by boundary and microbatch; None: the stage before the boundary failed, and nothing follows."""
 
 ANNOUNCEMENT_NBYTES = 4096
-"""All are as long, so that receives for them can be posted; a form of 150 tensors fits."""
+"""Fixed length, so that receives can be posted in advance; a spec of 150 tensors fits."""
 
 
-class _Landed(NamedTuple):
-    """Memory for the tensors of a message, and their receives."""
+class _Posted(NamedTuple):
+    """Posted receives of one microbatch, and their tensors."""
 
     tensors: tuple[Tensor, ...]
     handles: tuple[Handle, ...]
 
 
 class _Inbox:
-    """Messages that come over one boundary in one direction.
+    """Incoming messages over one boundary in one direction.
 
     order        microbatches in the order of the sender's row
-    forms        what messages look like, as far as known; what is announced is added
-    announced    every message comes with its form ahead of it
+    specs        known specs; announced ones are added
+    announced    every message is preceded by its spec
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class _Inbox:
         boundary: int,
         direction: Direction,
         order: Sequence[int],
-        forms: Forms,
+        specs: Specs,
         device: torch.device,
         *,
         announced: bool,
@@ -76,154 +76,155 @@ class _Inbox:
         self._direction = direction
         self._order = order
         self._places = {microbatch: place for place, microbatch in enumerate(order)}
-        self._forms = forms
+        self._specs = specs
         self._device = device
         self._announced = announced
         self._posted = 0
         self._announcements: deque[tuple[int, Handle]] = deque()
-        self._landed: dict[int, _Landed] = {}
+        self._received: dict[int, _Posted] = {}
 
     def post(self, microbatch: int) -> None:
-        """Have the receives for this microbatch posted, and for those that are sent before it."""
+        """Post the receives of this microbatch, and of those that are sent before it."""
         while self._posted <= self._places[microbatch]:
             following = self._order[self._posted]
             if self._announced:
                 octets = np.empty(ANNOUNCEMENT_NBYTES, dtype=np.uint8)
                 tag = _tag(self._boundary, "announcement")
                 self._announcements.append((following, self._comm.start_recv(octets, self._source, tag)))
-            elif (self._boundary, following) in self._forms:
-                self._land(following)
+            elif (self._boundary, following) in self._specs:
+                self._post_tensors(following)
             else:
-                # A gradient whose activation has not been made yet: its form is known once it is.
+                # A gradient of an activation that does not exist yet: its spec is known once it does.
                 return
             self._posted += 1
         self.advance()
 
     def advance(self) -> None:
-        """Post what announcements that have come speak of."""
+        """Post the receives of the announcements that have arrived."""
         while self._announcements and self._announcements[0][1].done:
-            self._hear()
+            self._read_announcement()
 
     def take(self, microbatch: int) -> tuple[Tensor, ...]:
-        """Wait for the tensors of this microbatch."""
+        """Wait for the tensors of this microbatch, and return them."""
         self.post(microbatch)
-        while microbatch not in self._landed:
-            self._hear()
-        tensors, handles = self._landed.pop(microbatch)
+        while microbatch not in self._received:
+            self._read_announcement()
+        tensors, handles = self._received.pop(microbatch)
         for handle in handles:
             handle.wait()
         return tensors
 
-    def _hear(self) -> None:
+    def _read_announcement(self) -> None:
         microbatch, handle = self._announcements.popleft()
-        self._forms[self._boundary, microbatch] = _read(handle.wait())
-        self._land(microbatch)
+        self._specs[self._boundary, microbatch] = _read(handle.wait())
+        self._post_tensors(microbatch)
 
-    def _land(self, microbatch: int) -> None:
+    def _post_tensors(self, microbatch: int) -> None:
         tensors = tuple(
             each.empty(self._device)
-            for each in _travelling(self._forms[self._boundary, microbatch], self._direction)
+            for each in _travelling(self._specs[self._boundary, microbatch], self._direction)
         )
         tag = _tag(self._boundary, self._direction)
         handles = tuple(self._comm.start_recv(each, self._source, tag) for each in tensors)
-        self._landed[microbatch] = _Landed(tensors, handles)
+        self._received[microbatch] = _Posted(tensors, handles)
 
 
 class Mailbox:
-    """The messages of one pass of one rank over its row.
+    """Messages of one rank in one pass over its row.
 
-    schedule           of all ranks
-    known              forms by boundary and microbatch, the same on both sides of each; None: every
-                       activation is announced, by a message of 4 KiB ahead of it
-    devices            by own stage, where what it receives is to be
-    most_undelivered   how many activations of a boundary may be under way; the next waits until one of them
-                       is delivered. None: no limit, as the row itself says how far a rank may be ahead
-    forms              of all activations that this rank has sent or received in this pass
+    schedule          rows of all ranks
+    known             specs by boundary and microbatch, equal on both sides of each; None: a message of 4 KiB
+                      announces every activation
+    devices           device of each own stage, for received tensors
+    max_undelivered   activations of a boundary that may be under way; the next send waits for one of them.
+                      None: no limit, as the row itself limits how far a rank is ahead
+    specs             specs of all activations that this rank has sent or received in this pass
     """
 
     def __init__(
         self,
         comm: Communicator,
         schedule: Schedule,
-        known: Mapping[tuple[int, int], Form] | None,
+        known: Mapping[tuple[int, int], OutputSpec] | None,
         devices: Mapping[int, torch.device],
         *,
-        most_undelivered: int | None = None,
+        max_undelivered: int | None = None,
     ) -> None:
         self._comm = comm
         self._home = schedule.rank_of_stage
         self._devices = devices
         self._announces = known is None
-        self._promised: Mapping[tuple[int, int], Form] = known or {}
-        self._most_undelivered = most_undelivered
+        self._promised: Mapping[tuple[int, int], OutputSpec] = known or {}
+        self._max_undelivered = max_undelivered
         self._outgoing: dict[tuple[int, Direction], deque[list[Handle]]] = defaultdict(deque)
         self._handed_over: dict[tuple[int, Direction, int], tuple[Tensor, ...]] = {}
-        self.forms: Forms = dict(self._promised)
+        self.specs: Specs = dict(self._promised)
         row = schedule.rows[comm.rank]
-        keys = dict.fromkeys(map(self._comes_over, row))
+        keys = dict.fromkeys(map(self._incoming, row))
         self._inboxes = {key: self._inbox(schedule, *key) for key in keys if key is not None}
         self._early = self._posted_early(row)
 
     def prepare(self, position: int) -> None:
-        """Post the receives for the row's action at this position, and the next ones beyond it."""
+        """Post the receives for the row's action at this position, and the next one in each direction."""
         for key, microbatch in self._early[position]:
             self._inboxes[key].post(microbatch)
 
-    def activation(self, stage: int, microbatch: int) -> tuple[Form | None, Tensors]:
-        """What the stage before made for this one; waits. The form is None where it failed."""
+    def activation(self, stage: int, microbatch: int) -> tuple[OutputSpec | None, Tensors]:
+        """Wait for the activation of the stage before; its spec is None if that stage failed."""
         tensors = self._receive(stage - 1, "F", microbatch)
-        form = self.forms[stage - 1, microbatch]
-        if form is None:
+        spec = self.specs[stage - 1, microbatch]
+        if spec is None:
             return None, ()
         present = iter(tensors)
-        return form, tuple(None if each is None else next(present) for each in form.tensors)
+        return spec, tuple(None if each is None else next(present) for each in spec.tensors)
 
     def gradients(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
-        """Gradients of this stage's outputs that require one, by the stage after it; waits."""
+        """Wait for the gradients of this stage's differentiable outputs, from the stage after it."""
         return self._receive(stage, "B", microbatch)
 
-    def require_fit(self, stage: int, microbatch: int, form: Form) -> None:
-        """That this form can go to the next stage.
+    def require_fit(self, stage: int, microbatch: int, spec: OutputSpec) -> None:
+        """Check that an output of this spec can be sent to the next stage.
 
-        errors   MismatchError where another one was promised, BufferTypeError where there is no room for it
+        errors   MismatchError if the next stage expects another one, BufferTypeError if an announcement
+                 has no room for it
         """
         promised = self._promised.get((stage, microbatch))
         if promised is None:
-            _written(form, stage)
-        elif form != promised:
+            _written(spec, stage)
+        elif spec != promised:
             raise MismatchError(
-                f"stage {stage} returned {form} for microbatch {microbatch}, but {promised} in an earlier "
+                f"stage {stage} returned {spec} for microbatch {microbatch}, but {promised} in an earlier "
                 "pass with inputs of the same shapes, so the next stage expects that; let shapes of outputs "
                 "follow from those of the pipeline's inputs, the stages' modes and types, autocast, and what "
                 "is frozen"
             )
 
-    def send_activation(self, stage: int, microbatch: int, form: Form, tensors: Tensors) -> None:
-        """Hand a stage's output, of a form that fits, to the next stage."""
-        self.forms[stage, microbatch] = form
+    def send_activation(self, stage: int, microbatch: int, spec: OutputSpec, tensors: Tensors) -> None:
+        """Send a stage's output, checked by `require_fit`, to the next stage."""
+        self.specs[stage, microbatch] = spec
         present = tuple(each.detach() for each in tensors if each is not None)
-        self._send(stage, "F", microbatch, present, form)
+        self._send(stage, "F", microbatch, present, spec)
 
     def send_gradients(self, stage: int, microbatch: int, gradients: tuple[Tensor, ...]) -> None:
-        """Hand the gradients of a stage's inputs that require one to the stage before it."""
+        """Send the gradients of a stage's differentiable inputs to the stage before it."""
         self._send(stage - 1, "B", microbatch, gradients)
 
     def send_nothing(self, action: Action) -> None:
-        """Keep the promise of a stage that has failed: zeros, or word that nothing follows.
+        """Send placeholders for a stage that has failed: zeros, or an announcement that nothing follows.
 
-        So both sides of every boundary have exchanged the same messages at the end of the pass, and the next
-        one can use the communicator.
+        So no message is missing or left over at the end of the pass, and the next one can use the
+        communicator.
         """
         stage, kind, microbatch = action
         if kind == "F":
-            form = self.forms[stage, microbatch] = self._promised.get((stage, microbatch))
-            self._send(stage, "F", microbatch, _zeros(form, "F"), form)
+            spec = self.specs[stage, microbatch] = self._promised.get((stage, microbatch))
+            self._send(stage, "F", microbatch, _zeros(spec, "F"), spec)
         else:
-            form = self.forms[stage - 1, microbatch]
-            self._send(stage - 1, "B", microbatch, _zeros(form, "B"))
+            spec = self.specs[stage - 1, microbatch]
+            self._send(stage - 1, "B", microbatch, _zeros(spec, "B"))
 
     def advance(self) -> None:
-        """Bring everything under way further without waiting; buffers of what is delivered are let go."""
+        """Progress all messages without waiting, and free the buffers of delivered ones."""
         self._comm.poke()
         for inbox in self._inboxes.values():
             inbox.advance()
@@ -232,7 +233,7 @@ class Mailbox:
                 queue.popleft()
 
     def finish(self) -> None:
-        """Wait until all that was sent is delivered."""
+        """Wait until all sent messages are delivered."""
         for queue in self._outgoing.values():
             while queue:
                 _wait_for(queue.popleft())
@@ -245,13 +246,13 @@ class Mailbox:
             boundary,
             direction,
             [a.microbatch for a in schedule.rows[self._home[sender]] if a[:2] == (sender, direction)],
-            self.forms,
+            self.specs,
             self._devices[receiver],
             announced=self._announces and direction == "F",
         )
 
-    def _comes_over(self, action: Action) -> tuple[int, Direction] | None:
-        """The boundary and direction of what an action waits for; None: nothing from another rank."""
+    def _incoming(self, action: Action) -> tuple[int, Direction] | None:
+        """Boundary and direction of the message that an action waits for; None: no message."""
         stage, kind, _ = action
         if kind == "F" and stage > 0 and not self._is_local(stage - 1):
             return stage - 1, "F"
@@ -260,11 +261,11 @@ class Mailbox:
         return None
 
     def _posted_early(self, row: Sequence[Action]) -> list[list[tuple[tuple[int, Direction], int]]]:
-        """For each position what must be posted there: its own message, and the next in each direction."""
+        """List the receives to post at each position: its own, and the next in each direction."""
         following: dict[Direction, tuple[tuple[int, Direction], int]] = {}
         early = []
         for action in reversed(row):
-            key = self._comes_over(action)
+            key = self._incoming(action)
             here = list(following.values())
             if key is not None:
                 following[key[1]] = (key, action.microbatch)
@@ -286,18 +287,18 @@ class Mailbox:
         direction: Direction,
         microbatch: int,
         tensors: tuple[Tensor, ...],
-        form: Form | None = None,
+        spec: OutputSpec | None = None,
     ) -> None:
         if self._is_local(boundary):
             self._handed_over[boundary, direction, microbatch] = tensors
             return
         queue = self._outgoing[boundary, direction]
-        while self._most_undelivered is not None and len(queue) >= self._most_undelivered:
+        while self._max_undelivered is not None and len(queue) >= self._max_undelivered:
             _wait_for(queue.popleft())
         to = self._home[boundary + 1 if direction == "F" else boundary]
         handles = []
         if self._announces and direction == "F":
-            octets = _written(form, boundary)
+            octets = _written(spec, boundary)
             handles.append(self._comm.start_send(octets, to, _tag(boundary, "announcement")))
         tag = _tag(boundary, direction)
         handles += [self._comm.start_send(each.contiguous(), to, tag) for each in tensors]
@@ -311,14 +312,14 @@ def _tag(boundary: int, what: str) -> int:
     return 3 * boundary + _TAGS[what]
 
 
-def _travelling(form: Form | None, direction: Direction) -> tuple[TensorForm, ...]:
-    if form is None:
+def _travelling(spec: OutputSpec | None, direction: Direction) -> tuple[TensorSpec, ...]:
+    if spec is None:
         return ()
-    return form.present if direction == "F" else form.differentiable
+    return spec.present if direction == "F" else spec.differentiable
 
 
-def _zeros(form: Form | None, direction: Direction) -> tuple[Tensor, ...]:
-    return tuple(each.zeros() for each in _travelling(form, direction))
+def _zeros(spec: OutputSpec | None, direction: Direction) -> tuple[Tensor, ...]:
+    return tuple(each.zeros() for each in _travelling(spec, direction))
 
 
 def _wait_for(handles: Sequence[Handle]) -> None:
@@ -326,16 +327,16 @@ def _wait_for(handles: Sequence[Handle]) -> None:
         handle.wait()
 
 
-def _written(form: Form | None, boundary: int) -> Octets:
-    payload = pickle.dumps(form, protocol=pickle.HIGHEST_PROTOCOL)
+def _written(spec: OutputSpec | None, boundary: int) -> Octets:
+    payload = pickle.dumps(spec, protocol=pickle.HIGHEST_PROTOCOL)
     if len(payload) > ANNOUNCEMENT_NBYTES:
         raise BufferTypeError(
-            f"stage {boundary} returned {len(form.tensors) if form else 0} tensors, whose shapes take "
+            f"stage {boundary} returned {len(spec.tensors) if spec else 0} tensors, whose shapes take "
             f"{len(payload)} bytes to announce; there is room for {ANNOUNCEMENT_NBYTES}: join some of them"
         )
     return np.frombuffer(payload.ljust(ANNOUNCEMENT_NBYTES, b"\0"), dtype=np.uint8)
 
 
-def _read(octets: Octets) -> Form | None:
-    form: Form | None = pickle.loads(octets.data)
-    return form
+def _read(octets: Octets) -> OutputSpec | None:
+    spec: OutputSpec | None = pickle.loads(octets.data)
+    return spec

@@ -1,8 +1,8 @@
-"""A batch, as the microbatches that a pipeline works on one after the other.
+"""Division of a batch into the microbatches of a pipeline.
 
 [B, …]                       m tensors [B/m, …]
 ([B, …], [B, …])             m tuples of two
-[x, y, …]                    a list is m microbatches already, of any kind
+[x, y, …]                    a list holds m microbatches already, of any kind
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from hpcpar.errors import OperationError
 
 
 def microbatches_of(batch: Any, count: int, what: str) -> list[Any]:
-    """The `count` microbatches of a tensor or a tuple of tensors along dim 0, or those of a list.
+    """Divide a tensor or a tuple of tensors along dim 0 into `count` microbatches; a list passes through.
 
     what     "inputs", for errors
-    errors   OperationError where it does not divide, where tensors of a tuple or a list have other lengths,
-             and for other objects
+    errors   OperationError if it does not divide, if lengths differ, and for other objects
     """
     if isinstance(batch, list):
         if len(batch) != count:
@@ -61,7 +60,7 @@ def _divided(batch: Tensor, count: int, what: str) -> tuple[Tensor, ...]:
 
 
 def batch_length(batch: Any) -> int | None:
-    """Of a tensor or a tuple of tensors that `microbatches_of` has divided; None for a list."""
+    """Length of a batch that `microbatches_of` has divided; None for a list."""
     return None if isinstance(batch, list) else _length(as_arguments(batch)[0])
 
 
@@ -70,12 +69,12 @@ def _length(tensor: Tensor) -> int:
 
 
 def as_arguments(microbatch: Any) -> tuple[Any, ...]:
-    """What the first stage is called with."""
+    """Arguments of the first stage."""
     return microbatch if isinstance(microbatch, tuple) else (microbatch,)
 
 
 def signature(microbatches: Sequence[Any]) -> str:
-    """The same for microbatches that give outputs of the same shapes: shapes and types, not values."""
+    """Describe shapes and dtypes: equal for microbatches whose outputs have equal shapes."""
     return repr([[_signature(each) for each in as_arguments(microbatch)] for microbatch in microbatches])
 
 

@@ -1,11 +1,11 @@
-"""One stage's forward, backward and weights' part of a microbatch, and what is kept in between.
+"""One stage: forward (F), backward (B) and weight gradients (W) of a microbatch, and the state in between.
 
-    F   inputs ─ module ─ outputs                kept: the graph, and of the inputs those that want a gradient
-    B   gradients of outputs ─► of inputs        the weights', too, unless a W follows
-    W   the weights' gradients                   nothing is kept from here on
+    F   inputs ─ module ─ outputs                keeps the graph, and the inputs that require a gradient
+    B   gradients of outputs ─► of inputs        and of the weights, unless a W follows
+    W   gradients of the weights                 keeps nothing
 
-Microbatches know nothing of each other: the inputs of each are leaves of a graph of its own. The outputs
-themselves are not kept, only their place in the graph: once delivered, their memory is free.
+Each microbatch has a graph of its own, whose leaves are its inputs. A stage keeps the outputs' nodes in the
+graph, and not the outputs: their memory is free once they are delivered.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch.utils.checkpoint import CheckpointError
 
 from hpcpar.autograd.weight_grad_mode import DeferredGradients
 from hpcpar.errors import OperationError, ShardedParameterError
-from hpcpar.pipeline_parallel.forms import Form, Tensors, as_tensors
+from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, Tensors, as_tensors
 
 LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
-"""What torch says where a stage changes its input, or a view of it."""
+"""Text of torch's error for a stage that changes its input, or a view of it."""
 
 
 @dataclass
-class _Kept:
-    """Of one microbatch between its forward and the end of its backward.
+class _MicrobatchState:
+    """State of one microbatch between its forward and the end of its backward.
 
-    inputs     those that want a gradient
-    root       a scalar whose backward is that of all outputs; None where no output requires a gradient
-    gradients  put here before that: of the outputs that require one
+    inputs     inputs that require a gradient
+    root       scalar whose backward starts that of all outputs; None if no output requires a gradient
+    gradients  gradients of the differentiable outputs, put here before the root's backward
     """
 
     inputs: tuple[Tensor, ...]
@@ -43,28 +43,28 @@ class _Kept:
 
 
 class Stage:
-    """A part of the model, by its number, and the microbatches that are between forward and backward."""
+    """Numbered part of the model, and its microbatches that are between forward and backward."""
 
     def __init__(self, number: int, module: nn.Module) -> None:
         self.number = number
         self.module = module
-        self._kept: dict[int, _Kept] = {}
+        self._states: dict[int, _MicrobatchState] = {}
 
     @property
     def alive(self) -> int:
-        """How many microbatches are kept."""
-        return len(self._kept)
+        """Number of microbatches between forward and backward."""
+        return len(self._states)
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs are to be: with its first parameter, or buffer."""
+        """Device of its inputs: that of its first parameter, or buffer."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             return tensor.device
         return torch.device("cpu")
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """To which type torch.autocast turns what it computes now; None: it does not."""
+        """Current dtype of torch.autocast on its device; None: autocast is off."""
         kind = self.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -72,51 +72,43 @@ class Stage:
         self,
         microbatch: int,
         inputs: Sequence[Any],
-        form: Form | None,
+        spec: OutputSpec | None,
         *,
         split: bool = False,
         loss: Callable[[Any], Tensor] | None = None,
     ) -> Any:
-        """What the module makes of the inputs, or the loss of that; kept for backward where grad is enabled.
+        """Run the module, or the loss of its output; keep the graph if grad is enabled.
 
-        form    says which inputs want a gradient; None: they are as the caller has them
-        split   the weights' gradients will be asked for apart
-        loss    of the module's output, on the last stage
-        errors  OperationError where the loss is not one number, where it requires no gradient though grad is
-                enabled, or where the inputs are changed in place; BufferTypeError as `as_tensors`
+        spec    of the inputs, from another stage; None: the inputs are used as they are
+        split   a W will compute the weights' gradients
+        loss    loss of the module's output, on the last stage
+        errors  OperationError for a loss that is not one number, or requires no gradient though grad is
+                enabled, and for inputs that are changed in place; BufferTypeError as `as_tensors`
         """
-        leaves = tuple(inputs) if form is None else _leaves(inputs, form)
+        leaves = tuple(inputs) if spec is None else _leaves(inputs, spec)
         deferred = DeferredGradients() if split and torch.is_grad_enabled() else None
         with nullcontext() if deferred is None else deferred.recording():
-            output = self._called_with(leaves, form)
+            output = self._called_with(leaves, spec)
             if loss is not None:
                 output = loss(output)
         if loss is not None:
-            if not isinstance(output, Tensor) or output.numel() != 1:
-                found = list(output.shape) if isinstance(output, Tensor) else type(output).__qualname__
-                raise OperationError(
-                    f"the loss of microbatch {microbatch} must be a tensor of one number, not {found}"
-                )
-            if torch.is_grad_enabled() and not output.requires_grad:
-                raise OperationError(
-                    f"the loss of microbatch {microbatch} requires no gradient, so that nothing would be "
-                    "learnt: make it of the last stage's output, without detach() or inference_mode()"
-                )
+            _require_scalar(output, microbatch)
         if torch.is_grad_enabled():
-            wanting = (
-                [] if form is None else [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-            )
-            outputs = [each for each in as_tensors(output, f"stage {self.number}") if each is not None]
+            outputs = as_tensors(output, f"stage {self.number}")
             gradients = [] if loss is None else [torch.ones_like(output)]
-            root = _root(gradients, [each for each in outputs if each.requires_grad])
-            self._kept[microbatch] = _Kept(tuple(wanting), root, gradients, deferred)
+            self._states[microbatch] = _MicrobatchState(
+                () if spec is None else _differentiable(leaves),
+                _root(gradients, _differentiable(outputs)),
+                gradients,
+                deferred,
+            )
         return output
 
-    def _called_with(self, leaves: Sequence[Any], form: Form | None) -> Any:
+    def _called_with(self, leaves: Sequence[Any], spec: OutputSpec | None) -> Any:
         try:
             return self.module(*leaves)
         except RuntimeError as error:
-            if form is None or not form.differentiable or LEAF_IN_PLACE not in str(error):
+            if spec is None or not spec.differentiable or LEAF_IN_PLACE not in str(error):
                 raise
             # A copy of every input would cost all other stages memory.
             raise OperationError(
@@ -125,18 +117,18 @@ class Stage:
             ) from error
 
     def backward(self, microbatch: int, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        """Gradients of the inputs that want one, zeros where nothing depends on one.
+        """Compute the gradients of the differentiable inputs; zeros if no output depends on one.
 
-        gradients   of the outputs that require one; none for a loss
-        errors      OperationError where torch's checkpoint does not find again what a split forward has kept
+        gradients   of the differentiable outputs; none for a loss
+        errors      OperationError if torch's checkpoint cannot recompute what a split forward has saved
         """
-        kept = self._kept[microbatch]
-        kept.gradients.extend(gradients)
-        if kept.root is not None:
+        state = self._states[microbatch]
+        state.gradients.extend(gradients)
+        if state.root is not None:
             try:
-                kept.root.backward()  # type: ignore[no-untyped-call]
+                state.root.backward()  # type: ignore[no-untyped-call]
             except CheckpointError as error:
-                if kept.deferred is None:
+                if state.deferred is None:
                     raise
                 raise OperationError(
                     f"stage {self.number} recomputes by torch.utils.checkpoint, use_reentrant=False, which "
@@ -145,19 +137,19 @@ class Stage:
                     "place, pass use_reentrant=True, or take a schedule without W, such as 1f1b or "
                     "interleaved"
                 ) from error
-        found = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in kept.inputs)
-        kept.inputs, kept.root = (), None
-        kept.gradients.clear()
-        if kept.deferred is None:
-            del self._kept[microbatch]
+        found = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in state.inputs)
+        state.inputs, state.root = (), None
+        state.gradients.clear()
+        if state.deferred is None:
+            del self._states[microbatch]
         return found
 
     def weights(self, microbatch: int) -> None:
-        """The weights' gradients of a microbatch whose backward has left them.
+        """Compute the weights' gradients that a split backward has deferred.
 
-        errors   OperationError where ranks have shards of the weights, which are whole in F and B alone
+        errors   OperationError for fully sharded weights (ZeRO-3), which are unsharded in F and B alone
         """
-        deferred = self._kept.pop(microbatch).deferred
+        deferred = self._states.pop(microbatch).deferred
         assert deferred is not None, "its forward has seen the same schedule"
         try:
             deferred.compute()
@@ -169,19 +161,36 @@ class Stage:
             ) from error
 
     def forget(self) -> None:
-        """Let go of what is kept of all microbatches."""
-        self._kept.clear()
+        """Drop the state of all microbatches."""
+        self._states.clear()
 
 
-def _leaves(inputs: Sequence[Any], form: Form) -> Tensors:
+def _require_scalar(loss: Any, microbatch: int) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__qualname__
+        raise OperationError(
+            f"the loss of microbatch {microbatch} must be a tensor of one number, not {found}"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise OperationError(
+            f"the loss of microbatch {microbatch} requires no gradient, so that nothing would be "
+            "learnt: make it of the last stage's output, without detach() or inference_mode()"
+        )
+
+
+def _differentiable(tensors: Tensors) -> tuple[Tensor, ...]:
+    return tuple(each for each in tensors if each is not None and each.requires_grad)
+
+
+def _leaves(inputs: Sequence[Any], spec: OutputSpec) -> Tensors:
     return tuple(
         None if each is None else tensor.detach().requires_grad_(each.requires_grad)
-        for tensor, each in zip(inputs, form.tensors, strict=True)
+        for tensor, each in zip(inputs, spec.tensors, strict=True)
     )
 
 
 class _Root(torch.autograd.Function):
-    """A scalar in place of several outputs: its backward hands each of them the gradient that has come."""
+    """Scalar in place of several outputs: its backward passes each of them its received gradient."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
@@ -202,18 +211,18 @@ def _root(gradients: list[Tensor], outputs: Sequence[Tensor]) -> Tensor | None:
 
 @contextmanager
 def poking_between_layers(modules: Iterable[nn.Module], poke: Callable[[], None]) -> Iterator[None]:
-    """Inside, `poke` is called after every layer that has parameters, forward and backward.
+    """Call `poke` after every layer with parameters, forward and backward, while the context lasts.
 
-    Nothing moves in the background, so that a message would otherwise wait for the action to end.
+    There is no progress thread, so a message would otherwise wait for the action to end.
     """
 
     def on_forward(_: nn.Module, __: Any, output: Any) -> None:
         poke()
-        # Of a parameter itself the hook would stay.
+        # A hook on a parameter itself would stay.
         if isinstance(output, Tensor) and output.grad_fn is not None:
             output.register_hook(lambda _: poke())  # type: ignore[no-untyped-call]
 
-    # Layers that are computed together poke less often, but stay together.
+    # Fused layers may skip this hook rather than be computed one by one.
     on_forward.may_be_left_out = True  # type: ignore[attr-defined]
     layers = [
         layer

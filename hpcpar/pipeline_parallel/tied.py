@@ -1,11 +1,10 @@
-"""Parameters of which several ranks of a pipeline hold a copy: an embedding, and the head that is tied to it.
+"""Tied weights across stages: an embedding on one rank, and the output head that shares it on another.
 
     rank 0   embed_tokens.weight   gradient a ─┐
     rank 1                                     ├─ a + b on both, before the optimizer sees them
     rank 2   lm_head.weight        gradient b ─┘
 
-Copies that begin with the same values, get the same gradients and are updated in the same way stay the same
-to the last bit.
+Copies with equal initial values, gradients and updates stay equal to the last bit.
 source   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053; Narayanan et al. 2021, arXiv 2104.04473
 """
 
@@ -19,34 +18,34 @@ import torch
 from torch import nn
 
 from hpcpar.errors import MismatchError
+from hpcpar.parameter_info import note
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
 class TiedWeights:
-    """What one rank holds of them, and with whom.
+    """Copies of tied parameters on this rank, and the communicators of their holders. Collective over `comm`.
 
-    comm         the pipeline's ranks
-    parameters   by a name that all ranks use, what this rank has of each tied parameter; None: nothing. A
-                 rank that has it in several stages has one parameter, to which autograd adds all of theirs
-    holders      by name, the ranks that have a copy, in rising order
-    comms        by name, those ranks' communicator, where this rank is one of several
-    collective   over `comm`
-    errors       MismatchError on every rank when names differ, or copies' shapes or types do
+    comm         ranks of the pipeline
+    parameters   this rank's copy by a name that all ranks use; None: no copy. A rank with several stages
+                 passes one parameter, to which autograd adds the gradients of all of them
+    holders      ranks with a copy, by name, in rising order
+    comms        communicator of those ranks, by name, if this rank is one of several
+    errors       MismatchError on every rank if names differ, or shapes or dtypes of copies
     """
 
     def __init__(self, comm: Communicator, parameters: Mapping[str, nn.Parameter | None]) -> None:
         self._rank = comm.rank
         self._own = {name: own for name, own in parameters.items() if own is not None}
-        forms = {
+        specs = {
             name: None if own is None else (tuple(own.shape), str(own.dtype))
             for name, own in parameters.items()
         }
-        told = comm.allgather_object(forms)
+        told = comm.allgather_object(specs)
         _require_alike(told)
         self.holders = {
-            name: tuple(rank for rank, forms in enumerate(told) if forms[name] is not None) for name in forms
+            name: tuple(rank for rank, specs in enumerate(told) if specs[name] is not None) for name in specs
         }
         self.comms: dict[str, Communicator] = {}
         made: dict[tuple[int, ...], Communicator | None] = {}
@@ -60,21 +59,18 @@ class TiedWeights:
             shared = made[holders]
             if shared is not None:
                 self.comms[name] = shared
-                # A DistributedOptimizer that is not told of it would average it too early.
-                own = self._own[name]
-                own.hpcpar_is_copy = True  # type: ignore[attr-defined]
-                own.hpcpar_counts_elsewhere = holders[0] != self._rank  # type: ignore[attr-defined]
+                # Without this note a DistributedOptimizer would average the copy before it is summed.
+                note(self._own[name], is_copy=True, counts_elsewhere=holders[0] != self._rank)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Leave in every copy's .grad the sum of all of them, in place. Collective over the holders.
+        """Sum the gradients of all copies, in place in each .grad. Collective over the holders.
 
-        After the last action of a step, and before the optimizer averages over replicas or uses them: a
-        DistributedOptimizer waits with those that are named by its `tied`, and refuses others. A copy without
-        a gradient counts as zeros; where no copy has one, none gets one.
+        Call it after the last action of a step, before the optimizer averages over replicas or uses them. A
+        DistributedOptimizer defers the parameters named by its `tied`, and refuses other copies. A copy
+        without a gradient counts as zeros; if no copy has one, none gets one.
 
-        cost   2(n - 1)/n·S sent by each of n holders for S bytes: S for two; and a byte, counted as
-               agreement, for whether there are gradients
+        cost   2(n - 1)/n·S sent by each of n holders for S bytes: S for two; and one byte of agreement
         """
         for name, comm in self.comms.items():
             own = self._own[name]
@@ -87,21 +83,18 @@ class TiedWeights:
             comm.allreduce(flat)
             if flat is not own.grad:
                 own.grad.copy_(flat)
-            # Transfers are not seen by torch, but an optimizer that was averaging it is to know.
+            # torch does not see transfers, but an optimizer that was averaging this gradient must.
             torch.autograd.graph.increment_version(own.grad)
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is the one that counts a parameter, in norms and in sums over the pipeline.
-
-        Of copies the first holder's does; any other parameter is its rank's alone.
-        """
+        """True if this rank counts a parameter in norms and sums over the pipeline: of copies, the first."""
         for name, own in self._own.items():
             if own is parameter:
                 return self.holders[name][0] == self._rank
         return True
 
     def free(self) -> None:
-        """Give the communicators back. Collective over their ranks."""
+        """Free the communicators. Collective over their ranks."""
         for comm in dict.fromkeys(self.comms.values()):
             comm.free()
         self.comms = {}
@@ -109,15 +102,15 @@ class TiedWeights:
 
 def _require_alike(told: list[dict[str, tuple[tuple[int, ...], str] | None]]) -> None:
     names = list(told[0])
-    for rank, forms in enumerate(told):
-        if list(forms) != names:
+    for rank, specs in enumerate(told):
+        if list(specs) != names:
             raise MismatchError(
                 f"tied parameters: rank 0 names {', '.join(names) or 'none'}, rank {rank} "
-                f"{', '.join(forms) or 'none'}; name the same on every rank, in the same order, and pass "
+                f"{', '.join(specs) or 'none'}; name the same on every rank, in the same order, and pass "
                 "None for what a rank does not have"
             )
     for name in names:
-        copies = {rank: forms[name] for rank, forms in enumerate(told) if forms[name] is not None}
+        copies = {rank: specs[name] for rank, specs in enumerate(told) if specs[name] is not None}
         if len(set(copies.values())) > 1:
             listed = "; ".join(
                 f"rank {rank} {' x '.join(map(str, form[0]))} {form[1]}"

@@ -1,1 +1,1 @@
-"""Pipeline schedules as values: made, proved, priced and drawn with bare Python."""
+"""Pipeline schedules as values: made, proved, simulated and drawn with bare Python."""

@@ -1,8 +1,8 @@
-"""One thing that a rank does in a pipeline: a stage's forward or backward of one microbatch.
+"""Action of a rank in a pipeline: a stage's forward or backward of one microbatch.
 
     2F0   stage 2, forward of microbatch 0
-    2B0   its backward; where a 2W0 follows, only the part that gives the input's gradient
-    2W0   the part that gives the weights' gradients
+    2B0   its backward; where a 2W0 follows, the gradient of the input alone
+    2W0   the gradients of the weights
 
 source   the letters are those of Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241
 """
@@ -22,7 +22,7 @@ _WRITTEN = re.compile(r"(\d+)([FBW])(\d+)")
 
 
 class Action(NamedTuple):
-    """Forward, backward, or the weights' part of the backward, of one microbatch through one stage."""
+    """Forward, backward, or weight gradients of one microbatch in one stage."""
 
     stage: int
     kind: Kind
@@ -33,7 +33,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that is written so; ScheduleError for another text."""
+        """Parse "2F0"; ScheduleError for anything else."""
         found = _WRITTEN.fullmatch(text)
         if found is None:
             raise ScheduleError(

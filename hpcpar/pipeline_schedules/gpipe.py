@@ -1,12 +1,17 @@
-"""All forwards, then all backwards.
+"""GPipe, all forwards and then all backwards; and layer-wise model parallelism, one microbatch at a time.
 
-    rank 0   0F0 0F1 0F2             0B0 0B1 0B2
-    rank 1       1F0 1F1 1F2 1B0 1B1 1B2
+    gpipe    rank 0   0F0 0F1 0F2             0B0 0B1 0B2
+             rank 1       1F0 1F1 1F2 1B0 1B1 1B2
 
-With several stages on a rank, all microbatches pass one stage before they enter the rank's next one.
+    naive    rank 0   0F0         0B0 0F1         0B1
+             rank 1       1F0 1B0         1F1 1B1
 
-idle     (p - 1)(F + B + W) on every rank of p; (p - 1)/v of it with v stages per rank, if m >= p
-alive    all m microbatches
+             bubble on every rank of p                               microbatches alive
+    gpipe    (p - 1)(F + B + W), over v with v stages per rank and m >= p   m
+    naive    (p - 1) m (F + B + W), over the whole step                     1
+
+With several stages on a rank, GPipe's microbatches all pass one stage before they enter the rank's next one.
+
 source   Huang et al. 2018, GPipe, arXiv 1811.06965; with several stages per rank: Lamy-Poirier 2022,
          Breadth-First Pipeline Parallelism, arXiv 2211.05953
 """
@@ -14,15 +19,15 @@ source   Huang et al. 2018, GPipe, arXiv 1811.06965; with several stages per ran
 from __future__ import annotations
 
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.placement import Placement
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.stage_placement import StagePlacement
 
 
-def gpipe(placement: Placement, microbatches: int) -> Schedule:
-    """All forwards and then all backwards.
+def gpipe(placement: StagePlacement, microbatches: int) -> Schedule:
+    """Run all forwards and then all backwards.
 
-    Backwards come in the order of the forwards too, where the paper has them reversed: idle time and memory
-    are the same, and gradients add up in the order in which one process would add them.
+    Backwards run in the order of the forwards, where the paper reverses them. Bubble and memory are the same,
+    and gradients add up in the order in which one process would add them.
     """
     return Schedule(
         tuple(
@@ -33,4 +38,22 @@ def gpipe(placement: Placement, microbatches: int) -> Schedule:
             for stages in placement.stages
         ),
         "gpipe",
+    )
+
+
+def naive(placement: StagePlacement, microbatches: int) -> Schedule:
+    """Run every microbatch all the way forward and back before the next one starts."""
+    return Schedule(
+        tuple(
+            tuple(
+                action
+                for microbatch in range(microbatches)
+                for action in (
+                    *(Action(stage, "F", microbatch) for stage in stages),
+                    *(Action(stage, "B", microbatch) for stage in reversed(stages)),
+                )
+            )
+            for stages in placement.stages
+        ),
+        "naive",
     )

@@ -1,12 +1,12 @@
-"""One forward, one backward in turn: each backward frees what a forward then keeps.
+"""1F1B, one forward and one backward in turn: each backward frees memory for a forward.
 
     1F1B, rank 0    0F0 0F1         0B0 0F2 0B1     0B2
           rank 1        1F0 1B0 1F1 1B1 1F2 1B2
 
-A rank starts with as many forwards as lie on the way from it to the last rank. Eager 1F1B starts with more,
-so that a value may travel while the rank does something else: it has always one more forward to do.
+A rank warms up with as many forwards as there are ranks from it to the last one. Eager 1F1B runs more, so
+that messages travel while the rank computes: it always has one more forward to run.
 
-          warm-up and first forward, rank r of p     idle, no hops           alive
+          warm-up and first forward, rank r of p     bubble, no hops         alive
     1F1B  p - r                                      (p - 1)(F + B + W)      min(m, p - r)
     eager 2 (p - r) - 1                              (p - 1)(F + B + W)      min(m, 2 (p - r) - 1)
 
@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, memory_limit: int | None = None) -> Schedule:
-    """1F1B, one stage on each rank.
+    """Build 1F1B, one stage on each rank.
 
     memory_limit   microbatches that may be alive on a rank, from 1; fewer than the ranks make it slower
     """
@@ -32,7 +32,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, memory_limit: int | None = Non
 
 
 def eager_one_f_one_b(ranks: int, microbatches: int, *, memory_limit: int | None = None) -> Schedule:
-    """1F1B with about twice as many forwards at the start, one stage on each rank.
+    """Build 1F1B with about twice as many warm-up forwards, one stage on each rank.
 
     memory_limit   microbatches that may be alive on a rank, from 1
     """
@@ -41,7 +41,7 @@ def eager_one_f_one_b(ranks: int, microbatches: int, *, memory_limit: int | None
 
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Yield `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
     yield from forwards[:ahead]
     for place, backward in enumerate(backwards):
         yield backward

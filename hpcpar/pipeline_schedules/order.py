@@ -1,20 +1,20 @@
-"""An order in which all actions of a schedule can run one by one, or why there is none.
+"""A serial order of all actions of a schedule, or the reason why it deadlocks.
 
-A rank does its row from left to right and waits only for what the next action needs. So what has run at the
-end does not depend on who is fast: either every timing gets through, or none does.
+A rank runs its row from left to right and waits only for the inputs of its next action. So the timing does
+not matter: a schedule deadlocks always or never.
 """
 
 from __future__ import annotations
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 
 
 def in_order(schedule: Schedule) -> tuple[Action, ...]:
-    """All actions, each after those that it needs and after its row's earlier ones.
+    """Sort all actions: each after its dependencies and after its row's earlier ones.
 
-    errors   ScheduleError that names an action that can never start, and what it waits for
+    errors   ScheduleError that names an action that can never start, and its missing dependency
     """
     rows = schedule.rows
     done: set[Action] = set()
@@ -49,7 +49,7 @@ def _first_not_in(done: set[Action], needs: tuple[Action, ...]) -> Action | None
 
 
 def _why(schedule: Schedule, at: list[int], waits: dict[int, Action]) -> str:
-    """What holds up the ranks that wait: the plainest cause first."""
+    """Explain a deadlock: a missing action, one too late in its own row, or a cycle of ranks."""
     for rank, need in waits.items():
         if not any(need in row for row in schedule.rows):
             return (
@@ -63,7 +63,7 @@ def _why(schedule: Schedule, at: list[int], waits: dict[int, Action]) -> str:
                 f"{_head(schedule, at, rank)} cannot start: it needs {need}, which comes later in the same "
                 f"row, at place {row.index(need)}; put {need} first"
             )
-    # Every rank that waits now waits for another that waits: going from one to the next ends in a cycle.
+    # Every blocked rank waits for another blocked rank, so following them ends in a cycle.
     seen: list[int] = []
     rank = next(iter(waits))
     while rank not in seen:

@@ -1,16 +1,16 @@
-"""Schedules as text, in and out: the house's form, and that of torch's schedule runtime.
+"""Read and write schedules as text: in a plain format, and in that of torch's schedule runtime.
 
-    house   # one line for each rank; - is an idle slot; after # all is comment
+    plain   # one line for each rank; - is an idle slot; a comment goes from # to the end
             0F0 0F1 0B0 0F2 0B1 0B2
             -   1F0 1B0 1F1 1B1 1F2 1B2
 
     torch   0F0,0F1,,0B0,0F2,0B1,0B2
             ,1F0,1I0,1W0,1F1,(1F2;1B1)OVERLAP_F_B,1B2
 
-The letters differ: torch writes I for the part of the backward that gives the input's gradient, which is
-B here where a W follows, and B always for the whole of it. A pair that torch overlaps is read as its two
-actions in their order. What torch adds when it lowers a schedule (SEND_F, RECV_B, UNSHARD, REDUCE_GRAD and
-their like) follows from the actions, so it is skipped. Idle slots are, too: what waits follows as well.
+The letters differ: torch writes I for the input's part of a split backward, which is B here where a W
+follows; torch's B is always a whole backward. A pair that torch overlaps is read as its two actions in their
+order. The actions of a lowered schedule (SEND_F, RECV_B, UNSHARD, REDUCE_GRAD and the like) follow from the
+others, so they are skipped, and so are idle slots.
 
 source   torch.distributed.pipelining.schedules: `_Action.from_str`, `_dump_csv`, `_load_csv`
 """
@@ -24,25 +24,25 @@ from typing import Literal, NamedTuple
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 
-Form = Literal["house", "torch"]
+TextFormat = Literal["plain", "torch"]
 
 IDLE = "-"
 
-_HOUSE = re.compile(r"(\d+)([FBW])(\d+)")
+_PLAIN = re.compile(r"(\d+)([FBW])(\d+)")
 _TORCH = re.compile(r"(\d+)([FBIW])(\d+)")
 _LOWERED = re.compile(r"\d+((SEND|RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
-_EXPECTED: dict[Form, str] = {
-    "house": f"an action such as 2F0, 2B0 or 2W0 (stage, kind, microbatch), or {IDLE} for an idle slot",
+_EXPECTED: dict[TextFormat, str] = {
+    "plain": f"an action such as 2F0, 2B0 or 2W0 (stage, kind, microbatch), or {IDLE} for an idle slot",
     "torch": "an action of torch's schedules such as 2F0, 2B0, 2I0 or 2W0, or an empty cell",
 }
 
 
 class _Word(NamedTuple):
-    """A piece of the text and where it begins, counted from 1."""
+    """Word of the text and its position, counted from 1."""
 
     text: str
     line: int
@@ -56,28 +56,28 @@ class _Read(NamedTuple):
 
 
 def read(path: Path) -> Schedule:
-    """The schedule of a file, in either form, named as the file is.
+    """Read a file in either format; the schedule is named as the file is.
 
-    errors   ScheduleError that names file, line and column, what was expected and what is there
+    errors   ScheduleError that names file, line and column, what was expected and what was found
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path} is no text: byte {error.start} is not UTF-8") from error
-    form: Form | None = "torch" if path.suffix == ".csv" else None
+    form: TextFormat | None = "torch" if path.suffix == ".csv" else None
     return parse(text, name=path.stem, source=str(path), form=form)
 
 
-def parse(text: str, *, name: str = "", source: str = "text", form: Form | None = None) -> Schedule:
-    """The schedule that is written so.
+def parse(text: str, *, name: str = "", source: str = "text", form: TextFormat | None = None) -> Schedule:
+    """Parse a schedule.
 
-    source   what errors call the text
-    form     torch's where there is a comma, unless it is given
+    source   name of the text in errors
+    form     format; None: torch's where there is a comma
     errors   ScheduleError as for `read`
     """
     lines = [line.partition("#")[0] for line in text.splitlines()]
     if form is None:
-        form = "torch" if any("," in line for line in lines) else "house"
+        form = "torch" if any("," in line for line in lines) else "plain"
     rows = [
         [
             _understood(word, form, source)
@@ -96,14 +96,14 @@ def parse(text: str, *, name: str = "", source: str = "text", form: Form | None 
 
 
 def write(schedule: Schedule, path: Path) -> None:
-    """Write it into a file: in torch's form where the name ends in .csv, else in the house's."""
-    path.write_text(format(schedule, "torch" if path.suffix == ".csv" else "house"), encoding="utf-8")
+    """Write a file: in torch's format if its name ends in .csv, else in the plain one."""
+    path.write_text(format(schedule, "torch" if path.suffix == ".csv" else "plain"), encoding="utf-8")
 
 
-def format(schedule: Schedule, form: Form = "house") -> str:
-    """The text from which `parse` reads the same schedule."""
+def format(schedule: Schedule, form: TextFormat = "plain") -> str:
+    """Format a schedule; `parse` reads back an equal one."""
     if form == "torch":
-        # torch takes a line without a cell for a rank too, but other readers of CSV skip it.
+        # torch accepts an empty line for an idle rank, but other CSV readers skip it.
         lines = [",".join(_letter_of_torch(schedule, each) for each in row) or "," for row in schedule.rows]
     else:
         lines = [" ".join(map(str, row)) or IDLE for row in schedule.rows]
@@ -118,9 +118,9 @@ def _letter_of_torch(schedule: Schedule, action: Action) -> str:
     return f"{stage}{'I' if half else kind}{microbatch}"
 
 
-def _words(line: str, number: int, form: Form) -> Iterator[_Word]:
-    """What stands in a line, without what is idle."""
-    if form == "house":
+def _words(line: str, number: int, form: TextFormat) -> Iterator[_Word]:
+    """Yield the words of a line, without idle slots."""
+    if form == "plain":
         for found in re.finditer(r"\S+", line):
             if found[0] != IDLE:
                 yield _Word(found[0], number, found.start() + 1)
@@ -137,11 +137,11 @@ def _words(line: str, number: int, form: Form) -> Iterator[_Word]:
             yield _Word(half[0], number, start + 1 + pair.start(1) + half.start())
 
 
-def _understood(word: _Word, form: Form, source: str) -> _Read:
-    found = (_HOUSE if form == "house" else _TORCH).fullmatch(word.text)
+def _understood(word: _Word, form: TextFormat, source: str) -> _Read:
+    found = (_PLAIN if form == "plain" else _TORCH).fullmatch(word.text)
     if found is None:
         hint = ""
-        if form == "house" and _TORCH.fullmatch(word.text):
+        if form == "plain" and _TORCH.fullmatch(word.text):
             hint = ": I belongs to torch's form, which has commas; here B is that part where a W follows"
         raise _error(source, word, f"expected {_EXPECTED[form]}, found {word.text!r}{hint}")
     stage, letter, microbatch = found.groups()
@@ -150,7 +150,7 @@ def _understood(word: _Word, form: Form, source: str) -> _Read:
 
 
 def _check_places(rows: Sequence[Sequence[_Read]], source: str) -> None:
-    """No action twice, and no stage on two ranks, where both places can still be named."""
+    """Refuse an action twice and a stage on two ranks, while both positions can still be named."""
     first: dict[Action, _Word] = {}
     home: dict[int, tuple[int, _Word]] = {}
     for rank, row in enumerate(rows):
@@ -171,7 +171,7 @@ def _check_places(rows: Sequence[Sequence[_Read]], source: str) -> None:
 
 
 def _check_halves(rows: Sequence[Sequence[_Read]], source: str) -> None:
-    """torch's I and W come in pairs: without its W an I would be read as a whole backward."""
+    """Refuse torch's I without W and W without I: an I alone would be read as a whole backward."""
     for row in rows:
         halves = {(letter, action.stage, action.microbatch) for action, letter, _ in row}
         for action, letter, word in row:

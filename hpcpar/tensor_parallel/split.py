@@ -12,7 +12,7 @@ norms need to know no more about layers than that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hpcpar.autograd.split_norms import split_over_of
 from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.errors import LayoutError, MismatchError, ShardedParameterError
+from hpcpar.parameter_info import info_of, note
 from hpcpar.partition import bounds, offsets
 
 if TYPE_CHECKING:
@@ -242,23 +243,20 @@ def place(
 
     distinct   where several ranks hold the same part: those that hold one each, over whom norms are summed
     """
-    parameter.hpcpar_split = split  # type: ignore[attr-defined]
-    parameter.hpcpar_comm = comm  # type: ignore[attr-defined]
+    note(parameter, split=split, comm=comm)
     if split.is_divided:
         note_split_over(parameter, comm if distinct is None else distinct)
 
 
 def split_of(parameter: Tensor) -> Split | None:
     """None for a parameter of a layer that is not parallel."""
-    return getattr(parameter, "hpcpar_split", None)
+    found: Split | None = info_of(parameter).split
+    return found
 
 
 def comm_of(parameter: Tensor) -> Communicator | None:
     """The communicator over which a parameter is split."""
-    return getattr(parameter, "hpcpar_comm", None)
-
-
-NOTES = ("hpcpar_split", "hpcpar_comm")
+    return info_of(parameter).comm
 
 
 class Divided(nn.Module):
@@ -310,7 +308,7 @@ class Divided(nn.Module):
 def _note_again(before: nn.Parameter | None, now: nn.Parameter | None) -> None:
     if before is None or now is None or before.shape != now.shape or split_of(now) is not None:
         return
-    vars(now).update({note: value for note, value in vars(before).items() if note in NOTES})
+    note(now, split=split_of(before), comm=comm_of(before))
     note_split_over(now, *split_over_of(before))
 
 
@@ -361,12 +359,6 @@ def gather_whole(parameter: Tensor, values: Tensor | None = None) -> Tensor:
             for (start, stop), length in zip(pairwise(edges), lengths, strict=True)
         ]
     )
-
-
-def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole value) of every parameter, as the serial module has them. Collective."""
-    for name, parameter in module.named_parameters():
-        yield name, gather_whole(parameter)
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hpcpar.launch.binding import affinity, gpu_for, thread_count
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, parallel_layers
 from hpcpar.models.initialise import initial_value
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard
 from hpcpar.training.config import Config, OptimizerSection
 from hpcpar.training.pipelined import item_costs, make_schedule, require_zero_stage, split_of_layers

@@ -44,7 +44,7 @@ class Passes:
     trained       sequences in each microbatch of a step
     held_out      sequences in each microbatch of an evaluation
     sequence      tokens in a sequence
-    stretches     steps after each of which losses are summed
+    intervals     steps after each of which losses are summed
     loads         of checkpoints
     """
 
@@ -52,12 +52,12 @@ class Passes:
     evaluations: int
     held_out: Sequence[int]
     sequence: int
-    stretches: Sequence[int]
+    intervals: Sequence[int]
     loads: int
 
     @property
     def steps(self) -> int:
-        return sum(self.stretches)
+        return sum(self.intervals)
 
 
 def expected_traffic(
@@ -98,7 +98,7 @@ def expected_traffic(
     total.update(_tensor_parallel(model, tp, passes, recompute, worker))
     if worker is not None:
         total.update(_pipeline(worker, tp, passes))
-    summed = [STEP_LOSS_NBYTES * steps for steps in passes.stretches]
+    summed = [STEP_LOSS_NBYTES * steps for steps in passes.intervals]
     for nbytes in summed + [HELD_OUT_LOSS_NBYTES] * passes.evaluations:
         total[losses, "allreduce"] += allreduce_nbytes(losses, nbytes, dtype="float64")
     if preemption is not None:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from hpcpar.checkpoint import load, read_extra
 from hpcpar.checkpoint.files import save_tensors
 from hpcpar.comm import Communicator
-from hpcpar.data.tokenizer_files import write_tokenizer
+from hpcpar.data.tokenizer import write_tokenizer
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError, ConfigError, DataError
 from hpcpar.models import Llama, LlamaConfig

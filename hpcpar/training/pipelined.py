@@ -21,10 +21,10 @@ from hpcpar.models.layers import Layers
 from hpcpar.models.stages import measured_costs
 from hpcpar.pipeline_parallel import Pipeline, TiedWeights
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand, stage_costs
-from hpcpar.pipeline_schedules import catalogue, text
-from hpcpar.pipeline_schedules.price import Durations
-from hpcpar.pipeline_schedules.prove import prove
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules import schedule_registry, text
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from hpcpar.pipeline_schedules.proof import prove
 from hpcpar.training.config import Config
 from hpcpar.training.timeline import span
 
@@ -40,8 +40,8 @@ def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[flo
              or of none that works
     """
     section = config.pipeline
-    if section.schedule in catalogue.METHODS:
-        return catalogue.make(
+    if section.schedule in schedule_registry.METHODS:
+        return schedule_registry.make(
             section.schedule,
             ranks,
             microbatches,
@@ -82,10 +82,10 @@ def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[flo
 
 def require_known(name: str) -> None:
     """ConfigError for what is neither a method nor a file."""
-    if name not in catalogue.METHODS and not Path(name).is_file():
+    if name not in schedule_registry.METHODS and not Path(name).is_file():
         raise ConfigError(
             f"pipeline.schedule = {name!r} is neither a file nor a name; there are "
-            f"{', '.join(catalogue.METHODS)}"
+            f"{', '.join(schedule_registry.METHODS)}"
         )
 
 

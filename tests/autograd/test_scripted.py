@@ -12,7 +12,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard
 from hpcpar.errors import OperationError, PeerFailedError
 from hpcpar.pipeline_parallel import Pipeline
-from hpcpar.pipeline_schedules import catalogue
+from hpcpar.pipeline_schedules import schedule_registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -61,6 +61,6 @@ def test_a_pipeline_refuses_them_on_every_rank() -> None:
 
     def body(comm: Communicator) -> None:
         with pytest.raises(PeerFailedError, match=match):
-            Pipeline({comm.rank: stages[comm.rank]}, catalogue.make("1f1b", 2, microbatches=2), comm)
+            Pipeline({comm.rank: stages[comm.rank]}, schedule_registry.make("1f1b", 2, microbatches=2), comm)
 
     run_loopback(2, body)

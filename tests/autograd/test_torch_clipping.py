@@ -15,7 +15,7 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import OperationError
 from hpcpar.mesh import Mesh
 from hpcpar.pipeline_parallel import Pipeline, TiedWeights
-from hpcpar.pipeline_schedules import catalogue
+from hpcpar.pipeline_schedules import schedule_registry
 from hpcpar.tensor_parallel import Column, Plan, Row, parallelize
 
 INPUT = torch.linspace(-1, 2, 24, dtype=torch.float64).view(3, 8)
@@ -173,7 +173,7 @@ def test_the_norm_of_a_pipeline_is_that_of_all_stages_and_copies_count_once(way:
         )
         pipeline = Pipeline(
             {mesh.pp.rank: stage},
-            catalogue.make("gpipe", 2, 1),
+            schedule_registry.make("gpipe", 2, 1),
             mesh.pp,
             loss=lambda output, _: output.square().sum(),
         )

@@ -389,7 +389,7 @@ def test_a_model_of_another_whole_shape_is_named_by_whole_shapes(tmp_path: Path)
         parameter = course.model.layers[0].gate_up
         split = split_sections((6, 6), 4)
         other = nn.Parameter(torch.zeros(split.shard_shape((12, 3), course.comm.rank), dtype=torch.float64))
-        place(other, split, parameter.hpcpar_comm)
+        place(other, split, comm_of(parameter))
         course.model.layers[0].gate_up = other
         before = [p.detach().clone() for p in course.model.parameters()]
         with pytest.raises(PeerFailedError) as caught:
@@ -404,7 +404,7 @@ def test_a_model_of_another_whole_shape_is_named_by_whole_shapes(tmp_path: Path)
 def test_a_parameter_that_is_not_of_its_splits_shape_is_refused(tmp_path: Path) -> None:
     def body(course: Course) -> None:
         bias = course.model.layers[1].gate_up_bias
-        place(bias, split_evenly(10, 2), bias.hpcpar_comm)
+        place(bias, split_evenly(10, 2), comm_of(bias))
         course.save(tmp_path)
 
     with pytest.raises(PeerFailedError, match=r"of shape \(8,\) should have \(5,\), as rank 0 of 2's shard"):

@@ -83,34 +83,7 @@ def test_measuring_and_fitting_on_two_ranks(run_ranks: Run, tmp_path: Path) -> N
     assert "alpha_intra" in fitted.output
 
 
-@pytest.mark.long
-def test_overlap_on_two_ranks_shows_hidden_beside_the_bound(run_ranks: Run, tmp_path: Path) -> None:
-    lines = tmp_path / "lines.jsonl"
-    quick = (
-        "--bytes",
-        "64K",
-        "--compute",
-        "1",
-        "--pokes",
-        "0,2",
-        "--rounds",
-        "1",
-        "--round-seconds",
-        "0.001",
-    )
-    done = run_ranks(2, "-m", "hpcpar", "bench", "overlap", *quick, "--json", str(lines))
-    assert done.returncode == 0, done.stderr
-    assert "# allreduce of 64.0 KiB float32, in place, 2 ranks" in done.stdout
-    assert "# hpcpar: " in done.stdout
-    told, *rows = (json.loads(line) for line in lines.read_text().splitlines())
-    assert told["benchmark"] == "overlap"
-    # The thread only where MPI lets one call it, gloo only where it can be started.
-    assert {row["algorithm"] for row in rows} >= {"hpcpar", "mpi"}
-    assert {(row["wrong"], row["ranks"]) for row in rows} == {(0, 2)}
-    assert all(row["bound"] <= 1 for row in rows)
-
-
-@pytest.mark.parametrize("command", ["collectives", "overlap", "tune"])
+@pytest.mark.parametrize("command", ["collectives", "tune"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 def test_a_time_is_finite_and_not_negative(command: str, value: str) -> None:
     done = CliRunner().invoke(getattr(bench, command), ["--round-seconds", value])
@@ -118,53 +91,8 @@ def test_a_time_is_finite_and_not_negative(command: str, value: str) -> None:
     assert "Invalid value for '--round-seconds'" in done.output
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--compute", "0"), ("--compute", "x"), ("--compute", "nan"), ("--pokes", "-1")]
-)
-def test_overlap_refuses_numbers_that_make_no_sense(option: str, value: str) -> None:
-    done = CliRunner().invoke(bench.overlap, [option, value])
-    assert done.exit_code == 2
-    assert "separated by commas" in done.output
-
-
-def test_overlap_of_an_element_type_that_is_not_there_is_refused(run_ranks: Run) -> None:
-    done = run_ranks(1, "-m", "hpcpar", "bench", "overlap", "--dtype", "float31")
-    assert done.returncode == bench.CANNOT_WORK
-    assert "hpcpar bench overlap: no torch arrays of float31" in done.stderr
-
-
-@pytest.mark.long
-def test_a_soak_on_three_ranks_ends_well(run_ranks: Run, tmp_path: Path) -> None:
-    lines = tmp_path / "lines.jsonl"
-    asked = ("--calls", "500", "--seed", "3", "--json", str(lines))
-    done = run_ranks(3, "-m", "hpcpar", "bench", "soak", *asked)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "500 mixed collectives on 3 ranks" in done.stdout
-    told, report = (json.loads(line) for line in lines.read_text().splitlines())
-    assert (told["benchmark"], told["ranks"], told["calls"]) == ("soak", 3, 500)
-    assert (report["wrong"], len(report["end_nbytes"])) == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "end_nbytes", "status"), [(0, 6_000_000, 0), (1, 0, bench.WRONG), (0, 6_100_000, bench.WRONG)]
-)
-def test_a_soak_with_wrong_results_or_too_much_memory_ends_with_status_1(
-    wrong: int, end_nbytes: int, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import hpcpar
-    from hpcpar.bench import soak
-    from hpcpar.comm import Communicator
-
-    report = soak.Report(10, 0, 1, 1.0, wrong, [1_000_000], [end_nbytes], [], [])
-    monkeypatch.setattr(hpcpar, "init", Communicator.alone)
-    monkeypatch.setattr(soak, "run", lambda options, world, say: report)
-    asked = ["--calls", "1000", "--max-drift", "5"]
-    assert bench.soak.main(asked, standalone_mode=False) == status
-
-
 MISTAKES = {
     "unknown candidate": (["collectives", "--candidates", "chosen,nosuch"], "no candidate nosuch; there are"),
-    "unknown way": (["overlap", "--candidates", "nosuch"], "no candidate nosuch; there are hpcpar"),
     "no sizes": (["collectives", "--max-bytes", "2"], "--min-bytes 4 is above --max-bytes 2"),
     "nothing to tune": (["tune", "--max-bytes", "2"], "--min-bytes 4 is above --max-bytes 2"),
     "first size": (["collectives", "--min-bytes", "0"], "--min-bytes 0 is no size to begin with"),
@@ -173,9 +101,6 @@ MISTAKES = {
     "place of a table": (["tune", "--file", "/dev/null/t.toml"], "/dev/null/t.toml cannot be"),
     "lines": (["collectives", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
     "picture": (["collectives", "--picture", "/"], "/ cannot be written: it is a directory"),
-    "lines of overlap": (["overlap", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
-    "lines of soak": (["soak", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
-    "too few calls": (["soak", "--calls", "999", "--max-drift", "5"], "takes at least --calls 1000"),
 }
 
 
@@ -184,14 +109,14 @@ def test_what_cannot_work_is_refused_before_anything_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import hpcpar
-    from hpcpar.bench import collectives, overlap, soak, tune
+    from hpcpar.bench import collectives, tune
     from hpcpar.comm import Communicator
 
     def refuse(*_: object) -> None:
         raise AssertionError("measuring has begun")
 
     monkeypatch.setenv("HPCPAR_TUNING", "none")
-    for module, function in ((collectives, "run"), (overlap, "run"), (soak, "run"), (tune, "tune")):
+    for module, function in ((collectives, "run"), (tune, "tune")):
         monkeypatch.setattr(module, function, refuse)
     monkeypatch.setattr(hpcpar, "init", Communicator.alone)
     (command, *words), message = MISTAKES[name]

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from hpcpar.cli.console import own_console
+from hpcpar.cli.console import is_launchers_terminal, own_console
 from hpcpar.launch.environment import LAUNCHERS
 
 
@@ -48,3 +48,17 @@ def test_one_that_hpcpar_run_vouches_for_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TTY_INTERACTIVE", "1")
     assert own_console(file=io.StringIO()).is_interactive
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+HYDRA = {"MPI_LOCALNRANKS": "2", "PMI_RANK": "0", "PMI_SIZE": "2"}
+
+
+def test_open_mpi_gives_ranks_a_terminal_wherever_their_output_goes() -> None:
+    assert is_launchers_terminal(OPEN_MPI)
+    assert not is_launchers_terminal(HYDRA)
+    assert not is_launchers_terminal({})
+
+
+def test_who_knows_what_is_at_the_end_is_believed() -> None:
+    assert not is_launchers_terminal({**OPEN_MPI, "TTY_COMPATIBLE": "1"})

@@ -21,7 +21,7 @@ from hpcpar.comm import run_loopback
 from hpcpar.comm.select import UP_TO, describe
 from hpcpar.launch.cuda_aware import Capabilities
 from hpcpar.launch.environment import RankInfo
-from hpcpar.launch.placement import RankPlace
+from hpcpar.launch.rank_map import RankBinding
 from hpcpar.units import GiB, MiB
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def facts(
         rank,
         node,
         f"node{node}",
-        RankPlace(rank, cores, cores),
+        RankBinding(rank, cores, cores),
         TorchFacts("2.13.0+cpu", 1, 0),
         2 * GiB,
         StartTimes(0.2, {"numpy": Elapsed(0.25), "torch": Elapsed(2.0 + waited_s, waited_s)}, 0.05),
@@ -90,7 +90,7 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
         False,
     ),
     "cores shared needlessly": (
-        visit(*(facts(r, place=RankPlace(r, (1, 2), (0, 1, 2, 3))) for r in range(2))),
+        visit(*(facts(r, place=RankBinding(r, (1, 2), (0, 1, 2, 3))) for r in range(2))),
         "ranks 0 and 1 share core 1 of node0, although cores 0,3 are free",
         "mpiexec -bind-to core:2",
         False,

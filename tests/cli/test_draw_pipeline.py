@@ -14,12 +14,12 @@ import pytest
 
 from hpcpar.cli import main
 from hpcpar.errors import ScheduleError
-from hpcpar.pipeline_schedules import catalogue, record, text
-from hpcpar.pipeline_schedules.draw import draw
-from hpcpar.pipeline_schedules.price import Durations, price
-from hpcpar.pipeline_schedules.prove import prove
-from hpcpar.pipeline_schedules.schedule import Schedule
-from hpcpar.pipeline_schedules.trace_events import to_json
+from hpcpar.pipeline_schedules import schedule_registry, text
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.pipeline_schedules.text_chart import text_chart
+from hpcpar.pipeline_schedules.timetable import trace_json, write_timetable
 
 SMALL = ("--ranks", "2", "--microbatches", "3")
 
@@ -73,9 +73,9 @@ def test_durations_and_stages_per_rank_are_as_asked(capsys: pytest.CaptureFixtur
     drawn = output(
         capsys, "interleaved", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "3", *times
     )
-    schedule = catalogue.make("interleaved", 2, 4, stages_per_rank=3)
+    schedule = schedule_registry.make("interleaved", 2, 4, stages_per_rank=3)
     each = Durations(2 / 3, 1.5 / 3, 0.5 / 3, 0.25)  # a rank's three stages share its layers
-    expected = draw(price(schedule, each), peaks=prove(schedule).peaks)
+    expected = text_chart(simulate(schedule, each), peaks=prove(schedule).peaks)
     assert drawn == f"interleaved: 2 ranks, 6 stages, 4 microbatches\n\n{expected}\n"
 
 
@@ -95,21 +95,21 @@ def test_a_reader_that_leaves_early_is_no_error(
 
 def test_without_a_name_all_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys).splitlines()
-    assert [line.split()[0] for line in lines] == list(catalogue.METHODS)
+    assert [line.split()[0] for line in lines] == list(schedule_registry.METHODS)
     assert all(len(line.split()) > 2 for line in lines)
 
 
 def test_all_draws_every_schedule_that_can_be_made_so_and_names_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make = catalogue.make
+    make = schedule_registry.make
 
     def all_but_gpipe(name: str, *numbers: Any, **others: Any) -> Schedule:
         if name == "gpipe":
             raise ScheduleError("too many microbatches")
         return make(name, *numbers, **others)
 
-    monkeypatch.setattr(catalogue, "make", all_but_gpipe)
+    monkeypatch.setattr(schedule_registry, "make", all_but_gpipe)
     with pytest.raises(SystemExit) as caught:
         main(
             [
@@ -128,7 +128,7 @@ def test_all_draws_every_schedule_that_can_be_made_so_and_names_the_others(
     assert caught.value.code == 0
     assert shown.err == "gpipe is left out: too many microbatches\n"
     picture = (tmp_path / "all.svg").read_text()
-    for name in catalogue.METHODS:
+    for name in schedule_registry.METHODS:
         assert (f"{name}: 2 ranks, " in shown.out) == (name != "gpipe")
         assert (f">{name}: 2 ranks, " in picture) == (name != "gpipe")
 
@@ -145,7 +145,7 @@ def test_the_suffix_of_the_output_says_what_is_written(
         in (tmp_path / "picture.svg").read_text()
     )
     events = json.loads((tmp_path / "trace.json").read_text())
-    assert events == json.loads(to_json(price(schedule, Durations(1.0, 1.0, 1.0, 0.0))))
+    assert events == json.loads(trace_json(simulate(schedule, Durations(1.0, 1.0, 1.0, 0.0))))
     assert text.read(tmp_path / "schedule.csv") == text.read(tmp_path / "schedule.txt") == schedule
 
 
@@ -168,7 +168,7 @@ def test_a_measured_timetable_is_proved_and_drawn_beside_the_priced_one(
     capsys: pytest.CaptureFixture[str], ours: Path, tmp_path: Path
 ) -> None:
     measured = tmp_path / "run.json"
-    record.write(price(text.read(ours), Durations(2, 1, 1)), measured)
+    write_timetable(simulate(text.read(ours), Durations(2, 1, 1)), measured)
     shown = output(capsys, ours, "--measured", measured, "--output", tmp_path / "both.svg")
     assert "measured: run.json: 2 ranks, 2 stages, 3 microbatches" in shown
     assert shown.count("chunks alive at most, by rank: 2  1") == 2

@@ -9,15 +9,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpcpar.cli import main
 from hpcpar.launch import supervise
+from hpcpar.launch.horovod_settings import HorovodSettings
 from hpcpar.launch.hosts import Host
-from hpcpar.launch.knobs import Knobs
-from hpcpar.launch.supervise import Wishes
+from hpcpar.launch.launch_command import LaunchOptions
 
 REPOSITORY = Path(__file__).parents[2]
 HAS_MPIEXEC = bool(
@@ -26,23 +27,22 @@ HAS_MPIEXEC = bool(
 
 
 Call = tuple[int, Sequence[str], str, Sequence[str]]
+Asked = list[LaunchOptions]
 
 
 @pytest.fixture
-def wishes() -> list[Wishes]:
-    """What the calls of `calls` wished for."""
+def asked() -> Asked:
+    """Options of the calls of `calls`, but for the launcher and its words."""
     return []
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, wishes: list[Wishes]) -> list[Call]:
+def calls(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> list[Call]:
     made: list[Call] = []
 
-    def run(
-        n: int, argv: Sequence[str], *, say: object, launcher: str, options: Sequence[str], **others: Wishes
-    ) -> int:
-        made.append((n, argv, launcher, options))
-        wishes.append(others["wishes"])
+    def run(n: int, argv: Sequence[str], options: LaunchOptions, *, say: object) -> int:
+        made.append((n, argv, options.launcher, list(options.words)))
+        asked.append(replace(options, launcher="auto", words=()))
         return 4
 
     monkeypatch.setattr(supervise, "run", run)
@@ -156,22 +156,22 @@ def test_the_number_of_ranks_may_be_spelled_as_mpis_or_as_horovods(spelling: str
     assert calls == [(3, ("train.py", "-np", "9"), "auto", [])]
 
 
-def test_hosts_say_where_and_without_a_number_how_many(calls: list[Call], wishes: list[Wishes]) -> None:
+def test_hosts_say_where_and_without_a_number_how_many(calls: list[Call], asked: Asked) -> None:
     call("-np", "3", "-H", "a:2,b:2", "x.py")
     call("--hosts", "a:2,b:2", "x.py")
     assert [made[0] for made in calls] == [3, 4]
-    assert wishes == [Wishes(hosts=(Host("a", 2), Host("b", 2)))] * 2
+    assert asked == [LaunchOptions(hosts=(Host("a", 2), Host("b", 2)))] * 2
 
 
-def test_hosts_may_be_in_a_file(tmp_path: Path, calls: list[Call], wishes: list[Wishes]) -> None:
+def test_hosts_may_be_in_a_file(tmp_path: Path, calls: list[Call], asked: Asked) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb:2\n")
     call("-hostfile", str(tmp_path / "hosts"), "x.py")
     assert calls[0][0] == 4
-    assert wishes == [Wishes(hosts=(Host("a", 2), Host("b", 2)))]
+    assert asked == [LaunchOptions(hosts=(Host("a", 2), Host("b", 2)))]
 
 
 def test_horovods_options_become_variables_of_the_ranks(
-    calls: list[Call], wishes: list[Wishes], capsys: pytest.CaptureFixture[str]
+    calls: list[Call], asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
         "-np 2 --verbose --fusion-threshold-mb 32 --cycle-time-ms 3.5 --timeline-filename t.json "
@@ -180,7 +180,7 @@ def test_horovods_options_become_variables_of_the_ranks(
     )
     call(*words.split(), "python", "train.py")
     assert calls[0][1] == ("python", "train.py")
-    assert wishes[0].variables == {
+    assert asked[0].variables == {
         "HOROVOD_FUSION_THRESHOLD": "33554432",
         "HOROVOD_CYCLE_TIME": "3.5",
         "HOROVOD_TIMELINE": "t.json",
@@ -192,30 +192,28 @@ def test_horovods_options_become_variables_of_the_ranks(
         "HOROVOD_HIERARCHICAL_ALLGATHER": "1",
         "HOROVOD_LOG_LEVEL": "debug",
     }
-    Knobs.from_environ(wishes[0].variables)
+    HorovodSettings.from_environ(asked[0].variables)
     assert "hpcpar run: HOROVOD_CYCLE_TIME=3.5\n" in capsys.readouterr().err
 
 
-def test_no_fusion_and_no_shutdown_can_be_asked_for_with_0(calls: list[Call], wishes: list[Wishes]) -> None:
+def test_no_fusion_and_no_shutdown_can_be_asked_for_with_0(calls: list[Call], asked: Asked) -> None:
     call("-np", "2", "--fusion-threshold-mb", "0", "--stall-check-shutdown-time-seconds", "0", "x.py")
     call("-np", "2", "x.py")
-    assert wishes[0].variables["HOROVOD_FUSION_THRESHOLD"] == "0"
-    assert wishes[0].variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "0.0"
-    assert wishes[1].variables == {}
+    assert asked[0].variables["HOROVOD_FUSION_THRESHOLD"] == "0"
+    assert asked[0].variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "0.0"
+    assert asked[1].variables == {}
 
 
-def test_interfaces_output_and_the_time_for_starting_are_handed_on(
-    calls: list[Call], wishes: list[Wishes]
-) -> None:
+def test_interfaces_output_and_the_time_for_starting_are_handed_on(calls: list[Call], asked: Asked) -> None:
     call(
         *("-np", "2", "--network-interfaces", "ib0,ib1", "--output-filename", "out"),
         *("--start-timeout", "30", "--mpi-args", "-x A", "x.py"),
     )
-    assert wishes == [Wishes(interfaces=("ib0", "ib1"), output_directory="out", start_limit_s=30.0)]
+    assert asked == [LaunchOptions(interfaces=("ib0", "ib1"), output_directory="out", start_limit_s=30.0)]
     assert calls[0][3] == ["-x", "A"]
 
 
-def test_options_that_ask_for_what_is_so_anyway_are_taken(calls: list[Call], wishes: list[Wishes]) -> None:
+def test_options_that_ask_for_what_is_so_anyway_are_taken(calls: list[Call], asked: Asked) -> None:
     words = (
         "-np 2 --mpi --disable-cache --no-autotune --no-torus-allreduce --log-without-timestamp "
         "--log-hide-timestamp --autotune-log-file a --autotune-warmup-samples 3 "
@@ -225,10 +223,10 @@ def test_options_that_ask_for_what_is_so_anyway_are_taken(calls: list[Call], wis
     )
     call(*words.split(), "python", "train.py")
     assert (calls[0][0], calls[0][1]) == (2, ("python", "train.py"))
-    assert wishes[0] == Wishes()
+    assert asked[0] == LaunchOptions()
 
 
-def test_what_is_switched_off_goes_before_the_environment(calls: list[Call], wishes: list[Wishes]) -> None:
+def test_what_is_switched_off_goes_before_the_environment(calls: list[Call], asked: Asked) -> None:
     names = (
         "hierarchical-allreduce",
         "hierarchical-allgather",
@@ -236,23 +234,23 @@ def test_what_is_switched_off_goes_before_the_environment(calls: list[Call], wis
         "mpi-threads-disable",
     )
     call("-np", "2", *(f"--no-{name}" for name in names), "--stall-check", "x.py")
-    assert wishes[0].variables == {
+    assert asked[0].variables == {
         "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
         "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
         "HOROVOD_TIMELINE_MARK_CYCLES": "0",
         "MPI4PY_RC_THREADS": "1",
         "HOROVOD_STALL_CHECK_DISABLE": "0",
     }
-    assert Knobs.from_environ(wishes[0].variables) == Knobs()
+    assert HorovodSettings.from_environ(asked[0].variables) == HorovodSettings()
     call("-np", "2", "--mpi-threads-disable", "x.py")
-    assert wishes[1].variables == {"MPI4PY_RC_THREADS": "0"}
+    assert asked[1].variables == {"MPI4PY_RC_THREADS": "0"}
 
 
-def test_sizes_of_what_there_is_not_are_for_rank_0_to_name(calls: list[Call], wishes: list[Wishes]) -> None:
+def test_sizes_of_what_there_is_not_are_for_rank_0_to_name(calls: list[Call], asked: Asked) -> None:
     words = "--cache-capacity 1024 --num-nccl-streams 2 --thread-affinity 0 --gloo-timeout-seconds 30"
     call("-np", "2", *words.split(), "x.py")
     assert len(calls) == 1
-    assert Knobs.from_environ(wishes[0].variables).ignored == (
+    assert HorovodSettings.from_environ(asked[0].variables).ignored == (
         "HOROVOD_CACHE_CAPACITY",
         "HOROVOD_GLOO_TIMEOUT_SECONDS",
         "HOROVOD_NUM_NCCL_STREAMS",
@@ -284,21 +282,21 @@ def test_options_that_ask_for_what_cannot_be_done_say_why(
     assert CANNOT[words] in said
 
 
-def test_ssh_binding_and_several_interfaces_are_handed_on(calls: list[Call], wishes: list[Wishes]) -> None:
+def test_ssh_binding_and_several_interfaces_are_handed_on(calls: list[Call], asked: Asked) -> None:
     words = "-np 2 -p 2222 -i key --network-interface a --network-interface b,a --mpi-args=-l"
     call(*words.split(), "--binding-args", "-bind-to none", "x.py")
-    assert wishes[0].interfaces == ("a", "b")
-    assert wishes[0].variables["OMPI_MCA_plm_rsh_args"] == "-p 2222 -i key"
+    assert asked[0].interfaces == ("a", "b")
+    assert asked[0].variables["OMPI_MCA_plm_rsh_args"] == "-p 2222 -i key"
     assert calls[0][3] == ["-l", "-bind-to", "none"]
 
 
 def test_the_time_for_starting_may_come_from_the_environment(
-    calls: list[Call], wishes: list[Wishes], monkeypatch: pytest.MonkeyPatch
+    calls: list[Call], asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "45")
     call("-np", "2", "x.py")
     call("-np", "2", "--start-timeout", "20", "x.py")
-    assert [made.start_limit_s for made in wishes] == [45.0, 20.0]
+    assert [made.start_limit_s for made in asked] == [45.0, 20.0]
     assert len(calls) == 2
 
 
@@ -314,14 +312,14 @@ logging: {level: INFO, with_timestamp: false}
 
 
 def test_a_config_file_is_read_and_the_command_line_goes_before_it(
-    tmp_path: Path, calls: list[Call], wishes: list[Wishes]
+    tmp_path: Path, calls: list[Call], asked: Asked
 ) -> None:
     pytest.importorskip("yaml")
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
     call("-np", "2", "--cycle-time-ms", "1", "--config-file", str(path), "--stall-check", "x.py", "-v")
     assert calls[0][1] == ("x.py", "-v")
-    assert wishes[0].variables == {
+    assert asked[0].variables == {
         "HOROVOD_FUSION_THRESHOLD": "33554432",
         "HOROVOD_CYCLE_TIME": "1.0",
         "HOROVOD_CACHE_CAPACITY": "2048",

@@ -18,7 +18,7 @@ from hpcpar.cli.train import CANNOT_WORK, FAILED, train
 from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import INTERRUPT_SAME_WITHIN_S
 from hpcpar.errors import MismatchError, OperationError, ScheduleError
-from hpcpar.training import loop
+from hpcpar.training import run_directory, trainer
 from hpcpar.training.metrics import Metrics, records_of
 
 RUN = """
@@ -118,7 +118,7 @@ def test_errors_that_all_ranks_meet_while_a_run_is_built_are_said_in_one_line(
     def refuse(*_: object, **__: object) -> None:
         raise kind("it makes no sense")
 
-    monkeypatch.setattr(loop, "build_optimizer", refuse)
+    monkeypatch.setattr(trainer, "build_optimizer", refuse)
     result = call(monkeypatch, str(config))
     assert result.return_value == CANNOT_WORK
     assert result.stderr == "hpcpar train: it makes no sense\n"
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_saved_is_said_in_one_line(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(loop, "save", full)
+    monkeypatch.setattr(run_directory, "save", full)
     result = call(monkeypatch, str(config))
     assert result.return_value == FAILED
     assert result.stderr.startswith(
@@ -265,13 +265,17 @@ def test_a_second_ctrl_c_ends_at_once_and_one_before_the_first_step_says_that_no
 ) -> None:
     # A step that does not come to its end, and data that are not ready for long.
     slow = (
-        "import time, signal; from hpcpar.training import loop; import hpcpar.cli as cli; "
+        "import time, signal; from hpcpar.training import trainer; import hpcpar.cli as cli; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "wait = lambda *a, **k: (print('here', flush=True), time.sleep(100)); "
     )
     for patch, presses, words in (
-        ("loop.train_step = wait; ", 2, "SIGINT, after it had been asked to stop already"),
-        ("loop.prepare_data = wait; ", 1, "Ctrl-C before the first step: nothing is there to be saved yet"),
+        ("trainer.train_step = wait; ", 2, "SIGINT, after it had been asked to stop already"),
+        (
+            "trainer.prepare_data = wait; ",
+            1,
+            "Ctrl-C before the first step: nothing is there to be saved yet",
+        ),
     ):
         program = f"{slow}{patch}cli.main(['train', {str(config)!r}])"
         with subprocess.Popen(

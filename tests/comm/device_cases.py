@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcpar import partition
 from hpcpar.comm import Communicator
-from tests.transport.cuda_stand_in import DeviceArray
+from tests.transport.gpu.cuda_stand_in import DeviceArray
 
 COUNTS = (0, 1, 7, 1000, 40_001)
 

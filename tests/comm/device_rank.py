@@ -8,12 +8,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import hpcpar
-from hpcpar.transport import device_kernels
+from hpcpar.transport.gpu import kernels as gpu_kernels
 from tests.comm.device_cases import CASES
-from tests.transport import cuda_stand_in, kernel_stand_in
+from tests.transport.gpu import cuda_stand_in, kernel_stand_in
 
 cuda_stand_in.load()
-device_kernels.use_instead(kernel_stand_in.StandInKernels())
+gpu_kernels.use_instead(kernel_stand_in.StandInKernels())
 world = hpcpar.init()
 assert world.share_devices(sys.argv[1])
 for case in CASES.values():

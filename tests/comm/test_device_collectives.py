@@ -21,21 +21,21 @@ from hpcpar.comm.operation import Message, PlannedStep, bill
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
 from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
-from hpcpar.transport import device_kernels
-from hpcpar.transport.cuda_driver import driver
+from hpcpar.transport.gpu import kernels as gpu_kernels
+from hpcpar.transport.gpu.runtime import driver
 from hpcpar.transport.loopback import LoopbackTransport
 from tests.comm import device_cases
 from tests.comm.device_cases import CASES, on_device, values
-from tests.transport import kernel_stand_in
+from tests.transport.gpu import kernel_stand_in
 
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def kernels(stand_in) -> Iterator[None]:
-    device_kernels.use_instead(kernel_stand_in.StandInKernels())
+    gpu_kernels.use_instead(kernel_stand_in.StandInKernels())
     yield
-    device_kernels.use_instead(None)
+    gpu_kernels.use_instead(None)
 
 
 def shared(way: str, function):

@@ -11,17 +11,17 @@ import pytest
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import CudaError
 from hpcpar.planner.traffic import allreduce_nbytes
-from hpcpar.transport import device_kernels
-from hpcpar.transport.cuda_driver import CudaDriver, driver
+from hpcpar.transport.gpu import kernels as gpu_kernels
+from hpcpar.transport.gpu.runtime import CudaDriver, driver
 from tests.comm.device_cases import on_device, values
-from tests.transport import kernel_stand_in
+from tests.transport.gpu import kernel_stand_in
 
 
 @pytest.fixture
 def kernels(stand_in) -> Iterator[None]:
-    device_kernels.use_instead(kernel_stand_in.StandInKernels())
+    gpu_kernels.use_instead(kernel_stand_in.StandInKernels())
     yield
-    device_kernels.use_instead(None)
+    gpu_kernels.use_instead(None)
 
 
 def opened(size: int, caplog: pytest.LogCaptureFixture, nodes: list[int] | None = None) -> list[str]:
@@ -53,8 +53,8 @@ def test_gpus_are_counted_on_each_node_by_itself(kernels, caplog) -> None:
 def test_each_rank_works_on_the_gpu_of_its_place_on_the_node(kernels, monkeypatch) -> None:
     monkeypatch.setenv("STAND_IN_DEVICES", "2")
     used: list[int] = []
-    find = device_kernels.kernels
-    monkeypatch.setattr(device_kernels, "kernels", lambda ordinal: (used.append(ordinal), find(ordinal))[1])
+    find = gpu_kernels.kernels
+    monkeypatch.setattr(gpu_kernels, "kernels", lambda ordinal: (used.append(ordinal), find(ordinal))[1])
     run_loopback(5, lambda comm: comm.share_devices("staged"), nodes=[0, 0, 0, 1, 1])
     assert sorted(used) == [0, 0, 0, 1, 1]
 

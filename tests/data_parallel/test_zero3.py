@@ -26,6 +26,7 @@ from hpcpar.errors import (
     PeerFailedError,
     ShardedParameterError,
 )
+from hpcpar.parameter_info import info_of, note
 
 STEPS = 3
 
@@ -1131,10 +1132,10 @@ def test_a_model_on_the_meta_device_gets_the_values_that_a_function_gives(size: 
 def test_what_was_noted_on_a_parameter_of_the_meta_device_is_on_the_one_in_its_place() -> None:
     with torch.device("meta"):
         model = Drawn()
-    model.head.weight.hpcpar_split = "by rows"  # type: ignore[assignment]
+    note(model.head.weight, split="by rows")
     fully_shard(model, Communicator.alone(), values=value_of)
     assert not model.head.weight.is_meta
-    assert model.head.weight.hpcpar_split == "by rows"  # type: ignore[comparison-overlap]
+    assert info_of(model.head.weight).split == "by rows"
 
 
 def test_values_may_replace_those_of_a_model_that_is_there() -> None:

@@ -14,7 +14,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.horovod import basics
 from hpcpar.horovod.basics import Context
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
-from hpcpar.launch.knobs import Knobs
+from hpcpar.launch.horovod_settings import HorovodSettings
 
 
 @pytest.mark.mpi
@@ -68,7 +68,7 @@ def places(nodes: list[int]) -> list[tuple[int, int, int, int, bool]]:
     kept = dict(vars(global_process_set))
 
     def work(comm: Communicator) -> tuple[int, int, int, int, bool]:
-        one = Context(comm, Knobs(), dynamic=False)
+        one = Context(comm, HorovodSettings(), dynamic=False)
         return one.local_rank, one.local_size, one.cross_rank, one.cross_size, one.is_homogeneous
 
     try:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.horovod import negotiation
 from hpcpar.horovod.chrome_timeline import ChromeTimeline
 from hpcpar.horovod.engine import BUFFER_NBYTES, Engine, EngineGroup
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import TensorRequest
 from hpcpar.horovod.operations import Ticket
-from hpcpar.launch.knobs import Knobs
+from hpcpar.launch.horovod_settings import HorovodSettings
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ def engine_over(comm: Communicator, engine_group: EngineGroup | None = None, **k
     assert data is not None
     assert control is not None
     engine_group = engine_group or EngineGroup(comm.poke)
-    return Engine(data.unchecked("data"), control.unchecked("rounds"), engine_group, Knobs(**knobs))
+    return Engine(data.unchecked("data"), control.unchecked("rounds"), engine_group, HorovodSettings(**knobs))
 
 
 def with_engines(size: int, work: Callable[[Engine], T], *, nodes: Any = None, **knobs: Any) -> list[T]:
@@ -463,6 +464,7 @@ def test_a_timeline_records_what_runs_without_it(tmp_path):
         def work(engine: Engine) -> None:
             if path is not None:
                 engine.observer.timeline = ChromeTimeline(path, mark_cycles=True)
+            negotiation._digest.cache_clear()
             sys.setprofile(note)
             try:
                 for step in range(2):

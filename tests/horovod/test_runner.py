@@ -17,7 +17,7 @@ import pytest
 from hpcpar.errors import ConfigError, PeerFailedError
 from hpcpar.horovod.runner import run
 from hpcpar.launch import supervise
-from hpcpar.launch.supervise import Wishes
+from hpcpar.launch.launch_command import LaunchOptions
 
 pytest.importorskip("cloudpickle")
 pytestmark = pytest.mark.skipif(
@@ -169,17 +169,17 @@ def test_the_arguments_are_named_and_ordered_as_in_horovod() -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wishes]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchOptions]:
     """Call `run` with options, whose job ends at once; returns what was wished for."""
-    found: list[Wishes] = []
+    found: list[LaunchOptions] = []
 
-    def start(n: int, argv: Sequence[str], *, wishes: Wishes, **_: Any) -> int:
-        found.append(wishes)
+    def start(n: int, argv: Sequence[str], options: LaunchOptions, **_: Any) -> int:
+        found.append(options)
         return 1
 
     monkeypatch.setattr(supervise, "run", start)
 
-    def call(**options: Any) -> Wishes:
+    def call(**options: Any) -> LaunchOptions:
         with pytest.raises(PeerFailedError):
             run(_octets, (1,), **options)
         return found[-1]
@@ -187,7 +187,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wishes]:
     return call
 
 
-def test_interfaces_are_a_list_or_have_the_older_spelling(started: Callable[..., Wishes]) -> None:
+def test_interfaces_are_a_list_or_have_the_older_spelling(started: Callable[..., LaunchOptions]) -> None:
     assert started(network_interfaces=["eth0", "eth1", "eth0"]).interfaces == ("eth0", "eth1")
     assert started(network_interfaces="eth0,eth1").interfaces == ("eth0", "eth1")
     assert started().interfaces == ()
@@ -195,12 +195,12 @@ def test_interfaces_are_a_list_or_have_the_older_spelling(started: Callable[...,
         assert started(network_interface="eth0,eth1").interfaces == ("eth0", "eth1")
 
 
-def test_what_a_job_of_fixed_size_has_anyway_may_be_asked_for(started: Callable[..., Wishes]) -> None:
+def test_what_a_job_of_fixed_size_has_anyway_may_be_asked_for(started: Callable[..., LaunchOptions]) -> None:
     started(num_proc=2, max_num_proc=3, use_mpi=True, disable_cache=True, slots=2, reset_limit=3)
 
 
 def test_the_time_for_starting_may_come_from_the_environment(
-    started: Callable[..., Wishes], monkeypatch: pytest.MonkeyPatch
+    started: Callable[..., LaunchOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "45")
     assert started().start_limit_s == 45.0
@@ -210,7 +210,7 @@ def test_the_time_for_starting_may_come_from_the_environment(
         run(_octets)
 
 
-def test_ssh_is_told_its_port_and_key(started: Callable[..., Wishes]) -> None:
-    wishes = started(ssh_port=2222, ssh_identity_file="/keys/own")
-    assert wishes.variables["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-p 2222 -i /keys/own"
+def test_ssh_is_told_its_port_and_key(started: Callable[..., LaunchOptions]) -> None:
+    options = started(ssh_port=2222, ssh_identity_file="/keys/own")
+    assert options.variables["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-p 2222 -i /keys/own"
     assert "HYDRA_LAUNCHER_EXTRA_ARGS" not in started().variables

@@ -11,7 +11,7 @@ import pytest
 from hpcpar.horovod import stall
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.stall import StallInspector
-from hpcpar.launch.knobs import Knobs
+from hpcpar.launch.horovod_settings import HorovodSettings
 
 Late = tuple[str, float, tuple[int, ...]]
 
@@ -43,7 +43,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_wait_is_told_of_once_after_its_time_with_name_and_ranks(clock, caplog):
     watched = Watched([("allreduce.loss", 100.0, (1, 3))])
-    inspector = StallInspector(Knobs(stall_check_s=10.0), watched)
+    inspector = StallInspector(HorovodSettings(stall_check_s=10.0), watched)
     told = []
     for s in range(0, 40, 2):
         clock.s = 100.0 + s
@@ -59,7 +59,7 @@ def test_a_wait_is_told_of_once_after_its_time_with_name_and_ranks(clock, caplog
 
 def test_what_comes_later_is_told_of_by_itself_and_anew_after_it_was_done(clock, caplog):
     watched = Watched([("a", 100.0, (1,))])
-    inspector = StallInspector(Knobs(stall_check_s=1.0), watched)
+    inspector = StallInspector(HorovodSettings(stall_check_s=1.0), watched)
     clock.s = 102.0
     inspector.inspect(())
     assert ["a waits for rank 1" in text for text in messages(caplog)] == [True]
@@ -84,7 +84,7 @@ def test_what_comes_later_is_told_of_by_itself_and_anew_after_it_was_done(clock,
 def test_what_others_asked_for_counts_from_when_it_was_first_seen(clock, caplog):
     """This rank has not asked: it does not know since when the others wait."""
     watched = Watched([("theirs", 0.0, (0,))])
-    inspector = StallInspector(Knobs(stall_check_s=2.0), watched)
+    inspector = StallInspector(HorovodSettings(stall_check_s=2.0), watched)
     inspector.inspect(())
     assert messages(caplog) == []
     clock.s += 1.9
@@ -97,7 +97,7 @@ def test_what_others_asked_for_counts_from_when_it_was_first_seen(clock, caplog)
 
 def test_the_shutdown_time_ends_the_wait_with_names_and_ranks(clock, caplog):
     watched = Watched([("allreduce.loss", 100.0, (1,)), ("young", 104.0, (2,))])
-    inspector = StallInspector(Knobs(stall_check_s=2.0, stall_shutdown_s=5.0), watched)
+    inspector = StallInspector(HorovodSettings(stall_check_s=2.0, stall_shutdown_s=5.0), watched)
     clock.s = 104.9
     inspector.inspect(())
     clock.s = 105.9
@@ -113,7 +113,7 @@ def test_the_shutdown_time_ends_the_wait_with_names_and_ranks(clock, caplog):
 def test_what_ends_the_wait_also_names_what_stalled_a_little_later(clock, caplog):
     """A rank that left an operation out hears of it later than it asks for its next one."""
     watched = Watched([("barrier", 100.0, (0, 2)), ("allreduce.loss", 100.3, (1,)), ("young", 103.9, (2,))])
-    inspector = StallInspector(Knobs(stall_check_s=2.0, stall_shutdown_s=5.0), watched)
+    inspector = StallInspector(HorovodSettings(stall_check_s=2.0, stall_shutdown_s=5.0), watched)
     clock.s = 105.2
     with pytest.raises(HorovodInternalError) as raised:
         inspector.inspect(())
@@ -124,7 +124,7 @@ def test_what_ends_the_wait_also_names_what_stalled_a_little_later(clock, caplog
 
 
 def test_a_shutdown_time_of_zero_is_never(clock, caplog):
-    inspector = StallInspector(Knobs(stall_check_s=1.0), Watched([("a", 100.0, (1,))]))
+    inspector = StallInspector(HorovodSettings(stall_check_s=1.0), Watched([("a", 100.0, (1,))]))
     clock.s = 1e9
     inspector.inspect(())
     assert len(messages(caplog)) == 1
@@ -132,7 +132,9 @@ def test_a_shutdown_time_of_zero_is_never(clock, caplog):
 
 def test_nothing_is_told_where_the_check_is_switched_off(clock, caplog):
     watched = Watched([("a", 100.0, (1,))])
-    inspector = StallInspector(Knobs(stall_check=False, stall_check_s=1.0, stall_shutdown_s=2.0), watched)
+    inspector = StallInspector(
+        HorovodSettings(stall_check=False, stall_check_s=1.0, stall_shutdown_s=2.0), watched
+    )
     clock.s = 1e6
     inspector.inspect(())
     assert messages(caplog) == []
@@ -141,7 +143,7 @@ def test_nothing_is_told_where_the_check_is_switched_off(clock, caplog):
 
 def test_many_are_counted_and_a_few_are_named(clock, caplog):
     watched = Watched([(f"loss.{number}", 100.0, (1,)) for number in range(stall.MOST_SHOWN + 92)])
-    inspector = StallInspector(Knobs(stall_check_s=1.0), watched)
+    inspector = StallInspector(HorovodSettings(stall_check_s=1.0), watched)
     clock.s = 102.0
     inspector.inspect(())
     (text,) = messages(caplog)
@@ -152,7 +154,7 @@ def test_many_are_counted_and_a_few_are_named(clock, caplog):
 def test_looking_often_costs_nothing(clock, caplog):
     """An engine's state is gone through a few times within the stall time, not at every look."""
     watched = Watched()
-    inspector = StallInspector(Knobs(stall_check_s=60.0), watched)
+    inspector = StallInspector(HorovodSettings(stall_check_s=60.0), watched)
     for _ in range(10_000):
         clock.s += 1e-4
         inspector.inspect(())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import (
     affinity,
-    binding_report,
     format_cores,
     gpu_for,
     gpu_sharing_warning,
@@ -81,14 +79,6 @@ def test_the_users_thread_count_wins_and_must_be_a_number() -> None:
     assert thread_count(4, [{0, 1}], environ={"OMP_NUM_THREADS": "7,2"}) == 7
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
         thread_count(4, [{0, 1}], environ={"OMP_NUM_THREADS": "many"})
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity masks")
-def test_the_report_holds_this_processs_mask() -> None:
-    report = binding_report(1, environ={})
-    assert set(report.cores) == os.sched_getaffinity(0)
-    assert not report.oversubscribed
-    assert 1 <= report.threads <= len(report.cores)
 
 
 def test_core_numbers_are_written_as_ranges() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch.crosscheck import (
+    MpiView,
     believed,
     check_against_mpi,
     flavour,
@@ -28,13 +29,13 @@ HYDRA = RankInfo(2, 4, 0, 2, None, None, "hydra", "own")
 
 
 def check(info: RankInfo, library: str = MPICH, **mpi: object) -> RankInfo:
-    said = {"mpi_rank": 2, "mpi_size": 4, "mpi_local_rank": 0, "mpi_local_size": 2}
-    return check_against_mpi(info, mpi_library=library, host="node2", **{**said, **mpi})  # type: ignore[arg-type]
+    said = {"rank": 2, "size": 4, "local_rank": 0, "local_size": 2}
+    return check_against_mpi(info, MpiView(library=library, **{**said, **mpi}), "node2")  # type: ignore[arg-type]
 
 
 def singleton(info: RankInfo, library: str) -> str:
     with pytest.raises(LaunchError) as caught:
-        check(info, library, mpi_rank=0, mpi_size=1, mpi_local_rank=0, mpi_local_size=1)
+        check(info, library, rank=0, size=1, local_rank=0, local_size=1)
     return str(caught.value)
 
 
@@ -43,18 +44,18 @@ def test_agreement_returns_what_the_launcher_said() -> None:
 
 
 def test_local_ranks_in_another_order_than_mpis_are_no_disagreement() -> None:
-    assert check(SLURM, mpi_local_rank=1, neighbours=[1, 0]) == SLURM
+    assert check(SLURM, local_rank=1, neighbours=[1, 0]) == SLURM
 
 
 @pytest.mark.parametrize("neighbours", [[0, 0], [0, 2], [0, None]])
 def test_local_ranks_that_are_no_order_of_the_node_s_ranks_are_refused(neighbours: list[int | None]) -> None:
     with pytest.raises(LaunchError, match="local rank 0 of 2"):
-        check(SLURM, mpi_local_rank=1, neighbours=neighbours)
+        check(SLURM, local_rank=1, neighbours=neighbours)
 
 
 def test_mpi_fills_in_what_the_launcher_leaves_open() -> None:
     flux = RankInfo(2, 4, None, None, None, None, "flux", "own")
-    assert check(flux, mpi_node=1) == replace(flux, local_rank=0, local_size=2, node=1)
+    assert check(flux, node=1) == replace(flux, local_rank=0, local_size=2, node=1)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_silent_singletons_under_srun_are_refused_and_the_right_option_named(
 
 
 def test_a_program_that_started_mpi_itself_is_told_to_leave_it_to_hpcpar_where_that_helps() -> None:
-    early = {"mpi_rank": 0, "mpi_size": 1, "mpi_local_rank": 0, "mpi_local_size": 1, "started_before": True}
+    early = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "started_before": True}
     with pytest.raises(LaunchError, match=r"call `hpcpar.init\(\)` first .* Else: Use `srun --mpi=pmi2"):
         check(SLURM, MPICH, **early)
     with pytest.raises(LaunchError) as caught:
@@ -113,26 +114,26 @@ def test_who_has_started_by_another_mpis_mpiexec_is_told_which_one_hpcpar_run_st
 
 def test_another_rank_or_size_is_refused_with_both_answers() -> None:
     with pytest.raises(LaunchError, match=r"rank 2 of 4, MPICH 5\.0\.2 says rank 1 of 4"):
-        check(SLURM, mpi_rank=1)
+        check(SLURM, rank=1)
     with pytest.raises(LaunchError, match=r"rank 2 of 4, .* says rank 2 of 8"):
-        check(HYDRA, mpi_size=8)
+        check(HYDRA, size=8)
 
 
 def test_another_local_rank_or_size_is_refused_with_both_answers() -> None:
     with pytest.raises(LaunchError, match=r"local rank 0 of 2, .* says local rank 1 of 2"):
-        check(SLURM, mpi_local_rank=1)
+        check(SLURM, local_rank=1)
     with pytest.raises(LaunchError, match=r"local rank 0 of 2, .* says local rank 0 of 4"):
-        check(SLURM, mpi_local_size=4)
+        check(SLURM, local_size=4)
 
 
 def test_a_launcher_that_we_do_not_know_is_taken_at_mpis_word() -> None:
     single = RankInfo(0, 1, 0, 1, 0, None, "single", "none")
-    assert check(single, mpi_node=1) == RankInfo(2, 4, 0, 2, 1, None, "unknown", "own")
+    assert check(single, node=1) == RankInfo(2, 4, 0, 2, 1, None, "unknown", "own")
 
 
 def test_one_process_alone_is_in_order() -> None:
     single = RankInfo(0, 1, 0, 1, 0, None, "single", "none", hint="a hint")
-    assert check(single, mpi_rank=0, mpi_size=1, mpi_local_rank=0, mpi_local_size=1) == single
+    assert check(single, rank=0, size=1, local_rank=0, local_size=1) == single
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Jobs:
     def __call__(self, n: int, argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> Ended:
         assert n == 2
         _, dash_m, module, report, *names = argv
-        assert (dash_m, module) == ("-m", "hpcpar.transport.cuda_probe")
+        assert (dash_m, module) == ("-m", "hpcpar.transport.gpu.probe")
         self.asked.append(tuple(names))
         self.environs.append(environ)
         self.limits_s.append(limit_s)
@@ -483,7 +483,7 @@ def test_a_rank_that_outlives_its_launcher_is_ended_too(
 
 
 def test_without_a_launcher_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("hpcpar.launch.supervise.sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("hpcpar.launch.launch_command.sys.executable", str(tmp_path / "python"))
     find = cuda_aware.find_launcher
     monkeypatch.setattr(
         cuda_aware, "find_launcher", lambda *words: find(*words, executable=str(tmp_path / "python"))

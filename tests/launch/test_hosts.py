@@ -9,11 +9,11 @@ import pytest
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch.hosts import (
     Host,
+    host_options,
     interface_words,
     kind_of,
     parse_hosts,
     place,
-    placing,
     read_hostfile,
     ssh_variables,
 )
@@ -99,27 +99,27 @@ def test_more_ranks_than_slots_are_refused_with_the_slots_that_there_are() -> No
     ],
 )
 def test_each_launcher_is_told_in_its_own_words(kind: str, words: tuple[str, ...]) -> None:
-    found = placing(kind, TWO, "/run")
+    found = host_options(kind, TWO, "/run")
     assert found.words == words
     assert found.file_text == ("a:2\nb:2\n" if kind == "intel" else "")
 
 
 def test_srun_gets_a_line_for_each_rank_where_hosts_have_different_numbers() -> None:
-    found = placing("srun", (Host("a", 2), Host("b", 1)), "/run")
+    found = host_options("srun", (Host("a", 2), Host("b", 1)), "/run")
     assert found.words == ("--distribution=arbitrary",)
     assert found.variables == {"SLURM_HOSTFILE": "/run/hosts"}
     assert found.file_text == "a\na\nb\n"
 
 
 def test_srun_puts_the_first_ranks_on_the_host_that_is_named_first() -> None:
-    assert placing("srun", TWO, "/run", ("a", "b", "c")).file_text == ""
-    found = placing("srun", TWO[::-1], "/run", ("a", "b", "c"))
+    assert host_options("srun", TWO, "/run", ("a", "b", "c")).file_text == ""
+    found = host_options("srun", TWO[::-1], "/run", ("a", "b", "c"))
     assert (found.words, found.file_text) == (("--distribution=arbitrary",), "b\nb\na\na\n")
 
 
 def test_a_launcher_that_is_not_known_is_not_guessed_at() -> None:
     with pytest.raises(ConfigError, match="--options="):
-        placing("", TWO, "/run")
+        host_options("", TWO, "/run")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from hpcpar.planner.activations import TECHNIQUES, LayerShape, layer_nbytes
 from hpcpar.planner.shapes import RECOMPUTE_MODES, RecomputeMode
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.random_streams import RandomStreams
-from hpcpar.tensor_parallel.split import gather_whole, whole_parameters
+from hpcpar.tensor_parallel.split import gather_whole
 
 B, S, H, A = 2, 8, 16, 4
 SHAPE = LayerShape(sequence=64, batch=2, hidden=64, heads=4)  # 5as/h = 20
@@ -91,7 +91,7 @@ def step(layer: GptLayer, tp: TensorParallel) -> Result:
         assert parameter.grad is not None, name
         gradients[name] = gather_whole(parameter, parameter.grad)
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
-    after = dict(whole_parameters(layer))
+    after = {name: gather_whole(parameter) for name, parameter in layer.named_parameters()}
     return Result(all_tokens(output.detach(), tp), all_tokens(x.grad, tp), gradients, after)
 
 

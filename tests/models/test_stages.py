@@ -17,7 +17,7 @@ from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, Part, parallel_layers
 from hpcpar.models.stages import measured_costs
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand
-from hpcpar.pipeline_schedules.placement import v_shape
+from hpcpar.pipeline_schedules.stage_placement import v_shape
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel
 
 SMALL = LlamaConfig(

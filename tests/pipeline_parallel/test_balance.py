@@ -14,11 +14,10 @@ from hpcpar.pipeline_parallel.balance import (
     StageSplit,
     balanced,
     by_hand,
-    rank_costs,
     require_split,
     stage_costs,
 )
-from hpcpar.pipeline_schedules.placement import loop, v_shape
+from hpcpar.pipeline_schedules.stage_placement import loop, v_shape
 
 
 def all_splits(items: int, stages: int) -> Iterator[StageSplit]:
@@ -96,6 +95,16 @@ def test_more_stages_than_items_are_refused() -> None:
 def test_a_cost_that_is_none_is_refused(cost: float) -> None:
     with pytest.raises(LayoutError, match="item 1 costs"):
         balanced([1, cost], 1)
+
+
+def rank_costs(
+    costs: Sequence[float], split: Sequence[tuple[int, int]], rank_of_stage: Sequence[int]
+) -> list[float]:
+    """Sum the costs of each rank's stages."""
+    sums = [0.0] * (1 + max(rank_of_stage[stage] for stage in range(len(split))))
+    for stage, cost in enumerate(stage_costs(costs, split)):
+        sums[rank_of_stage[stage]] += cost
+    return sums
 
 
 def test_in_a_v_the_rank_with_the_head_gets_fewer_layers() -> None:

@@ -14,9 +14,9 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.mesh import Mesh
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, parallel_layers
 from hpcpar.pipeline_parallel import Pipeline, TiedWeights, balanced
-from hpcpar.pipeline_schedules import catalogue
-from hpcpar.pipeline_schedules.price import Durations
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules import schedule_registry
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations
 from hpcpar.tensor_parallel import TensorParallel, gather_whole
 from tests.grid import WHOLE_GRID, checkered
 
@@ -47,7 +47,7 @@ Case = tuple[str, int, int, str]
 def cases() -> Iterator[Case]:
     """Of all, one in nineteen: each schedule with each number of ranks, and many of microbatches."""
     number = 0
-    for name in catalogue.METHODS:
+    for name in schedule_registry.METHODS:
         for ranks in (2, 3, 4):
             for microbatches in range(1, 9):
                 for optimizer in OPTIMIZERS:
@@ -156,7 +156,7 @@ def require_serial(
 def test_a_llama_is_trained_as_by_one_process(
     name: str, ranks: int, microbatches: int, optimizer: str
 ) -> None:
-    schedule = catalogue.make(name, ranks, microbatches, durations=Durations(1, 1, 1))
+    schedule = schedule_registry.make(name, ranks, microbatches, durations=Durations(1, 1, 1))
     results = run_loopback(ranks, lambda comm: pipelined(comm, schedule, optimizer))
     require_serial(results, schedule, optimizer, microbatches)
 
@@ -176,6 +176,6 @@ TWO_BY_TWO = checkered(("1f1b", "interleaved", "zb-h1", "zb-v"), BESIDE, OPTIMIZ
 @pytest.mark.usefixtures("weights_small_or_as_if_large")
 @pytest.mark.parametrize(("name", "beside", "optimizer"), TWO_BY_TWO)
 def test_two_by_two_with_replicas_or_shared_layers(name: str, beside: str, optimizer: str) -> None:
-    schedule, options = catalogue.make(name, 2, 3), BESIDE[beside]
+    schedule, options = schedule_registry.make(name, 2, 3), BESIDE[beside]
     results = run_loopback(4, lambda comm: pipelined(comm, schedule, optimizer, **options))
     require_serial(results, schedule, optimizer, 3 if "tp" in options else 6)

@@ -13,12 +13,12 @@ from torch import Tensor
 from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
 from hpcpar.errors import MismatchError
-from hpcpar.pipeline_parallel.evaluation import forward_only
-from hpcpar.pipeline_parallel.forms import Form, TensorForm, form_of
+from hpcpar.pipeline_parallel.executor import forward_only
 from hpcpar.pipeline_parallel.mailbox import ANNOUNCEMENT_NBYTES, Mailbox, _tag
+from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, TensorSpec, spec_of
 from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.order import in_order
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.transport.interface import COLLECTIVE_TAGS
 
 CPU = torch.device("cpu")
@@ -38,9 +38,9 @@ def value(boundary: int, microbatch: int, direction: str = "F") -> Tensor:
     return torch.full((2 + microbatch,), number, dtype=torch.float64, requires_grad=True)
 
 
-def forms(schedule: Schedule) -> dict[tuple[int, int], Form]:
+def specs(schedule: Schedule) -> dict[tuple[int, int], OutputSpec]:
     return {
-        (b, m): form_of((value(b, m),))
+        (b, m): spec_of((value(b, m),))
         for b in range(schedule.stages - 1)
         for m in range(schedule.microbatches)
     }
@@ -64,13 +64,13 @@ def walk(
         box.prepare(position)
         if kind == "F":
             if stage > 0:
-                form, (arrived,) = box.activation(stage, microbatch)
-                assert form == form_of((value(stage - 1, microbatch),))
+                spec, (arrived,) = box.activation(stage, microbatch)
+                assert spec == spec_of((value(stage - 1, microbatch),))
                 check(action, arrived, value(stage - 1, microbatch))
             if stage < schedule.stages - 1:
                 made = (value(stage, microbatch),)
-                box.require_fit(stage, microbatch, form_of(made))
-                box.send_activation(stage, microbatch, form_of(made), made)
+                box.require_fit(stage, microbatch, spec_of(made))
+                box.send_activation(stage, microbatch, spec_of(made), made)
         elif kind == "B":
             if stage < schedule.stages - 1:
                 (arrived,) = box.gradients(stage, microbatch)
@@ -100,7 +100,7 @@ def test_every_message_arrives_where_it_belongs_and_nothing_is_left(schedule, kn
     def on_rank(comm: Communicator) -> tuple[list[str], int, bool]:
         wrong: list[str] = []
         for _ in range(2):
-            box = mailbox(comm, schedule, forms(schedule) if known else None)
+            box = mailbox(comm, schedule, specs(schedule) if known else None)
             walk(comm, schedule, box, wrong, lambda _: None)
         comm.barrier()
         return wrong, comm.traffic.nbytes_sent("send"), not comm._family.progress.under_way
@@ -109,7 +109,7 @@ def test_every_message_arrives_where_it_belongs_and_nothing_is_left(schedule, kn
     assert [wrong for wrong, _, _ in results] == [[], []]
     assert all(nothing_left for _, _, nothing_left in results)
     home = schedule.rank_of_stage
-    crossing = [key for key in forms(schedule) if home[key[0]] != home[key[0] + 1]]
+    crossing = [key for key in specs(schedule) if home[key[0]] != home[key[0] + 1]]
     payload = sum(2 * 8 * (2 + microbatch) for _, microbatch in crossing)
     announced = 0 if known else len(crossing) * ANNOUNCEMENT_NBYTES
     assert sum(nbytes for _, nbytes, _ in results) == 2 * (payload + announced)
@@ -120,7 +120,7 @@ def test_one_receive_is_posted_ahead_in_each_direction():
     ahead: dict[int, list[int]] = {0: [], 1: []}
 
     def on_rank(comm: Communicator) -> None:
-        box = mailbox(comm, ONE_F_ONE_B, forms(ONE_F_ONE_B))
+        box = mailbox(comm, ONE_F_ONE_B, specs(ONE_F_ONE_B))
         original, posted = comm.start_recv, [0]
 
         def counting(*arguments: Any) -> Any:
@@ -146,12 +146,12 @@ def test_one_receive_is_posted_ahead_in_each_direction():
 def test_sends_are_held_until_delivered_and_then_let_go():
     def on_rank(comm: Communicator) -> list[int]:
         schedule = by_rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
-        box = mailbox(comm, schedule, forms(schedule))
+        box = mailbox(comm, schedule, specs(schedule))
         held = []
         if comm.rank == 0:
             for microbatch in (0, 1):
                 made = (value(0, microbatch),)
-                box.send_activation(0, microbatch, form_of(made), made)
+                box.send_activation(0, microbatch, spec_of(made), made)
             box.advance()
             held.append(sum(map(len, box._outgoing.values())))
         comm.barrier()
@@ -171,10 +171,10 @@ def test_sends_are_held_until_delivered_and_then_let_go():
 def test_at_the_end_what_is_not_delivered_is_waited_for():
     def on_rank(comm: Communicator) -> bool:
         schedule = by_rows("0F0 0B0", "1F0 1B0")
-        box = mailbox(comm, schedule, forms(schedule))
+        box = mailbox(comm, schedule, specs(schedule))
         if comm.rank == 0:
             made = (value(0, 0),)
-            box.send_activation(0, 0, form_of(made), made)
+            box.send_activation(0, 0, spec_of(made), made)
         else:
             time.sleep(0.05)
             box.activation(1, 0)
@@ -192,26 +192,26 @@ def test_tags_stay_within_what_mpi_guarantees_for_thousands_of_stages():
 
 
 def test_another_form_than_promised_is_refused_before_it_is_sent():
-    box = mailbox(Communicator.alone(), by_rows("0F0 1F0 1B0 0B0"), {(0, 0): form_of((value(0, 0),))})
-    box.require_fit(0, 0, form_of((value(0, 0),)))
+    box = mailbox(Communicator.alone(), by_rows("0F0 1F0 1B0 0B0"), {(0, 0): spec_of((value(0, 0),))})
+    box.require_fit(0, 0, spec_of((value(0, 0),)))
     with pytest.raises(
         MismatchError, match=r"stage 0 returned \(float64\[3\] with gradient\) for microbatch 0"
     ):
-        box.require_fit(0, 0, form_of((value(0, 1),)))
+        box.require_fit(0, 0, spec_of((value(0, 1),)))
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["announced", "known"])
 def test_a_stage_that_failed_sends_nothing_and_keeps_its_promise(known):
     def on_rank(comm: Communicator) -> tuple[list[Any], bool]:
         schedule = by_rows("0F0 0B0", "1F0 1B0")
-        box = mailbox(comm, schedule, forms(schedule) if known else None)
+        box = mailbox(comm, schedule, specs(schedule) if known else None)
         found: list[Any] = []
         if comm.rank == 0:
             box.send_nothing(Action(0, "F", 0))
             found.append([each.tolist() for each in box.gradients(0, 0)])
         else:
-            form, tensors = box.activation(1, 0)
-            found += [form is None, [each.tolist() for each in tensors]]
+            spec, tensors = box.activation(1, 0)
+            found += [spec is None, [each.tolist() for each in tensors]]
             box.send_nothing(Action(1, "B", 0))
         box.finish()
         comm.barrier()
@@ -250,7 +250,7 @@ def test_a_rank_that_evaluates_is_at_most_two_messages_ahead():
     evaluation = forward_only(by_rows("0F0", "1F0"), 5)
 
     def on_rank(comm: Communicator) -> list[int]:
-        box = mailbox(comm, evaluation, None, most_undelivered=2)
+        box = mailbox(comm, evaluation, None, max_undelivered=2)
         most: list[int] = []
 
         def count(_: int) -> None:
@@ -263,7 +263,7 @@ def test_a_rank_that_evaluates_is_at_most_two_messages_ahead():
 
 
 def test_a_form_is_read_as_people_write_shapes():
-    form = Form((TensorForm((4, 8), torch.bfloat16, True), None, TensorForm((), torch.int64, False)))
-    assert str(form) == "(bfloat16[4, 8] with gradient, None, int64[])"
-    assert len(form.present) == 2
-    assert form.differentiable == (form.present[0],)
+    spec = OutputSpec((TensorSpec((4, 8), torch.bfloat16, True), None, TensorSpec((), torch.int64, False)))
+    assert str(spec) == "(bfloat16[4, 8] with gradient, None, int64[])"
+    assert len(spec.present) == 2
+    assert spec.differentiable == (spec.present[0],)

@@ -24,13 +24,13 @@ from hpcpar.comm import run_loopback as run
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import MismatchError, PeerFailedError, ScheduleError
 from hpcpar.mesh import Mesh
-from hpcpar.pipeline_parallel.passage import StageError
+from hpcpar.pipeline_parallel.executor import StageError
 from hpcpar.pipeline_parallel.pipeline import Pipeline, late_from
-from hpcpar.pipeline_schedules import catalogue
+from hpcpar.pipeline_schedules import schedule_registry
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.memory import peak_chunks
-from hpcpar.pipeline_schedules.price import Durations
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations
 
 TOLERANCE = 1e-10
 WIDTH = 4
@@ -169,7 +169,7 @@ MICROBATCHES = {2: range(1, 9), 3: (1, 3, 4, 6), 4: (1, 4, 7, 8)}
 def made(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule | None:
     """None where the method does not allow it."""
     with suppress(ScheduleError):
-        return catalogue.make(
+        return schedule_registry.make(
             name, ranks, microbatches, stages_per_rank=stages_per_rank, durations=Durations(1.0, 1.0, 1.0)
         )
     return None
@@ -177,7 +177,7 @@ def made(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) 
 
 @pytest.mark.usefixtures("weights_small_or_as_if_large")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", catalogue.METHODS)
+@pytest.mark.parametrize("name", schedule_registry.METHODS)
 def test_every_schedule_of_the_catalogue_follows_one_process(name, ranks):
     """With the method's own number of stages on a rank, and for 4 microbatches with two."""
     asked = [(count, None) for count in MICROBATCHES[ranks]] + [(4, 2)]

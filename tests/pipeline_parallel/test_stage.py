@@ -16,10 +16,10 @@ from hpcpar.autograd import recompute
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel import fully_shard
 from hpcpar.errors import BufferTypeError, OperationError
-from hpcpar.pipeline_parallel.forms import Form, TensorForm, as_tensors, form_of
 from hpcpar.pipeline_parallel.stage import Stage, poking_between_layers
+from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, TensorSpec, as_tensors, spec_of
 
-WITH_GRADIENT = Form((TensorForm((2, 3), torch.float64, True),))
+WITH_GRADIENT = OutputSpec((TensorSpec((2, 3), torch.float64, True),))
 
 
 def stage(seed: int = 0) -> Stage:
@@ -185,9 +185,9 @@ class Pair(nn.Module):
 def test_gradients_of_several_outputs_meet_and_inputs_that_nothing_depends_on_have_zeros():
     own = Stage(1, Pair())
     x, y, indices = drawn(2, 3), drawn(4), torch.arange(3)
-    form = form_of((x.requires_grad_(), y.requires_grad_(), indices, None))
-    outputs = as_tensors(own.forward(0, (x.detach(), y.detach(), indices, None), form), "stage 1")
-    assert [each.requires_grad for each in form_of(outputs).present] == [True, True, False, False]
+    spec = spec_of((x.requires_grad_(), y.requires_grad_(), indices, None))
+    outputs = as_tensors(own.forward(0, (x.detach(), y.detach(), indices, None), spec), "stage 1")
+    assert [each.requires_grad for each in spec_of(outputs).present] == [True, True, False, False]
     of_x, of_y = own.backward(0, (torch.full((2, 3), 10.0).double(), torch.ones(2, 3).double()))
     assert of_x.tolist() == [[12.0] * 3] * 2
     assert of_y.tolist() == [0.0] * 4

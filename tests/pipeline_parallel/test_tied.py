@@ -19,7 +19,7 @@ from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, parallel_laye
 from hpcpar.pipeline_parallel import Pipeline
 from hpcpar.pipeline_parallel.balance import balanced, by_hand
 from hpcpar.pipeline_parallel.tied import TiedWeights
-from hpcpar.pipeline_schedules.catalogue import make
+from hpcpar.pipeline_schedules.schedule_registry import make
 from hpcpar.tensor_parallel import TensorParallel, gather_whole
 
 CONFIG = LlamaConfig(

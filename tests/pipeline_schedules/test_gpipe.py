@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: the rows as drawn, idle time and memory as in the paper."""
+"""GPipe and naive: the rows as drawn, bubble and memory as in the paper."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from hpcpar.pipeline_schedules.gpipe import gpipe
-from hpcpar.pipeline_schedules.memory import peak_chunks
-from hpcpar.pipeline_schedules.placement import loop
-from hpcpar.pipeline_schedules.price import Durations, price
+from hpcpar.pipeline_schedules.gpipe import gpipe, naive
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.stage_placement import loop
 from hpcpar.pipeline_schedules.text import parse
 
 THREE_RANKS = """
@@ -35,8 +35,8 @@ def test_rows_are_all_forwards_and_then_all_backwards() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_the_bubble_is_p_minus_1_by_m_and_by_the_stages_per_rank(ranks: int, per_rank: int) -> None:
     for microbatches in (ranks, ranks + 1, 3 * ranks):
-        timetable = price(gpipe(loop(ranks, per_rank), microbatches), EXACT)
-        assert timetable.bubble_ratio == Fraction(ranks - 1, per_rank * microbatches)
+        timetable = simulate(gpipe(loop(ranks, per_rank), microbatches), EXACT)
+        assert (timetable.cost_s / timetable.work_s - 1) == Fraction(ranks - 1, per_rank * microbatches)
         # Also where a rank waits: each idles for p - 1 forwards and backwards in all.
         assert all(
             timetable.seconds - timetable.busy_s(rank) == (ranks - 1) * (3 + 4 + 2) for rank in range(ranks)
@@ -47,3 +47,27 @@ def test_the_bubble_is_p_minus_1_by_m_and_by_the_stages_per_rank(ranks: int, per
 def test_all_microbatches_are_alive_at_once(microbatches: int) -> None:
     assert peak_chunks(gpipe(loop(4), microbatches)) == (microbatches,) * 4
     assert peak_chunks(gpipe(loop(4, 3), microbatches)) == (3 * microbatches,) * 4
+
+
+NAIVE = """
+0F0 -   -   0B0 0F1 -   -   0B1
+-   1F0 1B0 -   -   1F1 1B1 -
+"""
+
+NAIVE_TWO_STAGES_EACH = """
+0F0 -   2F0 -   -   2B0 -   0B0 0F1 -   2F1 -   -   2B1 -   0B1
+-   1F0 -   3F0 3B0 -   1B0 -   -   1F1 -   3F1 3B1 -   1B1 -
+"""
+
+
+def test_a_naive_microbatch_goes_all_the_way_before_the_next_starts() -> None:
+    assert naive(loop(2), 2) == parse(NAIVE)
+    assert naive(loop(2, 2), 2) == parse(NAIVE_TWO_STAGES_EACH)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_all_ranks_but_one_are_idle_at_any_time(ranks: int) -> None:
+    schedule = naive(loop(ranks, 3), 4)
+    timetable = simulate(schedule, Durations(2, 3, 1))
+    assert timetable.seconds == ranks * timetable.work_s
+    assert peak_chunks(schedule) == (3,) * ranks

@@ -9,10 +9,10 @@ import pytest
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.interleaved import interleaved
-from hpcpar.pipeline_schedules.memory import peak_chunks
-from hpcpar.pipeline_schedules.placement import loop
-from hpcpar.pipeline_schedules.price import Durations, price
-from hpcpar.pipeline_schedules.prove import prove
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.pipeline_schedules.stage_placement import loop
 from hpcpar.pipeline_schedules.text import parse
 
 TWO_RANKS = """
@@ -43,8 +43,8 @@ def test_rows_are_as_drawn() -> None:
 @pytest.mark.parametrize(("ranks", "per_rank"), [*product((1, 2, 3, 4, 8), (2, 3, 4))])
 def test_the_bubble_is_p_minus_1_by_m_and_by_the_stages_per_rank(ranks: int, per_rank: int) -> None:
     for microbatches in (ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks + 1):
-        timetable = price(interleaved(loop(ranks, per_rank), microbatches), EXACT)
-        assert timetable.bubble_ratio == Fraction(ranks - 1, per_rank * microbatches)
+        timetable = simulate(interleaved(loop(ranks, per_rank), microbatches), EXACT)
+        assert (timetable.cost_s / timetable.work_s - 1) == Fraction(ranks - 1, per_rank * microbatches)
 
 
 @pytest.mark.parametrize(("ranks", "per_rank"), [*product((1, 2, 3, 4, 8), (2, 3, 4))])

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from hpcpar.pipeline_schedules.memory import peak_chunks
 from hpcpar.pipeline_schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from hpcpar.pipeline_schedules.price import Durations, price
-from hpcpar.pipeline_schedules.prove import prove
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.proof import prove
 from hpcpar.pipeline_schedules.text import parse
 
 # Figure 3 of Narayanan et al. 2021, of one step.
@@ -46,8 +46,8 @@ def test_eager_1f1b_starts_with_forwards_for_the_way_there_and_back() -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), SHAPES)
 def test_the_bubble_is_p_minus_1_by_m(ranks: int, microbatches: int) -> None:
     for make in (one_f_one_b, eager_one_f_one_b):
-        timetable = price(make(ranks, microbatches), EXACT)
-        assert timetable.bubble_ratio == Fraction(ranks - 1, microbatches)
+        timetable = simulate(make(ranks, microbatches), EXACT)
+        assert (timetable.cost_s / timetable.work_s - 1) == Fraction(ranks - 1, microbatches)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [*SHAPES, (6, 2), (5, 1)])
@@ -64,10 +64,10 @@ def test_a_rank_keeps_as_many_microbatches_as_lie_between_it_and_the_end(
 def test_eager_1f1b_hides_messages_that_1f1b_waits_for() -> None:
     slow = Durations(4, 4, 4, hop_s=1)
     work = 24 * (4 + 4 + 4)
-    eager = price(eager_one_f_one_b(8, 24), slow)
+    eager = simulate(eager_one_f_one_b(8, 24), slow)
     # What is left is one way there and one way back, of the first microbatch and of the last.
     assert eager.cost_s == work + 7 * (4 + 4 + 4) + 2 * 7 * 1
-    assert price(one_f_one_b(8, 24), slow).cost_s > eager.cost_s
+    assert simulate(one_f_one_b(8, 24), slow).cost_s > eager.cost_s
 
 
 @pytest.mark.parametrize("make", [one_f_one_b, eager_one_f_one_b])
@@ -77,7 +77,7 @@ def test_any_memory_limit_is_kept_and_less_memory_is_not_faster(make, ranks: int
     for limit in range(1, 2 * ranks + 1):
         schedule = make(ranks, microbatches, memory_limit=limit)
         prove(schedule, memory_limit=limit)
-        seconds.append(price(schedule, EXACT).seconds)
+        seconds.append(simulate(schedule, EXACT).seconds)
     assert seconds == sorted(seconds, reverse=True)
     assert make(ranks, microbatches, memory_limit=2 * ranks) == make(ranks, microbatches)
 

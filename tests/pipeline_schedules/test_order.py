@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.errors import ScheduleError
-from hpcpar.pipeline_schedules.catalogue import METHODS, make
 from hpcpar.pipeline_schedules.order import in_order
-from hpcpar.pipeline_schedules.schedule import Schedule
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.schedule_registry import METHODS, make
 
 
 @pytest.mark.parametrize("name", [method.name for method in METHODS.values() if not method.timed])

@@ -12,8 +12,8 @@ from torch.distributed.pipelining import schedules as peer
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.schedule import Schedule
-from hpcpar.pipeline_schedules.text import Form, format, parse, read, write
+from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.text import TextFormat, format, parse, read, write
 
 HOUSE = """
 # 1F1B, its last stage split
@@ -96,7 +96,7 @@ def test_both_forms_say_the_same_schedule(text: str) -> None:
     assert parse(text).rows == ROWS
 
 
-def test_the_house_form_is_a_line_for_each_rank_under_its_name() -> None:
+def test_the_plain_format_is_a_line_for_each_rank_under_its_name() -> None:
     assert format(Schedule(ROWS, "mine")) == (
         "# mine\n0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1W0 1F1 1F2 1B1 1W1 1B2 1W2\n"
     )
@@ -108,8 +108,8 @@ def test_the_form_of_torch_has_i_where_a_w_follows_and_b_for_the_whole() -> None
     )
 
 
-@pytest.mark.parametrize("form", ["house", "torch"])
-def test_what_was_written_is_read_again(form: Form) -> None:
+@pytest.mark.parametrize("form", ["plain", "torch"])
+def test_what_was_written_is_read_again(form: TextFormat) -> None:
     for ranks, each, microbatches, split in product((1, 2, 5), (1, 3), (0, 1, 11), (0, 2, 11)):
         schedule = gpipe(ranks, each, microbatches, split)
         assert parse(format(schedule, form)) == schedule

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from hpcpar.pipeline_schedules.memory import peak_chunks
-from hpcpar.pipeline_schedules.price import Durations, price
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
 from hpcpar.pipeline_schedules.text import parse
 from hpcpar.pipeline_schedules.v_shape import dualpipe_v, zb_v
 
@@ -43,8 +43,8 @@ def test_few_microbatches_are_the_pattern_without_those_that_there_are_not() -> 
 def test_zb_v_has_no_idle_time_and_1f1bs_memory_from_2p_minus_1_microbatches_on(ranks: int) -> None:
     for microbatches in (2 * ranks - 1, 2 * ranks, 3 * ranks, 32):
         schedule = zb_v(ranks, microbatches)
-        timetable = price(schedule, Durations(1, 1, 1))
-        assert [timetable.idle_s(rank) for rank in range(ranks)] == [0] * ranks
+        timetable = simulate(schedule, Durations(1, 1, 1))
+        assert [timetable.span_s(rank) - timetable.busy_s(rank) for rank in range(ranks)] == [0] * ranks
         # A chunk is half of a rank's layers, so 2p chunks are the p microbatches of 1F1B's first rank.
         assert peak_chunks(schedule) == ((2 * ranks if microbatches > 1 or ranks > 1 else 2),) * ranks
 
@@ -53,8 +53,8 @@ def test_zb_v_has_no_idle_time_and_1f1bs_memory_from_2p_minus_1_microbatches_on(
 def test_dualpipe_v_idles_less_towards_the_turn_and_keeps_one_chunk_more(ranks: int) -> None:
     for microbatches in (2 * ranks, 2 * ranks + 1, 32):
         schedule = dualpipe_v(ranks, microbatches)
-        timetable = price(schedule, Durations(1, 1, 1))
-        assert [timetable.idle_s(rank) for rank in range(ranks)] == [
+        timetable = simulate(schedule, Durations(1, 1, 1))
+        assert [timetable.span_s(rank) - timetable.busy_s(rank) for rank in range(ranks)] == [
             ranks - 1 - rank for rank in range(ranks)
         ]
         assert peak_chunks(schedule) == (2 * ranks + 1,) * ranks

@@ -7,11 +7,12 @@ from itertools import product
 
 import pytest
 
-from hpcpar.pipeline_schedules.memory import peak_chunks
 from hpcpar.pipeline_schedules.one_f_one_b import one_f_one_b
-from hpcpar.pipeline_schedules.price import Durations, price
-from hpcpar.pipeline_schedules.prove import prove
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.proof import prove
 from hpcpar.pipeline_schedules.text import parse
+from hpcpar.pipeline_schedules.timetable import Timetable
 from hpcpar.pipeline_schedules.zero_bubble import zb_h1, zb_h2
 
 # Figure 3 of the paper shows both on four ranks.
@@ -31,6 +32,11 @@ H2 = """
 SHAPES = [(1, 1), (1, 4), (2, 3), (3, 5), (4, 7), (4, 12), (8, 15), (8, 32)]
 
 
+def _idle_s(timetable: Timetable) -> float:
+    """Idle time of rank 0 within its span."""
+    return timetable.span_s(0) - timetable.busy_s(0)
+
+
 def test_rows_are_as_drawn() -> None:
     assert zb_h1(4, 5) == parse(H1)
     assert zb_h2(3, 6) == parse(H2)
@@ -40,10 +46,10 @@ def test_rows_are_as_drawn() -> None:
 def test_where_all_takes_equally_long_h1_idles_p_minus_1_forwards_and_h2_not_at_all(
     ranks: int, microbatches: int
 ) -> None:
-    h1, h2 = (price(make(ranks, microbatches), Durations(1, 1, 1)) for make in (zb_h1, zb_h2))
+    h1, h2 = (simulate(make(ranks, microbatches), Durations(1, 1, 1)) for make in (zb_h1, zb_h2))
     assert all(h1.seconds - h1.busy_s(rank) == ranks - 1 for rank in range(ranks))
     assert h1.cost_s - h1.work_s == ranks - 1
-    assert [h2.idle_s(rank) for rank in range(ranks)] == [0] * ranks
+    assert [h2.span_s(rank) - h2.busy_s(rank) for rank in range(ranks)] == [0] * ranks
     assert h2.bubble_rate == 0
 
 
@@ -52,10 +58,10 @@ def test_idle_time_is_the_papers_also_where_parts_take_different_times(ranks: in
     for forward, backward, weight in product((2, 3, 5), (2, 3, 5), (1, 2, 3)):
         durations = Durations(forward, backward, weight)
         if weight <= forward:
-            idle_s = price(zb_h1(ranks, microbatches), durations).idle_s(0)
+            idle_s = _idle_s(simulate(zb_h1(ranks, microbatches), durations))
             assert idle_s == (ranks - 1) * (forward + backward - weight)
         if weight <= forward and 2 * weight <= forward + backward:
-            idle_s = price(zb_h2(ranks, microbatches), durations).idle_s(0)
+            idle_s = _idle_s(simulate(zb_h2(ranks, microbatches), durations))
             assert idle_s == (ranks - 1) * (forward + backward - 2 * weight)
 
 
@@ -76,7 +82,7 @@ def test_any_memory_limit_is_kept_and_less_memory_is_not_faster(ranks: int, micr
         schedule = zb_h2(ranks, microbatches, memory_limit=limit)
         assert schedule == zb_h1(ranks, microbatches, memory_limit=limit) or limit > ranks
         prove(schedule, memory_limit=limit)
-        seconds.append(price(schedule, exact).cost_s)
+        seconds.append(simulate(schedule, exact).cost_s)
     assert seconds == sorted(seconds, reverse=True)
     assert zb_h1(ranks, microbatches, memory_limit=99) == zb_h1(ranks, microbatches)
     assert zb_h2(ranks, microbatches, memory_limit=99) == zb_h2(ranks, microbatches)
@@ -88,7 +94,7 @@ def test_in_any_memory_split_backwards_are_no_slower_than_1f1b_and_as_fast_if_w_
 ) -> None:
     for limit in range(1, ranks + 1):
         schedules = [make(ranks, microbatches, memory_limit=limit) for make in (zb_h1, one_f_one_b)]
-        split, whole = (price(schedule, Durations(1, 1, 1)).seconds for schedule in schedules)
+        split, whole = (simulate(schedule, Durations(1, 1, 1)).seconds for schedule in schedules)
         assert split <= whole
-        split, whole = (price(schedule, Durations(1, 2, 0)).seconds for schedule in schedules)
+        split, whole = (simulate(schedule, Durations(1, 2, 0)).seconds for schedule in schedules)
         assert split == whole

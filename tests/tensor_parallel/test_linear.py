@@ -22,6 +22,7 @@ from hpcpar.tensor_parallel import (
     own_shard,
     project,
 )
+from hpcpar.tensor_parallel.split import split_of
 
 SECTIONS = {
     "one section": 24,
@@ -174,7 +175,7 @@ def test_layers_that_share_an_input_are_the_serial_ones_over_mpi(world: Communic
         layer = Pair(tp).double()
         whole = dict(serial.named_parameters())
         for name, parameter in layer.named_parameters():
-            parameter.data = parameter.hpcpar_split.shard(whole[name].data, world.rank)
+            parameter.data = split_of(parameter).shard(whole[name].data, world.rank)
         own = x.chunk(world.size, dim=1)[world.rank] if sequence else x
         layer(own).square().sum().backward()
         gradients = {name: gather_whole(p, p.grad) for name, p in layer.named_parameters()}

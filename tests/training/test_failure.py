@@ -13,10 +13,10 @@ PROGRAM = """
 import os, signal
 from pathlib import Path
 import hpcpar
-from hpcpar.training import Run, loop, parse
+from hpcpar.training import Run, parse, trainer
 
 world = hpcpar.init()
-real_step, steps = loop.train_step, iter(range(10**6))
+real_step, steps = trainer.train_step, iter(range(10**6))
 
 
 def step_with_a_mistake(*arguments, **options):
@@ -26,7 +26,7 @@ def step_with_a_mistake(*arguments, **options):
     return real_step(*arguments, **options)
 
 
-loop.train_step = step_with_a_mistake
+trainer.train_step = step_with_a_mistake
 Run(parse(Path("{config}").read_text(), source="run.toml"), world).train()
 """
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, LayoutError, PeerFailedError
 from hpcpar.models import LlamaStages
-from hpcpar.pipeline_schedules import record
+from hpcpar.pipeline_schedules.timetable import read_timetable
 from hpcpar.training import Config, Outcome, Run
 from hpcpar.training.metrics import records_of
 from hpcpar.training.pipelined import make_schedule
@@ -125,7 +125,7 @@ def test_copies_of_tied_weights_stay_the_same_to_the_last_bit(config_of: MakeCon
 
     def work(comm: Communicator) -> bytes:
         run = Run(config, comm)
-        run._steps(0, 3, None)
+        run.train_steps(0, 3, None)
         run.optimizer.wait_for_parameters()
         assert isinstance(run.model, LlamaStages)
         (copy,) = run.model.tied_parameters().values()
@@ -172,8 +172,8 @@ def half_of(config: Config, size: int) -> None:
 
     def interrupted(comm: Communicator) -> None:
         run = Run(config, comm)
-        run._steps(0, 2, None)
-        run._save(2)
+        run.train_steps(0, 2, None)
+        run.save(2)
 
     run_loopback(size, interrupted)
 
@@ -241,7 +241,7 @@ def test_the_stages_are_told_a_sample_is_the_serial_models_and_the_last_step_is_
     assert said(2).split("a sample:\n")[1].splitlines()[0] == said(0).split("a sample:\n")[1].splitlines()[0]
     assert "pipeline: 1f1b, 2 ranks, 4 microbatches, layers of the stages 3, 3" in said(0)
     assert said(1) == ""
-    timetable = record.read(config.output.directory / "pipeline.json")
+    timetable = read_timetable(config.output.directory / "pipeline.json")
     actions = [str(timed.action) for timed in timetable.rows[1]]
     assert actions == [f"1{kind}{number}" for number in range(4) for kind in "FB"]
     events = json.loads((config.output.directory / "timeline.json").read_text())["traceEvents"]

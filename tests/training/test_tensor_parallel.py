@@ -160,8 +160,8 @@ def half_of(config: Config, size: int) -> None:
 
     def interrupted(comm: Communicator) -> None:
         run = Run(config, comm)
-        run._steps(0, 2, None)
-        run._save(2)
+        run.train_steps(0, 2, None)
+        run.save(2)
 
     run_loopback(size, interrupted)
 

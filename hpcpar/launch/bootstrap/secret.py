@@ -1,4 +1,4 @@
-"""What only this user's processes know, and the key of one Slurm step that is made of it.
+"""The secret of a user's processes, and the key of one Slurm step that is made of it.
 
 A port can be reached by every user of the machine, so the ranks of a step prove to each other that
 they belong to one user and to one step. The secret is a word in HPCPAR_STEP_SECRET, which srun hands to
@@ -26,19 +26,19 @@ FILE_LIMIT_S = 30.0
 
 
 def step_name(environ: Mapping[str, str]) -> str:
-    """The step as Slurm calls it: "17.0"."""
+    """Name the step as Slurm does: "17.0"."""
     return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
 
 
 def step_key(secret: bytes, environ: Mapping[str, str]) -> bytes:
-    """The key of this step: another for every cluster, job, step, and restart of the job."""
+    """Derive this step's key: another for every cluster, job, step, and restart of the job."""
     restart = environ.get("SLURM_RESTART_COUNT", "0")
     step = "\0".join((environ.get("SLURM_CLUSTER_NAME", ""), step_name(environ), restart))
     return hmac.new(secret, step.encode(), hashlib.sha256).digest()
 
 
 def user_secret(environ: Mapping[str, str], *, may_create: bool, limit_s: float = FILE_LIMIT_S) -> bytes:
-    """The user's secret, from the environment or the file.
+    """Read the user's secret from the environment or the file.
 
     may_create   make the file where there is none: for rank 0 alone; others wait for it
     limit_s      how long a file that rank 0 has made on another node may take to be seen here
@@ -69,7 +69,7 @@ def user_secret(environ: Mapping[str, str], *, may_create: bool, limit_s: float 
 
 
 def secret_file(environ: Mapping[str, str]) -> Path:
-    """Where the secret is kept, which may not be there yet; LaunchError for a user without a home."""
+    """Return the secret's file, which may not be there yet; LaunchError for a user without a home."""
     directory = own_directory(environ)
     if directory is None:
         raise LaunchError(f"user {os.getuid()} has no home directory to keep a secret in. {_way_out()}")
@@ -99,7 +99,7 @@ def _create(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """The secret in the file; None where there is none."""
+    """Read the secret in the file; None where there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

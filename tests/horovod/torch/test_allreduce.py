@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import weakref
 from functools import reduce
@@ -593,3 +594,18 @@ def test_what_is_reduced_in_inference_mode_can_be_so_outside_of_it_afterwards(hv
         within = [reduce() for _ in range(3)]
     outside = [reduce() for _ in range(3)]
     assert within == outside == [[[hvd.size()]] * 2] * 3
+
+
+def test_every_collective_has_a_signature_and_a_docstring_of_its_own(hvd):
+    for name in hvd.mpi_ops.__all__:
+        function = getattr(hvd, name)
+        if not name.startswith(("grouped_", "all", "broadcast", "reducescatter")):
+            continue
+        first, *others = inspect.signature(function).parameters
+        assert first == ("tensors" if name.startswith("grouped_") else "tensor"), name
+        assert others[-1] in ("process_set", "postscale_factor"), name
+        assert function.__name__ == name
+        assert len(function.__doc__) > 30, name
+    expected = "tensor average name op prescale_factor postscale_factor process_set"
+    assert list(inspect.signature(hvd.allreduce_async_).parameters) == expected.split()
+    assert inspect.signature(hvd.broadcast_).parameters["root_rank"].default is inspect.Parameter.empty

@@ -1,0 +1,141 @@
+"""Shared parts of the benchmark scripts: option types, the header, statistics, JSON lines, memory."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import platform
+import random
+import socket
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+Player = TypeVar("Player")
+
+# --- options ------------------------------------------------------------------------------------------
+
+
+def at_least(least: int, parse: Callable[[str], int] = int) -> Callable[[str], int]:
+    """Make an argparse type for integers from `least` on."""
+
+    def number(text: str) -> int:
+        found = parse(text)
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{text}: it takes at least {least}")
+        return found
+
+    return number
+
+
+def output_file(text: str) -> Path:
+    """Parse the path of a file, which must be writable now: the measurements come first."""
+    path = Path(text)
+    _require_writable(path)
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """Parse the path of a picture: PNG, SVG or PDF by its suffix."""
+    path = Path(text)
+    _require_writable(picture=path)
+    return path
+
+
+def _require_writable(*paths: Path, picture: Path | None = None) -> None:
+    # Imported here: a peer's Python may have no hpcpar.
+    from hpcpar.cli.bench import require_writable
+    from hpcpar.errors import ConfigError
+
+    try:
+        require_writable(*paths, picture=picture)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# --- measuring in turn --------------------------------------------------------------------------------
+
+
+def in_turn(players: Sequence[Player], rounds: int) -> Iterator[Player]:
+    """Yield each player once a round, in another order each round, which is the same on all ranks.
+
+    Noise of the machine then reaches all players, and none always follows the same other one.
+    """
+    order = random.Random(0)
+    for _ in range(rounds):
+        yield from order.sample(players, len(players))
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the first quartile, the median and the third quartile."""
+    if len(values) == 1:
+        return [values[0]] * 3
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the quartiles of mine / other, each turn divided by the other's turn of the same round."""
+    return quartiles([a / b for a, b in zip(mine, others, strict=True)])
+
+
+# --- results ------------------------------------------------------------------------------------------
+
+
+def header(world: Communicator, **settings: Any) -> dict[str, Any]:
+    """Describe the job: ranks, nodes, machine, the script's own settings, and versions."""
+    import torch
+
+    import hpcpar
+    from hpcpar.launch.binding import affinity
+    from hpcpar.transport.mpi import library_facts
+
+    return {
+        "ranks": world.size,
+        "nodes": len(set(world.nodes)),
+        "host": socket.gethostname(),
+        "cores": len(affinity()),
+        "threads": torch.get_num_threads(),
+        **settings,
+        "mpi": library_facts()["vendor"],
+        "torch": torch.__version__,
+        "hpcpar": hpcpar.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def print_header(about: dict[str, Any]) -> None:
+    print("# " + "  ".join(f"{key} {value}" for key, value in about.items()))
+
+
+def append_json(path: Path | None, lines: Iterable[dict[str, Any]]) -> None:
+    """Append JSON lines to a file, if there is one."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def give_up(world: Communicator, why: str) -> NoReturn:
+    """Print the reason on rank 0, then end the job with status 1. Collective."""
+    if world.rank == 0:
+        sys.stdout.flush()
+        print(f"benchmarks/{Path(sys.argv[0]).name}: {why}", file=sys.stderr, flush=True)
+    world.barrier()
+    sys.exit(1)
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def give_freed_memory_back() -> None:
+    """Return garbage and the C library's free memory to the system (glibc)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,288 @@
+"""Output directory of a run: earlier runs moved aside, checkpoints saved, and the newest one resumed from.
+
+<directory>/
+    checkpoints/step-00000040/          whole or absent
+    metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hpcpar.checkpoint import Loaded, load, save
+from hpcpar.checkpoint.checkpoint_directory import by_step
+from hpcpar.comm import Communicator
+from hpcpar.data import Prepared, Sampler
+from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.errors import CheckpointError, ConfigError, PeerFailedError
+from hpcpar.models import LlamaConfig
+from hpcpar.training.config import Config, model_config_saved
+
+logger = logging.getLogger(__name__)
+
+MODEL_KEYS = (
+    *("hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size"),
+    *("rope_theta", "norm_epsilon", "tie_embeddings"),
+)
+"""Keys that decide a model's parameters, vocabulary aside, and its function of them."""
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """State that a run starts from, beside model and optimizer.
+
+    step              steps done
+    tokens            learnt from in these, perhaps with another global batch
+    sampler           of the steps that are left
+    owes_evaluation   the held-out loss that was due at `step` was not taken
+    is_resumed        a checkpoint was loaded
+    """
+
+    step: int
+    tokens: int
+    sampler: Sampler
+    owes_evaluation: bool = False
+    is_resumed: bool = False
+
+
+class RunDirectory:
+    """Output directory and checkpoints of a run; every method is collective.
+
+    say   reports to the user, on rank 0
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        comm: Communicator,
+        data: Prepared,
+        model_config: LlamaConfig,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self.path = config.output.directory
+        self.checkpoints = self.path / "checkpoints"
+        self._config = config
+        self._comm = comm
+        self._data = data
+        self._model_config = model_config
+        self._say = say
+        self._saved_s = time.monotonic()
+
+    def open(
+        self, model: nn.Module, optimizer: DistributedOptimizer, sampler: Sampler, *, resume: bool
+    ) -> StartPoint:
+        """Make the directory, moving an earlier run aside, or load its newest sound checkpoint.
+
+        errors   ConfigError, CheckpointError or PeerFailedError, on all ranks
+        """
+        is_found = False
+        with self._comm.together("making the output directory"):
+            if self._comm.rank == 0:
+                if resume:
+                    is_found = bool(by_step(self.checkpoints))
+                else:
+                    moved = move_aside(self.path, offload=self._config.optimizer.offload)
+                    if moved is not None:
+                        self._say(f"the earlier run in {self.path} is now {moved}")
+                self._make()
+        is_found = self._comm.broadcast_object(is_found)
+        if is_found:
+            return self._resume(model, optimizer, sampler)
+        if resume:
+            self._say(f"no checkpoint in {self.checkpoints}: starting from the first step")
+        return StartPoint(0, 0, sampler)
+
+    def start_clock(self) -> None:
+        """Count the minutes to the next checkpoint from here."""
+        self._saved_s = time.monotonic()
+
+    def is_time_to_save(self) -> bool:
+        """Return True if the last checkpoint is as old as one may be, by rank 0's clock."""
+        limit_s = 60 * self._config.output.checkpoint_minutes
+        if not limit_s:
+            return False
+        is_due = self._comm.rank == 0 and time.monotonic() - self._saved_s >= limit_s
+        answer: bool = self._comm.broadcast_object(is_due)
+        return answer
+
+    def save(self, point: StartPoint, model: nn.Module, optimizer: DistributedOptimizer) -> Path:
+        """Save the checkpoint that a resumed run starts from.
+
+        errors   CheckpointError, on all ranks
+        """
+        epoch, place = point.sampler.position(point.step)
+        extra = {
+            "config": self._config.model_dump(mode="json"),
+            "text": self._data.shards.digest,
+            "tokenizer": self._data.shards.tokenizer_identity,
+            "end_of_document": self._data.tokenizer.end_of_document,
+            "tokens": point.tokens,
+            # Windows of an epoch's order, which the seed names.
+            "data": {"epoch": epoch, "place": place, "seed": point.sampler.seed},
+            "owes_evaluation": point.owes_evaluation,
+        }
+        try:
+            saved = save(
+                self.checkpoints,
+                step=point.step,
+                model=model,
+                optimizer=optimizer,
+                extra=extra,
+                comm=self._comm,
+                keep=self._config.output.keep,
+            )
+        except (OSError, CheckpointError, PeerFailedError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {point.step} cannot be saved in {self.checkpoints}: {error}; once "
+                "that is mended, go on from the one before with --resume"
+            ) from error
+        self._saved_s = time.monotonic()
+        return saved
+
+    def _make(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output.directory = {self.path} cannot be made: {error}; name another one"
+            ) from error
+
+    def _resume(self, model: nn.Module, optimizer: DistributedOptimizer, sampler: Sampler) -> StartPoint:
+        # The checkpoint holds weight decay, betas and the like too, but the configuration decides them.
+        configured = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        restored = load(
+            self.checkpoints,
+            model=model,
+            optimizer=optimizer,
+            comm=self._comm,
+            accept=self._require_compatible,
+        )
+        for group, options in zip(optimizer.param_groups, configured, strict=True):
+            group.update(options)
+        extra, train = restored.extra, self._config.train
+        self._warn_of_changes(extra.get("config", {}))
+        sampler = self._resumed_sampler(restored, sampler)
+        self._say(f"resuming after step {restored.step} from {restored.path}")
+        return StartPoint(
+            restored.step,
+            extra.get("tokens", restored.step * train.global_batch * train.sequence),
+            sampler,
+            owes_evaluation=extra.get("owes_evaluation", False),
+            is_resumed=True,
+        )
+
+    def _require_compatible(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for another optimizer, another model, or text cut into other windows."""
+        saved: dict[str, Any] = extra.get("config", {})
+        name = self._config.optimizer.name
+        stepped = saved.get("optimizer", {}).get("name", name)
+        if stepped != name:
+            raise CheckpointError(
+                f"{checkpoint} is of another optimizer: optimizer.name = {stepped!r} there, {name!r} here; "
+                f"set optimizer.name={stepped}, or start anew without --resume"
+            )
+        self._require_same_windows(checkpoint, extra)
+        before, now = model_config_saved(saved), self._model_config
+        if before is None:
+            return
+        changed = [key for key in MODEL_KEYS if getattr(before, key) != getattr(now, key)]
+        if changed:
+            there, here = ({key: json.dumps(getattr(of, key)) for key in changed} for of in (before, now))
+            differences = [f"model.{key} = {there[key]} there, {here[key]} here" for key in changed]
+            advice = " ".join(f"model.{key}={value}" for key, value in there.items())
+            raise CheckpointError(
+                f"{checkpoint} is of another model: {'; '.join(differences)}; set {advice}, or start anew "
+                "without --resume"
+            )
+
+    def _warn_of_changes(self, saved: dict[str, Any]) -> None:
+        """Warn of settings that change the course of a resumed run."""
+        now = self._config.model_dump(mode="json")
+        changes = [
+            (f"{section}.{key}", value, saved.get(section, {}).get(key, value))
+            for section in ("data", "train", "optimizer", "schedule")
+            for key, value in now[section].items()
+        ]
+        model = model_config_saved(saved)
+        if model is not None:
+            changes.append(("model.dropout", self._model_config.dropout, model.dropout))
+        for key, value, before in changes:
+            if before != value and self._comm.rank == 0:
+                logger.warning("resuming with %s = %r, which was %r before", key, value, before)
+
+    def _is_same_text(self, extra: Mapping[str, Any]) -> bool:
+        return extra.get("text") in (None, self._data.shards.digest)
+
+    def _require_same_windows(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where other windows would mix text learnt from with text that was not."""
+        now = self._config.train.sequence
+        before = extra.get("config", {}).get("train", {}).get("sequence", now)
+        if before == now or not self._is_same_text(extra) or not extra.get("data", {"place": 1})["place"]:
+            return
+        raise CheckpointError(
+            f"{checkpoint} was saved amid an epoch of sequences of {before} tokens, and train.sequence = "
+            f"{now} here: cut into others, text would be learnt from twice in it and other text never; set "
+            f"train.sequence={before}, give other text, or start anew without --resume"
+        )
+
+    def _resumed_sampler(self, restored: Loaded, sampler: Sampler) -> Sampler:
+        """Go on behind the sequences that were learnt from, whatever the global batch was.
+
+        Files may change under their names: changed text is begun with, in an order of its own.
+        """
+        extra, train = restored.extra, self._config.train
+        saved = extra.get("config", {}).get("train", {})
+        position = extra.get("data")
+        if position is None:  # saved by a version that counted steps
+            batch = saved.get("global_batch", train.global_batch)
+            epoch, steps = divmod(restored.step, max(1, sampler.windows // batch))
+            position = {"epoch": epoch, "place": steps * batch, "seed": saved.get("seed", train.seed)}
+        if self._is_same_text(extra):
+            if position["seed"] != train.seed and self._comm.rank == 0:
+                logger.warning("the text's order stays that of train.seed = %r", position["seed"])
+            return replace(sampler, seed=position["seed"]).going_on_from(
+                restored.step, position["epoch"], position["place"]
+            )
+        if self._comm.rank == 0:
+            logger.warning(
+                "resuming with other text than before: the files or the tokenizer, or how they are cut, have "
+                "changed, and what is held out now may have been learnt from; the text that is there now is "
+                "gone through from the beginning of an order of its own"
+            )
+        return sampler.going_on_from(restored.step, position["epoch"] + 1, 0)
+
+
+def move_aside(directory: Path, *, offload: str | None = None) -> Path | None:
+    """Rename a directory that holds a run (to runs/tiny.1, .2, …), so that none is overwritten.
+
+    offload   place of the new run's optimizer state, which may be a directory
+    """
+    if not (directory / "metrics.jsonl").exists() and not by_step(directory / "checkpoints"):
+        return None
+    refusal = f"output.directory = {directory} has an earlier run in it, which cannot be moved aside, as"
+    if Path.cwd().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"{refusal} the current directory is there, too; name one below, as in "
+            "output.directory=runs/latest, or go on with --resume"
+        )
+    if offload not in (None, "cpu") and Path(offload).resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"{refusal} optimizer.offload = {offload!r} is there, too; name a place outside of it for one of "
+            "them, or go on with --resume"
+        )
+    number = 1
+    while (target := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    return directory.rename(target)

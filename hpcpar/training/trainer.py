@@ -1,0 +1,367 @@
+"""A training run from its configuration to its last checkpoint.
+
+`Run(config, comm)` builds everything, on all ranks or on none; `run.train()` goes through the steps.
+
+    until the next milestone    data → forward and backward → gradients averaged → optimizer
+    at a milestone              losses summed and logged; held-out loss; checkpoint
+
+A step depends on its number alone, except for its data: their position is counted in sequences, so that a run
+can be resumed with another global batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from hpcpar.comm import Communicator
+from hpcpar.comm.preemption import Preemption
+from hpcpar.data_parallel import expected_broadcast_nbytes, memory_report, watch_activations
+from hpcpar.data_parallel.saved_activations import Activations
+from hpcpar.errors import DivergenceError
+from hpcpar.mesh import Mesh
+from hpcpar.models import Llama, LlamaStages
+from hpcpar.pipeline_parallel import TiedWeights
+from hpcpar.pipeline_schedules.timetable import write_timetable
+from hpcpar.training.batches import Batches
+from hpcpar.training.build import (
+    build_model,
+    build_optimizer,
+    build_stages,
+    place_on_hardware,
+    prepare_data,
+    tensor_parallel_of,
+)
+from hpcpar.training.config import Config
+from hpcpar.training.expected_traffic import ExpectedTraffic, Passes, expected_traffic
+from hpcpar.training.learning_rate import learning_rate
+from hpcpar.training.memory_check import require_memory
+from hpcpar.training.metrics import Metrics
+from hpcpar.training.milestones import Milestones
+from hpcpar.training.pipelined import PipelinedModel, copies_here, require_known
+from hpcpar.training.reports import Outcome, Preempted, announce, sample, write_reports
+from hpcpar.training.run_directory import RunDirectory
+from hpcpar.training.step import StepResult, WholeModel, held_out_loss, train_step
+from hpcpar.training.timeline import Timeline, span
+from hpcpar.training.traffic_report import gather_traffic
+
+
+class Run:
+    """One rank's part of a training run; making one and every method are collective.
+
+    config    the same on every rank
+    comm      over all ranks of the run; its axes are split from it
+    resume    go on from the newest checkpoint in the output directory, if there is one
+    console   rank 0 reports to it; None = in silence
+    preemption   asked between steps whether to stop; the caller closes it
+
+    errors    ConfigError, LayoutError, DataError, CheckpointError or PeerFailedError, on all ranks
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        comm: Communicator,
+        *,
+        resume: bool = False,
+        console: Console | None = None,
+        preemption: Preemption | None = None,
+    ) -> None:
+        self.config = config
+        self.comm = comm
+        self.console = console if comm.rank == 0 else None
+        self._preemption = preemption
+        self._is_to_stop = False
+        self._activations: Activations | None = None
+        self.mesh = Mesh(comm, config.mesh.model_dump())
+        config.require_recompute()
+        config.require_sequence_for(self.mesh.tp.size)
+        self.tp = tensor_parallel_of(config, self.mesh.tp)
+        config.require_pipeline_for(self.mesh.pp.size, self.mesh.dp.size)
+        self._losses = self._split_for_losses()
+        self.device = place_on_hardware(config, comm)
+        self.data = prepare_data(config, comm, say=self.say)
+        self.batches = Batches(config, self.data, self.mesh.dp, self.device)
+        require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
+        self.model: Llama | LlamaStages
+        self.worker: WholeModel | PipelinedModel
+        if self.mesh.pp.size == 1:
+            with comm.together("looking at pipeline.schedule"):
+                require_known(config.pipeline.schedule)
+            self._build_whole()
+        else:
+            self._build_stages()
+        self.directory = RunDirectory(config, comm, self.data, self.model.config, say=self.say)
+        self._start = self.directory.open(self.model, self.optimizer, self.batches.sampler, resume=resume)
+        self.batches.sampler = self._start.sampler
+        self.milestones = Milestones(config, self._start.step)
+
+    # --- building ---------------------------------------------------------------------------------
+
+    def _split_for_losses(self) -> Communicator:
+        """Return a communicator of their own for losses, so that bytes of gradients equal the theory.
+
+        It does not cross tp: ranks that share layers have the same loss.
+        """
+        over = self.mesh.dp if self.mesh.pp.size == 1 else self.mesh.comm("pp", "dp")
+        losses = over.split(0, name="losses")
+        assert losses is not None, "every rank is in it"
+        return losses
+
+    def _build_whole(self) -> None:
+        config, vocabulary = self.config, self.data.shards.vocabulary
+        self.model = model = build_model(config, vocabulary, self.device, self.mesh.dp, self.tp)
+        # Counted before the optimizer may give the parameters another type.
+        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.dp)
+        self.optimizer = build_optimizer(config, model, self.mesh.dp)
+        microbatches = self.batches.microbatches(config.train.global_batch)
+        self.worker = WholeModel(model, self.optimizer, microbatches, self.tokens_per_step)
+
+    def _build_stages(self) -> None:
+        config, mesh = self.config, self.mesh
+        microbatches = self.batches.microbatches(config.train.global_batch)
+        model, schedule = build_stages(
+            config, self.data.shards.vocabulary, self.device, mesh, self.tp, microbatches
+        )
+        self.model = model
+        self._start_nbytes = expected_broadcast_nbytes(model, mesh.dp)
+        tied = TiedWeights(mesh.pp, model.tied_parameters())
+        self.optimizer = build_optimizer(
+            config, model, mesh.dp, tied=copies_here(model, tied), backwards=microbatches
+        )
+        self.worker = PipelinedModel(
+            model, schedule, mesh, tied, self.optimizer, global_tokens=self.tokens_per_step
+        )
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    @property
+    def first_step(self) -> int:
+        """Steps that an earlier run had done."""
+        return self._start.step
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
+        return self.config.train.global_batch * self.config.train.sequence
+
+    def tokens_after(self, steps_done: int) -> int:
+        """Return the tokens learnt from, with the batch sizes that earlier runs had."""
+        return self._start.tokens + (steps_done - self.first_step) * self.tokens_per_step
+
+    def train(self) -> Outcome | Preempted:
+        """Train the steps that are left; evaluate, save and report. Stop early if asked to."""
+        milestones = self.milestones
+        announce(self)
+        self.directory.start_clock()
+        loss: float | None = None
+        held_out: float | None = None
+        seconds = 0.0
+        with ExitStack() as stack:
+            metrics = self._open_metrics(stack)
+            has_timeline = self.config.output.timeline_steps and milestones.steps_left
+            timeline = Timeline(self.comm) if has_timeline else None
+            if self._start.owes_evaluation:
+                held_out = self._evaluate(self.first_step, metrics)
+            for start, stop in milestones.intervals():
+                start_s = time.perf_counter()
+                done, loss = self.train_steps(start, stop, metrics)
+                seconds += time.perf_counter() - start_s
+                if self._is_to_stop:
+                    return self._stop_early(done)
+                if timeline is not None and stop == milestones.traced_until:
+                    timeline.write(self.directory.path / "timeline.json")
+                if isinstance(self.worker, PipelinedModel) and stop == milestones.steps:
+                    self._record_last_step(self.worker)
+                if milestones.is_evaluated(stop):
+                    held_out = self._evaluate(stop, metrics)
+                if milestones.is_saved(stop) or self.directory.is_time_to_save():
+                    self.save(stop)
+            if held_out is None:
+                held_out = self._evaluate(self.first_step, metrics)
+        if self._preemption is not None:
+            self._preemption.settle()
+        outcome = Outcome(
+            first_step=self.first_step,
+            steps=self.first_step + milestones.steps_left,
+            loss=loss,
+            held_out_loss=held_out,
+            tokens_per_s=milestones.steps_left * self.tokens_per_step / seconds if seconds else 0.0,
+            seconds=seconds,
+            traffic=tuple(gather_traffic(self.comm, self._expected_traffic())),
+            memory=memory_report(self.model, self.optimizer, self.comm, activations=self._activations),
+        )
+        write_reports(self, outcome, sample(self))
+        return outcome
+
+    def train_steps(self, start: int, stop: int, metrics: Metrics | None = None) -> tuple[int, float]:
+        """Train steps start … stop - 1, or fewer if the run is to stop.
+
+        returns   steps done in all, and the last one's loss
+
+        Losses are summed over ranks once for all of these steps, so that no step waits for a number.
+        """
+        start_s = time.perf_counter()
+        results: list[StepResult] = []
+        while not results or (start + len(results) < stop and not self._is_to_stop):
+            results.append(self._watched_step(start + len(results)))
+            self._ask_whether_to_stop(start + len(results))
+        stop = start + len(results)
+        losses = torch.stack([result.loss_share for result in results]).cpu()
+        self._losses.allreduce(losses)
+        step_s = (time.perf_counter() - start_s) / len(results)
+        self._require_finite(start, losses, torch.stack([result.gradient_norm for result in results]).cpu())
+        if metrics is not None:
+            metrics.steps(
+                [
+                    {
+                        "step": step,
+                        "loss": loss,
+                        "learning_rate": self._learning_rate(step),
+                        "gradient_norm": float(result.gradient_norm),
+                        "tokens": self.tokens_after(step + 1),
+                        "tokens_per_s": self.tokens_per_step / step_s,
+                        "step_s": step_s,
+                    }
+                    for step, loss, result in zip(range(start, stop), losses.tolist(), results, strict=True)
+                ]
+            )
+        return stop, float(losses[-1])
+
+    def save(self, steps_done: int, *, owes_evaluation: bool = False) -> Path:
+        """Save the checkpoint after so many steps.
+
+        owes_evaluation   the held-out loss that is due now has not been taken
+        errors            CheckpointError, on all ranks
+        """
+        point = replace(
+            self._start,
+            step=steps_done,
+            tokens=self.tokens_after(steps_done),
+            sampler=self.batches.sampler,
+            owes_evaluation=owes_evaluation,
+        )
+        return self.directory.save(point, self.model, self.optimizer)
+
+    def say(self, text: str) -> None:
+        """Print to the console, on rank 0."""
+        if self.console is not None:
+            # Text that a model wrote may look like markup.
+            self.console.print(text, highlight=False, markup=False)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _watched_step(self, step: int) -> StepResult:
+        """Run a step; in the run's first one, count the saved activations."""
+        if self._activations is not None:
+            return self._step(step)
+        with watch_activations(self.model) as self._activations:
+            return self._step(step)
+
+    def _step(self, step: int) -> StepResult:
+        trace = self.comm.trace
+        with span(trace, "data"):
+            tokens, targets = self.batches.training_batch(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
+        clip_norm = self.config.optimizer.clip_norm or math.inf
+        return train_step(self.worker, tokens, targets, clip_norm=clip_norm, trace=trace)
+
+    def _learning_rate(self, step: int) -> float:
+        steps, schedule = self.config.train.steps, self.config.schedule
+        return learning_rate(
+            step,
+            steps=steps,
+            peak=self.config.optimizer.learning_rate,
+            warmup_steps=int(schedule.warmup_fraction * steps),
+            final_fraction=schedule.final_fraction,
+        )
+
+    def _ask_whether_to_stop(self, steps_done: int) -> None:
+        """Agree on whether to stop here; after the last step it makes no difference."""
+        if self._preemption is not None and steps_done < self.config.train.steps:
+            self._is_to_stop = self._preemption.is_agreed()
+
+    def _stop_early(self, steps_done: int) -> Preempted:
+        """Save the state that a resumed run goes on from, and leave out the rest: time is short."""
+        checkpoint = self.save(steps_done, owes_evaluation=self.milestones.is_evaluated(steps_done))
+        self.say(
+            f"asked to stop: {steps_done} of {self.config.train.steps} steps are done and saved in "
+            f"{checkpoint}; --resume goes on from there"
+        )
+        return Preempted(steps_done, checkpoint)
+
+    def _evaluate(self, steps_done: int, metrics: Metrics | None) -> float:
+        loss = held_out_loss(self.worker, self.batches.held_out_batches(), self._losses)
+        if metrics is not None:
+            metrics.held_out(steps_done, loss)
+        if not math.isfinite(loss):
+            raise self._diverged(f"the held-out loss after step {steps_done} is {loss}")
+        return loss
+
+    def _require_finite(self, start: int, losses: Tensor, gradient_norms: Tensor) -> None:
+        """Raise DivergenceError for the first of these steps that left non-finite parameters."""
+        found = {"loss": losses}
+        if not self.optimizer.scaler.dynamic:  # which skips a step whose gradients overflowed
+            found["norm of the gradient"] = gradient_norms
+        for what, values in found.items():
+            broken = torch.nonzero(~values.isfinite()).flatten().tolist()
+            if broken:
+                raise self._diverged(f"the {what} of step {start + broken[0]} is {values[broken[0]].item()}")
+
+    def _diverged(self, found: str) -> DivergenceError:
+        return DivergenceError(
+            f"{found}, and nothing can be learnt from there on; lower optimizer.learning_rate "
+            f"(now {self.config.optimizer.learning_rate}), "
+            f"raise schedule.warmup_fraction, or set optimizer.clip_norm"
+        )
+
+    # --- records ----------------------------------------------------------------------------------
+
+    def _open_metrics(self, stack: ExitStack) -> Metrics | None:
+        """Open metrics.jsonl and the display of progress, on rank 0."""
+        if self.comm.rank != 0:
+            return None
+        metrics = Metrics(
+            self.directory.path,
+            first_step=self.first_step,
+            steps=self.config.train.steps,
+            console=self.console,
+        )
+        return stack.enter_context(metrics)
+
+    def _record_last_step(self, worker: PipelinedModel) -> None:
+        """Write the times of the last step's actions, for `hpcpar draw pipeline --measured`."""
+        timetable = worker.pipeline.timetable()
+        if self.comm.rank == 0:
+            write_timetable(timetable, self.directory.path / "pipeline.json")
+
+    def _expected_traffic(self) -> ExpectedTraffic:
+        intervals = self.milestones.intervals()
+        due = sum(self.milestones.is_evaluated(stop) for _, stop in intervals)
+        passes = Passes(
+            trained=self.batches.microbatch_sizes(self.config.train.global_batch),
+            evaluations=max(1, self._start.owes_evaluation + due),
+            held_out=self.batches.microbatch_sizes(len(self.batches.held_out_windows)),
+            sequence=self.config.train.sequence,
+            intervals=[stop - start for start, stop in intervals],
+            loads=1 if self._start.is_resumed else 0,
+        )
+        return expected_traffic(
+            self.model,
+            self.optimizer,
+            self.tp,
+            self._losses,
+            passes,
+            recompute=self.config.recompute,
+            worker=self.worker if isinstance(self.worker, PipelinedModel) else None,
+            preemption=None if self._preemption is None else self._preemption.comm,
+            start_nbytes=0 if self.optimizer.zero_stage == 3 else self._start_nbytes,
+        )

@@ -1,0 +1,1 @@
+"""Device memory of GPUs: the CUDA driver, queues, IPC, kernels, and staging through pinned memory."""

@@ -1,0 +1,115 @@
+"""The kernels of kernels.cu compiled for the host (kernel_stand_in.cpp), as `Kernels`.
+
+On the stand-in for the CUDA driver they run in the order of its streams, as kernels do:
+
+    gpu_kernels.use_instead(kernel_stand_in.StandInKernels())
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from hpcpar.transport.gpu import kernels as gpu_kernels
+from tests.transport.gpu import cuda_stand_in
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+COMPILE = (
+    *("g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas"),
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",  # 16 bytes of whatever type are loaded as a uint4, as CUDA does
+)
+
+
+def obstacle():
+    """Why the kernels cannot be compiled here, or None."""
+    return None if shutil.which("g++") else "needs g++ to compile the kernels for the host"
+
+
+@functools.cache
+def load():
+    """The compiled kernels; built once per source and compiler, also when several processes ask at once."""
+    library = ctypes.CDLL(str(_build()))
+    library.size_of_fold.restype = ctypes.c_size_t
+    library.new_job.restype = ctypes.c_void_p
+    library.size_of_convert.restype = ctypes.c_size_t
+    library.new_job.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint)
+    library.run_job.argtypes = (ctypes.c_void_p,)
+    library.run_job.restype = None
+    return library
+
+
+def _build():
+    compiler = subprocess.run(["g++", "--version"], capture_output=True, check=True, timeout=60).stdout
+    sources = SOURCE.read_bytes() + gpu_kernels.SOURCE.read_bytes()
+    key = hashlib.sha256(compiler + sources + repr(COMPILE).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"hpcpar-kernel-stand-in-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else")
+    target = folder / f"kernels-{key}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as apart:
+            fresh = Path(apart) / target.name
+            include = f"-I{gpu_kernels.SOURCE.parent}"
+            subprocess.run([*COMPILE, include, "-o", fresh, SOURCE], check=True, timeout=300)
+            fresh.replace(target)
+    return target
+
+
+class HostKernels:
+    """`Kernels` whose addresses are those of host memory; a fold is over on return.
+
+    most_blocks   of a launch, few enough for a block to have several tiles in a test
+    """
+
+    def __init__(self, most_blocks=3):
+        self.most_blocks = most_blocks
+
+    def fold(self, op, dtype, into, sources, count, *, factor=1.0, divisor=1, stream=0):
+        into, *sources = (self._reach(address, dtype, count) for address in (into, *sources))
+        found = gpu_kernels.launches(dtype, into, sources, count, factor=factor, divisor=divisor)
+        self._launch(gpu_kernels.defines(op, dtype), gpu_kernels.block_count(dtype, count), found, stream)
+
+    def convert(self, dtype, into, source_dtype, source, count, *, factor=1.0, divisor=1, stream=0):
+        if not count:
+            return
+        into, source = self._reach(into, dtype, count), self._reach(source, source_dtype, count)
+        found = [gpu_kernels.CONVERT_ARGUMENTS.pack(into, source, count, factor, divisor)]
+        defined = gpu_kernels.convert_defines(source_dtype, dtype)
+        self._launch(defined, gpu_kernels.convert_blocks(count), found, stream)
+
+    def _launch(self, defined, blocks, found, stream):
+        for arguments in found:
+            job = load().new_job(
+                " ".join(defined).encode(), arguments, len(arguments), min(blocks, self.most_blocks)
+            )
+            if not job:
+                raise LookupError(f"no kernel for {' '.join(defined)}")
+            self._run(job, stream)
+
+    def _reach(self, address, dtype, count):
+        return address
+
+    def _run(self, job, stream):
+        load().run_job(job)
+
+
+class StandInKernels(HostKernels):
+    """`Kernels` whose addresses are those of the stand-in's devices; a fold is done in its stream's order."""
+
+    def _reach(self, address, dtype, count):
+        itemsize = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+        return cuda_stand_in.reach(address, count * itemsize)
+
+    def _run(self, job, stream):
+        if result := cuda_stand_in.load().stand_in_enqueue(stream, load().run_job, job):
+            raise RuntimeError(f"stand_in_enqueue: {result}")
