@@ -21,7 +21,7 @@ from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
-from hpcpar.horovod.torch.gradients import Gradients, Ways
+from hpcpar.horovod.torch.gradients import Gradients, ReductionOptions
 from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
 from hpcpar.horovod.torch.submission import require_adasum
 from hpcpar.horovod.torch.wrapped import Wrapped
@@ -202,7 +202,7 @@ class _AveragingOptimizer(_Distributed):
         if self._is_alone:
             return
         context = basics.the_context()
-        ways = Ways(
+        ways = ReductionOptions(
             op="average" if settings["op"] == Average else "sum",
             compression=settings["compression"],
             predivide=settings["gradient_predivide_factor"],

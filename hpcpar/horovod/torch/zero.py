@@ -1,7 +1,7 @@
 """DistributedOptimizer with zero_stage=1 or 2: hpcpar's own sharded optimizer under Horovod's habits.
 
 Horovod's            step, synchronize, skip_synchronize, zero_grad, backward_passes_per_step, op
-   │  engine         have all ranks come to this call? (meetings.py)
+   │  engine         have all ranks come to this call? (readiness.py)
 hpcpar's             shards of gradients and of the optimizer's state, on a communicator of its own
 """
 
@@ -28,13 +28,14 @@ from hpcpar.data_parallel.zero2 import STAGING_BUCKET_BYTES, ShardedGradients
 from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.horovod import basics
+from hpcpar.horovod.engine import Engine
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import TensorRequest
 from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.gradients import ADVICE
-from hpcpar.horovod.torch.meetings import STEP, Gate, Meetings
 from hpcpar.horovod.torch.mpi_ops import Adasum, Sum
+from hpcpar.horovod.torch.readiness import STEP, BucketGate, ReadinessBarrier
 from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
 from hpcpar.uncompiled import uncompiled
 
@@ -119,11 +120,12 @@ class Sharded(DistributedOptimizer):
         optimizer: Optimizer,
         named: Iterable[tuple[str, Tensor]],
         comm: Communicator,
-        meetings: Meetings,
+        barrier: ReadinessBarrier,
+        engine: Engine | None,
         multiple: float,
         **options: Any,
     ) -> None:
-        self._meetings = meetings
+        self._barrier, self._engine = barrier, engine
         self._multiple = multiple
         super().__init__(optimizer, named, comm, **options)
 
@@ -134,7 +136,7 @@ class Sharded(DistributedOptimizer):
         self._refuse_thawed()
         if isinstance(gradients, ShardedGradients):
             gradients.complete_backward()  # others may wait for it in theirs
-            self._meetings.hold(STEP)
+            self._barrier.hold(STEP)
             super().synchronize()
         else:
             try:
@@ -162,11 +164,13 @@ class Sharded(DistributedOptimizer):
     def _build(self) -> None:
         super()._build()
         if isinstance(self._reducer, ShardedGradients):
-            meetings = self._meetings
-            self._reducer.before_backward = lambda: meetings.hold("backward()")
+            barrier = self._barrier
+            self._reducer.before_backward = lambda: barrier.hold("backward()")
 
     def _reduction(self) -> Reduction:
-        return Gate(super()._reduction(), self._meetings)
+        return BucketGate(
+            self._engine, super()._reduction(), lambda on_ready: self._barrier.call(STEP, on_ready)
+        )
 
     def _refuse_thawed(self) -> None:
         trained = {id(parameter) for parameter in self.reducer.parameters}
@@ -207,13 +211,13 @@ class ShardedOptimizer(Wrapped):
         """That of the ranks that train together, who meet first. Collective."""
         self._is_closed = False
         if self._is_alone:
-            self._meetings = Meetings(None, "")
+            self._barrier = ReadinessBarrier(None, "")
             return Communicator.alone()
         engine = self._process_set._engine
         assert engine is not None, "this rank is included"
         name = engine.next_optimizer()
-        self._meetings = Meetings(engine, name)
-        self._meetings.hold(f"DistributedOptimizer({self._told()})")
+        self._barrier = ReadinessBarrier(engine, name)
+        self._barrier.hold(f"DistributedOptimizer({self._told()})")
         made: list[Communicator] = []
         ticket = Ticket(
             TensorRequest(f"{name}.communicator", "schedule"),
@@ -241,7 +245,8 @@ class ShardedOptimizer(Wrapped):
             self._wrapped,
             [(name, parameter) for parameter, name in self._parameter_names.items()],
             comm,
-            self._meetings,
+            self._barrier,
+            None if self._is_alone else self._process_set._engine,
             float(comm.size) if settings["op"] == Sum else 1.0,
             bucket_bytes=max(1, min(basics.the_context().knobs.fusion_threshold_nbytes, most)),
             **{
@@ -397,7 +402,7 @@ class ShardedOptimizer(Wrapped):
         root   the only rank that gets it, by its place in the process set; None: all do
         """
         self._connect()
-        self._meetings.hold("state_dict()")
+        self._barrier.hold("state_dict()")
         return self.sharded.state_dict(root)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -407,7 +412,7 @@ class ShardedOptimizer(Wrapped):
         """
         self._later = None
         self._connect()
-        self._meetings.hold("load_state_dict()")
+        self._barrier.hold("load_state_dict()")
         self.sharded.load_state_dict(state_dict)
         gradients = self.sharded.reducer
         if isinstance(gradients, Reducer):
@@ -416,7 +421,7 @@ class ShardedOptimizer(Wrapped):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, whose gradients are reduced from now on, too. Collective, between two steps."""
         self._connect()
-        self._meetings.hold("add_param_group()")
+        self._barrier.hold("add_param_group()")
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         number = len(self.param_groups)
@@ -431,7 +436,7 @@ class ShardedOptimizer(Wrapped):
     def _adopt_options(self, broadcast: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
         """Take what `broadcast` makes of the groups' options. Collective."""
         self._connect()
-        self._meetings.hold("broadcast_optimizer_state()")
+        self._barrier.hold("broadcast_optimizer_state()")
         own = [{key: of[key] for key in of if key != "params"} for of in self.param_groups]
         for group, options in zip(self.param_groups, broadcast(own), strict=True):
             for option in group.keys() - options.keys() - {"params"}:
