@@ -23,7 +23,7 @@ from typing import Any
 from hpcpar.errors import HpcparError
 
 INTERFACE_VERSION = "0.28.1"
-"""What `horovod.__version__` says: the Horovod whose interface this is."""
+"""Value of `horovod.__version__`: the release whose interface this is."""
 
 ALIASES = {
     "horovod.torch": "hpcpar.horovod.torch",
@@ -50,7 +50,7 @@ class AliasError(HpcparError, ImportError):
 
 
 class _NamespaceLoader(Loader):
-    """Makes a package of NAMESPACES."""
+    """Loads a package of NAMESPACES."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
@@ -126,7 +126,7 @@ def own_name(name: str) -> str | None:
 
 
 def installed() -> bool:
-    """Whether `import horovod` means ours in this process."""
+    """Return True if `import horovod` means ours in this process."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
@@ -157,7 +157,7 @@ class _InstallInChild:
 
 
 def _with_alias(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-    """What a child of `multiprocessing` is told first, with the alias in it.
+    """Add the alias to what a child of `multiprocessing` is told first.
 
     A child that is not forked imports the script again, whose `import horovod` must mean ours there.
     """

@@ -68,38 +68,38 @@ class ChromeTimeline:
         self.flush()
 
     def negotiate_start(self, name: str, kind: str) -> None:
-        """A tensor was submitted here, or on another rank first."""
+        """Record that a tensor was submitted here, or on another rank first."""
         self._begin(name, NEGOTIATE + kind.upper())
 
     def negotiate_rank_ready(self, name: str, rank: int) -> None:
-        """A rank is known to have submitted it."""
+        """Record that a rank has submitted a tensor."""
         with self._lock:
             self._add(name, "i", str(rank), s="p")
 
     def negotiate_end(self, name: str) -> None:
-        """All ranks have."""
+        """Record that all ranks have submitted a tensor."""
         with self._lock:
             opened = self._open.get(name, ())
             if opened and opened[-1].startswith(NEGOTIATE):
                 self._end_last(name)
 
     def start(self, name: str, kind: str) -> None:
-        """Its turn has come."""
+        """Record the begin of a tensor's operation."""
         self._begin(name, kind.upper())
 
     def activity_start(self, name: str, activity: str) -> None:
-        """A part of the work on it begins, inside the one that has begun and not ended."""
+        """Record the begin of an activity, nested in those that have not ended."""
         if self._open.get(name):
             self._begin(name, activity)
 
     def activity_end(self, name: str) -> None:
-        """The last part that has begun ends."""
+        """Record the end of the innermost activity."""
         with self._lock:
             if len(self._open.get(name, ())) > 1:
                 self._end_last(name)
 
     def end(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """It is done, and so is every part of it that has not ended yet."""
+        """Record the end of a tensor's operation and of its activities."""
         with self._lock:
             while len(self._open.get(name, ())) > 1:
                 self._end_last(name)
@@ -107,7 +107,7 @@ class ChromeTimeline:
                 self._end_last(name, args={"dtype": dtype, "shape": list(shape)})
 
     def mark_cycle(self) -> None:
-        """The engine looks for work once more."""
+        """Record the begin of a negotiation round."""
         if self._mark_cycles:
             with self._lock:
                 self._pending.append(

@@ -24,7 +24,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class FusedLayout:
-    """How tensors of one element type lie in the buffer: all of it, and a view in the shape of each.
+    """Tensors of one element type side by side in the buffer: the whole, and a view for each.
 
     start   where in the buffer, in bytes
     """
@@ -53,7 +53,7 @@ class FusionBuffer:
     def take(self, dtype: torch.dtype, shapes: Shapes) -> FusedLayout | None:
         """Allocate space for tensors of these shapes; None until enough has been given back.
 
-        What comes when nothing else is under way lies where it lay the last time.
+        While nothing else is under way the same shapes get the same place, and the layout made for it.
         """
         nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
         start = max(self._taken.values(), default=0)
@@ -70,13 +70,13 @@ class FusionBuffer:
         return layout
 
     def give_back(self, layout: FusedLayout) -> None:
-        """What was taken is free again."""
+        """Free the space of a layout."""
         del self._taken[layout.start]
 
 
 @cache
 def dtype_called(name: str) -> torch.dtype:
-    """torch's type of that name: "float32"."""
+    """Return torch's element type of a name such as "float32"."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -102,7 +102,7 @@ def divide(tensor: Tensor, divisor: int) -> None:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """targets[i] = sources[i], of the same shapes."""
+    """Copy sources[i] into targets[i], of the same shapes."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     else:

@@ -1,4 +1,4 @@
-"""The engine's work on GPUs: in a stream of its own, after what made the tensors, before what uses results.
+"""The engine's GPU stream, ordered after the caller's stream that makes tensors and before its later use.
 
     caller's stream   make tensors ──event─┐                              ┌─wait── use results
     engine's stream                        └─wait── pack, reduce, unpack ─┴─event
@@ -41,7 +41,7 @@ class GpuStreams:
         self._streams: dict[torch.device, Any] = {}
 
     def asked(self, ticket: Ticket) -> None:
-        """Its tensor may have yet to be made, by the stream in which the caller works just now."""
+        """Record an event after which the ticket's tensor is made, in the caller's stream."""
         if ticket.tensor is not None:
             ticket.made = torch.cuda.current_stream(ticket.tensor.device).record_event()
 
@@ -68,7 +68,7 @@ class GpuStreams:
             yield
 
     def finished(self, items: Sequence[ReadyOp]) -> None:
-        """All that was to be done for these has been given to the engine's stream, in which torch works."""
+        """Record an event after which these operations' results are there, in the engine's stream."""
         tickets = [item.ticket for item in items if item.ticket is not None]
         if tickets:
             event = torch.cuda.current_stream().record_event()
@@ -76,7 +76,7 @@ class GpuStreams:
                 ticket.finished = event
 
     def taken(self, ticket: Ticket) -> None:
-        """The caller uses the result from now on, in the stream in which it works just now."""
+        """Order the caller's stream after the result."""
         if ticket.finished is None:
             return
         results = ticket.result if isinstance(ticket.result, tuple) else (ticket.result,)

@@ -1,4 +1,4 @@
-"""Which operations are ready: requests matched by name over all ranks, without a coordinator.
+"""Negotiation: match requests by name over all ranks, without a coordinator.
 
 Ranks may ask for the same operations in different orders. In a *round* every rank tells what it has newly
 asked for, and all ranks keep the same book of it; what all of them have asked for is ready, and is done in
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 DIGEST_NBYTES = 16
 _MASK = (1 << 8 * DIGEST_NBYTES) - 1
 _STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835
-"""An odd number of many digits: its multiples differ in most of theirs."""
+"""Odd constant whose multiples differ in most bits (2^128 divided by the golden ratio)."""
 RECORD_NBYTES = 2 * DIGEST_NBYTES + 1
 
 BATCHES_REMEMBERED = 16
@@ -43,7 +43,7 @@ JOINABLE_OPS = ("sum", "average")
 
 
 class TensorRequest(NamedTuple):
-    """What one rank asks for, as far as the others must know it.
+    """One rank's request, as far as the others must know it.
 
     name      the key by which ranks find each other: "allreduce.loss"
     shape     of this rank's tensor
@@ -70,7 +70,7 @@ class TensorRequest(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """A number that two requests have in common when they fit each other."""
+        """Hash that two requests share when they fit each other."""
         if not self.serial:
             return _digest(self)
         # The same but for its number: one hash does for all of them. The number goes in by steps that do not
@@ -100,7 +100,7 @@ class ReadyRequest(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """What a rank asks for in one round, in its order: mostly the same step after step.
+    """Requests of one rank in one round, in its order: mostly the same in every step.
 
     record   what it brings to the round
     ready    what is ready if all ranks bring the same
@@ -121,14 +121,14 @@ class _Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one rank tells the others when their digests differ."""
+    """New requests of one rank, sent to the others when digests differ."""
 
     requests: tuple[TensorRequest, ...]
     joined: bool
 
 
 class Negotiation:
-    """One rank's copy of the book that all ranks keep alike.
+    """One rank's copy of the table of requests, equal on all ranks.
 
     world_ranks   of each rank, its rank in the whole job, by which texts call it
     joined        ranks that have no more data
@@ -150,7 +150,7 @@ class Negotiation:
 
     @property
     def has_news(self) -> bool:
-        """Whether this rank has asked for something that it has not told yet."""
+        """True while this rank has requests that no round has sent."""
         return bool(self._new)
 
     @property
@@ -159,15 +159,15 @@ class Negotiation:
         return [name for name in (*self._told, *self._new) if name not in self.heard]
 
     def ask(self, request: TensorRequest) -> None:
-        """This rank asks for an operation; of one name there is never more than one that is not ready."""
+        """Add a request; its name must not be that of another that is not ready."""
         self._new[request.name] = request
 
     def join(self) -> None:
-        """This rank has no more data."""
+        """Mark this rank as having no more data."""
         self._is_joined = True
 
     def record(self) -> bytes:
-        """What this rank brings to the round's AND; what it asks for from now on is for the next round."""
+        """Return this rank's part of the round's AND; later requests are for the next round."""
         self._told, self._new = self._new, {}
         self._told_joined = self._is_joined
         if self._is_joined:
@@ -180,7 +180,7 @@ class Negotiation:
         return self._record
 
     def _remember(self, batch: _Batch) -> _Batch:
-        """Whose like need not be worked out again; the oldest is forgotten."""
+        """Keep a batch for the next step; the oldest is dropped."""
         if any(request.serial for request in batch.requests):  # a number never comes again
             return batch
         if len(self._batches) >= BATCHES_REMEMBERED:
@@ -199,11 +199,11 @@ class Negotiation:
         return self._last.ready
 
     def proposal(self) -> Proposal:
-        """What this rank tells the others of this round."""
+        """Return what this rank sends where digests differ."""
         return Proposal(tuple(self._told.values()), self._told_joined)
 
     def conclude_proposals(self, proposals: Sequence[Proposal]) -> list[ReadyRequest]:
-        """All ranks have told, in the order of their ranks: what is ready."""
+        """Take in all ranks' proposals, in rank order; return what is ready."""
         self._told = {}
         for rank, told in enumerate(proposals):
             for request in told.requests:
@@ -257,7 +257,7 @@ class Negotiation:
         return all(rank in asked or rank in self.joined for rank in range(self._size))
 
     def _whole_groups(self, names: Sequence[str]) -> list[str]:
-        """Those that belong to no group, or to one of which all are there. Of a group as it was asked for."""
+        """Leave out members of groups that are not complete yet."""
         members: dict[tuple[str, int], int] = defaultdict(int)
         groups = {name: self._group_of(name) for name in names}
         for group in groups.values():
@@ -266,7 +266,7 @@ class Negotiation:
         return [name for name in names if (group := groups[name]) is None or members[group] == group[1]]
 
     def _group_of(self, name: str) -> tuple[str, int] | None:
-        """None also where ranks disagree: that is an error, which must not wait for the others."""
+        """Return a request's group; None where ranks disagree, an error that must not wait for the group."""
         groups = {request.group for request in self.heard[name].values()}
         return groups.pop() if len(groups) == 1 else None
 
@@ -285,7 +285,7 @@ class Negotiation:
 
 
 def objection(asked: Mapping[int, TensorRequest], world_ranks: Sequence[int]) -> str | None:
-    """Why requests of the same name do not fit each other, naming the ranks; None: they do."""
+    """Explain why requests of one name do not fit each other, naming the ranks; None if they do."""
     for what, of, said in _ASPECTS:
         sides: dict[Any, list[int]] = defaultdict(list)
         for rank, request in sorted(asked.items()):
@@ -301,7 +301,7 @@ def objection(asked: Mapping[int, TensorRequest], world_ranks: Sequence[int]) ->
 
 
 def shortcoming(request: TensorRequest) -> str | None:
-    """Why an operation cannot be done although all ranks ask for the same; None: it can."""
+    """Explain why an operation is impossible although all ranks agree on it; None if it is possible."""
     if request.kind in ROWS and not request.shape:
         return (
             f"{request.name}: {request.kind} of a tensor without dimensions was asked for; it works on rows: "

@@ -44,7 +44,7 @@ Address = str | tuple[str, int]
 log = logging.getLogger("hpcpar")
 
 TALK_LIMIT_S = 10.0
-"""A rank has ended, but something that it has started may still hold its line."""
+"""Limit for a rank that has ended while something that it started still holds its connection."""
 
 
 def run(
@@ -159,7 +159,7 @@ class RpcServer:
         self._thread = in_thread(self._serve, name="hpcpar horovod.run")
 
     def words(self) -> list[str]:
-        """Return its address as words of a command: a path, or a host and a port."""
+        """Return the address as words of a command: a path, or a host and a port."""
         address = self._listener.address
         return [address] if isinstance(address, str) else [socket.gethostname(), str(address[1])]
 
@@ -239,7 +239,7 @@ def _places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
 
 
 def _server_address(places: Sequence[Host], directory: str) -> Address:
-    """A path where all ranks will be on this host, else any port."""
+    """Return a socket path where all ranks are on this host, else any free port."""
     here = {"localhost", "127.0.0.1", socket.gethostname()}
     away = any(host.name not in here for host in places) or (not places and has_several_hosts())
     return ("", 0) if away else os.path.join(directory, "server")
@@ -286,7 +286,7 @@ def _results(server: RpcServer, size: int, status: int, said: Sequence[str]) -> 
 
 
 def serve_rank(words: Sequence[str]) -> None:
-    """A rank's side: fetch the job from the server that the words name, do it, bring back what came of it."""
+    """Run on a rank: fetch the job from the server that the words name, and return its result."""
     address: Address = words[0] if len(words) == 1 else (words[0], int(words[1]))
     with Client(address, authkey=take_token().encode()) as server:
         server.send(detect().rank)

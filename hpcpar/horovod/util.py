@@ -50,7 +50,7 @@ __all__ = [
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether `horovod.<name>` can be used: "torch" where PyTorch is installed, nothing else."""
+    """Return True for "torch" where PyTorch is installed: the only extension there is."""
     return ext_base_name in EXTENSIONS and importlib.util.find_spec("torch") is not None
 
 
@@ -87,7 +87,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether that framework sees a GPU."""
+    """Return True if that framework sees a GPU."""
     if not extension_available(ext_base_name):
         return False
     import torch
@@ -122,7 +122,7 @@ def _answer(query: str) -> bool:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, Any], Any]:
-    """A function (op, average) -> op, which resolves the older argument `average` into the newer `op`.
+    """Make a function (op, average) -> op that resolves the older argument `average`.
 
     reduce_ops   has `Average` and `Sum`
     errors       ValueError when both are given
@@ -140,17 +140,17 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, A
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number of ranks is 1, 2, 4, 8, ..."""
+    """Return True for 1, 2, 4, 8, … ranks."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
 def split_list(items: Sequence[T], n: int) -> list[Sequence[T]]:
-    """n consecutive pieces whose lengths differ by at most one, the longer first."""
+    """Split into n consecutive pieces whose lengths differ by at most one, the longer first."""
     return [items[start:stop] for start, stop in bounds(len(items), n)]
 
 
 def is_iterable(thing: object) -> bool:
-    """Whether `for` can walk over it."""
+    """Return True if `for` can iterate over it."""
     try:
         iter(thing)  # type: ignore[call-overload]
     except TypeError:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -81,19 +82,18 @@ def total(size: int, shape: Any, dtype: torch.dtype = torch.float32, salt: int =
 SHAPES = [(), (0,), (1,), (3,), (17, 17), (0, 5), (5000,), (2, 3, 4), (40_000,), (200_000,)]
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "knobs",
+    ("size", "knobs"),
     [
-        {},
-        {"fusion_threshold_nbytes": 0},
-        {"fusion_threshold_nbytes": 1},
-        {"fusion_threshold_nbytes": 100},
-        {"fusion_threshold_nbytes": 20_000},
-        {"fusion_threshold_nbytes": 1 << 40},
-        {"cycle_time_s": 0.0},
-        {"cycle_time_s": 0.05},
-        {"disable_group_fusion": True},
+        *((size, {}) for size in SIZES),
+        (2, {"fusion_threshold_nbytes": 0}),
+        (3, {"fusion_threshold_nbytes": 1}),
+        (4, {"fusion_threshold_nbytes": 100}),
+        (3, {"fusion_threshold_nbytes": 20_000}),
+        (2, {"fusion_threshold_nbytes": 1 << 40}),
+        (4, {"cycle_time_s": 0.0}),
+        (3, {"cycle_time_s": 0.05}),
+        (2, {"disable_group_fusion": True}),
     ],
     ids=str,
 )
@@ -119,18 +119,23 @@ def test_whatever_is_fused_is_right(size, knobs):
             assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_every_operation_of_every_type_is_right_fused_and_alone(dtype, op):
+def test_every_operation_of_every_type_is_right_fused_and_alone(dtype):
     size, shapes = 3, [(7,), (2, 3), (), (0,), (700_000 // dtype.itemsize,)]
+    cases = list(product(("sum", "average", "min", "max", "product"), enumerate(shapes)))
 
     def work(engine: Engine) -> list[Tensor]:
-        of_rank = enumerate(brought(engine.rank, shape, dtype, k) for k, shape in enumerate(shapes))
-        return all_of(engine, [ticket("allreduce", x, str(k), op=op) for k, x in of_rank])
+        return all_of(
+            engine,
+            [
+                ticket("allreduce", brought(engine.rank, shape, dtype, k), f"{op} {k}", op=op)
+                for op, (k, shape) in cases
+            ],
+        )
 
     combine = {"min": torch.amin, "max": torch.amax, "product": torch.prod}
     for found in with_engines(size, work):
-        for k, (x, shape) in enumerate(zip(found, shapes, strict=True)):
+        for x, (op, (k, shape)) in zip(found, cases, strict=True):
             inputs = torch.stack([brought(rank, shape, dtype, k) for rank in range(size)])
             expected = combine[op](inputs, 0).to(dtype) if op in combine else inputs.sum(0, dtype=dtype)
             if op == "average" and dtype.is_floating_point:
@@ -326,7 +331,7 @@ def test_names_that_never_come_again_leave_nothing_but_limited_caches():
         assert all(count <= 512 for count in held.values()), held
 
 
-def test_engines_of_a_crew_move_on_together():
+def test_engines_of_a_group_move_on_together():
     """Rank 0 waits for the first engine's operation first, rank 1 for the second's."""
 
     def work(comm: Communicator) -> list[float]:
@@ -390,8 +395,11 @@ def test_a_crew_that_fails_fails_all_that_is_under_way_and_takes_nothing_more():
     assert run_loopback(1, work) == [["the end has come"] * 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
-@pytest.mark.parametrize("numel", [3, 600_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("dtype", "numel"),
+    [(torch.uint8, 3), (torch.uint8, 600_000), (torch.int8, 600_000), (torch.int16, 3)],
+    ids=str,
+)
 def test_averages_of_narrow_integers_stay_in_their_range(dtype, numel):
     most = torch.iinfo(dtype).max
 

@@ -50,7 +50,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are reduced.
+    """Options of the reduction, equal on all ranks.
 
     op             "average" or "sum"
     predivide      what a gradient is divided by before the sum; the average is divided by the rest after it
@@ -79,7 +79,7 @@ class ReductionOptions:
         return op, before
 
     def __str__(self) -> str:
-        """As ranks compare it."""
+        """Text that ranks compare."""
         name = getattr(self.compression, "__name__", type(self.compression).__name__)
         told = f"op={self.op}, compression={name}, gradient_predivide_factor={self.predivide}"
         told += f", groups of {[len(group) for group in self.groups]}, sparse_as_dense={self.sparse_as_dense}"
@@ -155,7 +155,7 @@ class _Waitable(NamedTuple):
 
 @dataclass(frozen=True)
 class _Zeros:
-    """What a rank that has joined brings to the others' steps, without their optimizer.
+    """Zeros that a rank that has joined brings to the others' steps, without their optimizer.
 
     buckets  shape, element type and device of each; of gradients where each has a bucket
     """
@@ -173,7 +173,7 @@ class _Zeros:
 
 
 class Gradients:
-    """Reduces the gradients of an optimizer's parameters; see the module.
+    """Reduces the gradients of an optimizer's parameters.
 
     named     every parameter of the optimizer, by name; more may be added
     is_copy   made by copying or reading another, perhaps on this rank alone: it gets its name when it is used
@@ -212,7 +212,7 @@ class Gradients:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether gradients are being reduced that nobody has waited for, or will be with the first ones."""
+        """True while gradients are being reduced, or wait for the first step to be."""
         is_full = any(passed >= self.passes for passed in self._passed.values())
         return is_full or any(reducer.round_open for reducer, _ in self._reducers)
 
@@ -224,13 +224,13 @@ class Gradients:
         self.recount()
 
     def recount(self) -> None:
-        """Backwards are counted from zero again."""
+        """Count backwards from zero again."""
         self._passed.clear()
         for reducer, _ in self._reducers:
             reducer.recount()
 
     def synchronize(self) -> None:
-        """Every gradient that is new becomes its reduction over all ranks; collective."""
+        """Replace every new gradient by its reduction over all ranks. Collective."""
         waits = [] if self._are_sparse_reduced else self._start_sparse(self._sparse)
         for reducer, _ in self._reducers:
             if not reducer.synchronized:
@@ -250,7 +250,7 @@ class Gradients:
         self._passed.clear()
 
     def next_step(self) -> None:
-        """A step has been taken: there is something to reduce again, also where no backward follows."""
+        """Note that a step was taken: gradients are reduced again, also where no backward follows."""
         self._are_sparse_reduced = False
         for reducer, _ in self._reducers:
             reducer.next_step()
@@ -306,7 +306,7 @@ class Gradients:
         self._count_those_without_bucket()
 
     def _make(self) -> tuple[list[Reducer], list[Named]]:
-        """On all ranks, in one place: buckets for the gradients that some rank has; and the sparse ones."""
+        """Make buckets for gradients that some rank has; return their reducers and the sparse ones."""
         self._layouts += 1
         self._serve_layout()
         fresh = self._without_bucket()
@@ -359,7 +359,7 @@ class Gradients:
         return [reducer], sparse
 
     def _serve_layout(self) -> None:
-        """What this rank does when the others lay out their gradients and it has joined, even without us."""
+        """Register what this rank does after join() when the others lay out their gradients."""
         reference, engine, process_set = weakref.ref(self), self._engine, self._process_set
         name, layouts, passes = self._name, self._layouts, self.passes
         fresh = self._without_bucket()
@@ -384,7 +384,7 @@ class Gradients:
         engine.steps.serve[self._layout_name] = serve
 
     def _agree_on_kinds(self, fresh: Sequence[Named]) -> list[int]:
-        """Of each parameter, whether its gradient is dense or sparse where a rank has one; 0: none has."""
+        """Agree on each gradient's kind over all ranks: dense, sparse, or 0 where no rank has one."""
         kinds = np.zeros(len(fresh), dtype=np.uint8)
         for index, (_, parameter) in enumerate(fresh):
             if parameter.grad is not None:
@@ -401,7 +401,7 @@ class Gradients:
         return agreed
 
     def _count_those_without_bucket(self) -> None:
-        """Gradients in buckets are counted there; the others here."""
+        """Count the backwards of parameters that have no bucket yet."""
         reference = weakref.ref(self)
 
         def counting(name: str, parameter: Tensor) -> Any:
@@ -427,7 +427,7 @@ class Gradients:
 
 
 def may_overflow(packed: torch.dtype, given: torch.dtype) -> bool:
-    """Whether a sum may leave the range of what was narrowed to float16: then its average divides first."""
+    """Return True if a sum may overflow a tensor narrowed to float16: its average divides first."""
     return packed is torch.float16 and given is not torch.float16
 
 
@@ -437,7 +437,7 @@ def _has_newcomer(reference: weakref.ref[Gradients]) -> bool:
 
 
 def _forget_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> None:
-    """Layouts that have been made are not served any more."""
+    """Stop serving layouts that have been made."""
     engine = reference()
     if engine is not None:
         for name in names:
@@ -445,7 +445,7 @@ def _forget_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> Non
 
 
 def _retire_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> None:
-    """Those of an optimizer that is gone are served a while longer: others may have more data."""
+    """Serve the layouts of an optimizer that is gone a while longer: others may have more data."""
     engine = reference()
     if engine is not None:
         for name in names:

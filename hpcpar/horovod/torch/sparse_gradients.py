@@ -126,7 +126,7 @@ class _One:
 
 
 def _form(parameter: Tensor) -> Tensor:
-    """A 1 in place 0: its gradient is dense; in place k: sparse in k dimensions; none: there is none."""
+    """One-hot code of a gradient's form: 0 dense, k sparse in k dimensions; all zeros without gradient."""
     form = torch.zeros(parameter.dim() + 1, dtype=torch.int32, device="cpu")
     gradient = parameter.grad
     if gradient is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def options_for(
     shared_parameters: bool,
     elementwise: bool,
 ) -> dict[str, Any]:
-    """What hpcpar's own optimizer is to be given; nothing for the stages None and 0.
+    """Return the options for hpcpar's own optimizer; none for the stages None and 0.
 
     settings   Horovod's own
     errors     ValueError for what does not go together, saying what to do instead
@@ -108,7 +108,7 @@ def options_for(
 
 
 class Sharded(DistributedOptimizer):
-    """hpcpar's optimizer, whose ranks meet in the engine before they send anything.
+    """hpcpar's sharded optimizer, whose ranks ask the engine before they send anything.
 
     multiple   what the average gradient is multiplied by in a step
     """
@@ -183,7 +183,7 @@ class Sharded(DistributedOptimizer):
 
 
 class ShardedOptimizer(Wrapped):
-    """Delegates to `sharded`; groups and state are the wrapped optimizer's."""
+    """Horovod's interface of the optimizer in `sharded`; groups and state are the wrapped optimizer's."""
 
     sharded: Sharded
     """hpcpar's own optimizer, for what Horovod's has no name for."""
@@ -208,7 +208,7 @@ class ShardedOptimizer(Wrapped):
         self._make(self._communicator())
 
     def _communicator(self) -> Communicator:
-        """That of the ranks that train together, who meet first. Collective."""
+        """Borrow a communicator of the ranks that train together, once all are here. Collective."""
         self._is_closed = False
         if self._is_alone:
             self._barrier = ReadinessBarrier(None, "")
@@ -328,29 +328,20 @@ class ShardedOptimizer(Wrapped):
         self.sharded.synchronize()
         self._synchronized = True
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """For the `step` after `synchronize`."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_ of the reduced gradients; waits for them. Collective."""
+        """Clip the reduced gradients like torch.nn.utils.clip_grad_norm_; waits for them. Collective."""
         self._connect()
         return self.sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """As torch.nn.utils.clip_grad_value_ of the reduced gradients; waits for them. Collective."""
+        """Clip the reduced gradients like torch.nn.utils.clip_grad_value_; waits for them. Collective."""
         self._connect()
         self.sharded.clip_grad_value_(clip_value)
 
     def named_gradients(self) -> Iterator[tuple[str, slice, Tensor]]:
-        """This rank's shards of averages, also with op=Sum; as of hpcpar.DistributedOptimizer. Collective."""
+        """Iterate over this rank's shards of averages (also with op=Sum), like hpcpar's. Collective."""
         self._connect()
         return self.sharded.named_gradients()
 
@@ -366,11 +357,7 @@ class ShardedOptimizer(Wrapped):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
         self._connect()
-        if self.sharded.reducer.round_open:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
-                "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
-            )
+        self._refuse_zeros(under_way=self.sharded.reducer.round_open)
         self.sharded.zero_grad(set_to_none=set_to_none)
         self._synchronized = False
 
