@@ -333,12 +333,14 @@ class Gradients:
         )
         request = TensorRequest(step, "schedule", content=f"{len(dense)} parameters")
 
+        engine = self._engine
+
         def ask(on_ready: OnReady) -> Ticket:
             ticket = Ticket(request, on_ready=on_ready)
-            self._engine.submit([ticket])
+            engine.submit([ticket])  # not self's: the optimizer is to go with its last reference
             return ticket
 
-        gate = BucketGate(self._engine, buckets_of, ask, buckets_of.show_asked)
+        gate = BucketGate(engine, buckets_of, ask, buckets_of.show_asked)
         reducer = Reducer(
             dense,
             comm,

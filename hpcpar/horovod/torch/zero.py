@@ -168,9 +168,8 @@ class Sharded(DistributedOptimizer):
             self._reducer.before_backward = lambda: barrier.hold("backward()")
 
     def _reduction(self) -> Reduction:
-        return BucketGate(
-            self._engine, super()._reduction(), lambda on_ready: self._barrier.call(STEP, on_ready)
-        )
+        barrier = self._barrier  # not self's: the optimizer is to go with its last reference
+        return BucketGate(self._engine, super()._reduction(), lambda on_ready: barrier.call(STEP, on_ready))
 
     def _refuse_thawed(self) -> None:
         trained = {id(parameter) for parameter in self.reducer.parameters}
