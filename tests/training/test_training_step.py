@@ -11,7 +11,7 @@ from hpcpar.models import Llama, LlamaConfig, next_token_loss
 from hpcpar.partition import bounds
 from hpcpar.training.build import build_optimizer, plain_optimizer
 from hpcpar.training.config import Config, OptimizerSection
-from hpcpar.training.step import WholeModel, held_out_loss, train_step
+from hpcpar.training.training_step import WholeModel, held_out_loss, train_step
 
 CONFIG = LlamaConfig(vocab_size=11, hidden_size=8, layers=1, heads=2, kv_heads=1, ffn_size=16, max_sequence=6)
 SEQUENCE = 6
