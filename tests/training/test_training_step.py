@@ -42,6 +42,7 @@ def serial(section: OptimizerSection, steps: int, sequences: int) -> tuple[list[
     return [parameter.detach().clone() for parameter in alone.parameters()], losses
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch(
