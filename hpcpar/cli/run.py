@@ -22,7 +22,7 @@ from hpcpar.launch.launch_command import LaunchOptions, under_horovod
 
 def _check_build(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
     if asked and not context.resilient_parsing:
-        from hpcpar.cli.doctor import print_build
+        from hpcpar.cli.doctor.print import print_build
 
         print_build()
         context.exit()

@@ -376,4 +376,7 @@ def run_loopback(
             comm.share_memory(stage_nbytes)
         return function(comm)
 
-    return loopback.run(size, call, nodes=nodes, timeout_s=timeout_s)
+    results = loopback.run(size, call, nodes=nodes, timeout_s=timeout_s)
+    for comm in held:  # their shared memory goes now, not when the cyclic collector runs
+        comm.free()
+    return results

@@ -75,7 +75,7 @@ _PARTS = (
     "libuct_cuda.so",
     "libfabric.so",
 )
-"""Libraries that decide what becomes of a device pointer."""
+"""Prefixes of libraries through which a device pointer passes."""
 
 _DECISIVE = re.compile(r"(OMPI_MCA|UCX|MPICH|MPIR_CVAR|I_MPI|MV2|MVP|FI|PSM2|PSM3)_.*|CUDA_VISIBLE_DEVICES")
 """Variables that do, too."""
@@ -191,14 +191,14 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
                 os.kill(pid, signal.SIGKILL)
         process.poll()
         if time.monotonic() > deadline:
-            break  # in the kernel, and not to be had: its alarm, or the end of the job, gets it
+            break  # blocked in the kernel: its alarm, or the end of the job, ends it
         time.sleep(0.02)
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
 
 
 def session_members(session: int) -> list[int]:
-    """Processes of a session that have not ended; none where the system does not tell."""
+    """List processes of a session that have not ended; none where the system does not tell."""
     return [found.pid for found in every_process() if found.session == session]
 
 
@@ -266,7 +266,7 @@ def switched_off(mpi_library: str, environ: Mapping[str, str]) -> str | None:
 
 
 def own_cache(environ: Mapping[str, str] = os.environ) -> Path:
-    """The user's directory for what can be found out again."""
+    """Return the user's cache directory."""
     home = environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(home):  # the standard has others ignored
         return Path(home) / "hpcpar"
@@ -459,6 +459,6 @@ def query_cuda_support(
 
 
 def parts(loaded: Collection[str] | None = None) -> tuple[str, ...]:
-    """List the libraries of this process that decide what becomes of a device pointer."""
+    """List the libraries of this process through which a device pointer passes."""
     loaded = loaded_libraries() if loaded is None else loaded
     return tuple(path for path in loaded if os.path.basename(path).startswith(_PARTS))

@@ -42,7 +42,6 @@ def start(
     join_limit_s: float = sentinel_process.JOIN_LIMIT_S,
     abort_grace_s: float = sentinel_process.ABORT_GRACE_S,
     kill_grace_s: float = sentinel_process.KILL_GRACE_S,
-    executable: str = sys.executable,
 ) -> str:
     """Start this node's sentinel; call it on local rank 0 only. Returns its address, "" if it cannot be had.
 
@@ -72,21 +71,14 @@ def start(
                 "abort_grace_s": abort_grace_s,
                 "kill_grace_s": kill_grace_s,
             }
-            start_daemon(sentinel_process.__file__, json.dumps(order), listener, executable=executable)
+            start_daemon(sentinel_process.__file__, json.dumps(order), listener)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _log.warning("no sentinel on this node (%s): the job runs, but a lost rank will not be named", error)
         return ""
     return json.dumps([name, token])
 
 
-def start_daemon(
-    script: str,
-    order: str,
-    listener: socket.socket,
-    *,
-    executable: str = sys.executable,
-    without: Sequence[str] = (),
-) -> None:
+def start_daemon(script: str, order: str, listener: socket.socket, without: Sequence[str] = ()) -> None:
     """Start a small process beside the ranks: the sentinel of a node, or the PMI-1 server of a step.
 
     It outlives the rank that starts it, is nobody's child, and has a session of its own, so that what ends
@@ -99,7 +91,7 @@ def start_daemon(
     errors     OSError or subprocess.SubprocessError where it cannot be started
     """
     process = subprocess.run(
-        [executable, "-I", "-S", script, str(listener.fileno())],
+        [sys.executable, "-I", "-S", script, str(listener.fileno())],
         input=order + "\n",
         text=True,
         stdout=subprocess.DEVNULL,
@@ -111,7 +103,7 @@ def start_daemon(
     )
     if process.returncode != 0:
         name = os.path.basename(script)
-        raise OSError(f"{executable} ended with status {process.returncode} when it was to start {name}")
+        raise OSError(f"{sys.executable} ended with status {process.returncode} when it was to start {name}")
 
 
 def _socket_name() -> str:

@@ -1,4 +1,4 @@
-"""Models built from layers that come in through the door."""
+"""Models whose layers are constructor arguments: serial, tensor-parallel or in pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from a model: one token after another. Shape letters: B batch, S sequence, V vocabulary."""
+"""Text generation, token by token. Shape letters: B batch, S sequence, V vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcpar.planner.shapes import LlamaConfig
 
 
 class LanguageModel(Protocol):
-    """A Llama, or what several ranks have of one. Shapes as there."""
+    """A Llama, or its parts on several ranks. Shapes as there."""
 
     config: LlamaConfig
     sequence_multiple: int
@@ -42,9 +42,9 @@ def generate(
     top_k         draw among the k likeliest only
     seed          of the draws, from a generator of their own
 
-    The model sees the last `max_sequence` tokens. Every token costs a forward pass over all of
-    them (no keys and values are kept), which suits samples during training, not serving. A parallel
-    model's ranks all call it alike, and all get the text.
+    The model sees the last `max_sequence` tokens. Every token costs a forward pass over all of them (there is
+    no cache of keys and values), which suits samples during training, not serving. All ranks of a parallel
+    model call it alike, and all get the text.
     """
     if tokens.shape[-1] < 1:
         raise ConfigError("generate needs at least one token to continue, but was given none")
@@ -63,17 +63,17 @@ def generate(
 
 
 def _next_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """[B, V], of what follows the last of tokens [B, S]."""
+    """Return logits [B, V] of the token after tokens [B, S]."""
     multiple = model.sequence_multiple
     window = tokens[:, -(model.config.max_sequence // multiple * multiple) :]
     length = window.shape[1]
-    # What stands behind a token does not change what follows it.
+    # Attention is causal: the padding does not change the logits before it.
     padded = functional.pad(window, (0, -length % multiple))
     return model.whole_logits(model(padded)[:, length - 1])
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token for each row of logits [B, V]: [B, 1]."""
+    """Choose one token for each row of logits [B, V]: [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if top_k is not None and top_k < logits.shape[-1]:

@@ -1,4 +1,4 @@
-"""A transformer layer written as the paper counts its activations: nothing is kept for backward twice.
+"""A transformer layer that keeps the activations that the paper counts, each once.
 
     x ─┬─ norm ─ QKV ─ core ─ projection ─ dropout ─(+)─┬─ norm ─ h → 4h ─ GELU ─ 4h → h ─ dropout ─(+)─
        ╰────────────────────────────────────────────────╯╰────────────────────────────────────────────╯
@@ -6,8 +6,8 @@
     core, kept   scores ─ softmax ─ dropout ─ over values
                           2         1         2                                                        as²b
 
-The scale of the scores is part of their product, and so is the causal mask: neither keeps anything. Softmax
-keeps its output, dropout its mask, a product its inputs. In bfloat16 a value has two bytes, a mask has one.
+The scores' product includes their scale and the causal mask, so neither keeps anything. Softmax keeps its
+output, dropout its mask, a product its inputs. In bfloat16 a value has two bytes, a mask has one.
 Shape letters: B batch, S sequence, H hidden, A heads of this rank, D head size.
 source   Korthikanti et al. 2022, arXiv 2205.05198, section 4.1
 """
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class GptLayer(nn.Module):
-    """Causal self-attention and a GELU feed-forward, each behind a norm and added to the residual stream.
+    """Causal self-attention and a GELU feed-forward, each after a norm and added to the residual stream.
 
     hidden_size, heads   of the whole layer
-    tp                   who shares it. As the paper counts, sequence parallelism goes with gather_again
-    streams              what the dropouts draw from
-    attention_dropout    of the shares that softmax gives
-    hidden_dropout       of what each block adds to the residual stream
-    mode                 what is computed anew in backward, as of `Recompute`
+    tp                   ranks that share it; the paper's sequence parallelism has gather_again
+    streams              random numbers of the dropouts
+    attention_dropout    after softmax
+    hidden_dropout       of each block's output
+    mode                 activations recomputed in backward, see `Recompute`
     seed                 of the initial values, the same on all ranks
 
     [B, S, H] -> [B, S, H]; with sequence parallelism this rank's part of S
@@ -115,7 +115,7 @@ class GptLayer(nn.Module):
         return mixed.view(batch, self.own_heads, length, self.head_size).transpose(1, 2).flatten(2)
 
     def _draw(self, seed: int) -> None:
-        """Initial values by name and seed, not from the process's random numbers."""
+        """Draw initial values by name and seed, not from the process's random numbers."""
         for name, module in self.named_modules():
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 module.reset_parameters(torch.Generator().manual_seed(parameter_seed(name, seed)))

@@ -1,4 +1,6 @@
-"""Models of Hugging Face's `transformers` in parallel; the library itself is not needed to import this.
+"""Hugging Face: the parallel plan of a `transformers` Llama, and the config.json of ours.
+
+The library `transformers` is not needed to import this.
 
 model = LlamaForCausalLM(config)                                  # or from_pretrained(…)
 parallelize(model, hugging_face_llama_plan(model.config), mesh)
@@ -7,11 +9,12 @@ parallelize(model, hugging_face_llama_plan(model.config), mesh)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import nn
 
 from hpcpar.errors import LayoutError
+from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import (
     Column,
     Enter,
@@ -31,26 +34,27 @@ if TYPE_CHECKING:
     from hpcpar.tensor_parallel import Plan
 
 
-class LlamaConfig(Protocol):
-    """What the plan reads of a transformers.LlamaConfig."""
+class HuggingFaceLlamaConfig(Protocol):
+    """Attributes of a transformers.LlamaConfig that the plan reads."""
 
     hidden_size: int
     num_attention_heads: int
     num_key_value_heads: int
 
 
-def hugging_face_llama_plan(config: LlamaConfig, *, gather_logits: bool = True) -> Plan:
-    """For a transformers.LlamaForCausalLM (4.48 or later), or a model with the same modules (Mistral, Qwen2,
-    Qwen3 with its norms of queries and keys).
+def hugging_face_llama_plan(config: HuggingFaceLlamaConfig, *, gather_logits: bool = True) -> Plan:
+    """Return the plan of a transformers.LlamaForCausalLM (4.48 or later) or a model with the same modules.
+
+    Such are Mistral, Qwen2, and Qwen3 with its norms of queries and keys.
 
     gather_logits   every rank gets all logits, as the model's own loss and `generate` need; False: its part
                     of the vocabulary, for `vocabulary_parallel_cross_entropy`
 
     With sequence parallelism the sequence must divide among the ranks, so `generate`, which goes token by
-    token, is for models without it. Positions and masks are made for the whole sequence; so the embedding's
+    token, is for models without it. Positions and masks are made for the whole sequence, so the embedding's
     output is whole, and scattered before the first layer.
     Dropout draws from the process's own generator: seed the ranks of a tp group alike, by mesh.dp.rank. Then
-    what all of them hold loses the same places on each; so do the shares of attention of each rank's heads.
+    replicated activations have equal masks on all of them, and so have the heads of different ranks.
     """
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -77,9 +81,9 @@ def hugging_face_llama_plan(config: LlamaConfig, *, gather_logits: bool = True) 
 
 @dataclass(frozen=True)
 class LlamaHeads(Style):
-    """The numbers of heads that an attention module keeps become those of this rank.
+    """Sets an attention module's numbers of heads to those of this rank.
 
-    Where there are fewer heads of keys and values than ranks, the one that a rank has serves fewer queries.
+    With fewer key-value heads than ranks, a rank's one head serves fewer queries.
     """
 
     heads: int
@@ -105,7 +109,7 @@ class LlamaHeads(Style):
 
 @dataclass(frozen=True)
 class HeadNorm(Norm):
-    """A norm of each head of queries or keys by itself, one weight for all of them; if the model has it."""
+    """An optional norm of each head of queries or keys, with one weight for all heads."""
 
     of_heads: bool = True
     head_size: int = 0
@@ -121,3 +125,38 @@ class HeadNorm(Norm):
                     f"this model"
                 )
         return {}
+
+
+def hugging_face_config(sizes: LlamaConfig, *, dtype: str, end_of_document: int | None) -> dict[str, Any]:
+    """Return the contents of config.json for a model with the parameters of `sizes.shapes()`.
+
+    dtype             of the parameters in the files: float32, bfloat16, …
+    end_of_document   the token at which to stop writing; None = never
+
+    Dropout belongs to training and is left out. `torch_dtype` is what transformers before 5 and vLLM call
+    `dtype`; both are given.
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.ffn_width,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.key_value_heads,
+        "head_dim": sizes.head_width,
+        "max_position_embeddings": sizes.max_sequence,
+        "rope_theta": sizes.rope_theta,
+        "rms_norm_eps": sizes.norm_epsilon,
+        "tie_word_embeddings": sizes.tie_embeddings,
+        "initializer_range": sizes.initial_std,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": end_of_document,
+        "pad_token_id": None,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }

@@ -1,7 +1,7 @@
-"""A model's first values: from the seed and each parameter's name, and from nothing else.
+"""Initial values of a model, from the seed and each parameter's name alone.
 
-So a parameter begins the same whatever the number of layers built before it, whichever ranks hold
-it and whatever the process drew before.
+So a parameter starts with the same values whatever layers were built before it, whichever ranks hold it and
+whatever random numbers the process drew before.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hpcpar.tensor_parallel import own_shard
 
 
 def initial_value(config: LlamaConfig, name: str, seed: int) -> Tensor:
-    """The whole initial tensor of one parameter, float32 on the CPU.
+    """Return the whole initial tensor of one parameter, float32 on the CPU.
 
-    Norms are ones. All else is normal with `initial_std`, divided by sqrt(2 layers) where a layer
+    Norms are ones. All others are normal with `initial_std`, divided by sqrt(2 layers) where a layer
     writes to the residual stream, so that the stream's variance does not grow with depth
     (Radford et al. 2019, section 2.3).
     """
@@ -29,16 +29,16 @@ def initial_value(config: LlamaConfig, name: str, seed: int) -> Tensor:
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= (2 * config.layers) ** 0.5
     generator = torch.Generator("cpu").manual_seed(parameter_seed(name, seed))
-    # Drawn in float32 whatever the model's dtype: a float64 model begins where the float32 one does.
+    # Drawn in float32 whatever the model's dtype: a float64 model starts with the values of a float32 one.
     value = torch.empty(shape, dtype=torch.float32, device="cpu")
     return value.normal_(0.0, std, generator=generator)
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: LlamaConfig, *, seed: int) -> None:
-    """Fill every parameter of the model; of those of parallel layers, this rank's part.
+    """Fill every parameter of the model, or this rank's part of it in parallel layers.
 
-    Parameters on the meta device have no memory and are passed over.
+    Parameters on the meta device are skipped.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

@@ -1,4 +1,4 @@
-"""What a model is built from, as values: a parallel layer takes a plain one's place here."""
+"""Factories of a model's layers: parallel layers are passed in here in place of serial ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Dropout | None], Tensor]
 """queries [B, A, S, D], keys and values [B, K, S, D] -> [B, A, S, D], causal."""
 
 Projection = Callable[[Sequence[nn.Module], Tensor], Sequence[Tensor]]
-"""(layers, the input of all of them) -> what each makes of it."""
+"""(layers, their common input) -> output of each."""
 
 
 class Loss(Protocol):
@@ -37,7 +37,7 @@ class Loss(Protocol):
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias whose values come from `initialise`, not from here."""
+    """A linear layer without bias, initialized by `initialise`."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -47,40 +47,40 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose values come from `initialise`, not from here."""
+    """An embedding, initialized by `initialise`."""
 
     def reset_parameters(self) -> None:
         """Draw nothing, as `Linear`."""
 
 
 def key_value_linear(in_features: int, heads: int, head_size: int) -> nn.Module:
-    """The projection to keys or to values."""
+    """Return the projection to keys or to values."""
     return Linear(in_features, heads * head_size)
 
 
 def project_each(layers: Sequence[nn.Module], hidden: Tensor) -> list[Tensor]:
-    """One after the other."""
+    """Apply each layer to the same input."""
     return [layer(hidden) for layer in layers]
 
 
 def unchanged(logits: Tensor) -> Tensor:
-    """They are all there."""
+    """Return the logits as they are."""
     return logits
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The makers of a model's layers, and what it does with them; the defaults give the serial model.
+    """Factories and functions of a model's layers; the defaults give the serial model.
 
-    column_linear       projections whose outputs may be spread over ranks: queries, gate, up
+    column_linear       projections whose outputs may be split over ranks: queries, gate, up
     key_value_linear    keys and values, whose heads may be fewer than ranks
-    row_linear          projections whose inputs are spread the same way: o, down
+    row_linear          projections whose inputs are split likewise: o, down
     vocabulary_linear   hidden to logits
-    project             layers that read the same input, called together
-    loss                of logits as `vocabulary_linear` makes them
-    whole_logits        all of such logits, for a look at them
-    streams             what dropout draws from
-    residual_stream     for what is added to the residual stream
+    project             applies layers that share an input together
+    loss                of the logits of `vocabulary_linear`
+    whole_logits        gathers the logits of `vocabulary_linear`
+    streams             random numbers of dropout
+    residual_stream     stream for dropout before the residual sum
     sequence_multiple   sequences must be a multiple of it
     """
 

@@ -8,7 +8,7 @@ D head size, V vocabulary. A, K, F and V are those of this rank when its layers 
       x = x + mlp(post_attention_layernorm(x))              /
     norm -> lm_head -> logits [B, S, V]
 
-A `Part` of it takes up, and leaves off, between any two of its layers: a stage of a pipeline.
+A `Part` of it begins and ends between any two of its layers: a pipeline stage.
 
 Modules are named as in Hugging Face's Llama, so a state dict of one is that of the other.
 source   Touvron et al. 2023, arXiv 2302.13971; Ainslie et al. 2023, arXiv 2305.13245
@@ -33,11 +33,11 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [S, D/2] each."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""What is one parameter where embeddings are tied."""
+"""Names of one parameter where embeddings are tied."""
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention in which A/K heads of queries share a head of keys and values."""
+    """Causal self-attention with grouped queries: A/K heads of queries share a head of keys and values."""
 
     def __init__(self, config: LlamaConfig, layers: Layers, *, selective: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
         projected = self._project((self.q_proj, self.k_proj, self.v_proj), hidden)
         queries, keys, values = (self._heads(part) for part in projected)
         cosines, sines = (table.unsqueeze(1) for table in rotation)
-        # Turned as [B, S, A, D]: the attention's output then lies so in memory, too, as o_proj takes it.
+        # Rotated as [B, S, A, D], so that the attention's output has that memory layout too, as o_proj needs.
         queries, keys = rotate(queries, cosines, sines), rotate(keys, cosines, sines)
         queries, keys, values = (heads.transpose(1, 2) for heads in (queries, keys, values))
         if self.selective:
@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         return self._attention(queries, keys, values, self.dropout)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """[B, S, A·D] -> [B, S, A, D], for as many heads as this rank's projection gives."""
+        """[B, S, A·D] -> [B, S, A, D], for this rank's heads."""
         heads = projected.shape[-1] // self.head_size  # not -1: a batch may be empty
         return projected.view(*projected.shape[:-1], heads, self.head_size)
 
@@ -97,7 +97,7 @@ class FeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream.
 
-    mode   what is computed anew in backward
+    mode   activations recomputed in backward
     """
 
     def __init__(self, config: LlamaConfig, layers: Layers, mode: RecomputeMode) -> None:
@@ -129,7 +129,7 @@ def _dropout(config: LlamaConfig, layers: Layers, stream: Stream) -> Dropout:
 
 
 class Decoder(nn.Module):
-    """Everything of a Llama, or of a part of one, but its last projection."""
+    """A Llama, or a part of one, without its output projection."""
 
     def __init__(self, config: LlamaConfig, layers: Layers, again: Recompute, part: Part) -> None:
         super().__init__()
@@ -141,12 +141,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for number in part.layers:
             layer = DecoderLayer(config, layers, again.of_layer(number, config.layers))
-            self.layers.add_module(str(number), layer)  # and not append, which would count from 0
+            self.layers.add_module(str(number), layer)  # append would count from 0
         if part.heads:
             self.norm = layers.norm(config.hidden_size, config.norm_epsilon)
 
     def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens [B, S], or what the part before gave, and positions [S] (None = 0 … S - 1) -> [B, S, H]"""
+        """tokens [B, S], or the previous part's output, and positions [S] (None = 0 … S - 1) -> [B, S, H]"""
         if positions is None:
             positions = torch.arange(self.sequence(inputs), device=inputs.device)
         hidden: Tensor = self.embed_tokens(inputs) if self.part.embeds else inputs
@@ -156,22 +156,21 @@ class Decoder(nn.Module):
         return self.norm(hidden) if self.part.heads else hidden
 
     def sequence(self, inputs: Tensor) -> int:
-        """Tokens in each of the sequences that inputs are of: of [B, S, H] a rank may have its part alone."""
+        """Return the tokens of each whole sequence; a rank may hold a part of it in [B, S, H]."""
         return inputs.shape[1] * (1 if self.part.embeds else self.sequence_multiple)
 
 
 class Llama(nn.Module):
-    """The whole model, or a part of it; with default `layers` the serial one.
+    """The whole model or a part of it, serial with the default `layers`.
 
-    layers      what it is built from: `parallel_layers(config, tp)` for one that several ranks compute
+    layers      factories of its layers: `parallel_layers(config, tp)` for tensor parallelism
     seed        of the initial values, which depend on it and on parameter names alone; None leaves the
                 parameters as the layers made them (unset memory), for a caller that loads or shards values
                 itself
-    recompute   which activations are computed anew in backward; None = none
-    part        which part; its parameters have the names and the values that they have in the whole model.
-                None = all of it
-    embedding   where embeddings are tied, the parameter of the embedding, for a part that has the head alone;
-                None: the head has one of its own, which begins with the embedding's values
+    recompute   activations recomputed in backward; None = none
+    part        its parameters have the names and the values of the whole model; None = the whole model
+    embedding   with tied embeddings, the embedding's parameter for a part that has only the head; None = the
+                head has its own, initialized with the embedding's values
     errors      LayoutError for a part with layers that the model does not have
     """
 
@@ -207,14 +206,14 @@ class Llama(nn.Module):
             )
 
     def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] of the token that follows each of tokens [B, S].
+        """Return logits [B, S, V] of the token that follows each of tokens [B, S].
 
         With parallel layers V is this rank's part of the vocabulary: see `loss` and `whole_logits`. A part
-        that does not embed takes what the part before gave, [B, S, H], and one that has no head gives such;
-        S is then this rank's part of the sequence, where layers divide it.
+        without the embedding takes [B, S, H] of the part before, and one without the head returns such; S is
+        then this rank's part of the sequence, with sequence parallelism.
 
-        positions   [S], where each token stands in the whole sequence, for a rank that holds only
-                    a part of it; None = 0 … S - 1
+        positions   [S], of each token in the whole sequence, for a rank that holds a part of it; None = 0 …
+                    S - 1
         """
         sequence = self.model.sequence(inputs)
         if sequence > self.config.max_sequence:
@@ -226,16 +225,16 @@ class Llama(nn.Module):
         return self.lm_head(hidden) if self.part.heads else hidden
 
     def loss(self, logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
-        """`next_token_loss` of logits that `forward` gave, also where each rank has a part of them."""
+        """Return `next_token_loss` of `forward`'s logits, also where each rank has a part of them."""
         return self._loss(logits, targets, reduction=reduction)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """All of such logits, on every rank; collective where each has a part."""
+        """Return all of `forward`'s logits on every rank; collective where each has a part."""
         return self._whole_logits(logits)
 
     @torch.no_grad()
     def _initialise(self, seed: int, *, copies_embedding: bool) -> None:
-        # A tied head has no values of its own: it is the embedding, or begins as a copy of it.
+        # A tied head is the embedding, or starts as a copy of it.
         own = nn.Module()
         own.model = self.model
         if self.part.heads and not self.config.tie_embeddings:

@@ -14,7 +14,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
-    """Cross-entropy in nats between logits [B, S, V] and the tokens [B, S] that came next.
+    """Return the cross-entropy in nats between logits [B, S, V] and the next tokens [B, S].
 
     "mean" is over targets that are not `IGNORED`, "sum" leaves the division to the caller, "none"
     gives [B, S]. Half-precision logits are widened to float32 first.

@@ -1,4 +1,4 @@
-"""The layers of a Llama that several ranks compute together."""
+"""Tensor-parallel layers of a Llama."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 def parallel_layers(
     config: LlamaConfig, tp: TensorParallel | Communicator, *, streams: RandomStreams | None = None
 ) -> Layers:
-    """Heads, ffn and vocabulary divided over the ranks of `tp`: Llama(config, parallel_layers(config, tp)).
+    """Divide heads, ffn and vocabulary over the ranks of `tp`: Llama(config, parallel_layers(config, tp)).
 
-    streams   what dropout draws from; None: from seed 0
+    streams   random numbers of dropout; None: from seed 0
     errors    LayoutError for heads or an ffn_size that do not divide among the ranks; key-value heads may be
               fewer than ranks, and a vocabulary that does not divide is padded
     """

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: a query and a key are turned by angles that grow with position.
+"""Rotary position embeddings: queries and keys are rotated by angles that grow with position.
 
 Shape letters: B batch, S sequence on this rank, A heads, D head size.
 """
@@ -12,10 +12,10 @@ from torch import Tensor
 def rotary_tables(
     positions: Tensor, head_size: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, D/2] of position · theta^(-2i/D), i = 0 … D/2 - 1.
+    """Return cosines and sines [S, D/2] of position · theta^(-2i/D), i = 0 … D/2 - 1.
 
-    Angles are worked out in float64, because position · frequency loses digits in float32 from a
-    few thousand positions on; the tables are float64 for a float64 model and float32 for any other.
+    Angles are computed in float64: position · frequency loses digits in float32 from a few thousand positions
+    on. The tables are float64 for a float64 model and float32 for any other.
     """
     exponents = torch.arange(0, head_size, 2, dtype=torch.float64, device=positions.device) / head_size
     angles = positions.to(torch.float64)[:, None] * theta**-exponents
@@ -24,11 +24,11 @@ def rotary_tables(
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of the last dim by its angle: [B, S, A, D] -> the same shape.
+    """Rotate each pair (i, i + D/2) of the last dim by its angle: [B, S, A, D] -> the same shape.
 
     cosines, sines   [S, 1, D/2]
 
-    The pairs are those of Hugging Face's Llama (halves, not neighbours), so its weights fit.
+    Pairs are halves, not neighbours, as in Hugging Face's Llama, so its weights fit.
     source   Su et al. 2021, arXiv 2104.09864
     """
     first, second = heads.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""A Llama in stages, of which a rank builds its own; and what its embedding, layers and head cost.
+"""Pipeline stages of a Llama, of which a rank builds its own; and measured costs of its layers.
 
 Shape letters: B batch, S sequence on this rank, H hidden, A heads, D head size, V vocabulary, L layers.
 
@@ -29,23 +29,22 @@ from hpcpar.planner.shapes import LlamaConfig, Part
 
 
 class LlamaStages(nn.Module):
-    """The stages of one rank: what training, checkpoints and tables take for its model.
+    """The stages of one rank, as one model for training and checkpoints.
 
-    Names of parameters, and of what is in state_dict(), are those of the whole model, of which this is a
-    slice. To compute, a stage is called by itself: `stages.stages[3](hidden)`.
+    Names of parameters, also in state_dict(), are those of the whole model. To compute, call a stage by
+    itself: `stages.stages[3](hidden)`.
 
-    split        (start, stop) of the items of each stage, embedding first and head last: what `balanced` and
-                 `by_hand` give, the same on every rank
-    own_stages   which of them this rank has
-    config, layers, seed, recompute   as of Llama; layers are made for all stages from the same `layers`, and
-                 draw from its streams
+    split        (start, stop) of the items of each stage, embedding first and head last, from `balanced` or
+                 `by_hand`, the same on every rank
+    own_stages   numbers of this rank's stages
+    config, layers, seed, recompute   as for Llama; all stages share `layers` and its random streams
 
     stages       this rank's, by number
-    tied_names   where embeddings are tied, and there is more than one stage, on every rank: a name that is in
-                 no whole model's parameters -> the one whose values it has
+    tied_names   with tied embeddings and several stages, on every rank: name that is absent in the whole
+                 model -> name of the parameter that it copies
 
-    Embeddings that are tied are one parameter where one rank has both ends, as in a V; on two ranks each has
-    a copy: `tied_parameters` is what TiedWeights sums their gradients for.
+    Tied embeddings are one parameter where one rank has both ends, as in a V. Otherwise two ranks have a copy
+    each, and TiedWeights sums the gradients of `tied_parameters`.
 
     errors   LayoutError for a split that is not one of the model, or stages that it does not have
     """
@@ -69,7 +68,7 @@ class LlamaStages(nn.Module):
         self.tied_names = {HEAD: EMBEDDING} if config.tie_embeddings and len(split) > 1 else {}
         self._loss = layers.loss
         self._whole_logits = layers.whole_logits
-        # A dict is no submodule: what is registered is the tree below, with the whole model's names.
+        # A dict is no submodule: _register makes the tree with the whole model's names.
         self.stages: dict[int, Llama] = {}
         embedding: nn.Parameter | None = None
         for stage in _in_order(own_stages, len(split)):
@@ -81,7 +80,7 @@ class LlamaStages(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        """The modules of all stages in one tree, in the whole model's order."""
+        """Register the modules of all stages in one tree, in the whole model's order."""
         self.model = nn.Module()
         numbered = nn.ModuleList()
         for stage in self.stages.values():
@@ -102,7 +101,7 @@ class LlamaStages(nn.Module):
         return self
 
     def tied_parameters(self) -> dict[str, nn.Parameter | None]:
-        """By the name that it has in the whole model, what this rank has of a parameter that ends share.
+        """Return this rank's copy of the tied parameter, by its name in the whole model.
 
         None on a rank with neither end; empty on every rank where nothing is tied.
         """
@@ -112,11 +111,11 @@ class LlamaStages(nn.Module):
         return {first: own.get(first, own.get(name)) for name, first in self.tied_names.items()}
 
     def loss(self, logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
-        """`Llama.loss` of what the last stage gave."""
+        """Return `Llama.loss` of the last stage's output."""
         return self._loss(logits, targets, reduction=reduction)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """`Llama.whole_logits` of what the last stage gave."""
+        """Return `Llama.whole_logits` of the last stage's output."""
         return self._whole_logits(logits)
 
 
@@ -131,14 +130,14 @@ def measured_costs(
     recompute: Recompute | None = None,
     repeats: int = 5,
 ) -> list[float]:
-    """Of embedding, each layer, and head with loss: seconds of a forward and a backward on this machine.
+    """Measure the seconds of a forward and a backward of embedding, each layer, and head with loss.
 
-    The median of `repeats`, after one that is not counted. Of embedding, head and a layer of each kind of
-    recomputation one is built, and they are timed in turn, so that a noisy machine touches all of them.
+    The median of `repeats`, after a warm-up. Embedding, head and one layer of each kind of recomputation are
+    built and timed in turn, so that noise affects all of them.
 
     microbatch, sequence   B and the S of the whole sequence
-    collective             over the ranks that share a layer. Ranks measure different times: average them
-                           before they are split by, so that all ranks split alike
+    collective             over the ranks that share a layer. Average the times over all ranks before
+                           splitting by them, so that all ranks split alike
     """
     again = recompute or Recompute()
     kept = layers.streams.state_dict()
@@ -175,7 +174,7 @@ def measured_costs(
 
 
 def _once(stage: Llama, inputs: Tensor, targets: Tensor) -> float:
-    """Seconds of a forward and a backward."""
+    """Return the seconds of a forward and a backward."""
     _finish(inputs.device)
     start = time.perf_counter()
     output = stage(inputs)
@@ -187,7 +186,7 @@ def _once(stage: Llama, inputs: Tensor, targets: Tensor) -> float:
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for what a GPU still has to do."""
+    """Wait for the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

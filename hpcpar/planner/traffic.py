@@ -298,7 +298,7 @@ Collective = Literal["allreduce", "allgather", "reduce_scatter"]
 Values = Literal["of the model", "largest logits", "of the loss"]
 
 
-class Exchange(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One collective.
 
     values   of the whole array
@@ -328,7 +328,7 @@ class TensorParallelOptions(Protocol):
     chunks: int
 
 
-class TensorParallelExchanges:
+class TensorParallelCalls:
     """Collectives of the t ranks that share a Llama's layers, for one microbatch.
 
     b sequences of s tokens, h hidden, L layers; unit = bsh values, ar = all-reduce, rs = reduce-scatter,
@@ -356,19 +356,19 @@ class TensorParallelExchanges:
         self._sequences, self._tokens = microbatch
         self._unit = self._sequences * self._tokens * config.hidden_size
 
-    def forward(self, part: Part) -> Iterator[Exchange]:
+    def forward(self, part: Part) -> Iterator[CollectiveCall]:
         """Yield the collectives from tokens to the loss, as far as a part goes."""
         if part.embeds:
-            yield Exchange("reduce_scatter" if self._tp.sequence_parallel else "allreduce", self._unit)
+            yield CollectiveCall("reduce_scatter" if self._tp.sequence_parallel else "allreduce", self._unit)
         for _ in part.layers:
             yield from self.layer_forward()
         if part.heads:
             yield from self._column_forward()
             tokens = self._sequences * self._tokens
-            yield Exchange("allreduce", tokens, "largest logits")
-            yield Exchange("allreduce", 2 * tokens, "of the loss")
+            yield CollectiveCall("allreduce", tokens, "largest logits")
+            yield CollectiveCall("allreduce", 2 * tokens, "of the loss")
 
-    def backward(self, part: Part, recompute: Recompute) -> Iterator[Exchange]:
+    def backward(self, part: Part, recompute: Recompute) -> Iterator[CollectiveCall]:
         """Yield the collectives from the loss to the embedding, without those of shared heads."""
         if part.heads:
             yield from self._column_backward()
@@ -378,15 +378,15 @@ class TensorParallelExchanges:
                 yield from self.layer_forward()
             yield from self.layer_backward()
         if part.embeds and self._tp.sequence_parallel:
-            yield Exchange("allgather", self._unit)
+            yield CollectiveCall("allgather", self._unit)
 
-    def layer_forward(self) -> Iterator[Exchange]:
+    def layer_forward(self) -> Iterator[CollectiveCall]:
         """Yield the collectives of attention and feed-forward."""
         for _ in range(2):
             yield from self._column_forward()
             yield from self._row_forward()
 
-    def layer_backward(self) -> Iterator[Exchange]:
+    def layer_backward(self) -> Iterator[CollectiveCall]:
         """Yield the collectives of feed-forward and attention, and of the norm before each."""
         for _ in range(2):
             if self._tp.sequence_parallel:
@@ -394,47 +394,47 @@ class TensorParallelExchanges:
             yield from self._column_backward()
             yield from self._norm_backward()
 
-    def shared_heads_backward(self, part: Part) -> Iterator[Exchange]:
+    def shared_heads_backward(self, part: Part) -> Iterator[CollectiveCall]:
         """Yield the all-reduces of key and value weights over the ranks with the same head."""
         if self._config.key_value_heads < self._tp.size:
             for _ in range(2 * len(part.layers)):
-                yield Exchange("allreduce", self._config.head_width * self._config.hidden_size)
+                yield CollectiveCall("allreduce", self._config.head_width * self._config.hidden_size)
 
-    def _column_forward(self) -> Iterator[Exchange]:
+    def _column_forward(self) -> Iterator[CollectiveCall]:
         """Gather the input of the column-parallel layers that share it."""
         if self._tp.sequence_parallel:
             yield from self._in_chunks("allgather")
 
-    def _column_backward(self) -> Iterator[Exchange]:
+    def _column_backward(self) -> Iterator[CollectiveCall]:
         """Sum the input's gradient; gather the input again if it was not kept."""
         if not self._tp.sequence_parallel:
-            yield Exchange("allreduce", self._unit)
+            yield CollectiveCall("allreduce", self._unit)
             return
         if self._tp.gather_again:
-            yield Exchange("allgather", self._unit)
+            yield CollectiveCall("allgather", self._unit)
         yield from self._in_chunks("reduce_scatter")
 
-    def _row_forward(self) -> Iterator[Exchange]:
+    def _row_forward(self) -> Iterator[CollectiveCall]:
         """Sum the output of a row-parallel layer."""
         if self._tp.sequence_parallel:
             yield from self._in_chunks("reduce_scatter")
         else:
-            yield Exchange("allreduce", self._unit)
+            yield CollectiveCall("allreduce", self._unit)
 
-    def _norm_backward(self) -> Iterator[Exchange]:
+    def _norm_backward(self) -> Iterator[CollectiveCall]:
         """Sum the gradient of a norm's weight, to which each rank adds that of its own tokens."""
         if self._tp.sequence_parallel:
-            yield Exchange("allreduce", self._config.hidden_size)
+            yield CollectiveCall("allreduce", self._config.hidden_size)
 
-    def _in_chunks(self, collective: Collective) -> Iterator[Exchange]:
+    def _in_chunks(self, collective: Collective) -> Iterator[CollectiveCall]:
         """Cut a unit into chunks, each with an equal range of every rank's part of the sequence."""
         own = self._tokens // self._tp.size
         for start, stop in bounds(own, min(self._tp.chunks, own) or 1):
             values = self._sequences * self._tp.size * (stop - start) * self._config.hidden_size
-            yield Exchange(collective, values)
+            yield CollectiveCall(collective, values)
 
 
-def tensor_parallel_exchanges(
+def tensor_parallel_calls(
     config: LlamaConfig,
     tp: TensorParallelOptions,
     *,
@@ -442,15 +442,15 @@ def tensor_parallel_exchanges(
     evaluated: Iterable[Microbatch] = (),
     recompute: Recompute | None = None,
     parts: Sequence[Part] | None = None,
-) -> tuple[Counter[Exchange], Counter[Exchange]]:
+) -> tuple[Counter[CollectiveCall], Counter[CollectiveCall]]:
     """Count the collectives on the tp axis, and those among its ranks that share a key-value head.
 
     trained     a forward and a backward of each; evaluated: a forward of each
     recompute   as the model was built with
     parts       that these ranks hold; None = the whole model
     """
-    on_axis: Counter[Exchange] = Counter()
-    on_sharers: Counter[Exchange] = Counter()
+    on_axis: Counter[CollectiveCall] = Counter()
+    on_sharers: Counter[CollectiveCall] = Counter()
     if tp.size == 1:
         return on_axis, on_sharers
     again = recompute or Recompute()
@@ -458,7 +458,7 @@ def tensor_parallel_exchanges(
     backwards = Counter(trained)
     for part in [Part.whole(config.layers)] if parts is None else parts:
         for size in forwards.keys() | backwards.keys():
-            of_pass = TensorParallelExchanges(config, tp, size)
+            of_pass = TensorParallelCalls(config, tp, size)
             forward, backward = Counter(of_pass.forward(part)), Counter(of_pass.backward(part, again))
             _add(on_axis, forward, forwards[size] + backwards[size])
             _add(on_axis, backward, backwards[size])
@@ -466,35 +466,35 @@ def tensor_parallel_exchanges(
     return on_axis, on_sharers
 
 
-def _add(total: Counter[Exchange], exchanges: Counter[Exchange], times: int) -> None:
+def _add(total: Counter[CollectiveCall], calls: Counter[CollectiveCall], times: int) -> None:
     if times:
-        for exchange, count in exchanges.items():
-            total[exchange] += times * count
+        for call, count in calls.items():
+            total[call] += times * count
 
 
-def exchanges_nbytes(
-    comm: Ranks, exchanges: Counter[Exchange], dtype: object, *, on_device: bool = False
+def calls_nbytes(
+    comm: Ranks, calls: Counter[CollectiveCall], dtype: object, *, on_device: bool = False
 ) -> Counter[str]:
-    """Count the bytes that all ranks of `comm` send for these exchanges, by collective.
+    """Count the bytes that all ranks of `comm` send for these calls, by collective.
 
     dtype       of parameters and activations
     on_device   activations are on GPUs
     """
     total: Counter[str] = Counter()
-    for exchange, times in exchanges.items():
+    for call, times in calls.items():
         name = dtype_name(dtype)
-        if exchange.kind != "of the model" and ITEMSIZE[name] < ITEMSIZE["float32"]:
+        if call.kind != "of the model" and ITEMSIZE[name] < ITEMSIZE["float32"]:
             name = "float32"
-        nbytes = exchange.values * ITEMSIZE[name]
-        match exchange.collective:
+        nbytes = call.values * ITEMSIZE[name]
+        match call.collective:
             case "allgather":
                 sent = allgather_nbytes(comm, nbytes, dtype=name, on_device=on_device)
             case "reduce_scatter":
                 sent = reduce_scatter_nbytes(comm, nbytes, dtype=name, on_device=on_device)
             case "allreduce":
-                op = "max" if exchange.kind == "largest logits" else "sum"
+                op = "max" if call.kind == "largest logits" else "sum"
                 sent = allreduce_nbytes(comm, nbytes, dtype=name, op=op, on_device=on_device)
-        total[exchange.collective] += times * sent
+        total[call.collective] += times * sent
     return total
 
 

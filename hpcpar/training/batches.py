@@ -14,7 +14,7 @@ from hpcpar.partition import bounds
 from hpcpar.training.config import Config
 
 
-class Batches:
+class RankBatches:
     """This rank's share of every global batch and of the held-out text, cut into microbatches.
 
     sampler   which windows a step has; a resumed run replaces it

@@ -1,4 +1,4 @@
-"""The parts of a run from their sections of the configuration; each is collective over its ranks."""
+"""Builders of a run's parts from their sections of the configuration; each is collective over its ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hpcpar.units import MiB
 
 
 def place_on_hardware(config: Config, comm: Communicator) -> torch.device:
-    """Set this process's threads and random numbers, and choose its device, beside its node's other ranks.
+    """Set this process's threads and seed, and choose its device, with regard to its node's other ranks.
 
-    Raises PeerFailedError on all ranks when one of them lacks the device.
+    errors   PeerFailedError on all ranks when one of them lacks the device
     """
     with comm.split_by_node() as node:
         masks = node.allgather_object(affinity())
@@ -44,13 +44,13 @@ def place_on_hardware(config: Config, comm: Communicator) -> torch.device:
         if index is None:
             raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use train.device=cpu")
         device = torch.device("cuda", index)
-        # Whoever allocates without saying where does it on this rank's GPU, not every rank on the first.
+        # Allocations without a device go to this rank's GPU; by default every rank would use the first.
         torch.cuda.set_device(device)
         return device
 
 
 def prepare_data(config: Config, comm: Communicator, *, say: Callable[[str], None]) -> Prepared:
-    """Tokens, from the cache or built now; `say` hears of progress on rank 0."""
+    """Return the tokens, from the cache or tokenized now; report progress to `say` on rank 0."""
     data = config.data
     return prepare(
         comm,
@@ -66,16 +66,16 @@ def prepare_data(config: Config, comm: Communicator, *, say: Callable[[str], Non
 
 
 def tensor_parallel_of(config: Config, tp_comm: Communicator) -> TensorParallel:
-    """The ranks that compute each layer together, in the way that the configuration says."""
+    """Return the tp axis with the configured options."""
     return TensorParallel(tp_comm, **config.tensor_parallel.model_dump())
 
 
 def build_model(
     config: Config, vocabulary: int, device: torch.device, dp_comm: Communicator, tp: TensorParallel
 ) -> Llama:
-    """The same model on every rank of `dp_comm`, of whose layers each rank of `tp` has its part.
+    """Build the same model on every rank of `dp_comm`; each rank of `tp` has its part of every layer.
 
-    With zero_stage = 3 a rank has its shard of that part alone.
+    With zero_stage = 3 a rank holds only its shard of that part.
     """
     sizes, section, seed = config.model_config_for(vocabulary), config.optimizer, config.model.seed
     streams = RandomStreams(config.train.seed, tp.rank, device, replica=dp_comm.rank)
@@ -102,13 +102,13 @@ def build_model(
 def build_stages(
     config: Config, vocabulary: int, device: torch.device, mesh: Mesh, tp: TensorParallel, microbatches: int
 ) -> tuple[LlamaStages, Schedule]:
-    """This rank's layers, and how the ranks of `mesh.pp` work on so many microbatches; collective.
+    """Build this rank's stages, and the schedule of `mesh.pp` for so many microbatches. Collective.
 
-    The stages are the same on every rank of `mesh.dp`, and of their layers each rank of `tp` has its part.
+    The stages are the same on every rank of `mesh.dp`; each rank of `tp` has its part of every layer.
     errors   ScheduleError, LayoutError or ConfigError on all ranks
     """
     sizes = config.model_config_for(vocabulary)
-    # Masks are to differ between layers, and so between the ranks that have them.
+    # Dropout masks differ between layers, and so between pipeline ranks.
     replica = mesh.pp.rank * mesh.dp.size + mesh.dp.rank
     streams = RandomStreams(config.train.seed, tp.rank, device, replica=replica)
     layers = parallel_layers(sizes, tp, streams=streams)
@@ -132,10 +132,10 @@ def build_optimizer(
     tied: Mapping[str, bool] | None = None,
     backwards: int = 1,
 ) -> DistributedOptimizer:
-    """The optimizer that the configuration names, on gradients averaged over `dp_comm`.
+    """Build the configured optimizer, on gradients averaged over `dp_comm`.
 
-    tied        parameters of which other stages have copies: as of DistributedOptimizer
-    backwards   that each parameter gets a gradient from in a step, without `no_sync`
+    tied        parameters of which other stages have copies: see DistributedOptimizer
+    backwards   in a step, without `no_sync`
     """
     section = config.optimizer
     return DistributedOptimizer(
@@ -148,7 +148,7 @@ def build_optimizer(
         shared_parameters=section.shared_parameters and section.zero_stage < 3,
         model=None if section.zero_stage == 3 else model,
         overlap_allgather=section.zero_stage in (1, 2),
-        nonfinite="step",  # the run looks at the norms of many steps at once, and ends before it saves
+        nonfinite="step",  # the run checks the norms of many steps at once, and ends before it saves
         backward_passes_per_step=backwards,
         tied=tied,
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
@@ -158,7 +158,7 @@ def build_optimizer(
 
 
 def precision_of(config: Config) -> Precision | None:
-    """Mixed precision where the run's type has 16 bits, or something else is asked for that goes with it."""
+    """Return mixed precision for 16-bit types, or where another option needs it; else None."""
     name, section = config.train.precision, config.optimizer
     if name in ("float32", "float64") and section.reduction is None and section.moments is None:
         return None
@@ -166,12 +166,12 @@ def precision_of(config: Config) -> Precision | None:
 
 
 def _plain_dtype(config: Config) -> torch.dtype:
-    """What a model is made in before it gets mixed precision."""
+    """Return the type in which a model is built, before mixed precision applies."""
     return torch.float64 if config.train.precision == "float64" else torch.float32
 
 
 def plain_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
-    """The torch optimizer, matrices decayed and vectors not."""
+    """Build the torch optimizer, which decays matrices and not vectors."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},

@@ -1,10 +1,10 @@
-"""What a training run is told: one TOML file and `key=value` overrides, validated once.
+"""Configuration of a training run: one TOML file and `key=value` overrides, validated once.
 
     [train]
     steps = 600            on the command line: train.steps=600
 
-A key that is not known, or a value that does not fit, is a ConfigError that names the key, where
-it stood and the nearest key that there is. From here on configuration flows down as values.
+An unknown key or a value that does not fit raises ConfigError, which names the key, its place and the nearest
+known key. From here on configuration flows down as values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ else:
 
 
 def _require_a_name(value: Any) -> Any:
-    # pathlib takes it for the current directory, which nobody means who writes key=$VARIABLE.
+    # pathlib would take it for the current directory; it comes from key=$VARIABLE without a value.
     if isinstance(value, str) and not value.strip():
         raise ValueError("the name of a file or directory is empty; give one, or leave the key out")
     return value
@@ -51,13 +51,13 @@ BYTE_MIB = 2.0**-20
 
 
 class Section(BaseModel):
-    """A table of the file: nothing but its own keys, and no changes afterwards."""
+    """A table of the file: only its own keys, and immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class ModelSection(Section):
-    """A preset, and what is to differ from it. Fields as in `LlamaConfig`.
+    """A preset and changes to it. Fields as in `LlamaConfig`.
 
     vocab_size     None = the tokenizer's
     max_sequence   None = train.sequence
@@ -82,15 +82,15 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Which text, and how it becomes tokens.
+    """Text and its tokenizer.
 
     paths       files of text, JSONL or Parquet, or directories of them; empty = Python's own standard library
     text_key    the field of JSONL's and Parquet's records that is their text
     tokenizer   a Hugging Face `tokenizers` JSON file; None = bytes
-    eos_token   the token of such a file that ends a document; None = what the files beside it name, or one of
-                the usual names; false = none, documents run together
-    held_out    share of the documents that is kept out of training and measures it
-    max_mib     of the standard library that is taken; paths are taken whole
+    eos_token   the token of such a file that ends a document; None = the one named by the files beside it, or
+                one of the usual names; false = none, documents run together
+    held_out    share of the documents that is kept out of training for the held-out loss
+    max_mib     limit on the standard library's text; paths are read whole
     cache       directory for the tokens, built once for the same files and tokenizer
     """
 
@@ -109,22 +109,22 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """How much of it, and how it is cut.
+    """Length of training, and sizes of its batches.
 
     sequence           tokens in a sequence
     global_batch       sequences in an optimizer step, over all ranks
-    microbatch         sequences that a rank works on at once; the rest is accumulated
+    microbatch         sequences that a rank computes at once; the rest is accumulated
     seed               of the order of the data, of dropout and of the process's random numbers
     threads            of torch on each rank; None = the rank's share of its node's cores
     evaluate_every     steps between held-out losses; 0 = at the end only
     held_out_batches   global batches of held-out text in one such loss
     precision          type of parameters and gradients; with bfloat16 and float16 the optimizer keeps float32
                        master weights, and float16 scales its loss
-    recompute          activations that are computed anew in backward, not kept: "selective" scores and shares
-                       of attention, "full" each layer from its input
-    recompute_layers   in so many layers, from the first on; None = all
+    recompute          activations that backward recomputes: "selective" the attention core, "full" each layer
+                       from its input
+    recompute_layers   number of layers that recompute, from the first on; None = all
     preemptible        SIGUSR1 and SIGTERM ask for a checkpoint after the step, and for exit status 75; Ctrl-C
-                       does in any case, with status 130
+                       always asks for one, with status 130
     """
 
     steps: int = Field(default=500, gt=0)
@@ -143,18 +143,18 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """The optimizer around which the gradients are summed.
+    """The optimizer, and how its gradients are reduced.
 
     clip_norm      largest norm of the whole gradient; 0 = no clipping
     weight_decay   of matrices; vectors (the norms) are never decayed
-    bucket_mib     gradients that travel together, None = as usual for the stage; the first bucket is smaller,
-                   to leave sooner
-    zero_stage     what is spread over ranks: 1 optimizer state, 2 gradients, too, 3 parameters, too
+    bucket_mib     gradients reduced together, None = the stage's default; the first bucket is smaller, to
+                   start sooner
+    zero_stage     shards 1 optimizer state, 2 gradients too, 3 parameters too
     algorithm      of the gradients' all-reduce, or from stage 1 on reduce-scatter (ring, …); None = by size
     offload        a directory for the optimizer's state, or "cpu" for host memory; None = with the parameters
-    reduction      type in which gradients are summed over ranks; None = theirs
-    moments        type in which the optimizer's moments are kept; None = float32
-    shared_parameters   the parameters exist once for all ranks, which are on one node
+    reduction      type in which gradients are summed over ranks; None = their own
+    moments        type of the optimizer's moments; None = float32
+    shared_parameters   the ranks of a node share the parameters' memory
     prefetch       layers that stage 3 gathers ahead
     """
 
@@ -194,10 +194,10 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """The learning rate over time: up in a straight line, then down along a cosine.
+    """The learning rate over time: linear warm-up, then cosine decay.
 
     warmup_fraction   of the steps, until the full learning rate
-    final_fraction    of the learning rate that is left at the last step
+    final_fraction    of the learning rate, at the last step
     """
 
     warmup_fraction: float = Field(default=0.1, ge=0, lt=1)
@@ -207,9 +207,9 @@ class ScheduleSection(Section):
 class MeshSection(Section):
     """Degrees of parallelism; -1 = whatever the number of ranks leaves.
 
-    pp   ranks that have different layers, and work on several microbatches at once
-    dp   ranks that see different sequences
-    tp   ranks that compute each layer together
+    pp   pipeline: ranks that hold different layers
+    dp   data: ranks that see different sequences
+    tp   tensor: ranks that share each layer
     """
 
     pp: int = 1
@@ -218,15 +218,15 @@ class MeshSection(Section):
 
 
 class PipelineSection(Section):
-    """How the ranks of a pipeline share layers, and in which order they work.
+    """The pipeline's schedule, and the layers of its stages.
 
     schedule          a name (`hpcpar draw pipeline` lists them), or a file: rows as in `0F0 0F1 0B0`, or
                       torch's CSV
-    stages_per_rank   None = as usual for the schedule
+    stages_per_rank   None = the schedule's default
     memory_limit      chunks (a microbatch's activations of one stage) that a rank may keep, for schedules
-                      that can be told; None = the schedule's own
-    balance           what decides which layers a stage has: their floating-point operations; their times,
-                      measured at the start; or how many each stage has, as in [3, 3, 4, 2]
+                      with a limit; None = the schedule's own
+    balance           assigns layers to stages by "flops"; by times "measured" at the start; or by number for
+                      each stage, as in [3, 3, 4, 2]
     """
 
     schedule: str = "1f1b"
@@ -245,12 +245,12 @@ class PipelineSection(Section):
 
 
 class TensorParallelSection(Section):
-    """How the ranks of a layer communicate. Fields as in `TensorParallel`.
+    """Communication between the ranks of a layer. Fields as in `TensorParallel`.
 
     sequence_parallel   between the parallel layers each rank has its part of the sequence
-    overlap             in backward, inputs' gradients travel while weights' gradients are computed
-    gather_again        with sequence_parallel: inputs are gathered once more for backward instead of kept
-    chunks              with sequence_parallel: parts in which to communicate beside the matrix products
+    overlap             in backward, reduce inputs' gradients while weights' gradients are computed
+    gather_again        with sequence_parallel: gather inputs again in backward instead of keeping them
+    chunks              with sequence_parallel: number of parts that overlap with matrix products
     """
 
     sequence_parallel: bool = False
@@ -270,15 +270,15 @@ class TensorParallelSection(Section):
 
 
 class OutputSection(Section):
-    """What a run leaves behind.
+    """Files of a run, and when they are written.
 
     directory         metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json and checkpoints/
     log_every         steps between lines of progress; losses are summed over ranks as often
     checkpoint_every  steps between checkpoints; 0 = by time, and at the end
-    checkpoint_minutes  after which there is one in any case, as seen every log_every steps; 0 = never by time
-    keep              checkpoints that stay, and in any case the newest one that is whole and finite
+    checkpoint_minutes  longest time between checkpoints, checked every log_every steps; 0 = no limit
+    keep              checkpoints to keep; the newest one that is whole and finite always stays
     timeline_steps    first steps of the run to trace into timeline.json; 0 = no timeline
-    sample_tokens     of text that the trained model writes at the end, going on from held-out text; 0 = none
+    sample_tokens     of text that the trained model writes at the end, after held-out text; 0 = none
     """
 
     directory: Named = Path("runs/latest")
@@ -304,7 +304,7 @@ class Config(Section):
     output: OutputSection = OutputSection()
 
     def model_config_for(self, vocabulary: int) -> LlamaConfig:
-        """The model's sizes, for tokens 0 … vocabulary - 1."""
+        """Return the model's sizes for tokens 0 … vocabulary - 1."""
         named = self.model.model_dump(exclude={"preset", "seed"}, exclude_none=True)
         config = LlamaConfig.preset(
             self.model.preset, **({"vocab_size": vocabulary, "max_sequence": self.train.sequence} | named)
@@ -327,7 +327,7 @@ class Config(Section):
         return config
 
     def require_recompute(self) -> None:
-        """ConfigError for layers in which nothing is to be computed anew."""
+        """Raise ConfigError for recompute_layers without recompute."""
         if self.train.recompute_layers is not None and self.train.recompute == "none":
             raise ConfigError(
                 f"train.recompute_layers = {self.train.recompute_layers}, but train.recompute = 'none'; set "
@@ -339,7 +339,7 @@ class Config(Section):
         return Recompute(self.train.recompute, self.train.recompute_layers)
 
     def require_sequence_for(self, tp: int) -> None:
-        """ConfigError unless `tp` ranks can have equal parts of a sequence, where they are to."""
+        """Raise ConfigError where sequence parallelism cannot give `tp` ranks equal parts of a sequence."""
         sequence = self.train.sequence
         if not self.tensor_parallel.sequence_parallel or not sequence % tp:
             return
@@ -351,7 +351,7 @@ class Config(Section):
         )
 
     def require_pipeline_for(self, pp: int, dp: int) -> None:
-        """ConfigError unless `pp` ranks can share the layers, and each dp rank has whole microbatches."""
+        """Raise ConfigError unless `pp` ranks can form a pipeline and each dp rank has whole microbatches."""
         if pp == 1:
             if self.pipeline.balance != "flops":
                 raise ConfigError(
@@ -382,7 +382,7 @@ class Config(Section):
 
 
 def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
-    """The run that a file's text and the overrides describe; `source` names the file in errors."""
+    """Return the configuration of a file's text and the overrides; `source` names the file in errors."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -398,7 +398,7 @@ def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def model_config_saved(saved: Mapping[str, Any]) -> LlamaConfig | None:
-    """The model, but for its vocabulary, of a checkpoint's configuration; None where that does not tell."""
+    """Return a checkpoint's model, vocabulary aside; None if its configuration does not describe one."""
     try:
         told = {"model": saved["model"], "train": {"sequence": saved["train"]["sequence"]}}
         return Config.model_validate(told).model_config_for(1)
@@ -407,12 +407,12 @@ def model_config_saved(saved: Mapping[str, Any]) -> LlamaConfig | None:
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """`parse` of the file's text."""
+    """Parse a configuration file."""
     return parse(read_text(path), source=str(path), overrides=overrides)
 
 
 def read_text(path: Path) -> str:
-    """The text of a configuration file; ConfigError if there is none to be read."""
+    """Return the text of a configuration file; ConfigError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -420,11 +420,11 @@ def read_text(path: Path) -> str:
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> tuple[str, ...]:
-    """Every key that a file may set, with its table: ("model.preset", …)."""
+    """Return every key that a file may set, with its table: ("model.preset", …)."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
         kind = field.annotation
-        # Python 3.10 takes list[str] for a type, of which nobody can ask what it is derived from.
+        # Python 3.10 takes list[str] for a type, for which issubclass fails.
         if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
             keys += known_keys(kind, f"{prefix}{name}.")
         else:
@@ -433,7 +433,7 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> tuple[str
 
 
 def _override(table: dict[str, Any], override: str) -> str:
-    """Write `a.b=value` into the nested table; the key."""
+    """Write `a.b=value` into the nested table; return the key."""
     key, equals, value = override.partition("=")
     key = key.strip()
     *sections, leaf = key.split(".")
@@ -449,7 +449,7 @@ def _override(table: dict[str, Any], override: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """As TOML reads it (3, 1e-3, true, "x", ["a", "b"]); text that is no TOML value is itself."""
+    """Parse a TOML value (3, 1e-3, true, "x", ["a", "b"]); return other text as it is."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -457,7 +457,7 @@ def _value(text: str) -> Any:
 
 
 def _complaint(fault: Mapping[str, Any], source: str, origins: Mapping[str, str]) -> str:
-    """One line about one thing that pydantic found wrong."""
+    """Describe one of pydantic's faults in a line."""
     key = ".".join(str(part) for part in fault["loc"])
     where = next((said for overridden, said in origins.items() if _within(key, overridden)), source)
     if fault["type"] == "extra_forbidden":
@@ -474,7 +474,7 @@ def _within(key: str, overridden: str) -> bool:
 
 
 def _nearest(key: str) -> str:
-    """The key that was probably meant, or those that the table has."""
+    """Suggest the key that was probably meant, or list those of the table."""
     known = known_keys()
     leaf = key.rpartition(".")[2]
     name = leaf.lower().replace("-", "_")

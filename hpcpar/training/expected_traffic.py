@@ -19,10 +19,10 @@ from hpcpar.planner.traffic import (
     NORM_NBYTES,
     Microbatch,
     allreduce_nbytes,
-    exchanges_nbytes,
+    calls_nbytes,
     pipeline_nbytes,
     rank_boundaries,
-    tensor_parallel_exchanges,
+    tensor_parallel_calls,
 )
 from hpcpar.tensor_parallel import TensorParallel, split_over
 from hpcpar.training.pipelined import PipelinedModel
@@ -118,7 +118,7 @@ def _tensor_parallel(
 ) -> Counter[tuple[Communicator, str]]:
     """Count the bytes on the tp axis, and among its ranks that share a key-value head."""
     parameter = next(model.parameters())
-    on_axis, on_sharers = tensor_parallel_exchanges(
+    on_axis, on_sharers = tensor_parallel_calls(
         model.config,
         tp,
         trained=passes.steps * [Microbatch(each, passes.sequence) for each in passes.trained],
@@ -130,8 +130,8 @@ def _tensor_parallel(
     if on_sharers:
         found[tp.sharers(model.config.key_value_heads).same] = on_sharers
     total: Counter[tuple[Communicator, str]] = Counter()
-    for comm, exchanges in found.items():
-        sent = exchanges_nbytes(comm, exchanges, parameter.dtype, on_device=parameter.is_cuda)
+    for comm, calls in found.items():
+        sent = calls_nbytes(comm, calls, parameter.dtype, on_device=parameter.is_cuda)
         total.update({(comm, collective): nbytes for collective, nbytes in sent.items()})
     return total
 

@@ -8,10 +8,10 @@ import math
 def learning_rate(
     step: int, *, steps: int, peak: float, warmup_steps: int = 0, final_fraction: float = 0.0
 ) -> float:
-    """The learning rate of step 0 … steps - 1.
+    """Return the learning rate of step 0 … steps - 1.
 
-    It climbs in a straight line to `peak` at step `warmup_steps` (the first step already moves),
-    then falls along half a cosine to `final_fraction`·`peak` at the last step.
+    It rises linearly to `peak` at step `warmup_steps` (from above 0 at the first step), then falls along half
+    a cosine to `final_fraction`·`peak` at the last step.
 
           peak    .-'''-.
                 /         `.

@@ -1,7 +1,4 @@
-"""What a run says while it learns: lines of JSON, a progress display and the picture of its losses.
-
-These belong to one rank: the loop's rank 0 has them, the others have none.
-"""
+"""Metrics of a run on rank 0: lines of JSON, a progress display and the picture of the losses."""
 
 from __future__ import annotations
 
@@ -21,18 +18,17 @@ from hpcpar.durable import write_whole
 from hpcpar.units import format_duration
 
 LINE_INTERVAL_S = 5.0
-"""On a terminal there is a live bar; elsewhere a line no more often than this."""
+"""Shortest time between lines of progress, where there is no live bar."""
 
 
 class Metrics:
-    """Lines of JSON, one for every step and one for every held-out loss, and the display of progress.
+    """Lines of JSON, one for every step and every held-out loss, and the display of progress.
 
-    What is no finite number, such as the gradient norm of a step that float16 skipped, is null.
+    Numbers that are not finite, such as the gradient norm of a step that float16 skipped, are null.
 
-    directory     gets metrics.jsonl; lines of steps from `first_step` on that an earlier run left
-                  there are dropped, so that a resumed run goes on where its checkpoint stood
-    steps         where none is left, the held-out loss is taken once more, so its line is dropped, too
-    console       None = nobody is told
+    directory     of metrics.jsonl; lines of an earlier run from `first_step` on are dropped
+    steps         of the whole run; where none is left, the last held-out loss is dropped and taken again
+    console       None = no display
     """
 
     def __init__(self, directory: Path, *, first_step: int, steps: int, console: Console | None) -> None:
@@ -52,19 +48,19 @@ class Metrics:
     ) -> None:
         if self._display is not None:
             self._display.stop()
-        # What could not be written is tried once more now; that error has been told.
+        # Closing writes the rest once more; its error has been reported.
         with suppress(OSError) if isinstance(error, OSError) else nullcontext():
             self._file.close()
 
     def steps(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """The steps since the last call, oldest first: a line each, and the display moves."""
+        """Write a line for each step since the last call, oldest first; advance the display."""
         self._write(records)
         if self._display is not None and records:
             last = records[-1]
             self._display.show(last["step"] + 1, last["loss"], last["tokens_per_s"])
 
     def held_out(self, step: int, loss: float) -> None:
-        """The held-out loss after `step` steps."""
+        """Write the held-out loss after `step` steps."""
         self._write([{"step": step, "held_out_loss": loss}])
         if self._display is not None:
             self._display.say(f"step {step}: held-out loss {loss:.3f} nats")
@@ -73,7 +69,7 @@ class Metrics:
         try:
             self._file.writelines(map(_line, records))
             self._file.flush()
-        except OSError as error:  # which does not say of which file
+        except OSError as error:  # whose message lacks the file
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
@@ -97,7 +93,7 @@ class Display:
             self._bar.start()
 
     def show(self, done: int, loss: float, tokens_per_s: float) -> None:
-        """`done` steps are behind us; loss and speed are the latest."""
+        """Show that `done` steps are done, with the latest loss and speed."""
         now_s = time.perf_counter()
         per_step_s = (now_s - self._start_s) / max(1, done - self._first_step)
         text = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
@@ -118,13 +114,13 @@ class Display:
 
 
 def keep_lines_before(path: Path, first_step: int, *, is_evaluated_again: bool = False) -> None:
-    """Drop lines of steps that are going to be trained again; a half-written last line goes too.
+    """Drop lines of steps that will be trained again, and a half-written last line.
 
-    is_evaluated_again   after so many steps as were done before `first_step`
+    is_evaluated_again   the held-out loss after `first_step` steps is taken again
     """
     if not path.exists():
         return
-    # A training record is of the step's index, a held-out one of the steps done.
+    # A training record holds the index of its step, a held-out one the number of steps done.
     kept = [
         record
         for record in records_of(path)
@@ -134,7 +130,7 @@ def keep_lines_before(path: Path, first_step: int, *, is_evaluated_again: bool =
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    """JSON has no NaN and no infinity: they are null."""
+    """Encode a record; NaN and infinity become null, as JSON has neither."""
     values = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
@@ -143,7 +139,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file as dictionaries; what is no JSON (a torn last line) is left out."""
+    """Return the lines of a metrics file as dictionaries; skip lines that are no JSON (a torn last one)."""
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -154,7 +150,7 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_losses(records: Sequence[Mapping[str, Any]], path: Path, *, vocabulary: int) -> None:
-    """The losses of a run as a PNG picture: each step's, their running mean, and the held-out ones."""
+    """Draw the losses of a run as PNG: each step's, their running mean, and the held-out ones."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -190,7 +186,7 @@ def draw_losses(records: Sequence[Mapping[str, Any]], path: Path, *, vocabulary:
 
 
 def running_mean(values: Sequence[float], decay: float) -> list[float]:
-    """Exponential running mean without the pull of its start (Kingma and Ba 2015, section 3)."""
+    """Return the exponential running mean with bias correction (Kingma and Ba 2015, section 3)."""
     means: list[float] = []
     total = weight = 0.0
     for value in values:

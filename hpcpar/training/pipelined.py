@@ -1,4 +1,4 @@
-"""A run whose layers are divided over the ranks of an axis: which rank has which, and how they work.
+"""Pipeline of a training run: its schedule, the layers of its stages, and its `Worker`.
 
 Shape letters: B batch, S sequence, V vocabulary.
 """
@@ -26,18 +26,18 @@ from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations
 from hpcpar.pipeline_schedules.proof import prove
 from hpcpar.training.config import Config
-from hpcpar.training.timeline import span
+from hpcpar.training.step_timeline import span
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
 def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[float]) -> Schedule:
-    """The one that the configuration names, or that its file holds.
+    """Return the configured schedule, by name or from its file.
 
-    costs    of embedding, each layer and head, for a method that goes by durations
-    errors   ScheduleError where the method does not allow so many; ConfigError for a file of another pipeline
-             or of none that works
+    costs    of embedding, each layer and head, for a method that uses durations
+    errors   ScheduleError where the method does not allow such numbers; ConfigError for a file of another
+             pipeline, or of one that cannot work
     """
     section = config.pipeline
     if section.schedule in schedule_registry.METHODS:
@@ -81,7 +81,7 @@ def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[flo
 
 
 def require_known(name: str) -> None:
-    """ConfigError for what is neither a method nor a file."""
+    """Raise ConfigError for a name that is neither a method nor a file."""
     if name not in schedule_registry.METHODS and not Path(name).is_file():
         raise ConfigError(
             f"pipeline.schedule = {name!r} is neither a file nor a name; there are "
@@ -90,7 +90,7 @@ def require_known(name: str) -> None:
 
 
 def expected_durations(costs: list[float], split: StageSplit) -> Durations:
-    """Of the stages' actions, taking forward, and both parts of backward, for a third each."""
+    """Return the durations of the stages' actions F, B and W, taken as equal."""
     thirds = [cost / 3 for cost in stage_costs(costs, split)]
     return Durations(thirds, thirds, thirds)
 
@@ -98,7 +98,7 @@ def expected_durations(costs: list[float], split: StageSplit) -> Durations:
 def item_costs(
     config: Config, sizes: LlamaConfig, layers: Layers, device: torch.device, world: Communicator
 ) -> list[float]:
-    """Of embedding, each layer and head: as `pipeline.balance` says, the same on all ranks. Collective."""
+    """Return the costs of embedding, each layer and head, equal on all ranks. Collective."""
     if config.pipeline.balance != "measured":
         return [
             float(cost) for cost in sizes.flops_per_item(config.train.sequence, recompute=config.recompute)
@@ -118,7 +118,7 @@ def item_costs(
 
 
 def split_of_layers(config: Config, layers: int, costs: list[float], schedule: Schedule) -> StageSplit:
-    """Which items each stage has; LayoutError where they cannot be divided so."""
+    """Return the items of each stage; LayoutError where they cannot be divided so."""
     by = config.pipeline.balance
     if isinstance(by, str):
         return balanced(costs, schedule.stages, schedule.rank_of_stage)
@@ -131,7 +131,7 @@ def split_of_layers(config: Config, layers: int, costs: list[float], schedule: S
 
 
 def copies_here(model: LlamaStages, tied: TiedWeights) -> dict[str, bool]:
-    """By the name that it has here, this rank's copy of a tied parameter: whether it counts in norms."""
+    """Return this rank's copies of tied parameters, by name; True for a copy that counts in norms."""
     copies = [id(parameter) for parameter in model.tied_parameters().values() if parameter is not None]
     return {
         name: tied.counts_here(parameter)
@@ -141,7 +141,7 @@ def copies_here(model: LlamaStages, tied: TiedWeights) -> dict[str, bool]:
 
 
 def require_zero_stage(config: Config, schedule: Schedule) -> None:
-    """ConfigError where gradients cannot be averaged in the way that is asked for."""
+    """Raise ConfigError where the stage of ZeRO does not fit the schedule."""
     if config.optimizer.zero_stage < 2:
         return
     if any(action.kind == "W" for action in schedule.actions()):
@@ -154,11 +154,11 @@ def require_zero_stage(config: Config, schedule: Schedule) -> None:
 
 
 class PipelinedModel:
-    """This rank's stages among those of the others, as a `Worker`. Making one is collective over `mesh.pp`.
+    """A `Worker` with the stages of all ranks of `mesh.pp`. Making one is collective over them.
 
     model           this rank's stages
     schedule        for the microbatches of a step
-    tied            its weights that other ranks have, too
+    tied            weights that other ranks hold too
     global_tokens   in the global batch, over all dp ranks
     """
 
@@ -180,12 +180,12 @@ class PipelinedModel:
         self.pipeline = Pipeline(model.stages, schedule, mesh.pp, loss=self._loss)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """For backward as the optimizer wants it, in evaluation the sum."""
+        """Return the loss scaled for backward; in evaluation the sum."""
         total = self.model.loss(logits, targets, reduction="sum")
         return self.optimizer.scale_loss(total * self._share) if torch.is_grad_enabled() else total
 
     def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
-        """All microbatches by the schedule; averages travel while other stages still work."""
+        """Run all microbatches by the schedule; average gradients while other stages still compute."""
         losses = self.pipeline.step(tokens, targets)
         with span(trace, "tied weights"):
             self.tied.sum_gradients()
@@ -195,7 +195,7 @@ class PipelinedModel:
         return losses.double().sum() / (ranks * scale)
 
     def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
-        """All batches at once; where the last stage is."""
+        """Evaluate all batches at once; the last stage's rank has the sums."""
         inputs, targets = map(list, zip(*batches, strict=True))
         was_training = self.model.training
         self.model.eval()
@@ -210,7 +210,7 @@ class PipelinedModel:
 
 
 class PipelinedLogits(nn.Module):
-    """The stages of all ranks as one model, for `generate`: the last stage tells all. Collective."""
+    """The stages of all ranks as one model for `generate`; the last stage broadcasts. Collective."""
 
     def __init__(self, worker: PipelinedModel) -> None:
         super().__init__()
@@ -220,12 +220,12 @@ class PipelinedLogits(nn.Module):
         self._pipeline = worker.pipeline
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, S] -> what the last stage has of their logits [B, S, V]; of no V elsewhere."""
+        """tokens [B, S] -> this rank's logits [B, S, V] in the last stage; [B, S, 0] elsewhere."""
         outputs: Any = self._pipeline.evaluate([tokens])
         return tokens.new_empty((*tokens.shape, 0)) if outputs is None else outputs[0]
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """[B, V] on every rank."""
+        """Return logits [B, V] on every rank."""
         comm, last = self._pipeline.comm, self._pipeline.last_rank
         dtype = next(self.stages.parameters()).dtype
         whole = (

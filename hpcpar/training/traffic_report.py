@@ -1,4 +1,4 @@
-"""Where the bytes went: one line for each communicator and collective, beside what theory says.
+"""Traffic of a run by communicator and collective, beside the theory.
 
 communicator  collective   calls   messages       sent     theory   sent - theory
 dp            allreduce    1,600      6,400    4.8 GiB    4.8 GiB             0 B
@@ -21,14 +21,14 @@ from hpcpar.units import format_duration, format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class TrafficLine:
-    """One collective on the communicators of one name, of all ranks together.
+    """Traffic of one collective on the communicators of one name, summed over ranks.
 
-    calls            of the rank with the most
+    calls            largest number of any rank
     messages         sent by all ranks
     nbytes_sent      by all ranks
-    nbytes_theory    that theory says all ranks send; None where none is given
-    seconds_waited   of the rank that stood still longest
-    calls_by_mpi     of the calls, those that MPI carried out as a whole, in messages that nobody counted
+    nbytes_theory    by theory, of all ranks; None where there is none
+    seconds_waited   longest of any rank
+    calls_by_mpi     calls that MPI ran as a whole, in messages that are not counted
     """
 
     communicator: str
@@ -42,16 +42,16 @@ class TrafficLine:
 
     @property
     def deviation(self) -> int | None:
-        """Bytes sent beyond the theory; 0 = exactly."""
+        """Bytes sent beyond the theory."""
         return None if self.nbytes_theory is None else self.nbytes_sent - self.nbytes_theory
 
 
 def gather_traffic(comm: Communicator, theory: ExpectedTraffic) -> list[TrafficLine]:
-    """The counts of all ranks on all communicators of the run, the same on every rank; collective.
+    """Return the counts of all ranks on all communicators of the run, the same on every rank. Collective.
 
-    theory   of the communicators that this rank is in; of each the first rank's is taken
+    theory   of the communicators that this rank is in; that of each one's rank 0 counts
     """
-    # Noted down before the gathering itself is counted.
+    # Read before the gathering itself is counted.
     mine = [
         (name, row.collective, row.calls, row.messages, row.nbytes_sent, row.seconds_waited, row.calls_by_mpi)
         for name, traffic in comm.traffics().items()
@@ -69,11 +69,11 @@ def merge(
     of_ranks: Sequence[Sequence[tuple[str, str, int, int, int, float, int]]],
     theory: Mapping[tuple[str, str], int],
 ) -> list[TrafficLine]:
-    """Sum messages and bytes over ranks, and take the largest of calls and of time waited.
+    """Sum messages and bytes over ranks; take the largest number of calls and time waited.
 
-    theory   (communicator, collective) -> bytes that all ranks have to send
+    theory   (communicator, collective) -> bytes that all ranks must send
 
-    A collective for which nothing was sent, not even by MPI, has no line.
+    A collective that sent nothing, not even by MPI, has no line.
     """
     totals: dict[tuple[str, str], list[Any]] = {}
     for rows in of_ranks:
@@ -92,8 +92,8 @@ def merge(
 
 
 def table(lines: Sequence[TrafficLine], *, size: int) -> Table:
-    """The lines for people, to be printed with crop=False; `size` is the number of ranks."""
-    # Narrow enough for 80 columns, the output of a batch job, as long as numbers are.
+    """Return the lines as a table, to be printed with crop=False; `size` is the number of ranks."""
+    # Narrow enough for 80 columns, the width of a batch job's output.
     shown = Table(title=f"Traffic of {size} ranks together", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("comm", "collective"):
         shown.add_column(heading, no_wrap=True)
@@ -116,5 +116,5 @@ def table(lines: Sequence[TrafficLine], *, size: int) -> Table:
 
 
 def as_records(lines: Sequence[TrafficLine]) -> list[dict[str, Any]]:
-    """The lines as plain values, for a JSON file."""
+    """Return the lines as plain values for a JSON file."""
     return [asdict(line) for line in lines]

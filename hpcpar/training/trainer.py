@@ -30,7 +30,7 @@ from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages
 from hpcpar.pipeline_parallel import TiedWeights
 from hpcpar.pipeline_schedules.timetable import write_timetable
-from hpcpar.training.batches import Batches
+from hpcpar.training.batches import RankBatches
 from hpcpar.training.build import (
     build_model,
     build_optimizer,
@@ -48,9 +48,9 @@ from hpcpar.training.milestones import Milestones
 from hpcpar.training.pipelined import PipelinedModel, copies_here, require_known
 from hpcpar.training.reports import Outcome, Preempted, announce, sample, write_reports
 from hpcpar.training.run_directory import RunDirectory
-from hpcpar.training.step import StepResult, WholeModel, held_out_loss, train_step
-from hpcpar.training.timeline import Timeline, span
+from hpcpar.training.step_timeline import StepTimeline, span
 from hpcpar.training.traffic_report import gather_traffic
+from hpcpar.training.training_step import StepResult, WholeModel, held_out_loss, train_step
 
 
 class Run:
@@ -88,7 +88,7 @@ class Run:
         self._losses = self._split_for_losses()
         self.device = place_on_hardware(config, comm)
         self.data = prepare_data(config, comm, say=self.say)
-        self.batches = Batches(config, self.data, self.mesh.dp, self.device)
+        self.batches = RankBatches(config, self.data, self.mesh.dp, self.device)
         require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
         self.model: Llama | LlamaStages
         self.worker: WholeModel | PipelinedModel
@@ -167,7 +167,7 @@ class Run:
         with ExitStack() as stack:
             metrics = self._open_metrics(stack)
             has_timeline = self.config.output.timeline_steps and milestones.steps_left
-            timeline = Timeline(self.comm) if has_timeline else None
+            timeline = StepTimeline(self.comm) if has_timeline else None
             if self._start.owes_evaluation:
                 held_out = self._evaluate(self.first_step, metrics)
             for start, stop in milestones.intervals():

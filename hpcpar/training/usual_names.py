@@ -1,4 +1,4 @@
-"""Names in Hugging Face, Megatron, DeepSpeed and Lightning of what a configuration has keys for."""
+"""Names that Hugging Face, Megatron, DeepSpeed and Lightning use for the keys of a configuration."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ ELSEWHERE = {
     "model.initial_std": "initializer_range init_method_std init_std",
     "model.dropout": "hidden_dropout attention_dropout",
 }
-"""key, as people are told of it -> its names elsewhere; those with a dot in that table alone."""
+"""key, as suggested to the user -> its names elsewhere; those with a dot only in that table."""
 
 OF_OTHERS = {name: key for key, names in ELSEWHERE.items() for name in names.split()}

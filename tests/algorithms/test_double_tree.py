@@ -37,30 +37,31 @@ def test_the_tree_of_8_nodes_is_the_one_drawn() -> None:
     assert [depth_of(node, 8) for node in range(8)] == [0, 3, 2, 3, 1, 3, 2, 3]
 
 
-@pytest.mark.parametrize("size", [*range(1, 34), 64, 100])
-def test_every_node_hangs_from_the_root_and_from_nobody_else(size: int) -> None:
-    below = {node: children_of(node, size) for node in range(size)}
-    assert sorted(child for children in below.values() for child in children) == list(range(1, size))
-    assert all(parent_of(child, size) == node for node, children in below.items() for child in children)
-    assert all(len(children) <= 2 for children in below.values())
-    assert max(depth_of(node, size) for node in range(size)) == (size - 1).bit_length()
+def test_every_node_hangs_from_the_root_and_from_nobody_else() -> None:
+    for size in (*range(1, 34), 64, 100):
+        below = {node: children_of(node, size) for node in range(size)}
+        assert sorted(child for children in below.values() for child in children) == list(range(1, size))
+        assert all(parent_of(child, size) == node for node, children in below.items() for child in children)
+        assert all(len(children) <= 2 for children in below.values())
+        assert max(depth_of(node, size) for node in range(size)) == (size - 1).bit_length()
 
 
-@pytest.mark.parametrize("size", [*range(1, 34), 64, 100])
-def test_inner_ranks_of_one_tree_are_leaves_of_the_other(size: int) -> None:
-    inner = [
-        {rank for rank in range(size) if children_of(exchanged(rank, size, tree), size)} for tree in (0, 1)
-    ]
-    # An odd number of ranks has one leaf too few in each tree: rank 0 is inside twice.
-    assert inner[0] & inner[1] == ({0} if size % 2 and size > 1 else set())
+def test_inner_ranks_of_one_tree_are_leaves_of_the_other() -> None:
+    for size in (*range(1, 34), 64, 100):
+        inner = [
+            {rank for rank in range(size) if children_of(exchanged(rank, size, tree), size)}
+            for tree in (0, 1)
+        ]
+        # An odd number of ranks has one leaf too few in each tree: rank 0 is inside twice.
+        assert inner[0] & inner[1] == ({0} if size % 2 and size > 1 else set())
 
 
-@pytest.mark.parametrize("size", range(1, 18))
-def test_a_rank_finds_its_node_and_back(size: int) -> None:
-    for tree in (0, 1):
-        nodes = [exchanged(rank, size, tree) for rank in range(size)]
-        assert sorted(nodes) == list(range(size))
-        assert [restored(node, size, tree) for node in nodes] == list(range(size))
+def test_a_rank_finds_its_node_and_back() -> None:
+    for size in range(1, 18):
+        for tree in (0, 1):
+            nodes = [exchanged(rank, size, tree) for rank in range(size)]
+            assert sorted(nodes) == list(range(size))
+            assert [restored(node, size, tree) for node in nodes] == list(range(size))
 
 
 @pytest.mark.parametrize("segments", [1, 2, 3, 10])

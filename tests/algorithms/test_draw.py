@@ -30,10 +30,6 @@ step 0     i0⇒o0
 """
 
 
-def name_of(algorithm: Algorithm) -> str:
-    return f"{algorithm.collective}-{algorithm.name}"
-
-
 def test_a_rank_without_a_part_in_a_step_has_an_empty_cell() -> None:
     assert draw(find("reduce", "binomial"), 4, root=2) == REDUCE_TO_2
 
@@ -42,9 +38,13 @@ def test_one_rank_alone_can_be_drawn() -> None:
     assert draw(find("alltoall", "direct"), 1) == ONE_RANK
 
 
-@pytest.mark.parametrize("algorithm", EVERY, ids=name_of)
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_picture_shows_every_message_once_at_both_of_its_ends(algorithm: Algorithm, size: int) -> None:
+def test_a_picture_shows_every_message_once_at_both_of_its_ends(size: int) -> None:
+    for algorithm in EVERY:
+        check_messages(algorithm, size)
+
+
+def check_messages(algorithm: Algorithm, size: int) -> None:
     drawn = draw(algorithm, size, root=size - 1, segments=2)
     schedules = [algorithm.schedule(rank, size, root=size - 1, segments=2) for rank in range(size)]
     messages = sum(len(step.sends) for steps in schedules for step in steps)
@@ -52,13 +52,14 @@ def test_a_picture_shows_every_message_once_at_both_of_its_ends(algorithm: Algor
     assert all(line == line.rstrip() for line in drawn.splitlines())
 
 
-@pytest.mark.parametrize("algorithm", EVERY, ids=name_of)
-def test_a_message_leaves_and_arrives_in_the_same_row_when_a_rank_does_one_thing_at_a_time(
-    algorithm: Algorithm,
-) -> None:
-    schedules = [algorithm.schedule(rank, 6, segments=1) for rank in range(6)]
-    if any(len(step.sends) > 1 or len(step.receives) > 1 for steps in schedules for step in steps):
-        return
+def test_a_message_leaves_and_arrives_in_the_same_row_when_a_rank_does_one_thing_at_a_time() -> None:
+    for algorithm in EVERY:
+        schedules = [algorithm.schedule(rank, 6, segments=1) for rank in range(6)]
+        if all(len(step.sends) <= 1 and len(step.receives) <= 1 for steps in schedules for step in steps):
+            check_rows(algorithm)
+
+
+def check_rows(algorithm: Algorithm) -> None:
     row: list[str] = []
     for line in [*draw(algorithm, 6).splitlines()[5:], "step"]:
         if line.startswith("step"):

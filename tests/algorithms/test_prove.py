@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpcpar.algorithms.prove import prove, prove_schedules
@@ -12,7 +14,7 @@ from tests.grid import checkered
 
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
 # Every rank speaks to every other, or n - 1 times to its neighbour: proving n ranks takes n² messages.
-QUADRATIC = {"ring", "direct", "pairwise", "hierarchical"}
+QUADRATIC = {"ring", "direct", "one_shot", "pairwise", "hierarchical"}
 
 
 def name_of(algorithm: Algorithm) -> str:
@@ -146,6 +148,16 @@ def test_ranks_that_combine_in_different_orders_are_refused_because_their_bits_d
         ScheduleError, match="rank 1, at the end: chunk 0 was combined in another order than on rank 0"
     ):
         prove_schedules("allreduce", one_shot((0,) * size))
+
+
+@pytest.mark.parametrize("name", ["recursive_doubling", "leaders", "one_shot"])
+def test_an_allreduce_in_which_each_rank_puts_its_own_value_first_is_refused(name: str) -> None:
+    for size in (2, 4, 5):
+        schedules = [find("allreduce", name).schedule(rank, size) for rank in range(size)]
+        prove_schedules("allreduce", schedules)
+        own_first = [[replace(step, own_turn=0) for step in steps] for steps in schedules]
+        with pytest.raises(ScheduleError, match="combined in another order than on rank 0"):
+            prove_schedules("allreduce", own_first)
 
 
 WRONG_STEPS = {

@@ -82,6 +82,7 @@ def saved(tmp_path: Path, alone: Communicator) -> Path:
     return save(tmp_path, step=2, model=model, optimizer=optimizer, extra={"note": 1}, comm=alone)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_follows_the_uninterrupted_one_bit_for_bit(
     name: str, tmp_path: Path, alone: Communicator
@@ -103,6 +104,7 @@ def test_a_resumed_run_follows_the_uninterrupted_one_bit_for_bit(
     assert type(resumed_optimizer.param_groups[0].get("betas", ())) is tuple
 
 
+@pytest.mark.smoke
 def test_tied_parameters_are_written_once_and_stay_tied(saved: Path, alone: Communicator) -> None:
     state = json.loads((saved / "state.json").read_text())
     assert state["aliases"] == {"head.weight": "embed.weight"}

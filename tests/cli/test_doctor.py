@@ -1,4 +1,4 @@
-"""`hpcpar doctor`: what it finds, what it says to it, and that it works alone and among ranks."""
+"""`hpcpar doctor`: its facts, findings and report, alone and on several ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from hpcpar.cli import doctor
-from hpcpar.cli.doctor import Measurement, RankFacts, TorchFacts, Visit, judge, measure, print_report
+from hpcpar.cli.doctor import facts as doctor_facts
+from hpcpar.cli.doctor.facts import (
+    Build,
+    JobFacts,
+    Measurement,
+    RankFacts,
+    TorchFacts,
+    choices,
+    find_build,
+    gather,
+    measure,
+    shared_memory_nbytes,
+)
+from hpcpar.cli.doctor.findings import judge
+from hpcpar.cli.doctor.print import print_build, print_report
 from hpcpar.cli.start_times import Elapsed, StartTimes
 from hpcpar.comm import run_loopback
 from hpcpar.comm.select import UP_TO, describe
@@ -30,14 +43,14 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 
 
-def facts(
-    rank: int, node: int = 0, cores: tuple[int, ...] = (0, 1, 2, 3), waited_s: float = 0.1, **others: object
+def rank(
+    number: int, node: int = 0, cores: tuple[int, ...] = (0, 1, 2, 3), waited_s: float = 0.1, **others: object
 ) -> RankFacts:
     common = RankFacts(
-        rank,
+        number,
         node,
         f"node{node}",
-        RankBinding(rank, cores, cores),
+        RankBinding(number, cores, cores),
         TorchFacts("2.13.0+cpu", 1, 0),
         2 * GiB,
         StartTimes(0.2, {"numpy": Elapsed(0.25), "torch": Elapsed(2.0 + waited_s, waited_s)}, 0.05),
@@ -45,8 +58,8 @@ def facts(
     return replace(common, **others)  # type: ignore[arg-type]
 
 
-def visit(*ranks: RankFacts) -> Visit:
-    return Visit(
+def job(*ranks: RankFacts) -> JobFacts:
+    return JobFacts(
         info=RankInfo(0, len(ranks), 0, len(ranks), 0, None, "hydra", "own"),
         mpi={"library": "MPICH Version: 5.0.2", "standard": "5.0", "thread_level": "multiple"},
         awareness=Capabilities(source="not tried"),
@@ -56,14 +69,14 @@ def visit(*ranks: RankFacts) -> Visit:
     )
 
 
-HEALTHY = visit(facts(0), facts(1))
+HEALTHY = job(rank(0), rank(1))
 
 
 def test_a_healthy_job_has_nothing_to_mend() -> None:
     assert judge(HEALTHY) == []
 
 
-ILLS: dict[str, tuple[Visit, str, str, bool]] = {
+ILLS: dict[str, tuple[JobFacts, str, str, bool]] = {
     "wrong sum": (
         replace(HEALTHY, measurements=(Measurement(8, 1e-6, 9, False),)),
         "all-reduce of 8 B gave a wrong sum",
@@ -71,51 +84,51 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
         True,
     ),
     "no torch": (
-        visit(*(facts(r, torch=TorchFacts(problem="No module named 'torch'")) for r in range(2))),
+        job(*(rank(r, torch=TorchFacts(problem="No module named 'torch'")) for r in range(2))),
         "No module named 'torch'",
         "pip install torch",
         True,
     ),
-    "old torch": (visit(*(facts(r, torch=TorchFacts("2.4.1", 1)) for r in range(2))), "2.4.1", "2.5", True),
+    "old torch": (job(*(rank(r, torch=TorchFacts("2.4.1", 1)) for r in range(2))), "2.4.1", "2.5", True),
     "two torches": (
-        visit(facts(0), facts(1, torch=TorchFacts("2.12.0", 1))),
+        job(rank(0), rank(1, torch=TorchFacts("2.12.0", 1))),
         "2.12.0, 2.13.0+cpu",
         "one environment",
         True,
     ),
     "too many threads": (
-        visit(facts(0, torch=TorchFacts("2.13.0", 8)), facts(1, torch=TorchFacts("2.13.0", 8))),
+        job(rank(0, torch=TorchFacts("2.13.0", 8)), rank(1, torch=TorchFacts("2.13.0", 8))),
         "more threads than",
         "OMP_NUM_THREADS=2",
         False,
     ),
     "cores shared needlessly": (
-        visit(*(facts(r, place=RankBinding(r, (1, 2), (0, 1, 2, 3))) for r in range(2))),
+        job(*(rank(r, place=RankBinding(r, (1, 2), (0, 1, 2, 3))) for r in range(2))),
         "ranks 0 and 1 share core 1 of node0, although cores 0,3 are free",
         "mpiexec -bind-to core:2",
         False,
     ),
     "a slow file system": (
-        visit(facts(0), facts(1, node=1, waited_s=60.0)),
+        job(rank(0), rank(1, node=1, waited_s=60.0)),
         "rank 1 on node1 waited 1 min 00 s for files while it imported",
         "jobscripts/node-local.sh",
         False,
     ),
     "too many ranks": (
-        visit(*(facts(r, cores=(0, 1)) for r in range(3))),
+        job(*(rank(r, cores=(0, 1)) for r in range(3))),
         "3 ranks on 2 cores",
         "at most 2",
         False,
     ),
     "forgotten srun": (
         replace(
-            visit(facts(0)), info=RankInfo(0, 1, 0, 1, 0, None, "single", "none", "Slurm job 1 has 4 tasks")
+            job(rank(0)), info=RankInfo(0, 1, 0, 1, 0, None, "single", "none", "Slurm job 1 has 4 tasks")
         ),
         "Slurm job 1 has 4 tasks",
         "srun",
         True,
     ),
-    "alone": (visit(facts(0)), "one process", "hpcpar run -n 2", False),
+    "alone": (job(rank(0)), "one process", "hpcpar run -n 2", False),
     "one thread level": (
         replace(HEALTHY, mpi={**HEALTHY.mpi, "thread_level": "funneled"}),
         "one thread only (funneled)",
@@ -123,14 +136,14 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
         False,
     ),
     "little shared memory": (
-        visit(*(facts(r, shared_memory_nbytes=64 * MiB) for r in range(2))),
+        job(*(rank(r, shared_memory_nbytes=64 * MiB) for r in range(2))),
         "64.0 MiB",
         "--shm-size",
         False,
     ),
     "shared GPU": (
         replace(
-            visit(*(facts(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(4))),
+            job(*(rank(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(4))),
             awareness=Capabilities(True, True, False, False, source="two ranks tried it"),
         ),
         "4 ranks of this node share 2 GPUs",
@@ -138,7 +151,7 @@ ILLS: dict[str, tuple[Visit, str, str, bool]] = {
         False,
     ),
     "GPU and plain MPI": (
-        visit(*(facts(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(2))),
+        job(*(rank(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(2))),
         "not known to take device pointers",
         "CUDA-aware MPI",
         False,
@@ -156,18 +169,18 @@ def test_each_ill_is_found_alone_and_answered(ill: str) -> None:
 
 
 def test_ranks_bound_to_cores_of_their_own_are_not_too_many() -> None:
-    assert judge(visit(*(facts(r, cores=(r,)) for r in range(4)))) == []
+    assert judge(job(*(rank(r, cores=(r,)) for r in range(4)))) == []
 
 
 def test_wrong_things_come_before_notes() -> None:
-    ranks = [facts(r, cores=(0,), torch=TorchFacts(problem="broken")) for r in range(2)]
-    assert [finding.wrong for finding in judge(visit(*ranks))] == [True, False]
+    ranks = [rank(r, cores=(0,), torch=TorchFacts(problem="broken")) for r in range(2)]
+    assert [finding.wrong for finding in judge(job(*ranks))] == [True, False]
 
 
 def test_the_report_shows_library_nodes_cores_and_times() -> None:
     text = io.StringIO()
-    two_nodes = visit(facts(0), facts(1), facts(2, node=1), facts(3, node=1))
-    print_report(Console(file=text, width=160), replace(two_nodes, findings=tuple(judge(two_nodes))))
+    two_nodes = job(rank(0), rank(1), rank(2, node=1), rank(3, node=1))
+    print_report(Console(file=text, width=160), two_nodes, judge(two_nodes))
     for words in (
         "MPICH 5.0.2 (MPI standard 5.0)",
         "multiple",
@@ -191,7 +204,7 @@ def test_the_report_shows_library_nodes_cores_and_times() -> None:
 
 
 def test_what_is_not_there_has_no_cross(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.print_build(doctor.Build(torch="", mpi=""))
+    print_build(Build(torch="", mpi=""))
     said = capsys.readouterr().out
     assert "    [ ] PyTorch\n" in said
     assert "    [ ] MPI\n" in said
@@ -201,18 +214,18 @@ def test_what_is_not_there_has_no_cross(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_build_is_found_without_starting_mpi() -> None:
     import importlib.metadata
 
-    build = doctor.find_build()
+    build = find_build()
     assert build.torch == importlib.metadata.version("torch")
     assert build.mpi
 
 
 def test_a_missing_shared_memory_directory_is_no_finding(tmp_path: Path) -> None:
-    assert doctor.shared_memory_nbytes(str(tmp_path / "none")) is None
-    assert doctor.shared_memory_nbytes(str(tmp_path)) is not None
+    assert shared_memory_nbytes(str(tmp_path / "none")) is None
+    assert shared_memory_nbytes(str(tmp_path)) is not None
 
 
 def test_the_report_says_which_all_reduce_runs_at_what_size() -> None:
-    said = run_loopback(2, doctor.choices)
+    said = run_loopback(2, choices)
     assert said[0] == said[1]
     assert said[0] == describe((int(min(limit, GiB)), name) for limit, name in UP_TO["allreduce"])
 
@@ -221,7 +234,7 @@ def test_the_report_says_which_all_reduce_runs_at_what_size() -> None:
 def test_the_check_finds_right_sums_and_the_same_time_on_all_ranks(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "CHECK_S", 0.02)
+    monkeypatch.setattr(doctor_facts, "CHECK_S", 0.02)
     results = run_loopback(2, lambda comm: measure(comm, nbytes))
     assert results[0] == results[1]
     assert results[0].right
@@ -229,7 +242,7 @@ def test_the_check_finds_right_sums_and_the_same_time_on_all_ranks(
 
 
 def test_the_check_notices_a_collective_that_sums_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "CHECK_S", 0.01)
+    monkeypatch.setattr(doctor_facts, "CHECK_S", 0.01)
 
     class Wrong:
         """A communicator whose first sum forgets a rank."""
@@ -291,9 +304,9 @@ def test_what_stands_in_the_way_of_a_start_is_a_finding(variables: dict[str, str
 def test_every_rank_of_a_job_comes_to_the_same_report(
     world: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "CHECK_S", 0.05)
-    found = doctor.examine(world)
+    monkeypatch.setattr(doctor_facts, "CHECK_S", 0.05)
+    found = gather(world)
     size, right = len(found.ranks), all(measurement.right for measurement in found.measurements)
-    everyone = world.allgather_object((size, right, found.measurements, found.findings))
+    everyone = world.allgather_object((size, right, found.measurements, judge(found)))
     assert all(answer == everyone[0] for answer in everyone)
     assert everyone[0][:2] == (world.size, True)

@@ -13,6 +13,7 @@ from hpcpar.errors import BufferTypeError, MismatchError, OperationError
 GROUPS = ("reductions", "gathers", "exchanges", "element_types")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_collective_and_algorithm_equals_the_serial_computation(

@@ -19,6 +19,7 @@ def ring_of_messages(comm):
     return arrived.tolist(), [left] * 3
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_ring_of_sendrecv_does_not_deadlock(size, exchange):
     for arrived, expected in run_loopback(size, ring_of_messages, **exchange):

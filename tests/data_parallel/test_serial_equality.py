@@ -172,6 +172,7 @@ def labels_of(step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sums_times_the_loss_factor_are_the_mean_of_unequal_parts(stage: int) -> None:
     def body(comm: Communicator) -> list[Tensor]:

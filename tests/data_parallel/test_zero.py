@@ -206,6 +206,7 @@ class Weighted(nn.Module):
         return Withheld.apply(inputs, self.weight, tell)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("by", ["hook", "function"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gradient_that_is_withheld_on_one_rank_counts_as_zero(stage: int, by: str) -> None:

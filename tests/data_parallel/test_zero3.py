@@ -166,6 +166,7 @@ def gathered(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
 # --- the same numbers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_outputs_and_gradients_are_those_of_the_whole_model_to_the_last_bit(size: int) -> None:
     # All ranks have the same batch, and sums of 2 or 4 equal numbers are exact.

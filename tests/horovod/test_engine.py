@@ -82,6 +82,7 @@ def total(size: int, shape: Any, dtype: torch.dtype = torch.float32, salt: int =
 SHAPES = [(), (0,), (1,), (3,), (17, 17), (0, 5), (5000,), (2, 3, 4), (40_000,), (200_000,)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("size", "knobs"),
     [
@@ -146,6 +147,7 @@ def test_every_operation_of_every_type_is_right_fused_and_alone(dtype):
             assert torch.equal(x, expected), (op, shape)
 
 
+@pytest.mark.smoke
 def test_an_average_over_three_ranks_divides_exactly():
     """A product by the reciprocal differs for a third of these."""
     values = torch.arange(1.0, 401.0)

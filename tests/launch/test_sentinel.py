@@ -325,10 +325,11 @@ def test_a_stranger_who_connects_and_leaves_is_no_loss(node: Node) -> None:
 
 
 def test_a_sentinel_that_cannot_start_is_a_warning_and_an_idle_guard(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with caplog.at_level(logging.WARNING, "hpcpar.launch"):
-        address = start(local_size=2, executable="/nonexistent/python")
+        address = start(local_size=2)
     assert address == ""
     assert "no sentinel on this node" in caplog.text
     guard = Guard.connect(address, rank=0)
@@ -373,7 +374,7 @@ def test_under_mpiexec_the_lost_rank_is_named_every_time(tmp_path: Path, how: st
     script = tmp_path / "job.py"
     script.write_text(JOB)
     verdicts = []
-    for lost in (0, 1, 2, 3, 2):
+    for lost in (0, 3, 2):
         done = subprocess.run(
             [str(MPIEXEC), "-n", "4", sys.executable, str(script), str(lost), how],
             env={**os.environ, **FOR_MPIEXEC},
@@ -385,7 +386,7 @@ def test_under_mpiexec_the_lost_rank_is_named_every_time(tmp_path: Path, how: st
         said = [line for line in done.stderr.splitlines() if line.startswith("hpcpar: rank")]
         pid = done.stdout.split("pid ")[1].split()[0]
         verdicts.append(len(said) == 1 and said[0].startswith(f"hpcpar: rank {lost} (pid {pid} on "))
-    assert verdicts == [True] * 5
+    assert verdicts == [True] * 3
 
 
 TWO_NODES = """
@@ -427,8 +428,8 @@ def job_on_two_nodes(directory: Path, *words: str) -> subprocess.CompletedProces
 
 @pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec")
 def test_short_jobs_on_two_nodes_end_in_silence(tmp_path: Path) -> None:
-    done = [job_on_two_nodes(tmp_path) for _ in range(5)]
-    assert [(job.returncode, job.stderr) for job in done] == [(0, "")] * 5
+    done = [job_on_two_nodes(tmp_path) for _ in range(2)]
+    assert [(job.returncode, job.stderr) for job in done] == [(0, "")] * 2
 
 
 @pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec")

@@ -153,6 +153,7 @@ def require_same(courses: Sequence[Course], truth: Course, schedule: Schedule) -
         torch.testing.assert_close(joined, whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("weights_small_or_as_if_large")
 @pytest.mark.parametrize("name", BY_HAND)
 def test_rows_by_hand_follow_one_process(name):

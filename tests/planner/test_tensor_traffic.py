@@ -12,11 +12,11 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
 from hpcpar.planner.shapes import Part
 from hpcpar.planner.traffic import (
-    Exchange,
+    CollectiveCall,
     Microbatch,
-    TensorParallelExchanges,
-    exchanges_nbytes,
-    tensor_parallel_exchanges,
+    TensorParallelCalls,
+    calls_nbytes,
+    tensor_parallel_calls,
 )
 from hpcpar.tensor_parallel import TensorParallel
 
@@ -33,9 +33,9 @@ def sizes(layers: int, **changes: Any) -> LlamaConfig:
     )
 
 
-def units(exchanges: list[Exchange]) -> float:
+def units(calls: list[CollectiveCall]) -> float:
     """An all-reduce sends its values twice."""
-    return sum(e.values * (2 if e.collective == "allreduce" else 1) for e in exchanges) / UNIT
+    return sum(e.values * (2 if e.collective == "allreduce" else 1) for e in calls) / UNIT
 
 
 def sharers(tp: TensorParallel, config: LlamaConfig) -> Communicator | None:
@@ -55,12 +55,12 @@ def counted(size: int, config: LlamaConfig, recompute: Recompute | None = None, 
         model.loss(model(tokens), tokens).backward()
         sent = sum(traffic.nbytes_sent() for traffic in comm.traffics().values()) - before
         theory = 0
-        on_axis, on_sharers = tensor_parallel_exchanges(
+        on_axis, on_sharers = tensor_parallel_calls(
             config, tp, trained=[Microbatch(B, S)], recompute=recompute
         )
-        for axis, exchanges in ((comm, on_axis), (sharers(tp, config), on_sharers)):
+        for axis, calls in ((comm, on_axis), (sharers(tp, config), on_sharers)):
             if axis is not None and axis.rank == 0:
-                theory += exchanges_nbytes(axis, exchanges, torch.float64).total()
+                theory += calls_nbytes(axis, calls, torch.float64).total()
         return sent, theory
 
     found = run_loopback(size, work)
@@ -93,8 +93,8 @@ def test_a_layer_sends_eight_units_and_ten_if_its_inputs_are_gathered_again(size
 
 
 def test_the_loss_moves_three_values_a_token_whatever_the_vocabulary() -> None:
-    def work(comm: Communicator) -> list[Exchange]:
-        of_pass = TensorParallelExchanges(sizes(1), TensorParallel(comm), Microbatch(B, S))
+    def work(comm: Communicator) -> list[CollectiveCall]:
+        of_pass = TensorParallelCalls(sizes(1), TensorParallel(comm), Microbatch(B, S))
         return [each for each in of_pass.forward(Part.whole(1)) if each.kind != "of the model"]
 
     assert sum(e.values for e in run_loopback(2, work)[0]) == 3 * B * S
@@ -105,7 +105,7 @@ def test_the_loss_moves_three_values_a_token_whatever_the_vocabulary() -> None:
 )  # two norms' gradients are all-reduced
 def test_a_layers_exchanges_are_the_units_of_the_paper(options: dict[str, bool], expected: float) -> None:
     def work(comm: Communicator) -> float:
-        of_pass = TensorParallelExchanges(sizes(1), TensorParallel(comm, **options), Microbatch(B, S))
+        of_pass = TensorParallelCalls(sizes(1), TensorParallel(comm, **options), Microbatch(B, S))
         return units([*of_pass.layer_forward(), *of_pass.layer_backward()])
 
     assert set(run_loopback(2, work)) == {expected}
@@ -116,7 +116,7 @@ def test_chunks_are_more_exchanges_of_the_same_values() -> None:
         found = []
         for chunks in (1, 3):
             tp = TensorParallel(comm, sequence_parallel=True, chunks=chunks)
-            of_pass, whole = TensorParallelExchanges(sizes(1), tp, Microbatch(B, S)), Part.whole(1)
+            of_pass, whole = TensorParallelCalls(sizes(1), tp, Microbatch(B, S)), Part.whole(1)
             both = [*of_pass.forward(whole), *of_pass.backward(whole, Recompute())]
             found += [len(both), units(both)]
         return tuple(found)  # type: ignore[return-value]
@@ -151,7 +151,7 @@ def test_layers_beyond_those_that_are_recomputed_send_as_ever() -> None:
 def test_an_empty_microbatch_sends_the_gradients_that_do_not_depend_on_it() -> None:
     def work(comm: Communicator) -> int:
         tp = TensorParallel(comm, sequence_parallel=True)
-        on_axis, _ = tensor_parallel_exchanges(sizes(1), tp, trained=[Microbatch(0, S)])
-        return exchanges_nbytes(comm, on_axis, torch.float32).total()
+        on_axis, _ = tensor_parallel_calls(sizes(1), tp, trained=[Microbatch(0, S)])
+        return calls_nbytes(comm, on_axis, torch.float32).total()
 
     assert run_loopback(2, work) == [3 * 2 * H * 4] * 2

@@ -165,29 +165,10 @@ class Cluster:
         )
 
     def clear(self, timeout_s: float = 30) -> None:
-        """Cancel all jobs, boot what was killed, and wait until all nodes are idle."""
+        """Cancel all jobs, and wait until all nodes are idle."""
         if self.run("squeue", "--noheader").stdout:
             self.run("scancel", "--user=root")
-        for name in self.node_names:
-            if not self._machines[name].alive():
-                self._boot(name)
         self._wait_until_idle(self.node_names, timeout_s)
-
-    # --- nodes
-
-    def kill_node(self, name: str) -> None:
-        """As if it lost its power: slurmd, steps and every process on that node are killed."""
-        self._machines[name].end()
-
-    def revive_node(self, name: str) -> None:
-        """Boot a killed node again, and wait until it is idle."""
-        self._boot(name)
-        port = self._ports[name]
-        wait_until(
-            lambda: _listens(port), START_TIMEOUT_S, lambda: f"{name}'s slurmd is not up: {self.logs()}"
-        )
-        self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
-        self._wait_until_idle([name], START_TIMEOUT_S)
 
     def logs(self, lines: int = 5) -> str:
         """The last lines of every log."""

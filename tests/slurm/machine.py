@@ -84,9 +84,6 @@ class Machine:
             *argv,
         ]
 
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
     def end(self) -> None:
         """Every process in here is gone when this returns."""
         assert self._process.stdin is not None

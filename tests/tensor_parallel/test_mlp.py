@@ -31,6 +31,7 @@ class Written(nn.Module):
         return output
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("activation", "optimizer"),
     [("gelu", "sgd"), ("swiglu", "sgd"), ("swiglu", "adamw")],

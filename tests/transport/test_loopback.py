@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import MismatchError, StallError
-from hpcpar.transport import loopback
+from hpcpar.transport import loopback, shared_memory
 
 
 def octets(*values):
@@ -80,3 +83,21 @@ def test_a_rank_that_never_ends_is_named():
 def test_nodes_must_be_named_for_every_rank():
     with pytest.raises(ValueError, match="nodes names 1 ranks, but there are 2"):
         loopback.connect(2, nodes=[0])
+
+
+def test_shared_memory_is_given_back_before_the_cyclic_collector_runs() -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count(f"/{shared_memory.PREFIX}")
+
+    def body(comm: Communicator) -> None:
+        array = comm.allocate_shared(1000, "float32")
+        comm.allreduce(array)
+        comm.allreduce(np.ones(100_000))
+
+    before = mappings()
+    gc.disable()
+    try:
+        run_loopback(3, body, shared_memory=True)
+        assert mappings() == before
+    finally:
+        gc.enable()

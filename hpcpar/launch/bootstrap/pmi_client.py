@@ -190,7 +190,7 @@ def listen(ports: Sequence[int]) -> socket.socket:
 
 @dataclass
 class _Search:
-    """The way of one rank into its step: hosts and ports to try, and what was found there.
+    """Search of one rank for its step's server: hosts and ports to try, and what answered there.
 
     address      where the server is, for rank 0, which knows
     refused      somebody's system said that nobody listens: rank 0 may still be on its way

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import numpy as np
 import pytest
@@ -137,40 +138,40 @@ def check(op, dtype, count, pieces, *, offsets=(0,), alias=None, most_blocks=3, 
 grid = [kernel for kernel in KERNELS if not (kernel[0] == "product" and kernel[1] in COMPLEX)]
 
 
-@needs_compiler
-@pytest.mark.parametrize(("op", "dtype"), grid)
-def test_a_fold_has_the_bits_of_the_hosts(op, dtype):
-    tile = TILES[dtype]
-    for pieces in (1, 2, 3, 8):
-        for count in (1, 15, 16, tile - 1, tile, 4 * tile + 17):
-            check(op, dtype, count, pieces, seed=100 * pieces)
-
-
-@needs_compiler
-@pytest.mark.parametrize(("op", "dtype"), grid)
-def test_it_does_wherever_the_memory_begins(op, dtype):
-    itemsize = bits_of(dtype).itemsize
+def settings(dtype):
+    """(pieces, count, offsets, alias): lengths around a tile, memory that begins anywhere."""
+    itemsize, tile = bits_of(dtype).itemsize, TILES[dtype]
     part = itemsize // 2 if dtype in COMPLEX else itemsize
-    together = [(offset,) for offset in range(0, 16, part)]  # the same for all: wide loads after a head
-    apart = [(0, part), (part, 0, 3 * part % 16)]
-    for offsets in together[:4] + together[-1:] + apart:
-        for count in (1, 5, 2 * TILES[dtype] + 9):
-            check(op, dtype, count, 3, offsets=offsets)
+    last = (16 - part,)  # the same for all: wide loads after a head
+    apart, scattered = (0, part), (part, 0, 3 * part % 16)
+    return [
+        (1, 1, (0,), None),
+        (2, 15, last, 0),
+        (3, 16, scattered, None),
+        (8, tile - 1, (part,), 4),
+        (5, tile, (0,), 1),
+        (1, 4 * tile + 17, apart, None),
+        (2, 4 * tile + 17, (0,), None),
+        (3, 2 * tile + 9, last, None),
+        (3, 2 * tile + 9, scattered, 2),
+        (5, 3 * tile + 1, apart, 4),
+        (5, 3 * tile + 1, (itemsize,), 0),
+        (3, 5, (2 * part % 16,), None),
+    ]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("op", "dtype"), grid)
-def test_the_result_may_take_the_place_of_any_source(op, dtype):
-    for alias in (0, 1, 4):
-        for offsets in ((0,), (bits_of(dtype).itemsize,), (0, bits_of(dtype).itemsize)):
-            check(op, dtype, 3 * TILES[dtype] + 1, 5, offsets=offsets, alias=alias)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fold_has_the_bits_of_the_hosts(dtype):
+    ops = [op for op, of_dtype in grid if of_dtype == dtype]
+    for op, (pieces, count, offsets, alias) in product(ops, settings(dtype)):
+        check(op, dtype, count, pieces, offsets=offsets, alias=alias, seed=100 * pieces)
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "bool"])
-@pytest.mark.parametrize("factor", [0.5, 1 / 3, -2.7, 1e30, 1e-30, 1e-42])
-def test_a_factor_does_what_it_does_on_the_host(dtype, factor):
-    for op in ("sum", "min"):
+def test_a_factor_does_what_it_does_on_the_host(dtype):
+    for factor, op in product((0.5, 1 / 3, -2.7, 1e30, 1e-30, 1e-42), ("sum", "min")):
         if is_meant(require_op, op, dtype) and is_meant(require_scale, factor, dtype):
             for pieces in (1, 2, 5):
                 check(op, dtype, TILES[dtype] + 3, pieces, factor=factor, seed=pieces)
@@ -178,11 +179,9 @@ def test_a_factor_does_what_it_does_on_the_host(dtype, factor):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX])
-@pytest.mark.parametrize("divisor", [2, 3, 7, 1000])
-def test_an_average_is_divided_as_on_the_host(dtype, divisor):
-    for factor in (1.0, 0.3):
-        for pieces in (1, 2, 5):
-            check("average", dtype, TILES[dtype] + 3, pieces, factor=factor, divisor=divisor)
+def test_an_average_is_divided_as_on_the_host(dtype):
+    for divisor, factor, pieces in product((2, 3, 7, 1000), (1.0, 0.3), (1, 2, 5)):
+        check("average", dtype, TILES[dtype] + 3, pieces, factor=factor, divisor=divisor)
 
 
 @needs_compiler
@@ -249,25 +248,23 @@ def test_an_integer_out_of_range_becomes_the_nearest_of_its_type(dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize("pieces", [5, 63, 64])
 @pytest.mark.parametrize("dtype", [*HALVES, "float32", "int32", "complex64"])
-def test_up_to_64_sources_are_one_launch(dtype, pieces):
-    check("sum", dtype, 300, pieces, factor=0.7)
-    assert len(list(gpu_kernels.launches(dtype, 16, [32] * pieces, 300))) == 1
+def test_up_to_64_sources_are_one_launch(dtype):
+    for pieces in (5, 63, 64):
+        check("sum", dtype, 300, pieces, factor=0.7)
+        assert len(list(gpu_kernels.launches(dtype, 16, [32] * pieces, 300))) == 1
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "int32", "complex64"])
-@pytest.mark.parametrize("pieces", [65, 127, 128, 200])
-def test_more_sources_are_folded_in_order_over_several_launches(dtype, pieces):
-    check("sum", dtype, 300, pieces, factor=0.7, alias=0)
-    check("sum", dtype, 300, pieces, factor=0.7, alias=63)
+def test_more_sources_are_folded_in_order_over_several_launches(dtype):
+    for pieces, alias in ((65, 0), (127, 63), (128, 0), (200, 63)):
+        check("sum", dtype, 300, pieces, factor=0.7, alias=alias)
 
 
 @needs_compiler
-@pytest.mark.parametrize("most_blocks", [1, 2, 5, 100])
-def test_any_number_of_blocks_gives_the_same(most_blocks):
-    for dtype in ("uint8", "float32", "complex128"):
+def test_any_number_of_blocks_gives_the_same():
+    for most_blocks, dtype in product((1, 2, 5, 100), ("uint8", "float32", "complex128")):
         check("sum", dtype, 7 * TILES[dtype] + 5, 2, offsets=(8,), most_blocks=most_blocks)
 
 
@@ -341,10 +338,10 @@ def converted_by_torch(octets, source_dtype, dtype) -> np.ndarray:
 
 @needs_compiler
 @pytest.mark.parametrize(("source_dtype", "dtype"), CONVERSIONS)
-@pytest.mark.parametrize("count", [1, 255, 257, 5 * THREADS * gpu_kernels.CONVERTED + 3])
-def test_a_conversion_rounds_as_torch_does_on_the_host(source_dtype, dtype, count):
-    octets = rough(source_dtype, count, seed=count)
-    for offset, most_blocks in ((0, 1), (1, 3)):
+def test_a_conversion_rounds_as_torch_does_on_the_host(source_dtype, dtype):
+    counts = (1, 255, 257, 5 * THREADS * gpu_kernels.CONVERTED + 3)
+    for count, (offset, most_blocks) in product(counts, ((0, 1), (1, 3))):
+        octets = rough(source_dtype, count, seed=count)
         found = converted(octets, source_dtype, dtype, offset=offset, most_blocks=most_blocks)
         assert_same(found, converted_by_torch(octets, source_dtype, dtype), dtype, "sum")
 
@@ -363,17 +360,17 @@ def test_every_16_bit_number_and_its_neighbours_arrive(wire, dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("factor", "divisor"), [(0.3, 1), (1.0, 7), (-1e-30, 3)])
 @pytest.mark.parametrize(("source_dtype", "dtype"), CONVERSIONS)
-def test_factor_and_division_are_those_of_the_wider_type(source_dtype, dtype, factor, divisor):
+def test_factor_and_division_are_those_of_the_wider_type(source_dtype, dtype):
     octets = rough(source_dtype, 3000, seed=5)
     wide = source_dtype if dtype in HALVES else dtype
-    expected = octets if wide == source_dtype else converted_by_torch(octets, source_dtype, wide)
-    scaled = expected.copy()
-    fold("sum", host(scaled, wide), [host(expected.copy(), wide)], factor=factor, divisor=divisor)
-    expected = scaled if wide == dtype else converted_by_torch(scaled, wide, dtype)
-    found = converted(octets, source_dtype, dtype, factor=factor, divisor=divisor)
-    assert_same(found, expected, dtype, "sum")
+    widened = octets if wide == source_dtype else converted_by_torch(octets, source_dtype, wide)
+    for factor, divisor in ((0.3, 1), (1.0, 7), (-1e-30, 3)):
+        scaled = widened.copy()
+        fold("sum", host(scaled, wide), [host(widened.copy(), wide)], factor=factor, divisor=divisor)
+        expected = scaled if wide == dtype else converted_by_torch(scaled, wide, dtype)
+        found = converted(octets, source_dtype, dtype, factor=factor, divisor=divisor)
+        assert_same(found, expected, dtype, "sum")
 
 
 # In the order of a stream
@@ -408,8 +405,7 @@ def test_on_the_stand_in_a_fold_beyond_its_memory_is_refused(stand_in):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_kernels_compile_for_the_gpu_without_a_stack_frame(arch, tmp_path):
+def test_kernels_compile_for_the_gpu_without_a_stack_frame(tmp_path):
     # Every type and every operation; the host's compiler has had all pairs. One unit is quicker than many.
     lines = [f'#include "{gpu_kernels.SOURCE}"']
     for op, dtype in KERNELS:
@@ -421,7 +417,7 @@ def test_kernels_compile_for_the_gpu_without_a_stack_frame(arch, tmp_path):
         lines.append(f'extern "C" __global__ void {source}_{target}(const Convert c) {{ {body} }}')
     unit = tmp_path / "all.cu"
     unit.write_text("\n".join(lines), encoding="utf-8")
-    options = (*gpu_kernels.OPTIONS, f"-arch={arch}", "-Xptxas", "-v", "-Werror", "all-warnings")
+    options = (*gpu_kernels.OPTIONS, "-arch=sm_90", "-Xptxas", "-v", "-Werror", "all-warnings")
     done = subprocess.run(
         ["nvcc", *options, "-cubin", "-o", str(tmp_path / "all.cubin"), str(unit)],
         capture_output=True,
@@ -435,48 +431,27 @@ def test_kernels_compile_for_the_gpu_without_a_stack_frame(arch, tmp_path):
     assert set(frames) == {("0", "0")}
 
 
+PTX = [
+    gpu_kernels.defines("sum", "bfloat16"),
+    gpu_kernels.defines("product", "complex64"),
+    gpu_kernels.convert_defines("float64", "float16"),
+    gpu_kernels.convert_defines("bfloat16", "float32"),
+]
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-def test_no_option_of_the_compiler_flushes_or_fuses(dtype, tmp_path):
+@pytest.mark.parametrize("defined", PTX, ids=" ".join)
+def test_no_option_of_the_compiler_flushes_or_fuses(defined, tmp_path):
     # CuPy adds -ftz=true to whatever it is given; fused would be a product and the sum that takes it.
-    for op in ("sum", "product"):
-        options = ("-std=c++17", "-ftz=true", "--fmad=true", *gpu_kernels.defines(op, dtype))
-        target = tmp_path / "fold.ptx"
-        subprocess.run(
-            ["nvcc", *options, "-arch=sm_80", "-ptx", "-o", str(target), str(gpu_kernels.SOURCE)],
-            check=True,
-            timeout=60,
-        )
-        ptx = target.read_text()
-        assert "ftz" not in ptx
-        assert "fma" not in ptx
-        assert "st.global.v4" in ptx
-        assert re.search(r"ld\.global\.v4", ptx)
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("source_dtype", "dtype"), CONVERSIONS)
-def test_no_option_of_the_compiler_flushes_what_is_converted(source_dtype, dtype, tmp_path):
-    defined = gpu_kernels.convert_defines(source_dtype, dtype)
-    target = tmp_path / "convert.ptx"
-    subprocess.run(
-        [
-            "nvcc",
-            "-std=c++17",
-            "-ftz=true",
-            *defined,
-            "-arch=sm_80",
-            "-ptx",
-            "-o",
-            target,
-            gpu_kernels.SOURCE,
-        ],
-        check=True,
-        timeout=60,
-    )
+    options = ("-std=c++17", "-ftz=true", "--fmad=true", *defined, "-arch=sm_80", "-ptx")
+    target = tmp_path / "kernel.ptx"
+    subprocess.run(["nvcc", *options, "-o", target, gpu_kernels.SOURCE], check=True, timeout=60)
     ptx = target.read_text()
     assert "ftz" not in ptx
     assert "fma" not in ptx
+    if "-DOPERATION" in defined[0]:
+        assert "st.global.v4" in ptx
+        assert "ld.global.v4" in ptx
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch):

@@ -1,6 +1,6 @@
 """The kernels as CuPy compiles and launches them on a real GPU, against the host's own sums bit for bit.
 
-What can be tested without one is in test_device_kernels.py.
+What can be tested without one is in test_kernels.py.
 """
 
 from __future__ import annotations

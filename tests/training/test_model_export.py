@@ -19,7 +19,7 @@ from hpcpar.data import ByteTokenizer
 from hpcpar.errors import CheckpointError, ConfigError, DataError
 from hpcpar.models import Llama
 from hpcpar.training import Config, Run
-from hpcpar.training.export import export
+from hpcpar.training.model_export import export
 
 MakeConfig = Callable[..., Config]
 

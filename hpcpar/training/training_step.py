@@ -1,7 +1,7 @@
-"""One optimizer step, and one look at held-out text. Shape letters: B batch, S sequence.
+"""One optimizer step, and the held-out loss. Shape letters: B batch, S sequence.
 
-Who computes is a `Worker`: this rank with the whole model, or with the ranks of a pipeline. It leaves the sum
-of all microbatches' gradients; what follows is the same for both.
+A `Worker` computes the sum of all microbatches' gradients: this rank with the whole model, or the ranks of a
+pipeline. The rest of a step is the same for both.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hpcpar.comm import Communicator, Trace
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama
 from hpcpar.partition import bounds
-from hpcpar.training.timeline import span
+from hpcpar.training.step_timeline import span
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step measured.
+    """Loss and gradient norm of a step.
 
-    loss_share      this rank's share of the mean loss in nats: summed over dp and pp ranks, it is the loss
+    loss_share      this rank's share of the mean loss in nats; its sum over dp and pp ranks is the loss
     gradient_norm   of the whole averaged gradient before clipping, the same on every rank
     """
 
@@ -34,30 +34,30 @@ class StepResult:
 
 
 class Worker(Protocol):
-    """What computes losses and gradients of a dp rank's sequences; collective over those that share it."""
+    """Computes losses and gradients of a dp rank's sequences; collective over the model's ranks."""
 
     @property
     def optimizer(self) -> DistributedOptimizer:
-        """Of the parameters that it has."""
+        """Optimizer of this rank's parameters."""
         ...
 
     def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
-        """Add the gradients of the global batch's mean loss; this rank's share of that, in float64.
+        """Add the gradients of the global batch's mean loss; return this rank's share of it, in float64.
 
         tokens, targets   [B, S], this dp rank's part of the global batch; B may differ between them
         """
         ...
 
     def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
-        """Of (tokens, targets) [B, S] this rank's share of the losses' sum, and of tokens; no gradients."""
+        """Return this rank's share of the losses' sum over (tokens, targets) [B, S], and of tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """All layers on this rank, or on those that share each of them, as a `Worker`.
+    """A `Worker` with all layers on this rank, or on the tp ranks that share each layer.
 
-    microbatches    into how many parts a batch is cut, the same on every rank; a part may be empty
+    microbatches    number of parts of a batch, the same on every rank; a part may be empty
     global_tokens   in the global batch, over all dp ranks
 
     Each microbatch's loss is a sum divided by `global_tokens`, so parts of unequal size on the ranks
@@ -70,7 +70,7 @@ class WholeModel:
     global_tokens: int
 
     def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
-        """One microbatch after another; averages travel while the last one's backward runs."""
+        """Run one microbatch after another; average gradients during the last one's backward."""
         optimizer, ranks = self.optimizer, self.optimizer.dp_comm.size
         loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
         for number, (start, stop) in enumerate(bounds(len(tokens), self.microbatches)):
@@ -87,7 +87,7 @@ class WholeModel:
 
     @torch.no_grad()
     def summed_losses(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
-        """One batch after another."""
+        """Evaluate one batch after another, without gradients."""
         total, tokens_seen = 0.0, 0
         was_training = self.model.training
         self.model.eval()
@@ -108,7 +108,7 @@ def train_step(
     clip_norm: float,
     trace: Trace | None = None,
 ) -> StepResult:
-    """Forward, backward, and the optimizer on the gradient of the whole global batch's mean loss.
+    """Step the optimizer on the gradient of the global batch's mean loss.
 
     tokens, targets   [B, S], this dp rank's part of the global batch; B may differ between them
     clip_norm         largest norm of the gradient; inf = no clipping
@@ -127,11 +127,12 @@ def train_step(
 def held_out_loss(
     worker: Worker, batches: Iterable[tuple[Tensor, Tensor]], losses_comm: Communicator
 ) -> float:
-    """Mean loss in nats per token over all dp ranks' batches of (tokens, targets) [B, S]; collective.
+    """Return the mean loss in nats per token over all dp ranks' (tokens, targets) [B, S]. Collective.
 
-    losses_comm   over all that have a share of the losses
+    losses_comm   over all ranks with a share of the losses
 
-    Each rank brings as many batches, of which some may be empty. Ranks that share layers have the same ones.
+    Every rank brings the same number of batches, some of them perhaps empty. Ranks that share layers bring
+    the same batches.
     """
     totals = torch.tensor(worker.summed_losses(batches), dtype=torch.float64)
     losses_comm.allreduce(totals)

@@ -1,4 +1,4 @@
-"""What every rank did when, as a file for a trace viewer (chrome://tracing, Perfetto, Speedscope).
+"""Timeline of all ranks' compute and communication, for chrome://tracing, Perfetto or Speedscope.
 
 One process for each rank, one thread for its compute, and as many for its communication as there
 were collectives in flight at once:
@@ -26,7 +26,7 @@ COMPUTE = "compute"
 
 @contextmanager
 def span(trace: Trace | None, name: str, **arguments: Any) -> Iterator[None]:
-    """Add what happens inside to the trace as an event of compute; nothing without a trace."""
+    """Record the block as an event of compute; do nothing without a trace."""
     if trace is None:
         yield
         return
@@ -37,11 +37,11 @@ def span(trace: Trace | None, name: str, **arguments: Any) -> Iterator[None]:
         trace.add(name, COMPUTE, start_s, time.perf_counter(), **arguments)
 
 
-class Timeline:
-    """Traces this rank from its making until `write`; making and writing are collective.
+class StepTimeline:
+    """Trace of this rank from here until `write`; both are collective.
 
-    Ranks of one node share a clock. Nodes are set to one time by the barrier here, as their first ranks
-    leave it, so they are right to within the time that a barrier takes.
+    Ranks of one node share a clock. The clocks of nodes are aligned at a barrier, so they agree to within the
+    time that a barrier takes.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -53,7 +53,7 @@ class Timeline:
         comm.trace = self.trace
 
     def stop(self) -> None:
-        """Record no more. The events so far stay."""
+        """Stop recording; keep the events so far."""
         self._comm.trace = None
 
     def write(self, path: Path) -> None:
@@ -67,7 +67,7 @@ class Timeline:
 
 
 def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) -> list[dict[str, Any]]:
-    """One rank's events in the viewer's form, with names for its process and threads."""
+    """Return one rank's events in the viewer's format, with names of its process and threads."""
     categories = sorted({event.category for event in events}, key=lambda name: (name != COMPUTE, name))
     formed = [_name("process_name", rank, 0, f"rank {rank}")]
     thread = 0
@@ -82,9 +82,9 @@ def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) ->
 
 
 def lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
-    """Events spread over as few lanes as hold them so that those of one lane are nested or apart.
+    """Spread events over few lanes, so that those of one lane are nested or disjoint.
 
-    A viewer draws one thread's events as a call stack, and loses those that overlap in part.
+    A viewer draws one thread's events as a call stack, and loses partly overlapping ones.
     """
     spread: list[list[TraceEvent]] = []
     open_stops: list[list[float]] = []

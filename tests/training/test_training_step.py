@@ -11,7 +11,7 @@ from hpcpar.models import Llama, LlamaConfig, next_token_loss
 from hpcpar.partition import bounds
 from hpcpar.training.build import build_optimizer, plain_optimizer
 from hpcpar.training.config import Config, OptimizerSection
-from hpcpar.training.step import WholeModel, held_out_loss, train_step
+from hpcpar.training.training_step import WholeModel, held_out_loss, train_step
 
 CONFIG = LlamaConfig(vocab_size=11, hidden_size=8, layers=1, heads=2, kv_heads=1, ffn_size=16, max_sequence=6)
 SEQUENCE = 6
@@ -42,6 +42,7 @@ def serial(section: OptimizerSection, steps: int, sequences: int) -> tuple[list[
     return [parameter.detach().clone() for parameter in alone.parameters()], losses
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpar.comm import Communicator, Trace, TraceEvent, run_loopback
-from hpcpar.training.timeline import Timeline, lanes, span, trace_events
+from hpcpar.training.step_timeline import StepTimeline, lanes, span, trace_events
 
 
 def event(start_s: float, stop_s: float, category: str = "compute") -> TraceEvent:
@@ -64,7 +64,7 @@ def test_a_timeline_shows_compute_and_communication_of_every_rank(tmp_path: Path
     path = tmp_path / "timeline.json"
 
     def work(comm: Communicator) -> bool:
-        timeline = Timeline(comm)
+        timeline = StepTimeline(comm)
         with span(comm.trace, "forward"):
             comm.allreduce(torch.ones(5))
         timeline.write(path)
@@ -79,5 +79,5 @@ def test_a_timeline_shows_compute_and_communication_of_every_rank(tmp_path: Path
 
 
 def test_ranks_of_a_node_count_from_one_moment() -> None:
-    origins = run_loopback(3, lambda comm: Timeline(comm)._origin_s, nodes=[0, 0, 1])
+    origins = run_loopback(3, lambda comm: StepTimeline(comm)._origin_s, nodes=[0, 0, 1])
     assert origins[0] == origins[1] != origins[2]

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model directory that transformers, vLLM and others read.
+"""Export a checkpoint as a model directory that transformers, vLLM and others read.
 
 <directory>/
     config.json              sizes, type of the parameters, end of text
@@ -23,7 +23,7 @@ from hpcpar.data.tokenizer import write_tokenizer
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError, ConfigError, DataError
 from hpcpar.models import Llama, LlamaConfig
-from hpcpar.models.hugging_face_config import hugging_face_config
+from hpcpar.models.hugging_face import hugging_face_config
 from hpcpar.training.config import Config
 
 DTYPES = {
@@ -36,10 +36,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """An exported model.
 
-    checkpoint   that it is from
-    step         training steps of it
+    checkpoint   that it was exported from
+    step         training steps of the checkpoint
     dtype        of the parameters
     """
 
@@ -55,13 +55,13 @@ def export(
     """Write the model of a run's newest checkpoint, or of a checkpoint, into a new directory.
 
     run         output directory of `hpcpar train`, its `checkpoints`, or one of these
-    dtype       of the parameters; None = that of the training. Where training kept float32 masters, these
-                are what is rounded
-    tokenizer   where the tokenizers file is now; None = where the run found it, or bytes. One that is given
-                is taken as it is, one that is found must be what the run was trained with
+    dtype       of the parameters; None = that of the training. Float32 masters are rounded where training
+                kept them
+    tokenizer   path of the tokenizers file; None = where the run found it, or bytes. A given file is taken as
+                it is; a found one must be the file that the run was trained with
 
-    One process does it, and holds the whole model (in float32 where training had 16 bits) once or twice.
-    Whatever axes and stage the checkpoint was saved with, the files are the same.
+    One process holds the whole model (in float32 where training had 16 bits) once or twice. The files do not
+    depend on the axes and the stage that the checkpoint was saved with.
 
     errors      CheckpointError, DataError; ConfigError where the directory has something in it
     """
@@ -72,7 +72,7 @@ def export(
     config = _config_of(chosen, extra)
     dtype = dtype or config.train.precision
     with whole_directory(directory) as staging:
-        # What ends a document is what the model has learnt, wherever its tokenizer's file is now.
+        # The model learnt this end of a document, wherever its tokenizer's file is now.
         learnt = extra.get("end_of_document")
         spoken = write_tokenizer(
             tokenizer or config.data.tokenizer,
