@@ -46,7 +46,7 @@ from hpcpar.data_parallel import (
     watch_activations,
 )
 from hpcpar.data_parallel.process_memory import process_memory
-from hpcpar.data_parallel.zero2 import STAGING_BUFFERS
+from hpcpar.data_parallel.staging import STAGING_BUFFERS
 from hpcpar.launch import binding
 from hpcpar.models import PRESETS, Llama, LlamaConfig, next_token_loss
 from hpcpar.models.initialise import initial_value

@@ -1,4 +1,4 @@
-"""What `torch.compile` is to leave alone: calls that talk to other ranks.
+"""Keep torch.compile out of calls that talk to other ranks.
 
 Its compiler would trace into them, and into all that they call: loops that wait for others, counters by which
 ranks find each other. Each rank then compiles for seconds while the others wait, and what was a value at that

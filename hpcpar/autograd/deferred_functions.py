@@ -1,18 +1,16 @@
-"""Torch's functions, called with parameters, in the form that leaves the parameters' gradients for later.
+"""Forms of torch's functions that leave the gradients of parameters for later.
 
-    linear(x, W, b)     W, b parameters, or views of them (an attention's three weights in one)    product
-    matmul(x, W)        the same of a weight that lies the other way                               product
-    embedding(i, W)                                                                                embedding
-    any other function  is called with the parameters' stand-ins
+    linear(x, W, b)     W, b: parameters, or views of them    backward keeps dy and x; W multiplies them
+    embedding(i, W)                                           backward keeps dy and i
+    any other function  is called with stand-ins              backward makes the gradient, which waits for W
 
-The backward of the first three makes the input's gradient, and hands on what the weight's can be made of.
+The backward of the first two makes the input's gradient only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from types import FunctionType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +70,7 @@ With `copy_to` in W runs the sum over ranks; all of them come to it in the same 
 
 
 class WeightGradMode(TorchFunctionMode):
-    """Around modules whose weights' gradients are to be deferred; `again`, around their recomputation."""
+    """Mode that defers weights' gradients of what is computed inside; `again`, while it is recomputed."""
 
     def __init__(self, deferred: DeferredGradients, *, again: bool) -> None:
         super().__init__()
@@ -109,7 +107,7 @@ class WeightGradMode(TorchFunctionMode):
         )
 
     def _replaced(self, given: Any) -> Any:
-        """With stand-ins for parameters, also for those in a list."""
+        """Replace parameters by their stand-ins, also in a list."""
         if isinstance(given, Tensor):
             return self.deferred.stand_in(given)
         if type(given) in (list, tuple):
@@ -117,38 +115,8 @@ class WeightGradMode(TorchFunctionMode):
         return given
 
 
-def _attention(mode: WeightGradMode, *args: Any, **kwargs: Any) -> Any:
-    """Its products, each for itself: the function is written in Python."""
-    with mode:
-        return _opened(functional.multi_head_attention_forward)(*args, **kwargs)
-
-
-@cache
-def _opened(function: FunctionType) -> FunctionType:
-    """One of torch's Python functions, without its question whether it is overridden.
-
-    As long as there is an interception the answer is yes; without one its products would not be seen.
-    """
-    answers = dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no
-    )
-    opened = FunctionType(
-        function.__code__,
-        function.__globals__ | answers,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
-
-
-def _no(*_: object) -> bool:
-    return False
-
-
 def made_of_parameters(tensor: Tensor) -> bool:
-    """Whether it is a parameter or its stand-in, a view or a cast of one: its gradient may then come in W."""
+    """Return whether it is a parameter, its stand-in, or a view or cast of one (its gradient may wait)."""
     node: Any = tensor.grad_fn
     if node is None:
         return isinstance(tensor, nn.Parameter) or hasattr(tensor, "stands_for")
@@ -158,62 +126,32 @@ def made_of_parameters(tensor: Tensor) -> bool:
 
 
 def cut_off(weight: Tensor) -> Tensor:
-    """A weight's values, which let autograd know that its gradient is wanted, but not where it goes."""
+    """Return a weight's values as a leaf: autograd knows that a gradient is wanted, but not where it goes."""
     return weight.detach().requires_grad_(weight.requires_grad)
 
 
-# --- products -------------------------------------------------------------------------------------
+# --- linear ---------------------------------------------------------------------------------------
 
 
 def _linear(mode: WeightGradMode, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return _product(mode, functional.linear, input, weight, bias, transposed=False)
-
-
-def _matmul(mode: WeightGradMode, *operands: Any, **options: Any) -> Any:
-    if options or len(operands) != 2:
-        return NotImplemented
-    return _product(mode, lambda x, weight, _: torch.matmul(x, weight), *operands, transposed=True)
-
-
-def _addmm(mode: WeightGradMode, *operands: Any, **options: Any) -> Any:
-    if options or len(operands) != 3:
-        return NotImplemented
-    bias, x, weight = operands
-    return _product(
-        mode, lambda x, weight, bias: torch.addmm(bias, x, weight), x, weight, bias, transposed=True
-    )
-
-
-def _product(
-    mode: WeightGradMode,
-    function: Callable[..., Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    transposed: bool,
-) -> Any:
-    """function(x, weight, bias), or NotImplemented where it is not an ordinary product with a parameter.
-
-    transposed   the weight is [H, O], not [O, H]
-    """
-    given = (x, weight) if bias is None else (x, weight, bias)
+    """Return linear(input, weight, bias), or NotImplemented where weights are no ordinary parameters."""
+    given = (input, weight) if bias is None else (input, weight, bias)
     if not all(_is_ordinary(each) for each in given):
         return NotImplemented
-    if not weight.requires_grad or weight.dim() != 2 or x.dim() < 1 + transposed:
+    if not weight.requires_grad or weight.dim() != 2 or input.dim() < 1:
         return NotImplemented
-    if bias is not None and bias.shape != weight.shape[transposed : 1 + transposed]:
+    if bias is not None and bias.shape != weight.shape[:1]:
         return NotImplemented
-    weights = (weight,) if bias is None else (weight, bias)
+    weights = given[1:]
     if not all(made_of_parameters(each) for each in weights if each.requires_grad):
         return NotImplemented
-    x = mode.deferred.stand_in(x)
+    x = mode.deferred.stand_in(input)
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     anchors = [cut_off(each) for each in weights]
     if mode.again:
         _Kept.apply(x, anchors[0])  # type: ignore[no-untyped-call]
-    return _Product.apply(mode, function, transposed, weights, x, *anchors)  # type: ignore[no-untyped-call]
+    return _Linear.apply(mode, weights, x, *anchors)  # type: ignore[no-untyped-call]
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -238,42 +176,39 @@ class _Kept(Function):
         return None, None
 
 
-class _Product(Function):
+class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any,
         mode: WeightGradMode,
-        function: Callable[..., Tensor],
-        transposed: bool,
         weights: Sequence[Tensor],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
     ) -> Tensor:
-        ctx.deferred, ctx.transposed, ctx.weights = mode.deferred, transposed, weights
+        ctx.deferred, ctx.weights = mode.deferred, weights
         if not mode.again:
             ctx.save_for_backward(x, weight)
-        return no_view(function(x, weight, bias))
+        return no_view(functional.linear(x, weight, bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        need_x, *needs = ctx.needs_input_grad[4:]
+        need_x, *needs = ctx.needs_input_grad[2:]
         rows = matrix(gradient)
         # The tensor itself where it will do: autograd then sees that someone holds it, and lets it be.
         kept = gradient if gradient.is_contiguous() else rows
         of_x = None
         if need_x:
-            outward = (weight.t() if ctx.transposed else weight).to(rows.dtype)
-            of_x = rows.mm(outward).view(x.shape)
+            of_x = rows.mm(weight.to(rows.dtype)).view(x.shape)
         # Without what the input was made by: the rest of the graph is to go.
         inputs = x.detach()
-        pieces = (LinearWeightGrad(kept, lambda: inputs, ctx.transposed), partial(bias_gradient, kept))
-        for target, need, piece in zip(ctx.weights, needs, pieces, strict=False):
+        parts = (LinearWeightGrad(kept, lambda: inputs), partial(bias_gradient, kept))
+        for target, need, part in zip(ctx.weights, needs, parts, strict=False):
             if need:
-                ctx.deferred.add(target, piece)
-        return None, None, None, None, of_x, *([None] * len(needs))
+                ctx.deferred.add(target, part)
+        return None, None, of_x, *([None] * len(needs))
 
 
 # --- embeddings -----------------------------------------------------------------------------------
@@ -319,15 +254,5 @@ class _Embedding(Function):
         return None, None, None, None, None
 
 
-SPECIAL: dict[Any, Callable[..., Any]] = {
-    functional.linear: _linear,
-    functional.embedding: _embedding,
-    functional.multi_head_attention_forward: _attention,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    torch.mm: _matmul,
-    Tensor.mm: _matmul,
-    torch.addmm: _addmm,
-    Tensor.addmm: _addmm,
-}
+SPECIAL: dict[Any, Callable[..., Any]] = {functional.linear: _linear, functional.embedding: _embedding}
 """Functions that have a form of their own, which may decline with NotImplemented."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpcpar.comm.progress import Handle
 
 LARGEST_STAGED_SUM_NBYTES = MiB
-"""A sum has to be copied out of its room: beyond this size that costs more than the room saves."""
+"""A sum has to be copied out of its buffer: beyond this size that costs more than the buffer saves."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,19 @@ class Summand:
     def __init__(self, shape: Sequence[int], like: Tensor, comm: Communicator) -> None:
         self._comm = comm
         self._edges = (0, math.prod(shape))
-        self._room = scratch.take(comm, "sum", self._edges, like, largest=LARGEST_STAGED_SUM_NBYTES)
-        flat = like.new_empty(self._edges[-1]) if self._room is None else self._room.whole
+        self._buffer = scratch.take(comm, "sum", self._edges, like, largest=LARGEST_STAGED_SUM_NBYTES)
+        flat = like.new_empty(self._edges[-1]) if self._buffer is None else self._buffer.whole
         self.tensor = flat.view(*shape)
 
     def start(self) -> Pending:
-        room = self._room
-        if room is None or self._comm.size == 1:
+        buffer = self._buffer
+        if buffer is None or self._comm.size == 1:
             return start_sum(self.tensor, self._comm, consume=True)
-        return Pending(self._comm.start_allreduce(room.whole), lambda: self._leave(room))
+        return Pending(self._comm.start_allreduce(buffer.whole), lambda: self._leave(buffer))
 
-    def _leave(self, room: scratch.ScratchBuffer) -> Tensor:
+    def _leave(self, buffer: scratch.ScratchBuffer) -> Tensor:
         total = self.tensor.clone()
-        scratch.give(self._comm, "sum", self._edges, room)
+        scratch.give(self._comm, "sum", self._edges, buffer)
         return total
 
 
@@ -96,18 +96,18 @@ def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | N
     edges = offsets([each * _rest(shape, dim) for each in lengths])
     pieces = [stop - start for start, stop in pairwise(edges)]
     is_moved = math.prod(shape[:dim]) != 1
-    room = scratch.take(comm, "gather", edges, shard) if is_moved else None
-    if room is None:
+    buffer = scratch.take(comm, "gather", edges, shard) if is_moved else None
+    if buffer is None:
         source = shard.detach().contiguous()
         gathered = source.new_empty(edges[-1])
         handle = comm.start_allgather(source, counts=pieces, out=gathered)
         return Pending(handle, lambda: _joined(gathered, shape, dim, lengths, edges))
-    room.own.view(shape).copy_(shard.detach())
-    handle = comm.start_allgather(room.own, counts=pieces, out=room.whole)
+    buffer.own.view(shape).copy_(shard.detach())
+    handle = comm.start_allgather(buffer.own, counts=pieces, out=buffer.whole)
 
     def leave() -> Tensor:
-        whole = _joined(room.whole, shape, dim, lengths, edges)
-        scratch.give(comm, "gather", edges, room)
+        whole = _joined(buffer.whole, shape, dim, lengths, edges)
+        scratch.give(comm, "gather", edges, buffer)
         return whole
 
     return Pending(handle, leave)
@@ -122,26 +122,26 @@ def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
     shape = (*tensor.shape[:dim], lengths[comm.rank], *tensor.shape[dim + 1 :])
     edges = offsets([each * _rest(tensor.shape, dim) for each in lengths])
     pieces = [stop - start for start, stop in pairwise(edges)]
-    room = scratch.take(comm, "sum and scatter", edges, tensor)
-    if room is None:
+    buffer = scratch.take(comm, "sum and scatter", edges, tensor)
+    if buffer is None:
         flat = tensor.new_empty(edges[-1])
         _cut(tensor.detach(), dim, lengths, edges, flat)
         handle = comm.start_reduce_scatter(flat, counts=pieces)
         # A copy, so that the whole does not stay as long as the part.
         return Pending(handle, lambda: handle.wait().clone().view(shape))
-    _cut(tensor.detach(), dim, lengths, edges, room.whole)
-    handle = comm.start_reduce_scatter(room.whole, counts=pieces)
+    _cut(tensor.detach(), dim, lengths, edges, buffer.whole)
+    handle = comm.start_reduce_scatter(buffer.whole, counts=pieces)
 
     def leave() -> Tensor:
-        own = room.own.clone().view(shape)
-        scratch.give(comm, "sum and scatter", edges, room)
+        own = buffer.own.clone().view(shape)
+        scratch.give(comm, "sum and scatter", edges, buffer)
         return own
 
     return Pending(handle, leave)
 
 
 def own_part(tensor: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """What of a tensor that all ranks have is this rank's, in memory of its own."""
+    """Copy this rank's part of a tensor that all ranks have."""
     dim = checked_dim(tensor, dim)
     edges = offsets(counts(tensor.shape[dim], comm.size))
     start, stop = edges[comm.rank], edges[comm.rank + 1]

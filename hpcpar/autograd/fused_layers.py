@@ -1,4 +1,4 @@
-"""Torch's linear layers and embeddings, whose backward adds to large gradients in place, as `pieces` says."""
+"""Torch's linear layers and embeddings, whose backward adds to large gradients in place, as `parts` says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAST_NBYTES = MiB
 
 @contextmanager
 def adding_in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the linear layers and embeddings in `modules` add to large gradients in place.
+    """Let linear layers and embeddings in `modules` add to large gradients in place.
 
     That is for forwards inside, and their backwards anywhere. Layers with a forward of their own are left
     alone, and so is what happens under autocast, in torch.compile, in torch.func, under forward-mode
@@ -90,7 +90,7 @@ def _is_worth_while(weight: Tensor, input: Tensor) -> bool:
 
 
 def _is_transformed() -> bool:
-    """Whether torch.func (vmap, grad, jvp) or forward-mode differentiation is at work.
+    """Return whether torch.func (vmap, grad, jvp) or forward-mode differentiation is at work.
 
     They refuse a Function like those below. Torch has no public name for it; an unknown one counts as no.
     """
@@ -128,5 +128,5 @@ class _Embedding(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        piece = EmbeddingWeightGrad(gradient, tokens, ctx.parameter.shape[0], *ctx.options)
-        return None, None, accumulate(ctx.parameter, [piece])
+        part = EmbeddingWeightGrad(gradient, tokens, ctx.parameter.shape[0], *ctx.options)
+        return None, None, accumulate(ctx.parameter, [part])

@@ -1,16 +1,15 @@
-"""Parts of weights' gradients, worked out when they are asked for, where they are wanted.
+"""Gradient accumulation fusion (Megatron-LM's word): add a weight's gradient where it lies, in one product.
 
-    autograd     dW = dyᵀ·x, in new memory; then W.grad += dW     over memory of the weight's size: 4 passes
-    in place     W.grad += dyᵀ·x, in one product                                                    2 passes
-    into room    W.grad = dyᵀ·x, in memory that was offered for it                                  1 pass
+    autograd         dW = dyᵀ·x, in new memory; then W.grad += dW     over the weight's memory: 4 passes
+    fused            W.grad += dyᵀ·x, in one product                                         2 passes
+    offered buffer   W.grad = dyᵀ·x, in memory that was offered for it                       1 pass
 
-    of an embedding, autograd fills a new table with zeros and adds all of it; in place, the rows of the
-    tokens that were there are added to
+For an embedding, autograd fills a new table with zeros and adds all of it; fused, only the rows of the tokens
+in the batch are added to.
 
-In place is what Megatron-LM calls gradient accumulation fusion. It pays where there are few tokens beside the
-weight's size, as in a pipeline's microbatches. Room is offered by whoever has buckets that gradients are to
-lie in. Else a parameter's first gradient is made in new memory, as always, and so is one that hooks, or
-torch.autograd.grad, want to see by itself.
+It pays where there are few tokens beside the weight's size, as in a pipeline's microbatches. A reducer offers
+memory in its buckets (`GradBufferOffer`). Otherwise a parameter's first gradient is made in new memory, as
+always, and so is one that hooks, or torch.autograd.grad, want to see by itself.
 """
 
 from __future__ import annotations
@@ -29,32 +28,31 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpcpar.autograd.held_parameter import own_gradient, set_own_gradient
 
-Piece = Callable[[], Tensor]
+WeightGrad = Callable[[], Tensor]
 """Works out a part of a parameter's gradient; parts are added up."""
 
 
 @dataclass(frozen=True)
 class LinearWeightGrad:
-    """dyᵀ·x, [..., O] and [..., H] -> [O, H]; transposed: xᵀ·dy, [H, O]
+    """dyᵀ·x, [..., O] and [..., H] -> [O, H]
 
     x    asked for when it is needed; of complex numbers its conjugate counts
     """
 
     gradient: Tensor
     x: Callable[[], Tensor]
-    transposed: bool = False
 
     def __call__(self) -> Tensor:
         left, right = self._factors()
         return left.mm(right)
 
-    def put_in(self, room: Tensor) -> None:
-        """room = this"""
+    def put_in(self, buffer: Tensor) -> None:
+        """buffer = this"""
         left, right = self._factors()
-        if left.dtype == right.dtype == room.dtype:
-            torch.mm(left, right, out=room)
+        if left.dtype == right.dtype == buffer.dtype:
+            torch.mm(left, right, out=buffer)
         else:  # under autocast
-            room.copy_(left.mm(right))
+            buffer.copy_(left.mm(right))
 
     def add_to(self, total: Tensor) -> None:
         """total += this"""
@@ -65,8 +63,7 @@ class LinearWeightGrad:
             total.add_(left.mm(right))
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        rows, inputs = matrix(self.gradient), matrix(self.x()).conj()
-        return (inputs.t(), rows) if self.transposed else (rows.t(), inputs)
+        return matrix(self.gradient).t(), matrix(self.x()).conj()
 
 
 @dataclass(frozen=True)
@@ -92,15 +89,15 @@ class EmbeddingWeightGrad:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all rows of dy count, and as they are."""
+        """Return whether all rows of dy count, and as they are."""
         return self.padding_idx is None and not self.scale_grad_by_freq and not self.sparse
 
-    def put_in(self, room: Tensor) -> None:
-        """room = this"""
+    def put_in(self, buffer: Tensor) -> None:
+        """buffer = this"""
         if self.is_plain:
-            self.add_to(room.zero_())
+            self.add_to(buffer.zero_())
         else:
-            room.copy_(self())
+            buffer.copy_(self())
 
     def add_to(self, total: Tensor) -> None:
         """total += this"""
@@ -110,33 +107,33 @@ class EmbeddingWeightGrad:
             total.add_(self())
 
 
-def accumulate(parameter: Tensor, pieces: list[Piece]) -> Tensor | None:
-    """Add pieces to a parameter's gradient; where that is to be left to autograd, return their sum instead.
+def accumulate(parameter: Tensor, parts: list[WeightGrad]) -> Tensor | None:
+    """Add parts to a parameter's gradient; where that is to be left to autograd, return their sum instead.
 
     For the backward of an autograd Function, which returns what this does: the parameter's hooks run in
-    any case, once, when all that backward has for it is there. `pieces`, one at least, is emptied.
+    any case, once, when all that backward has for it is there. `parts`, one at least, is emptied.
     """
     if not _may_be_written(parameter):
-        return _sum(pieces)
+        return _sum(parts)
     total = own_gradient(parameter)
     if total is None:
-        total, first = _room(parameter, pieces[0]), pieces[0]
+        total, first = _offered_buffer(parameter, parts[0]), parts[0]
         if total is None or not isinstance(first, (LinearWeightGrad, EmbeddingWeightGrad)):
-            return _sum(pieces)
+            return _sum(parts)
         first.put_in(total)
-        del pieces[0], first
+        del parts[0], first
         set_own_gradient(parameter, total)
-    while pieces:
-        piece = pieces.pop(0)
-        if isinstance(piece, (LinearWeightGrad, EmbeddingWeightGrad)):
-            piece.add_to(total)
+    while parts:
+        part = parts.pop(0)
+        if isinstance(part, (LinearWeightGrad, EmbeddingWeightGrad)):
+            part.add_to(total)
         else:
-            total.add_(piece())
+            total.add_(part())
     return None
 
 
 def _may_be_written(parameter: Tensor) -> bool:
-    """Whether its gradient is there for whoever makes one: nobody wants to see what is added."""
+    """Return whether its gradient is there for whoever makes one: nobody wants to see what is added."""
     if not parameter.is_leaf or torch.is_grad_enabled() or parameter._backward_hooks:
         return False
     there = own_gradient(parameter)
@@ -150,19 +147,19 @@ def _may_be_written(parameter: Tensor) -> bool:
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """Whether what runs adds to the gradient: backward(), unless its `inputs=` leaves this parameter out."""
+    """Return whether a backward() runs that adds to this gradient: its `inputs=` may leave it out."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # torch.autograd.grad, which wants to have it, and not to find it added
         return False
 
 
-def _sum(pieces: list[Piece]) -> Tensor:
-    total = pieces.pop(0)()
-    while pieces:
-        piece = pieces.pop(0)()
+def _sum(parts: list[WeightGrad]) -> Tensor:
+    total = parts.pop(0)()
+    while parts:
+        part = parts.pop(0)()
         # Dense and sparse may be added in this order alone.
-        total = piece + total if total.is_sparse else total + piece
+        total = part + total if total.is_sparse else total + part
     return total
 
 
@@ -177,11 +174,11 @@ def matrix(tensor: Tensor) -> Tensor:
 
 
 def no_view(output: Tensor) -> Tensor:
-    """What a Function returns, but not as the view that it may be: torch refuses to change one in place."""
+    """Detach a Function's output that may be a view: torch refuses to change such a view in place."""
     return output.detach()
 
 
-# --- room -----------------------------------------------------------------------------------------
+# --- buffer -----------------------------------------------------------------------------------------
 
 Offer = Callable[[], Tensor | None]
 """Memory of a parameter's shape, type and strides for the gradient that it does not have yet; or None."""
@@ -205,9 +202,9 @@ class GradBufferOffer:
             del _OFFERS[parameter]
 
 
-def _room(parameter: Tensor, piece: Piece) -> Tensor | None:
-    """What is offered, for a piece that can be made there."""
-    if not isinstance(piece, (LinearWeightGrad, EmbeddingWeightGrad)) or getattr(piece, "sparse", False):
+def _offered_buffer(parameter: Tensor, part: WeightGrad) -> Tensor | None:
+    """Return the memory that is offered for a gradient, if this part can be computed into it."""
+    if not isinstance(part, (LinearWeightGrad, EmbeddingWeightGrad)) or getattr(part, "sparse", False):
         return None
     offer = _OFFERS.get(parameter)
     return None if offer is None else offer()
@@ -215,7 +212,7 @@ def _room(parameter: Tensor, piece: Piece) -> Tensor | None:
 
 @cache
 def _hooks_run_without_a_gradient() -> bool:
-    """Whether a parameter's hooks run, too, when a backward brings it None: not in every version of torch."""
+    """Return whether this version of torch runs a parameter's hooks when backward brings it None."""
     ran: list[bool] = []
     with torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)

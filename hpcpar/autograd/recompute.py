@@ -59,7 +59,7 @@ def recompute(
 
 
 class _AsBefore:
-    """Around the recomputation: streams stand, and weights' gradients are left, as when this was made.
+    """Context of a recomputation: random streams and deferred gradients as in the first forward.
 
     Entered once for every backward, of which a retained graph may have several.
     """

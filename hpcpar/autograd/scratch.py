@@ -1,8 +1,8 @@
-"""Memory that collectives of activations pass through again and again.
+"""Scratch buffers that collectives of activations go through again and again.
 
-A collective on memory that it knows costs a few microseconds of preparation, on memory that is new a hundred
+A collective on memory that it has met before costs a few microseconds of preparation, on new memory a hundred
 or more (two cores, ranks on one node). Activations are new memory each time; what has to be copied anyway is
-copied through a room, which stays.
+copied through a scratch buffer, which stays.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class ScratchBuffer:
 Free = dict[tuple[str, tuple[int, ...], torch.dtype], list[ScratchBuffer]]
 
 _FREE: WeakKeyDictionary[Communicator, Free] = WeakKeyDictionary()
-"""By communicator, so that all ranks have a room each of the same kind for the same call."""
+"""By communicator, so that all ranks have a buffer each of the same kind for the same call."""
 
 
 def take(
     comm: Communicator, purpose: str, edges: tuple[int, ...], like: Tensor, *, largest: int = LARGEST_NBYTES
 ) -> ScratchBuffer | None:
-    """A room that nobody is in; None where it would not pay.
+    """Take a free scratch buffer; None where it would not pay.
 
     edges   0, where each rank's part ends; or, without parts, 0 and the number of elements
     """
@@ -55,6 +55,6 @@ def take(
     return free.pop() if free else ScratchBuffer(edges, comm.rank, like.dtype)
 
 
-def give(comm: Communicator, purpose: str, edges: tuple[int, ...], room: ScratchBuffer) -> None:
-    """The room back, for the next one."""
-    _FREE[comm][purpose, edges, room.whole.dtype].append(room)
+def give(comm: Communicator, purpose: str, edges: tuple[int, ...], buffer: ScratchBuffer) -> None:
+    """Give a scratch buffer back."""
+    _FREE[comm][purpose, edges, buffer.whole.dtype].append(buffer)

@@ -180,7 +180,7 @@ def _norm(pairs: list[tuple[Tensor, Tensor | None]], norm_type: float, error_if_
 
 
 def _is_shard(gradient: Tensor | None) -> bool:
-    """Whether a gradient is that of an optimizer that has shards, as data_parallel/held_gradient.py."""
+    """Return whether a gradient stands for shards, as data_parallel/held_gradient.py does."""
     return hasattr(type(gradient), "total_norm")
 
 

@@ -30,16 +30,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.deferred_functions import WeightGradMode
-from hpcpar.autograd.grad_accumulation_fusion import Piece, accumulate
+from hpcpar.autograd.grad_accumulation_fusion import WeightGrad, accumulate
 
 
 class DeferredGradients:
-    """What one microbatch's backward through some modules left to do for the gradients of their weights.
+    """Weight gradients of one microbatch that its backward has left to compute.
 
-    Deferred are the products of torch's linear and of matrix products with a parameter (so also those of
-    nn.MultiheadAttention), those of hpcpar.tensor_parallel, and embeddings. Of a parameter that is used
-    otherwise the gradient is made in B. In any case it reaches the parameter in `compute`: its hooks run
-    there, once, however often and wherever the parameter was used.
+    Deferred are the products of torch's linear (so those of nn.Linear), those of hpcpar.tensor_parallel, and
+    embeddings. The gradient of a parameter that is used otherwise, as in nn.MultiheadAttention or x @ W, is
+    made in B. In any case it reaches the parameter in `compute`: its hooks run there, once, however often and
+    wherever the parameter was used.
 
     An exception is a parameter that is handed to an autograd Function directly, not through `stand_in`:
     torch shows such calls to nobody, so what comes from there reaches the parameter in B, as always.
@@ -50,12 +50,12 @@ class DeferredGradients:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[Tensor, Piece]] = []
+        self._parts: list[tuple[Tensor, WeightGrad]] = []
         self._hook = _hook_of(self)
 
     @contextmanager
     def recording(self, *, again: bool = False) -> Iterator[None]:
-        """Of what is computed inside, by this thread, the weights' gradients are left to `compute`.
+        """Leave the weights' gradients of what this thread computes inside to `compute`.
 
         again   it is computed once more, in backward. `hpcpar.autograd.recompute` sees to that; torch's own
                 checkpoint is to be told: context_fn=lambda: (nullcontext(), deferred.recording(again=True))
@@ -75,18 +75,18 @@ class DeferredGradients:
         collective   where a backward in hpcpar.tensor_parallel left communication to it: the ranks that share
                      the layers call it in the same place
         """
-        pieces = self._taken()
+        parts = self._taken()
         # A view of a parameter hands its gradient to the parameter's stand-in, and that to this queue.
-        _accumulate([piece for piece in pieces if not piece[0].is_leaf])
-        _accumulate([piece for piece in pieces if piece[0].is_leaf] + self._taken())
+        _accumulate([part for part in parts if not part[0].is_leaf])
+        _accumulate([part for part in parts if part[0].is_leaf] + self._taken())
 
-    def add(self, weight: Tensor, piece: Piece) -> None:
+    def add(self, weight: Tensor, part: WeightGrad) -> None:
         """Leave a part of a weight's gradient for `compute`: for the backward of an autograd Function.
 
         weight   a parameter, its stand-in, or a tensor that was made of stand-ins alone. The Function itself
                  is to have been given it `deferred_functions.cut_off`, and to return None for it
         """
-        self._pieces.append((getattr(weight, "stands_for", weight), piece))
+        self._parts.append((getattr(weight, "stands_for", weight), part))
 
     def stand_in(self, parameter: Tensor) -> Tensor:
         """A leaf in the parameter's memory, whose gradients come here; what is no parameter, as it is."""
@@ -108,9 +108,9 @@ class DeferredGradients:
         # A copy: it may lie in the memory of a gradient that a product still needs, which hooks may change.
         self.add(stand_in, partial(_given, gradient.clone()))
 
-    def _taken(self) -> list[tuple[Tensor, Piece]]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
+    def _taken(self) -> list[tuple[Tensor, WeightGrad]]:
+        parts, self._parts = self._parts, []
+        return parts
 
 
 _UNDER_WAY: ContextVar[DeferredGradients | None] = ContextVar("weights' gradients deferred to", default=None)
@@ -123,13 +123,13 @@ def under_way() -> DeferredGradients | None:
 
 
 def stand_in(parameter: Tensor) -> Tensor:
-    """For a parameter that an autograd Function is to be given: its stand-in, where there is a recording."""
+    """Return a parameter's stand-in for an autograd Function; the parameter itself outside a recording."""
     deferred = _UNDER_WAY.get()
     return parameter if deferred is None else deferred.stand_in(parameter)
 
 
 def _hook_of(deferred: DeferredGradients) -> Callable[[Tensor], None]:
-    """For stand-ins; it keeps nobody alive: the queue may hold views of those that it hangs on."""
+    """Return the hook of stand-ins, which holds the queue weakly: that may hold views of the stand-ins."""
     reference = weakref.ref(deferred)
 
     def hook(stand_in: Tensor) -> None:
@@ -145,23 +145,23 @@ class _Sum(Function):
     parts."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, pieces: list[Piece]) -> Tensor:
-        ctx.tensor, ctx.pieces = tensor, pieces
+    def forward(ctx: Any, tensor: Tensor, parts: list[WeightGrad]) -> Tensor:
+        ctx.tensor, ctx.parts = tensor, parts
         return tensor.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> Any:
-        return accumulate(ctx.tensor, ctx.pieces), None
+        return accumulate(ctx.tensor, ctx.parts), None
 
 
 @torch.enable_grad()
-def _accumulate(pieces: Sequence[tuple[Tensor, Piece]]) -> None:
+def _accumulate(parts: Sequence[tuple[Tensor, WeightGrad]]) -> None:
     """Through autograd, which knows the hooks, and how to add to the gradient that there is."""
-    found: dict[int, tuple[Tensor, list[Piece]]] = {}
-    for tensor, piece in pieces:
+    found: dict[int, tuple[Tensor, list[WeightGrad]]] = {}
+    for tensor, part in parts:
         if tensor.requires_grad:
-            found.setdefault(id(tensor), (tensor, []))[1].append(piece)
+            found.setdefault(id(tensor), (tensor, []))[1].append(part)
     # Autograd begins with what was made last.
     sums = [_Sum.apply(tensor, parts) for tensor, parts in reversed(found.values())]  # type: ignore[no-untyped-call]
     if sums:

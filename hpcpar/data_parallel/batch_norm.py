@@ -243,7 +243,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _moments(x: torch.Tensor) -> torch.Tensor:
-    """Of this rank's values, by channel: count, means, sums of squared deviations. [1, 1 + 2C], 64-bit."""
+    """Return count, means, sums of squared deviations of this rank's channels. [1, 1 + 2C], 64-bit."""
     x = x.detach().to(_computed_in(x))
     channels = x.size(1)
     count = x.numel() // channels
@@ -257,7 +257,7 @@ def _moments(x: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(moments: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Of all ranks' values together: count, means [C], sums of squared deviations [C]."""
+    """Merge all ranks' moments: count, means [C], sums of squared deviations [C]."""
     counts, (means, deviations) = moments[:, :1], moments[:, 1:].chunk(2, dim=1)
     total = counts.sum()
     mean = (counts * means).sum(0) / total

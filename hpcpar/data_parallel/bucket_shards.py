@@ -37,7 +37,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Where it ends in the shard."""
+        """End of the piece in the shard."""
         return self.offset + self.numel
 
 
@@ -51,7 +51,7 @@ class Shard:
 
     @property
     def end(self) -> int:
-        """Where the last piece ends; what comes after it in the shard is padding."""
+        """End of the last piece; the rest of the shard is padding."""
         return self.pieces[-1].end if self.pieces else 0
 
 

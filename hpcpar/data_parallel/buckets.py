@@ -27,7 +27,7 @@ FIRST_BUCKET_BYTES = 1 * MiB
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What one parameter takes up: `numel` elements of `itemsize` bytes, of one kind."""
+    """Size of one parameter: `numel` elements of `itemsize` bytes, of one kind."""
 
     numel: int
     itemsize: int

@@ -1,4 +1,4 @@
-"""What a step works on: buckets of parameters in flat memory, of which this rank updates its shard."""
+"""Flat parameters: a block of memory for each bucket, of which this rank updates its shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the first values of a fully sharded model come from, a unit at a time."""
+"""Initial values of a fully sharded model, a unit at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DRAWING = threading.Lock()
 
 
 class InitialValues:
-    """Where initial values come from: a function, rank 0's parameters, or the modules' reset_parameters."""
+    """Source of initial values: a function, rank 0's parameters, or the modules' reset_parameters."""
 
     def __init__(self, model: nn.Module, dp_comm: Communicator, values: Values | None) -> None:
         self._model = model

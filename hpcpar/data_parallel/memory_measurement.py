@@ -135,10 +135,10 @@ def _measured(
     sharding, sync, update = optimizer.sharding, optimizer.reducer, optimizer.update
     if sharding is not None:
         scalars += ledger.nbytes(
-            each for unit in sharding.units for held in unit.held for each in held.placeholders
+            each for unit in sharding.units for held in unit.groups for each in held.placeholders
         )
     waited = sync.peak_waiting_nbytes if isinstance(sync, ShardedGradients) else 0
-    rooms = sync.staging_nbytes if isinstance(sync, ShardedGradients) else 0
+    allocated = sync.staging_nbytes if isinstance(sync, ShardedGradients) else 0
     devices = {parameter.device for parameter in _trained(optimizer)}
     return RankMemory(
         rank=optimizer.dp_comm.rank if rank is None else rank,
@@ -146,7 +146,7 @@ def _measured(
         sharers=1 if optimizer.node_shared is None else optimizer.node_shared.ranks,
         state={PARAMETERS: parameters.done(), GRADIENTS: gradients.done(), OPTIMIZER: state.done()},
         staging_nbytes=staging,
-        peak_staging_nbytes=max(staging, rooms + waited),
+        peak_staging_nbytes=max(staging, allocated + waited),
         gathered_nbytes=gathered,
         peak_gathered_nbytes=0 if sharding is None else sharding.unshard_stats.peak_nbytes,
         peak_gathered_units=0 if sharding is None else sharding.unshard_stats.peak_units,
@@ -167,7 +167,7 @@ def _add_parameters(line: _Line, model: nn.Module, optimizer: DistributedOptimiz
     """Add the parameters; return the bytes of unsharded units."""
     sharding, common, ranks = optimizer.sharding, optimizer.node_shared is not None, optimizer.dp_comm.size
     if sharding is not None:
-        held = [each for unit in sharding.units for each in unit.held]
+        held = [each for unit in sharding.units for each in unit.groups]
         line.hold(*ledger.places(each.flat if common else each.block.own for each in held), common=common)
         for each in held:
             _add_bucket(line, each.block.bucket, each.flat.element_size(), 1 if common else ranks)
@@ -200,9 +200,9 @@ def _add_bucket(line: _Line, bucket: Bucket, itemsize: int, parts: int) -> None:
 
 def _staging(model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger) -> int:
     sync = optimizer.reducer
-    rooms = [buffer.memory for buffer in sync.staging] if isinstance(sync, ShardedGradients) else []
+    buffers = [buffer.memory for buffer in sync.staging] if isinstance(sync, ShardedGradients) else []
     loose = [own_gradient(parameter) for parameter in (*_trained(optimizer), *model.parameters())]
-    return ledger.nbytes([*rooms, *optimizer.averages, *loose])
+    return ledger.nbytes([*buffers, *optimizer.averages, *loose])
 
 
 def _optimizer_state(optimizer: DistributedOptimizer, ledger: _Ledger) -> tuple[_Line, int]:

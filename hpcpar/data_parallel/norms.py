@@ -67,7 +67,7 @@ class GradientNorm:
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int, int]]]:
-        """In each flat gradient, from where to where it is which parameter's."""
+        """Ranges (parameter, start, stop) in each flat gradient."""
         return [
             [
                 (piece.member, piece.offset, piece.end)
@@ -105,7 +105,7 @@ class GradientNorm:
         )
 
     def is_finite(self, flats: Sequence[Tensor]) -> bool:
-        """Whether all gradients on all ranks are finite; all ranks agree. Collective."""
+        """Return whether all gradients on all ranks are finite; all ranks agree. Collective."""
         broken = torch.zeros(1, dtype=torch.float64)
         for flat in flats:
             # A sum keeps every NaN and infinity, and is cheaper than a look at each element, most of all in

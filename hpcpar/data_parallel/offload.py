@@ -1,4 +1,4 @@
-"""Where master weights and optimizer states are between steps.
+"""Offload: memory or files that hold master weights and optimizer states between steps.
 
     NoOffload   where they were made
     CpuOffload      in host memory, where the step is done, too, while the parameters are on a GPU
@@ -55,7 +55,7 @@ class Offload:
         """Bring a block to where it can be worked on; `following` will be asked for next."""
 
     def offload(self, number: int, *, changed: bool = True) -> None:
-        """It will not be worked on for a while."""
+        """Put a block away until the next `fetch`."""
 
     def wait(self) -> None:
         """Return when all that was offloaded is where it belongs."""
@@ -310,7 +310,7 @@ def _explained(path: Path, nbytes: int, error: OSError) -> OffloadError:
 
 
 def make_offload(offload: str | Path | None, device: torch.device) -> Offload:
-    """What `offload` asks for: None, "cpu", or a directory, for parameters on this device."""
+    """Return the offload for None, "cpu" or a directory, and parameters on this device."""
     if offload is None or (offload == "cpu" and device.type == "cpu"):
         return NoOffload()
     if offload == "cpu":

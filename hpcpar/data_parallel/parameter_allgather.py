@@ -61,7 +61,7 @@ class ParameterAllGather:
             self._comm.barrier()
 
     def start(self, number: int) -> None:
-        """This rank's part of a block is new. In the same order on all ranks."""
+        """Start the all-gather of a block whose own part is new; in the same order on all ranks."""
         if not self._blocks:
             return
         self._started.add(number)
@@ -74,7 +74,7 @@ class ParameterAllGather:
         _UNDER_WAY.add(self)
 
     def start_remaining(self) -> None:
-        """So are all blocks that have not been since `before_step`."""
+        """Start the all-gather of all blocks that were not started since `before_step`."""
         for number in reversed(range(len(self._blocks))):
             if number not in self._started:
                 self.start(number)
@@ -162,11 +162,11 @@ def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _reads_its_childrens(module: nn.Module) -> bool:
-    """Whether a module uses its children's parameters without calling them, as torch's attention does."""
+    """Return whether a module reads its children's parameters without calling them, as torch's attention."""
     is_torchs = type(module).__module__.startswith("torch.nn.")
     return is_torchs and not isinstance(module, nn.Sequential) and not _is_never_called(module)
 
 
 def _is_never_called(module: nn.Module) -> bool:
-    """Whether a module only holds others, or parameters: a ModuleList, ParameterDict, plain Module."""
+    """Return whether a module only holds others, or parameters: a ModuleList, ParameterDict, plain Module."""
     return type(module).forward is nn.Module.forward

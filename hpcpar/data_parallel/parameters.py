@@ -55,7 +55,7 @@ def _pair(pair: object) -> Named:
 
 
 def extent(tensor: Tensor) -> Extent:
-    """The room that a tensor takes in a flat buffer of its element type and device."""
+    """Return the size of a tensor in a flat buffer of its element type and device."""
     return Extent(tensor.numel(), tensor.element_size(), (tensor.dtype, tensor.device))
 
 
@@ -197,7 +197,7 @@ def offer_grad_buffers(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps, in whatever order."""
+    """Return whether the elements fill their memory without holes or overlaps, in whatever order."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length == 0:

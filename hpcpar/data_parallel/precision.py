@@ -37,7 +37,7 @@ def dtype_named(name: str | torch.dtype, what: str) -> torch.dtype:
 
 @dataclass(frozen=True, init=False)
 class Precision:
-    """In which types what is kept. Types by name or as torch.dtype.
+    """Element types of parameters, sums and moments, by name or as torch.dtype.
 
     parameters   of the model, and of its gradients; of 16 bits: there are float32 master weights
     reduction    what gradients are summed over ranks and kept in after that; None: as they are
@@ -82,14 +82,14 @@ class Precision:
 
     @classmethod
     def of(cls, value: Precision | str | torch.dtype | None) -> Precision | None:
-        """Of a type's name, with the rest as usual for it; None and a Precision are themselves."""
+        """Return the Precision of a type's name; None and a Precision are returned as they are."""
         if value is None or isinstance(value, Precision):
             return value
         return cls(dtype_named(value, "precision"))
 
 
 def master_dtype(parameters: torch.dtype, precision: Precision | None) -> torch.dtype:
-    """What the optimizer works in: the parameters' own type, or float32 for those of 16 bits if asked."""
+    """Return the type of master weights: the parameters' own, or float32 for those of 16 bits if asked."""
     return torch.float32 if precision is not None and parameters.itemsize < 4 else parameters
 
 
@@ -129,8 +129,12 @@ class LossScaler:
         self.skipped = 0
         self._good = 0
 
+    @property
+    def is_scaling(self) -> bool:
+        return self.dynamic or self.scale != 1.0
+
     def update(self, *, overflow: bool) -> None:
-        """A step was skipped for its overflow, or taken."""
+        """Adapt the scale to a step that was skipped for its overflow, or taken."""
         if overflow:
             self.skipped += 1
             self._good = 0

@@ -36,7 +36,7 @@ class ProcessMemory:
 
 
 def process_memory(device: torch.device | None = None) -> ProcessMemory:
-    """Of this process, and, where its tensors are on a CUDA device, of that."""
+    """Return the memory of this process, and of its CUDA device."""
     status, rollup = _read(STATUS), _read(ROLLUP)
     on_cuda = device is not None and device.type == "cuda"
     return ProcessMemory(
@@ -72,7 +72,7 @@ def available_to_process() -> int | None:
 
 
 def _left_in(group: Path) -> int | None:
-    """Of a control group's memory, by either version of the interface."""
+    """Return the bytes left in a control group, by either version of the interface."""
     for limit, usage, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

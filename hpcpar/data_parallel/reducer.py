@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +23,13 @@ from torch import Tensor
 
 from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Extent, assign
+from hpcpar.data_parallel.gradient_views import GradientViews, allocate_bucket
 from hpcpar.data_parallel.parameters import (
     Named,
     agree_on_parameters,
     distinct,
     extent,
     offer_grad_buffers,
-    view_like,
     watch_gradients,
 )
 from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
@@ -49,46 +48,35 @@ ADVICE = (
 )
 
 
-@dataclass(slots=True)
-class BucketState:
-    """A bucket with its memory, and how far it is.
-
-    missing   members whose gradient of the current backward has not arrived
-    handle    the all-reduce under way; None before it leaves and after it has been awaited
-    version   torch's count of writes to `flat` when it left
-    """
-
-    bucket: Bucket
-    flat: Tensor
-    missing: int
-    handle: Pending | None = None
-    version: int = 0
-
-
 class Reducer:
-    """Averages the gradients of named parameters over `dp_comm`, in buckets, during backward.
+    """Average the gradients of named parameters over `dp_comm`, in buckets, during backward.
 
-    A backward outside `no_sync` is the averaging one: each bucket leaves as soon as its gradients
-    are complete and all buckets before it have left. `synchronize` sends what is left and waits;
-    afterwards every rank holds identical averages. Frozen parameters take no part.
+        reducer = Reducer(model.named_parameters(), comm)
+        loss.backward()              # hooks fill buckets; a full bucket leaves when all before it have left
+        reducer.synchronize()        # sends what is left, and waits: every `.grad` is the average
+        optimizer.step()
+        reducer.next_step()
+        reducer.zero()
 
-    A parameter that got no gradient counts as zero on that rank; one that got none on any rank keeps
-    `.grad` None, as in one process. Ranks learn which by a map of one bit per parameter, or-ed
-    over all ranks beside the last bucket.
+    A backward outside `no_sync` is the averaging one. A parameter that got no gradient counts as zero on that
+    rank; one that got none on any rank keeps `.grad` None, as in one process. Ranks learn which by a map of
+    one bit per parameter, or-ed over all ranks beside the last bucket. Frozen parameters take no part.
 
     passes            backwards outside `no_sync` whose sum is averaged: the last of them sends
-    groups            positions of parameters that are to share a bucket
-    sparse_as_dense   sparse gradients are made dense; else they are an error
+    groups            parameters that are to share a bucket
+    sparse_as_dense   make sparse gradients dense; else they are an error
     reduction         how a bucket is reduced; None: averaged by `algorithm`
-    shards            into how many equal ones each bucket is to be cut
-    advice            what to say to who brings a gradient too many
+    shards            equal shards into which each bucket is to be cut
+    advice            ends the error message about a gradient too many
     late              names of parameters whose gradients are complete only when `synchronize` is called
-    held              `.grad` is asked of the optimizer from a gradient's departure until it is an average,
+    held              reading `.grad` asks the optimizer from a gradient's departure until it is an average,
                       and from `hide` until `zero`
 
     Making one is collective: every rank must hold the same parameters (MismatchError).
 
-    used   of each parameter, whether it got a gradient on any rank, as of the last `synchronize`
+    used           for each parameter, 1 if it got a gradient on any rank, as of the last `synchronize`
+    synchronized   gradients are averages
+    round_open     an averaging backward has begun whose averages nobody has waited for
     """
 
     def __init__(
@@ -130,17 +118,16 @@ class Reducer:
             groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
             shards=shards,
         )
-        self._states = [BucketState(bucket, self._allocate(bucket), 0) for bucket in self.buckets]
-        self._state_of_member: dict[int, BucketState] = {}
-        self._views: list[Tensor] = []
-        self._addresses: list[int] = []
-        self._cut_views()
+        self._states = [
+            allocate_bucket(bucket, self.parameters[bucket.members[0]], dp_comm) for bucket in self.buckets
+        ]
+        self._views = GradientViews(self.names, self.parameters, self._states)
         self._accumulating = False
         self.used: list[int] = []
         own, values = [name for name, _ in everything], [tensor for _, tensor in everything]
         self._writes = Writes(own, values, dp_comm if held else None)
         self.used_up = False
-        """Nothing may be added to the averages before the next `zero`."""
+        """True if nothing may be added to the averages before the next `zero`."""
         self._hidden = False
         self._begin_round()
         self.synchronized = False
@@ -150,7 +137,7 @@ class Reducer:
         ]
 
     def expected_nbytes(self, synchronizations: int = 1) -> int:
-        """Bytes that all ranks together send for so many synchronizations, by theory."""
+        """Return the bytes that all ranks together send for so many synchronizations, in theory."""
         return expected_nbytes(
             self.dp_comm, self.buckets, synchronizations=synchronizations, algorithm=self.algorithm
         )
@@ -165,7 +152,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add to the gradients and send nothing: for all microbatches but the last."""
+        """Add to the gradients and send nothing inside: for all microbatches but the last."""
         outer, self._accumulating = self._accumulating, True
         try:
             yield
@@ -216,7 +203,7 @@ class Reducer:
                 state.flat.zero_()
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None or (self._hidden and self.used[index]):
-                    parameter.grad = self._view(index)
+                    parameter.grad = self._views.of(index)
         self._hidden = False
         self.synchronized = self.used_up = False
 
@@ -234,7 +221,7 @@ class Reducer:
             self._adopt(index)
 
     def has_taken(self, index: int) -> bool:
-        """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
+        """Return whether the backward under way, or the last one, has brought a gradient to be averaged."""
         return self._arrived[index]
 
     def forget(self, index: int) -> None:
@@ -245,11 +232,11 @@ class Reducer:
 
     @property
     def round_open(self) -> bool:
-        """Whether an averaging backward has begun whose averages nobody has waited for yet."""
+        """Return whether an averaging backward has begun whose averages nobody has waited for yet."""
         return self._round_open
 
     def next_step(self) -> None:
-        """A step has been taken: there is something to average again, also where no backward follows."""
+        """Note that a step was taken: gradients must be averaged again, even if no backward follows."""
         self.synchronized = False
         self._writes.next_step()
 
@@ -272,42 +259,6 @@ class Reducer:
         for parameter in self.parameters:
             release(parameter)
 
-    def _allocate(self, bucket: Bucket) -> Tensor:
-        first = self.parameters[bucket.members[0]]
-        if first.device.type != "cpu":
-            return torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
-        # The other ranks of this node read it where it lies.
-        flat: Tensor = self.dp_comm.allocate_shared(bucket.numel, first.dtype)
-        return flat
-
-    def _cut_views(self) -> None:
-        self._state_of_member = {index: state for state in self._states for index in state.bucket.members}
-        self._views = [self._cut_view(index) for index in range(len(self.parameters))]
-        self._addresses = [view.data_ptr() for view in self._views]
-
-    def _cut_view(self, index: int) -> Tensor:
-        """Where the gradient of a parameter lies in its bucket, seen as the parameter is now."""
-        parameter, state = self.parameters[index], self._state_of_member[index]
-        place = state.bucket.members.index(index)
-        start, stop = state.bucket.edges[place : place + 2]
-        if (parameter.dtype, parameter.device, parameter.numel()) != (
-            state.flat.dtype,
-            state.flat.device,
-            stop - start,
-        ):
-            raise OperationError(
-                f"{self.names[index]} has {parameter.numel()} elements of {parameter.dtype} on "
-                f"{parameter.device}, its bucket room for {stop - start} of {state.flat.dtype} on "
-                f"{state.flat.device}: change the model first, then build the DistributedOptimizer"
-            )
-        return view_like(state.flat, start, stop, parameter)
-
-    def _view(self, index: int) -> Tensor:
-        """The same, as it was handed out before, unless its `.data` has been set to something else."""
-        if self._views[index].data_ptr() != self._addresses[index]:
-            self._views[index] = self._cut_view(index)
-        return self._views[index]
-
     def _begin_round(self) -> None:
         self._arrived = [False] * len(self.parameters)
         self._gave = [False] * len(self.parameters)
@@ -322,9 +273,8 @@ class Reducer:
     def _on_gradient(self, index: int) -> None:
         """Autograd has added to `.grad` of parameter `index`."""
         if self._arrived[index]:
-            self._state_of_member[index].version = self._state_of_member[
-                index
-            ].flat._version  # told here already
+            state = self._views.state_of[index]
+            state.version = state.flat._version  # told here already
             raise GradientOrderError(
                 f"rank {self.dp_comm.rank}: gradient number {self._passed[index] + 1} of {self.names[index]} "
                 f"came when its bucket was due to leave or gone. {self._advice}"
@@ -343,8 +293,8 @@ class Reducer:
         self.dp_comm.poke()
 
     def _grad_buffer(self, index: int) -> Tensor | None:
-        """Where backward may put a parameter's first gradient, which `_adopt` then need not copy."""
-        return None if self._arrived[index] else self._view(index)
+        """Return memory for a parameter's first gradient, which `_adopt` then need not copy."""
+        return None if self._arrived[index] else self._views.of(index)
 
     def _adopt(self, index: int) -> None:
         """Bring a gradient that autograd or the user put elsewhere into the bucket, and zeros for none.
@@ -352,7 +302,7 @@ class Reducer:
         There is none where a hook before ours took it away, or a Function's backward gave None.
         """
         parameter = self.parameters[index]
-        gradient, view = own_gradient(parameter), self._view(index)
+        gradient, view = own_gradient(parameter), self._views.of(index)
         if gradient is view:
             return
         if gradient is None:
@@ -369,18 +319,13 @@ class Reducer:
             view.copy_(gradient)
         set_own_gradient(parameter, view)
 
-    def _settle(self, index: int) -> None:
-        """The averaging backward brought nothing: send what earlier microbatches left, or zeros."""
-        self._adopt(index)
-        self._mark_arrived(index)
-
     def _mark_arrived(self, index: int) -> None:
         parameter = self.parameters[index]
         self._arrived[index] = True
         self._gave[index] = own_gradient(parameter) is not None
         if self._held and self._gave[index]:
             hold(parameter)
-        self._state_of_member[index].missing -= 1
+        self._views.state_of[index].missing -= 1
 
     def _start_full_buckets(self) -> None:
         # Buckets leave in index order on every rank, whatever order the hooks fire in; otherwise
@@ -391,7 +336,9 @@ class Reducer:
             state.handle = self._reduction.start(state.flat, state.bucket)
             self._departed += 1
             if self._departed == len(self._states):
-                self._start_usage_map()
+                used = np.packbits(np.array(self._gave, dtype=bool))
+                self._usage_bits = np.concatenate([used, self._writes.digest()])
+                self._usage_handle = self._reduction.start_map(self._usage_bits)
 
     def _written_under_way(self) -> list[str]:
         """The parameters of buckets that somebody wrote to after they had left.
@@ -414,16 +361,13 @@ class Reducer:
         given = zip(self._gave, self.names, self.parameters, strict=True)
         return [name for gave, name, parameter in given if gave and own_gradient(parameter) is None]
 
-    def _start_usage_map(self) -> None:
-        used = np.packbits(np.array(self._gave, dtype=bool))
-        self._usage_bits = np.concatenate([used, self._writes.digest()])
-        self._usage_handle = self._reduction.start_map(self._usage_bits)
-
     def _complete_round(self) -> None:
         """Send what has not left yet, wait for all of it, and give every parameter its average."""
         for index in range(len(self.parameters)):
             if not self._arrived[index]:
-                self._settle(index)
+                # The averaging backward brought nothing: send what earlier microbatches left, or zeros.
+                self._adopt(index)
+                self._mark_arrived(index)
         self._start_full_buckets()
         for state in self._states:
             if state.handle is not None:
@@ -435,8 +379,8 @@ class Reducer:
             for index, parameter in enumerate(self.parameters):
                 release(parameter)
                 if parameter.grad is None and self.used[index]:
-                    parameter.grad = self._view(index)
-                elif parameter.grad is not None and parameter.grad.data_ptr() != self._addresses[index]:
+                    parameter.grad = self._views.of(index)
+                elif parameter.grad is not None and parameter.grad.data_ptr() != self._views.addresses[index]:
                     raise OperationError(
                         f"rank {self.dp_comm.rank}: the gradient of {self.names[index]} was set to another "
                         f"tensor while its average was under way; call synchronize() first, then change it"

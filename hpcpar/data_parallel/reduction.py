@@ -1,4 +1,4 @@
-"""How a bucket of gradients becomes an average: whole on every rank, or each rank's shard of it."""
+"""Reductions of a bucket: whole on every rank (all-reduce), or each rank's shard (reduce-scatter)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pending(Protocol):
 
 
 class Reduction(Protocol):
-    """How buckets are reduced. Each is begun in the same order on all ranks."""
+    """Reduction of buckets, which start in the same order on all ranks."""
 
     def start(self, flat: Tensor, bucket: Bucket) -> Pending:
         """Begin to replace a bucket, whose memory is `flat`, by its reduction over all ranks."""
@@ -78,11 +78,11 @@ class Averaging:
 
     @property
     def averages(self) -> list[Tensor]:
-        """Of all buckets that have been begun."""
+        """Memory of the averages of all buckets that were started."""
         return list(self._averages.values())
 
     def average(self, bucket: Bucket) -> Tensor:
-        """What this rank has of the bucket's last average, flat; complete once waited for."""
+        """Return this rank's part of the bucket's last average, flat; complete once waited for."""
         return self._averages[bucket]
 
     def _kept(self, data: Tensor) -> Tensor:

@@ -58,11 +58,11 @@ class Writes:
         self.next_step()
 
     def next_step(self) -> None:
-        """What has been written so far was a step, or what all ranks start with."""
+        """Note that all writes so far are the same on all ranks: a step, or the initial values."""
         self._versions = [parameter._version for _, parameter in self._named]
 
     def digest(self) -> NDArray[np.uint8]:
-        """What this rank tells the others, of TOLD_NBYTES."""
+        """Return this rank's digest and its complement, TOLD_NBYTES."""
         written = self._written()
         if not written and self._comm is None:
             return np.zeros(TOLD_NBYTES, dtype=np.uint8)

@@ -68,7 +68,7 @@ def average_running_statistics(model: nn.Module, dp_comm: Communicator) -> None:
 
 
 def digest_of_buffers(model: nn.Module) -> bytes:
-    """The same on two ranks where all their buffers are."""
+    """Return a digest that is equal on two ranks if all their buffers are."""
     text = "\n".join(f"{name} {sum_of_bits(buffer).item()}" for name, buffer in _buffers(model))
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 

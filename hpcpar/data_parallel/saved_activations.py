@@ -84,7 +84,7 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
     if sharding is None:
         memory: list[Tensor] = list(model.parameters())
     else:
-        memory = [held.flat for unit in sharding.units for held in unit.held]
+        memory = [held.flat for unit in sharding.units for held in unit.groups]
     activations = Activations({storage_id(tensor) for tensor in memory})
     with torch.autograd.graph.saved_tensors_hooks(activations.pack, activations.unpack):
         yield activations

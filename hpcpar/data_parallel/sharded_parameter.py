@@ -1,4 +1,4 @@
-"""What a parameter of a fully sharded model is while it is not gathered: a shape, whose use is an error."""
+"""ShardedParameter: a shape without values, in the place of a parameter while its unit is resharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcpar.parameter_info import info_of
 
 
 class ShardedParameter(HeldParameter):
-    """What a parameter of a fully sharded model is while it is not gathered; to use it is an error."""
+    """Parameter of a fully sharded model while its unit is resharded; to use it is an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,7 +48,7 @@ class ShardedParameter(HeldParameter):
 
 
 def _writes(name: str) -> bool:
-    """Whether an operation of this name writes to what it is given: mul_, __imul__, __setitem__."""
+    """Return whether an operation of this name writes to what it is given: mul_, __imul__, __setitem__."""
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 

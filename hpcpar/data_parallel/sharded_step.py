@@ -165,7 +165,7 @@ class ShardedStep:
 
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """The optimizer's hooks are of the whole step, not of each block's."""
+        """Take the optimizer's hooks away: they are for the whole step, not for each block's."""
         before, after = self.inner._optimizer_step_pre_hooks, self.inner._optimizer_step_post_hooks
         self.inner._optimizer_step_pre_hooks = type(before)()
         self.inner._optimizer_step_post_hooks = type(after)()
@@ -230,11 +230,11 @@ class ShardedStep:
 
     @property
     def may_fail(self) -> bool:
-        """Whether a step may fail on one rank alone, for want of room."""
+        """Return whether a step may fail on one rank alone, for want of room."""
         return not self._offload.is_safe
 
     def states_by_block(self) -> Iterator[list[tuple[Piece, State]]]:
-        """Of each block the pieces with their states, master weights among them.
+        """Yield each block's pieces with their states, master weights among them.
 
         What is given may be used until the next is asked for.
         """
@@ -305,7 +305,7 @@ class ShardedStep:
 
     @property
     def offload(self) -> Offload:
-        """Where masters and states are between steps."""
+        """Holder of masters and states between steps."""
         return self._offload
 
     def masters_apart(self) -> list[tuple[Block, Tensor]]:
@@ -333,7 +333,7 @@ class ShardedStep:
 
 
 def is_elementwise(value: Any, numel: int) -> bool:
-    """Whether a value of a state has an element for each of the parameter's, and is no counter.
+    """Return whether a value of a state has an element for each of the parameter's, and is no counter.
 
     Those of a parameter without dimensions, whose one piece has none either, are taken as they are.
     """
@@ -341,12 +341,12 @@ def is_elementwise(value: Any, numel: int) -> bool:
 
 
 def _may_be_moment(key: str, value: Any) -> bool:
-    """Of a parameter without dimensions, whose moments look like counters; torch asks the same."""
+    """Return whether a value may be the moment of a parameter without dimensions; torch asks the same."""
     return key != "step" and isinstance(value, Tensor) and value.numel() == 1
 
 
 def part_of(state: Mapping[str, Any], start: int, stop: int, numel: int) -> State:
-    """Of the `flattened` state of a parameter of `numel` elements what belongs to some of them."""
+    """Cut elements start … stop - 1 out of the `flattened` state of a parameter of `numel` elements."""
     return {key: value[start:stop] if is_elementwise(value, numel) else value for key, value in state.items()}
 
 

@@ -47,7 +47,7 @@ class NodeSharedParameters:
 
     @property
     def ranks(self) -> int:
-        """How many have one memory in common."""
+        """Ranks that share one memory."""
         return self._node.size
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -56,7 +56,7 @@ class NodeSharedParameters:
         return flat
 
     def start(self, flat: Tensor, own: Tensor) -> PendingUpdate:
-        """This rank has new values in its shard `own` of `flat`: begin to tell everybody. Collective."""
+        """Start to bring this rank's new values in its shard `own` of `flat` to all ranks. Collective."""
         if self._across is None:
             return PendingUpdate(self._node.start_barrier(), None)
         gathered = own.new_empty(own.numel() * self._across.size)

@@ -129,7 +129,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def hides(value: object) -> bool:
-    """Whether there is an object in a module's output in which `tensors_in` would not find tensors."""
+    """Return whether there is an object in a module's output in which `tensors_in` would not find tensors."""
     if isinstance(value, list | tuple):
         return any(map(hides, value))
     if isinstance(value, dict):

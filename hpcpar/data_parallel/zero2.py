@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,64 +24,18 @@ from torch.autograd import Variable
 
 from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.parameters import Layout, layout_of, offer_grad_buffers, view_as, watch_gradients
+from hpcpar.data_parallel.parameters import Layout, layout_of, offer_grad_buffers, watch_gradients
 from hpcpar.data_parallel.reducer import require_new_gradients
 from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
+from hpcpar.data_parallel.staging import BucketInFlight, StagingBuffer, allocate_staging
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
-from hpcpar.units import MiB
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.progress import Handle
-
-STAGING_BUFFERS = 2
-STAGING_BUCKET_BYTES = 4 * MiB
-"""Usual size of a bucket that has to have buffer beside the shards."""
-
-
-class StagingBuffer:
-    """Memory that a bucket's gradients lie in on their way, and the bucket that it is lent to."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.owner: BucketInFlight | None = None
-        self._flats: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The first of its memory as so many elements; always the same tensor, which calls are known by."""
-        key = numel, dtype
-        if key not in self._flats:
-            self._flats[key] = self.memory[: numel * dtype.itemsize].view(dtype)
-        return self._flats[key]
-
-
-@dataclass
-class BucketInFlight:
-    """A bucket on its way through the current backward.
-
-    shard      this rank's part of the average, over all backwards so far
-    filled     whether the shard holds anything yet
-    missing    members whose gradient has not come, and still may
-    given_up   members that get none in this backward
-    arrived    members whose gradient has come and lies in `.grad` still
-    flat       the buffer's memory while the bucket has one
-    handle     the reduce-scatter under way
-    """
-
-    bucket: Bucket
-    shard: Tensor
-    filled: bool = False
-    missing: int = 0
-    arrived: list[int] = field(default_factory=list)
-    taken: set[int] = field(default_factory=set)
-    given_up: set[int] = field(default_factory=set)
-    staging: StagingBuffer | None = None
-    flat: Tensor | None = None
-    handle: Handle | None = None
 
 
 class ShardedGradients:
-    """Averages gradients over `dp_comm` in every backward, each rank its shards; see the top of the file.
+    """Average gradients over `dp_comm` in every backward; each rank keeps its shards.
 
     names, parameters   those that get gradients; collective, the same on every rank
     buckets             of these parameters, padded for the ranks of `dp_comm`; they leave in this order
@@ -116,22 +69,17 @@ class ShardedGradients:
         types = [dtype or parameters[bucket.members[0]].dtype for bucket in buckets]
         devices = [parameters[bucket.members[0]].device for bucket in buckets]
         lengths = [bucket.numel // dp_comm.size for bucket in buckets]
+        laid = dict(enumerate(map(layout_of, parameters) if layouts is None else layouts))
         self._states = [
-            BucketInFlight(bucket, torch.zeros(length, dtype=dtype, device=device))
+            BucketInFlight(bucket, torch.zeros(length, dtype=dtype, device=device), laid)
             for bucket, length, dtype, device in zip(buckets, lengths, types, devices, strict=True)
         ]
         self._state_of = {member: state for state in self._states for member in state.bucket.members}
-        self._ranges = {
-            member: (start, stop)
-            for bucket in buckets
-            for member, start, stop in zip(bucket.members, bucket.edges[:-1], bucket.edges[1:], strict=True)
-        }
-        self._layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
-        self._staging = self._allocate_staging(types, devices)
+        self._staging = allocate_staging(dp_comm, self._states, devices)
         self.used: list[int] = [0] * len(self.parameters)
         self._writes = Writes(self.names, self.parameters, dp_comm) if replicated else Writes([], [])
         self.used_up = False
-        """Nothing may be added to the averages before the next `zero`."""
+        """True if nothing may be added to the averages before the next `zero`."""
         self.synchronized = False
         self.on_bucket_done: Callable[[Bucket], None] | None = None
         """Called when the bucket's last gradient of a backward has been taken: its parameters are done."""
@@ -146,24 +94,6 @@ class ShardedGradients:
             *watch_gradients(self.parameters, self._on_gradient),
             *offer_grad_buffers(self.parameters, self._buffer_for),
         ]
-
-    def _allocate_staging(
-        self, types: Sequence[torch.dtype], devices: Sequence[torch.device]
-    ) -> list[StagingBuffer]:
-        nbytes = max(
-            (bucket.numel * dtype.itemsize for bucket, dtype in zip(self.buckets, types, strict=True)),
-            default=0,
-        )
-        if len(set(devices)) > 1:
-            raise OperationError(
-                f"parameters of one optimizer lie on {', '.join(map(str, set(devices)))}; use one"
-            )
-        count = min(STAGING_BUFFERS, len(self.buckets))
-        if devices and devices[0].type != "cpu":
-            return [
-                StagingBuffer(torch.empty(nbytes, dtype=torch.uint8, device=devices[0])) for _ in range(count)
-            ]
-        return [StagingBuffer(self.dp_comm.allocate_shared(nbytes, torch.uint8)) for _ in range(count)]
 
     # --- as a reducer ------------------------------------------------------------------------
 
@@ -183,12 +113,12 @@ class ShardedGradients:
 
     @property
     def round_open(self) -> bool:
-        """Whether there are gradients that no `synchronize` has waited for."""
+        """Return whether there are gradients that no `synchronize` has waited for."""
         return self._backwards > 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all microbatches but the last. Here every backward sends: the shards accumulate."""
+        """Enter for all microbatches but the last. Every backward sends all the same: shards accumulate."""
         outer, self._accumulating = self._accumulating, True
         try:
             yield
@@ -212,7 +142,7 @@ class ShardedGradients:
         self._writes.require_same(bits[-TOLD_NBYTES:])
 
     def next_step(self) -> None:
-        """A step has been taken."""
+        """Note that a step was taken."""
         self.synchronized = False
         self._writes.next_step()
 
@@ -238,7 +168,7 @@ class ShardedGradients:
         self.synchronized = self.used_up = False
 
     def has_taken(self, index: int) -> bool:
-        """Whether the backward under way, or the last one, has brought a gradient to be averaged."""
+        """Return whether the backward under way, or the last one, has brought a gradient to be averaged."""
         return index in self._state_of[index].taken or index in self._state_of[index].arrived
 
     def forget(self, index: int) -> None:
@@ -258,7 +188,7 @@ class ShardedGradients:
     # --- a backward -------------------------------------------------------------------------------
 
     def expect_backward(self) -> None:
-        """A backward has begun: at its end, whatever it did not bring counts as zero."""
+        """Begin a backward; at its end, gradients that it did not bring count as zero."""
         if not self._in_backward:
             self._open_backward()
             Variable._execution_engine.queue_callback(self.end_backward)
@@ -273,27 +203,26 @@ class ShardedGradients:
     def _open_backward(self) -> None:
         if self.before_backward is not None:
             self.before_backward()
+        # A bucket has one staging buffer: what an earlier backward sent must have arrived.
         self._finish_all()
         self._in_backward = True
         self._backwards += 1
         self.synchronized = False
         self._next = 0
         for state in self._states:
-            state.missing = len(state.bucket.members)
-            state.taken.clear()
-            state.given_up.clear()
+            state.begin_backward()
 
     def expect_no_more(self, members: Iterable[int]) -> None:
-        """The backward under way brings these no gradients but those that have come: others count as zero."""
+        """Count missing gradients of these parameters as zero: the backward under way brings no more."""
         for index in members:
             state = self._state_of[index]
-            if not (index in state.taken or index in state.arrived or index in state.given_up):
+            if not state.is_settled(index):
                 state.given_up.add(index)
                 state.missing -= 1
         self._launch_ready()
 
     def _on_gradient(self, index: int) -> None:
-        """Autograd has made `.grad` of parameter `index`, or was given None, or another hook has taken it."""
+        """Take the gradient of parameter `index`; none where a hook took it or backward gave None."""
         self.expect_backward()
         state = self._state_of[index]
         if index in state.taken or index in state.arrived:
@@ -315,14 +244,14 @@ class ShardedGradients:
         hold(self.parameters[index])
         state.arrived.append(index)
         state.missing -= 1
-        if not self._is_in_buffer(index):
+        if not state.holds(index, own_gradient(self.parameters[index])):
             self._waiting_nbytes += _gradient_nbytes(self.parameters[index])
         self.peak_waiting_nbytes = max(self.peak_waiting_nbytes, self._waiting_nbytes)
         self._launch_ready()
         self.dp_comm.poke()
 
     def _take_those_set_by_hand(self) -> None:
-        """Gradients that no backward has brought, but somebody who wrote to `.grad`."""
+        """Take gradients that no backward has brought, but somebody who wrote to `.grad`."""
         for index, parameter in enumerate(self.parameters):
             if own_gradient(parameter) is None or index in self._state_of[index].arrived:
                 continue
@@ -335,7 +264,7 @@ class ShardedGradients:
             self._state_of[index].arrived.append(index)
 
     def end_backward(self) -> None:
-        """Whatever has not come by now counts as zero, and leaves."""
+        """Count what has not come as zero, and send the remaining buckets."""
         if not self._in_backward:
             return
         for state in self._states[self._next :]:
@@ -344,28 +273,30 @@ class ShardedGradients:
         self._in_backward = False
 
     def _launch_ready(self) -> None:
-        """Take gradients into buffers, and send what is complete: in index order on every rank."""
+        """Copy gradients into staging buffers, and send complete buckets."""
+        # Buckets leave in index order on every rank, whatever order the hooks fire in; otherwise rank 0
+        # could be reducing bucket 3 against rank 1's bucket 2.
         while self._next < len(self._states):
             state = self._states[self._next]
             if state.staging is None and (state.arrived or not state.missing):
-                self._assign_buffer(state, self._free_buffer())
+                state.assign(self._free_buffer())
             self._copy_in(state)
             if state.missing:
                 break
             self._send(state)
             self._next += 1
-        # One further ahead may come in where nobody has to wait for it.
+        # A bucket further ahead may take a buffer, unless the one whose turn is next would have to wait.
         for state in self._states[self._next + 1 :]:
             if state.arrived:
                 if state.staging is None:
                     buffer = next((buffer for buffer in self._staging if buffer.owner is None), None)
                     if buffer is None or self._is_last_buffer(buffer):
                         continue
-                    self._assign_buffer(state, buffer)
+                    state.assign(buffer)
                 self._copy_in(state)
 
     def _is_last_buffer(self, buffer: StagingBuffer) -> bool:
-        """Whether the bucket whose turn is next would have to wait if this buffer were given away."""
+        """Return whether the bucket whose turn is next would have to wait if this buffer were given away."""
         return self._states[self._next].staging is None and not any(
             other.owner is None for other in self._staging if other is not buffer
         )
@@ -374,38 +305,22 @@ class ShardedGradients:
         for buffer in self._staging:
             if buffer.owner is None:
                 return buffer
-        # Those under way left in order: the first of them is done first.
+        # Buckets left in order, so the first of those under way is done first.
         first = next(state for state in self._states if state.handle is not None)
-        return self._finish_bucket(first)
+        return first.finish()
 
     def _buffer_for(self, index: int) -> Tensor | None:
-        """Where backward may put a gradient, so that `_take` need not copy it; None where it has to wait."""
+        """Return memory for a gradient, so that `_copy_in` need not copy it; None where it has to wait."""
         self.expect_backward()
         state = self._state_of[index]
-        if index in state.taken or index in state.arrived or index in state.given_up:
+        if state.is_settled(index):
             return None
         if state.flat is None:
             if state is not self._states[self._next]:
                 return None
-            self._assign_buffer(state, self._free_buffer())
-        assert state.flat is not None, "it has a buffer"
-        place = self._view(state.flat, index)
+            state.assign(self._free_buffer())
+        place = state.view(index)
         return place if place.dtype == self.parameters[index].dtype else None
-
-    def _view(self, flat: Tensor, index: int) -> Tensor:
-        return view_as(flat, *self._ranges[index], self._layouts[index])
-
-    def _is_in_buffer(self, index: int) -> bool:
-        """Whether a gradient that has come was made where it is to lie."""
-        flat, gradient = self._state_of[index].flat, own_gradient(self.parameters[index])
-        if flat is None or gradient is None or gradient.layout is not torch.strided:
-            return False
-        return gradient.data_ptr() == self._view(flat, index).data_ptr()
-
-    def _assign_buffer(self, state: BucketInFlight, buffer: StagingBuffer) -> None:
-        buffer.owner = state
-        state.staging = buffer
-        state.flat = buffer.flat(state.bucket.numel, state.shard.dtype)
 
     def _copy_in(self, state: BucketInFlight) -> None:
         """Copy the gradients that have come into the bucket's buffer, and free them."""
@@ -420,42 +335,23 @@ class ShardedGradients:
                     f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
                     "build the layer with sparse=False"
                 )
-            if not self._is_in_buffer(index):
-                self._view(state.flat, index).copy_(gradient.detach())
+            if not state.holds(index, gradient):
+                state.view(index).copy_(gradient.detach())
                 self._waiting_nbytes -= _gradient_nbytes(parameter)
             set_own_gradient(parameter, None)
             state.taken.add(index)
         state.arrived.clear()
 
     def _send(self, state: BucketInFlight) -> None:
-        assert state.flat is not None, "it has a buffer"
-        for member in state.bucket.members:
-            if member not in state.taken:
-                state.flat[slice(*self._ranges[member])] = 0
-        if state.bucket.padding:
-            state.flat[-state.bucket.padding :] = 0
+        flat = state.fill_up()
         if self.on_bucket_done is not None:
             self.on_bucket_done(state.bucket)
-        state.handle = self.dp_comm.start_reduce_scatter(state.flat, "average", algorithm=self._algorithm)
-
-    def _finish_bucket(self, state: BucketInFlight) -> StagingBuffer:
-        """Wait for a bucket under way and add what has come to its shard; its buffer is free again."""
-        assert state.handle is not None, "it is under way"
-        assert state.staging is not None, "it came from there"
-        arrived = state.handle.wait()
-        if state.filled:
-            state.shard.add_(arrived)
-        else:
-            state.shard.copy_(arrived)
-        state.filled = True
-        buffer = state.staging
-        buffer.owner = state.staging = state.flat = state.handle = None
-        return buffer
+        state.handle = self.dp_comm.start_reduce_scatter(flat, "average", algorithm=self._algorithm)
 
     def _finish_all(self) -> None:
         for state in self._states:
             if state.handle is not None:
-                self._finish_bucket(state)
+                state.finish()
 
 
 def _gradient_nbytes(parameter: Tensor) -> int:

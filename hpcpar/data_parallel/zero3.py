@@ -1,298 +1,67 @@
-"""ZeRO-3: every rank keeps a shard of each unit's parameters, and has the whole only while it is used.
+"""ZeRO-3: every rank keeps a shard of each unit's parameters, and the whole only while it is used.
 
-    forward     root ┬ layer 0 ┬ layer 1 ┬ layer 2                        gather │ compute │ free
-                     └ gather 1└ gather 2│                                the next unit is gathered meanwhile
-    backward           layer 2 ┬ layer 1 ┬ layer 0 ┬ root
-                     ┌ gather 1└ gather 0│         │
-                     │  dW2 ─> reduce-scatter ─> own shard of the gradient
+    fsdp_unit.py          one unit: unshard, reshard
+    unshard_schedule.py   when, in forward and backward
+    unit_sharding.py      how a unit's parameters are cut into shards
+    zero2.py              their gradients: reduce-scattered in every backward
 
-The root's own parameters and those of the last layer are kept from forward to backward, which needs them
-next.
-
-A parameter keeps its identity. While it is gathered its memory is a part of its unit's; otherwise it has
-its shape and no values: to use it then is an error. What autograd saved of a unit lies in the unit's
-storage, which is given back and taken anew, so backward finds the gathered values where forward left them.
+A parameter keeps its identity. While it is unsharded its memory is a part of its unit's; otherwise it has
+its shape and no values, and to use it is an error.
 source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.3;
          Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, sections 3 and 4
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from hpcpar.autograd.fused_layers import adding_in_place
-from hpcpar.autograd.held_parameter import HeldParameter
 from hpcpar.autograd.scripted import refuse_scripted
-from hpcpar.data_parallel.bucket_shards import pieces_between, shard_of
-from hpcpar.data_parallel.buckets import Bucket, Extent, bucket_of
-from hpcpar.data_parallel.call_order import ADVICE, CallOrder
-from hpcpar.data_parallel.flat_parameters import Block
+from hpcpar.data_parallel.bucket_shards import pieces_between
+from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnshardStats, octets
 from hpcpar.data_parallel.initial_values import InitialValues, Values
-from hpcpar.data_parallel.parameters import (
-    Layout,
-    Named,
-    OwnPiece,
-    agree_on_parameters,
-    layout_of,
-    view_as,
-)
+from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, agree_on_parameters, layout_of
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
-from hpcpar.data_parallel.sharded_parameter import ShardedParameter
-from hpcpar.data_parallel.shared_parameters import NodeSharedParameters, PendingUpdate
-from hpcpar.data_parallel.unit_plan import Place, Policy, UnitPlan, hides, plan_units, tensors_in
+from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
+from hpcpar.data_parallel.unit_plan import Policy, UnitPlan, plan_units
+from hpcpar.data_parallel.unit_sharding import shard_unit
+from hpcpar.data_parallel.unshard_schedule import UnshardSchedule
 from hpcpar.data_parallel.zero2 import ShardedGradients
-from hpcpar.errors import MismatchError, OperationError, ShardedParameterError, StallError
+from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
 from hpcpar.parameter_info import info_of, note
 from hpcpar.planner.traffic import allgather_nbytes, dtype_of
-from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.progress import Handle
-
-
-@dataclass(eq=False)
-class UnitParamGroup:
-    """A block of a unit: the parameters of one element type, trainable or frozen.
-
-    flat      the memory of the whole, given back while the unit is not gathered
-    views     of `flat`, one for each parameter
-    """
-
-    block: Block
-    parameters: list[nn.Parameter]
-    flat: Tensor
-    views: list[Tensor]
-    placeholders: list[Tensor]
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether any of it is now: some or all may have been frozen since it was sharded."""
-        return any(parameter.requires_grad for parameter in self.parameters)
-
-
-@dataclass
-class UnshardStats:
-    """Units that are whole, or about to be, at one time: now, and at most since it was last asked to forget.
-
-    nbytes   of their parameters, with the padding
-    """
-
-    units: int = 0
-    nbytes: int = 0
-    peak_units: int = 0
-    peak_nbytes: int = 0
-
-    def add(self, unit: FsdpUnit) -> None:
-        self.units += 1
-        self.nbytes += unit.nbytes
-        self.peak_units = max(self.peak_units, self.units)
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-
-    def remove(self, unit: FsdpUnit) -> None:
-        self.units -= 1
-        self.nbytes -= unit.nbytes
-
-
-class FsdpUnit:
-    """Modules whose parameters are gathered and freed together.
-
-    keeps   it stays gathered from forward to backward
-    pins    how many want it to stay gathered whatever comes
-    inputs  whether gradients of what went into it may come in backward: once they did, in any forward, they
-            may again, for a graph outlives the forwards after it
-    heard   its last forward will be heard of when its backward begins
-    node_shared   its memory exists once on each node and is never freed; to unshard is to wait for all ranks
-    """
-
-    def __init__(
-        self,
-        plan: UnitPlan,
-        held: list[UnitParamGroup],
-        dp_comm: Communicator,
-        *,
-        node_shared: NodeSharedParameters | None,
-    ) -> None:
-        self.name = plan.name
-        self.module = plan.module
-        self.held = held
-        self.keeps = False
-        self.pins = 0
-        self.inputs = False
-        self.heard = False
-        self._comm = dp_comm
-        self._node_shared = node_shared
-        self._handles: list[Handle | PendingUpdate] = []
-        self.is_unsharded = node_shared is not None
-        self.unshard_stats = UnshardStats()
-        self.is_unsharding = False
-        self._versions: list[int] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Of its parameters, gathered."""
-        return sum(each.flat.numel() * each.flat.element_size() for each in self.held)
-
-    @property
-    def is_trained(self) -> bool:
-        return any(each.is_trained for each in self.held)
-
-    @property
-    def is_allocated(self) -> bool:
-        return self.is_unsharded or self.is_unsharding
-
-    def start_unshard(self) -> None:
-        """Begin to bring its parameters together. Collective."""
-        if self.is_allocated:
-            return
-        self.is_unsharding = True
-        self.unshard_stats.add(self)
-        for each in self.held:
-            storage = each.flat.untyped_storage()
-            storage.resize_(each.flat.numel() * each.flat.element_size())
-            own: Any = each.block.own
-            flat: Any = each.flat
-            if flat.device.type == "cpu":
-                # Seen as NumPy arrays by torch itself, storage could never be given back.
-                own, flat = own.view(torch.uint8), _octets(flat)
-            self._handles.append(self._comm.start_allgather(own, out=flat))
-
-    def unshard(self) -> None:
-        """Return when its parameters are there. Collective."""
-        self.start_unshard()
-        try:
-            for handle in self._handles:
-                handle.wait()
-        except StallError as error:
-            raise StallError(f"gathering unit {self.name!r} of a sharded model: {error} {ADVICE}") from error
-        self._handles.clear()
-        if self.is_unsharding:
-            for each in self.held:
-                for parameter, view in zip(each.parameters, each.views, strict=True):
-                    parameter.__class__ = HeldParameter
-                    parameter.data = view
-            self.is_unsharding, self.is_unsharded = False, True
-            self.accept_writes()
-
-    def accept_writes(self) -> None:
-        """What has been written to its gathered parameters is to go with them, or was taken."""
-        self._versions = [parameter._version for each in self.held for parameter in each.parameters]
-
-    def _written(self) -> str | None:
-        """The name of a parameter that was written to since, whose shards do not hear of it."""
-        parameters = [parameter for each in self.held for parameter in each.parameters]
-        pairs = zip(parameters, self._versions, strict=True)
-        return next((info_of(p).name for p, seen in pairs if p._version != seen), None)
-
-    def publish_shards(self) -> None:
-        """This rank has new values in its shards of the node's memory: who uses them waits for all ranks."""
-        if self._node_shared is not None:
-            self._handles += [self._node_shared.start(each.flat, each.block.own) for each in self.held]
-
-    def reshard(self) -> None:
-        """Keep this rank's shards alone."""
-        if self._node_shared is not None or self.pins or not self.is_allocated:
-            return
-        self.unshard()  # what others still write to may not be given back
-        written = self._written()
-        for each in self.held:
-            for parameter, placeholder in zip(each.parameters, each.placeholders, strict=True):
-                parameter.data = placeholder
-                parameter.__class__ = ShardedParameter
-            each.flat.untyped_storage().resize_(0)
-        self.is_unsharded = False
-        self.unshard_stats.remove(self)
-        if written is not None:
-            raise OperationError(
-                f"{written} was written to while unit {self.name!r} was gathered, which would be lost: every "
-                "rank keeps its shard. Write between steps, on every rank, inside hpcpar.summon_full_"
-                "parameters(model, write_back=True); a layer whose forward writes to its weights (max_norm) "
-                "cannot be sharded"
-            )
-
-
-def _differentiable(value: Any) -> list[Tensor]:
-    """The tensors in a module's input or output that a backward goes through."""
-    if not torch.is_grad_enabled():
-        return []
-    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-
-
-def _innermost(units: Sequence[FsdpUnit]) -> list[FsdpUnit]:
-    """Those without other units inside, without the root."""
-    modules = {unit.module for unit in units}
-    return [unit for unit in units[1:] if len(modules & set(unit.module.modules())) == 1]
-
-
-def _is_in_backward(parameter: Tensor) -> bool:
-    """Whether the graph that backward goes through leads to a parameter."""
-    if not parameter.requires_grad:
-        return False
-    with torch._C.DisableTorchFunctionSubclass():  # also where it is sharded
-        node = get_gradient_edge(parameter).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad, which does not say
-        return True
-
-
-def _octets(flat: Tensor) -> NDArray[np.uint8]:
-    """The memory of a tensor, which lives as long as the array: others may still write to it."""
-    memory: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
-    memory.tensor = flat
-    return np.frombuffer(memory, dtype=np.uint8)
-
-
-@dataclass(frozen=True, eq=False)
-class _Hook:
-    """Of a unit's module. A copy of the model, made while it is summoned, is not sharded: there, nothing."""
-
-    tell: Callable[..., None]
-    unit: FsdpUnit
-
-    @uncompiled
-    def __call__(self, module: nn.Module, *told: Any) -> None:
-        self.tell(self.unit, *told)
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 class FullyShardedState:
-    """A model whose parameters are sharded over `dp_comm`; kept by the model itself.
+    """State of a model whose parameters are sharded over `dp_comm`; the model keeps it.
 
-    units       in the order of registration, the root's first
-    blocks      of trainable parameters, in the order in which their gradients leave
-    gradients   of them, each rank's shards
-    node_shared   where the parameters exist once on each node
-    gathered    how much of the model is whole on this rank, now and at most
+    To an optimizer it is what ParameterAllGather is in stages 1 and 2: `before_step`, `start`, …, `wait`.
+
+    units           in the order of registration, the root first
+    blocks          of trainable parameters, in the order in which their gradients leave
+    gradients       of these parameters, each rank's shards
+    node_shared     memory of parameters that all ranks of a node share; None: each rank has its own
+    unshard_stats   how much of the model is unsharded on this rank, now and at most
+    writes          times that summoned parameters were written back; the optimizer compares it before a step
     """
 
     def __init__(
         self,
         units: list[FsdpUnit],
         dp_comm: Communicator,
+        stats: UnshardStats,
         *,
         precision: Precision | None,
         prefetch: int,
@@ -301,49 +70,30 @@ class FullyShardedState:
         self.units = units
         self.dp_comm = dp_comm
         self.precision = precision
-        self._prefetch_units = prefetch
         self.node_shared = node_shared
-        self.unshard_stats = UnshardStats()
-        for unit in units:
-            unit.unshard_stats = self.unshard_stats
-        self._order: list[FsdpUnit] = []
-        self._is_order_known = False
-        self._in_backward = False
-        self._makes_graph = False
-        self._is_kept = False
-        self._ahead_of: FsdpUnit | None = None
-        units[0].keeps = units[-1].keeps = True
-        self.gathers = 0
-        self._number_of = {unit: number for number, unit in enumerate(units)}
-        self._calls = CallOrder([unit.name for unit in units], dp_comm)
+        self.unshard_stats = stats
+        self.writes = 0
+        self.on_loaded: Callable[[], Callable[[], None] | None] = lambda: None
+        """Returns the optimizer's method to call when parameters were loaded; None once it is gone."""
         trainable = [
-            (unit, held) for unit in reversed(units) for held in unit.held if held.parameters[0].requires_grad
+            (unit, group)
+            for unit in reversed(units)
+            for group in unit.groups
+            if group.parameters[0].requires_grad
         ]
-        self.blocks = [held.block for _, held in trainable]
-        self._unit_of = {block.bucket: unit for (unit, _), block in zip(trainable, self.blocks, strict=True)}
-        self._members = {
-            unit: [member for each, held in trainable if each is unit for member in held.block.bucket.members]
-            for unit in units
+        self.blocks = [group.block for _, group in trainable]
+        numbered = {
+            number: (parameter, layout_of(view))
+            for _, group in trainable
+            for number, parameter, view in zip(
+                group.block.bucket.members, group.parameters, group.views, strict=True
+            )
         }
-        self._left = dict.fromkeys(units, 0)
-        self._innermost = _innermost(units)
-        self._ahead: list[FsdpUnit] = []
-        self._begun: set[FsdpUnit] = set()
-        # Of their own, for ranks need not come to a gather and to a gradient in the same order.
-        self._loan = dp_comm.lend("gradients")
-        parameters = sorted(
-            (number, parameter)
-            for _, held in trainable
-            for number, parameter in zip(held.block.bucket.members, held.parameters, strict=True)
-        )
-        self.parameters = [parameter for _, parameter in parameters]
+        self.parameters = [numbered[number][0] for number in range(len(numbered))]
+        self.layouts: list[Layout] = [numbered[number][1] for number in range(len(numbered))]
         self.names = [info_of(parameter).name for parameter in self.parameters]
-        layouts = {
-            number: layout_of(view)
-            for _, held in trainable
-            for number, view in zip(held.block.bucket.members, held.views, strict=True)
-        }
-        self.layouts: list[Layout] = [layouts[number] for number in range(len(layouts))]
+        # A communicator of their own: ranks need not come to a gather and to a gradient in the same order.
+        self._loan = dp_comm.lend("gradients")
         self.gradients = ShardedGradients(
             self.names,
             self.parameters,
@@ -353,217 +103,40 @@ class FullyShardedState:
             layouts=self.layouts,
             replicated=False,
         )
-        self.gradients.on_bucket_done = self._on_bucket_done
-        self.on_loaded: Callable[[], Callable[[], None] | None] = lambda: None
-        """The optimizer's answer to parameters that were loaded, all of them. It may be gone."""
-        self.writes = 0
-        """How often they were written back: the optimizer looks before it uses its master weights."""
+        self._schedule = UnshardSchedule(
+            units,
+            dp_comm,
+            self.gradients,
+            {group.block.bucket: unit for unit, group in trainable},
+            prefetch=prefetch,
+            is_node_shared=node_shared is not None,
+        )
         self._in_place = ExitStack()
         self._in_place.enter_context(adding_in_place([units[0].module]))
         for unit in units:
-            unit.module.register_forward_pre_hook(_Hook(self._enter, unit), with_kwargs=True, prepend=True)
-            unit.module.register_forward_hook(_Hook(self._leave, unit), with_kwargs=True)
-        for unit in units:
-            for held in unit.held:
-                for parameter in held.parameters:
-                    note(parameter, sharding=weakref.ref(self))
+            for parameter in unit.parameters:
+                note(parameter, unit_name=unit.name, sharding=weakref.ref(self))
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the model is not sharded."""
+        """Return None: a copy of the model is not sharded."""
 
     def __reduce__(self) -> Any:
-        raise OperationError(
-            "a fully sharded model was to be saved as a whole, as by torch.save(model); inside `with "
-            "hpcpar.summon_full_parameters(model):` save its state_dict() or a copy.deepcopy of it"
-        )
+        return self._schedule.__reduce__()
 
-    # --- forward ----------------------------------------------------------------------------------
+    @property
+    def gathers(self) -> int:
+        """All-gathers of units so far."""
+        return self._schedule.gathers
 
-    def _enter(self, unit: FsdpUnit, args: Any, kwargs: Any) -> None:
-        recomputing = torch._C._current_graph_task_id() != -1
-        if unit is self.units[0] and not recomputing:
-            self._begin_forward()
-        self._unshard(unit, is_called=not recomputing)
-        if recomputing:
-            return
-        if not self._is_order_known and unit not in self._order:
-            self._order.append(unit)
-        self._prefetch_next(unit, 1)
-        inputs = _differentiable([args, kwargs])
-        if inputs:
-            unit.inputs = True
-            if len(inputs) == 1:
-                # The same as below, without the cycle of references that would keep the whole graph of a
-                # step until the garbage collector comes by.
-                inputs[0].register_hook(lambda _: self._on_inputs(unit))  # type: ignore[no-untyped-call]
-            else:
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
-
-    def _leave(self, unit: FsdpUnit, args: Any, kwargs: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # recomputed for a backward, which goes on with it
-        trains = torch.is_grad_enabled() and output is not None
-        outputs = _differentiable(output)
-        unit.heard |= bool(outputs)
-        for tensor in outputs:
-            tensor.register_hook(lambda _: self._before_backward(unit))  # type: ignore[no-untyped-call]
-        is_passed = bool(unit.held) and bool(_differentiable([args, kwargs]))
-        if trains and not outputs and hides(output) and (unit.is_trained or is_passed):
-            unit.reshard()
-            raise OperationError(
-                f"unit {unit.name!r} returned a {type(output).__name__} without a tensor that has a "
-                "gradient, so its backward could not be seen coming; return tensors, or tuples, lists or "
-                "dictionaries of them"
-            )
-        if not (trains and unit.keeps):
-            unit.reshard()
-        if unit is self.units[0]:
-            self._end_forward(trains)
-
-    def _begin_forward(self) -> None:
-        self._calls.require_same()
-        self._in_backward = False
-        if torch.is_grad_enabled():
-            for unit in self.units:
-                unit.heard = False
-
-    def _end_forward(self, trains: bool) -> None:
-        if not self._is_order_known:
-            self._is_order_known = True
-            for unit in self.units:
-                unit.keeps = unit in (self.units[0], self._order[-1])
-        if self.node_shared is None:
-            self._calls.note(None)
-        if not trains:
-            self._calls.require_same()
-        for unit in self.units:
-            if not (trains and unit.keeps):
-                unit.reshard()
-
-    def _unshard(self, unit: FsdpUnit, *, is_called: bool = False) -> None:
-        """Gather a unit: `is_called` in a forward, where ranks are held to the same order."""
-        self._start(unit, is_called=is_called)
-        if is_called:
-            self._calls.require_same(self._number_of[unit])
-        unit.unshard()
-
-    def _start(self, unit: FsdpUnit, *, is_called: bool) -> None:
-        if not unit.is_allocated:
-            self.gathers += 1
-            if is_called:
-                self._calls.note(self._number_of[unit])
-            unit.start_unshard()
-
-    def _prefetch_next(self, unit: FsdpUnit, direction: int) -> None:
-        """Begin to gather the units that come after this one in forward (1) or backward (-1)."""
-        if not self._is_order_known or unit not in self._order:
-            return
-        place = self._order.index(unit)
-        for distance in range(1, self._prefetch_units + 1):
-            ahead = place + direction * distance
-            if 0 <= ahead < len(self._order):
-                self._start(self._order[ahead], is_called=direction > 0)
-
-    # --- backward ---------------------------------------------------------------------------------
-
-    def _before_backward(self, unit: FsdpUnit) -> None:
-        if not self._in_backward:
-            self._calls.require_same()
-            self._in_backward = True
-            self.gradients.expect_backward()
-            for each in self.units:
-                self._left[each] = sum(held.is_trained for held in each.held)
-            self._ahead = [each for each in self._innermost if each.heard and each.is_trained]
-            self._begun.clear()
-            Variable._execution_engine.queue_callback(self._end_backward)
-            self._makes_graph = torch.is_grad_enabled()
-            if self._makes_graph:
-                self._pin_all()
-        self._finish_units_before(unit)
-        self._unshard(unit)
-        # One that is about to go makes room for one that comes.
-        self._ahead_of = unit
-        leaving = (each for each in self.units if each is not unit and each.inputs and each.is_allocated)
-        if not any(self._left[each] <= 0 for each in leaving):
-            self._prefetch_previous()
-
-    def _finish_units_before(self, unit: FsdpUnit) -> None:
-        """Units that this backward has come by, or leaves out, bring no gradients but those in its graph.
-
-        Other ranks may have used more of them (an expert, a branch), and do not wait for the end: so their
-        gathers and gradients are met by this rank's on the way.
-        """
-        self._begun.add(unit)
-        left_out: set[FsdpUnit] = set()
-        if unit in self._innermost and unit in self._order:  # one around others begins before they do
-            left_out = set(self._order[self._order.index(unit) + 1 :]) - self._begun
-        quiet: dict[FsdpUnit, list[int]] = {}
-        for each in self._ahead:
-            if each is not unit and (each in self._begun or each in left_out):
-                quiet[each] = [m for m in self._members[each] if not _is_in_backward(self.parameters[m])]
-        left_out = {each for each in left_out & quiet.keys() if quiet[each] == self._members[each]}
-        for each in reversed(self._order):
-            if each in left_out and not each.is_allocated:
-                self.gathers += 1
-                each.start_unshard()
-        # Only now: this may wait for ranks that wait for those gathers.
-        for members in quiet.values():
-            self.gradients.expect_no_more(members)
-        self._ahead = [each for each in self._ahead if each not in left_out | (quiet.keys() & self._begun)]
-
-    def _prefetch_previous(self) -> None:
-        unit, self._ahead_of = self._ahead_of, None
-        if unit is not None:
-            self._prefetch_next(unit, -1)
-
-    def _on_bucket_done(self, bucket: Bucket) -> None:
-        """All gradients of a block have been taken."""
-        unit = self._unit_of[bucket]
-        self._left[unit] -= 1
-        if self._left[unit] <= 0 and not unit.inputs and self._in_backward:
-            unit.reshard()
-
-    def _on_inputs(self, unit: FsdpUnit) -> None:
-        """The gradients of all that went into a unit are there: nobody needs its values any more.
-
-        Before that somebody may, although all its own gradients are there: who froze or detached some of it.
-        """
-        if self._in_backward and self._left[unit] <= 0:
-            unit.reshard()
-            self._prefetch_previous()
-
-    def _end_backward(self) -> None:
-        self.gradients.end_backward()
-        self._in_backward = False
-        self._ahead_of = None
-        if not self._makes_graph:
-            self._unpin_all()
-        self.release()
-
-    def _pin_all(self) -> None:
-        """For a backward of this backward, which needs any unit's values at any time."""
-        if not self._is_kept:
-            self._is_kept = True
-            for unit in self.units:
-                self._unshard(unit)
-                unit.pins += 1
-
-    def _unpin_all(self) -> None:
-        if self._is_kept:
-            self._is_kept = False
-            for unit in self.units:
-                unit.pins -= 1
-
-    # --- for the optimizer, and for looking at parameters -----------------------------------------
+    # --- for the optimizer ------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Free all units."""
-        for unit in self.units:
-            unit.reshard()
+        """Reshard all units."""
+        self._schedule.reshard_all()
 
     def before_step(self) -> None:
-        """No rank reads the parameters as they are any more. Collective."""
-        self._unpin_all()
+        """Wait until no rank reads the parameters as they are. Collective."""
+        self._schedule.unpin_all()
         if any(unit.pins for unit in self.units):
             raise OperationError(
                 "parameters were to change inside summon_full_parameters(), where what was summoned would be "
@@ -576,18 +149,18 @@ class FullyShardedState:
             self.dp_comm.barrier()
 
     def start(self, number: int) -> None:
-        """This rank's shard of a block is new: whoever gathers its unit next has it."""
+        """Do nothing: whoever unshards the unit of this block next has its new values."""
 
     def start_remaining(self) -> None:
-        """All shards are new. Collective."""
-        for unit in dict.fromkeys([*self._order, *self.units]):
+        """Start to tell the node's other ranks that all shards are new. Collective."""
+        for unit in dict.fromkeys([*self._schedule.order, *self.units]):
             unit.publish_shards()
 
     def wait(self) -> None:
-        """Units wait for their own parameters."""
+        """Do nothing: units wait for their own parameters."""
 
     def close(self) -> None:
-        """The model stays sharded."""
+        """Do nothing: the model stays sharded."""
 
     def require_all(self, named: Sequence[Named]) -> None:
         """OperationError unless these are all trainable parameters of the model."""
@@ -602,17 +175,17 @@ class FullyShardedState:
 
     def every_parameter(self) -> Iterator[nn.Parameter]:
         """Trainable or frozen, each once."""
-        return (parameter for unit in self.units for held in unit.held for parameter in held.parameters)
+        return (parameter for unit in self.units for parameter in unit.parameters)
 
     def own_pieces(self) -> Iterator[tuple[OwnPiece, Tensor]]:
         """This rank's part of every parameter, trainable or frozen, and its values, flat."""
         for unit in self.units:
-            for held in unit.held:
-                block = held.block
-                places = range(len(held.parameters))
+            for group in unit.groups:
+                block = group.block
+                places = range(len(group.parameters))
                 for piece in pieces_between(places, block.bucket.edges, block.shard.start, block.shard.stop):
-                    parameter: Any = held.parameters[piece.member]
-                    layout = layout_of(held.views[piece.member])
+                    parameter: Any = group.parameters[piece.member]
+                    layout = layout_of(group.views[piece.member])
                     own = OwnPiece(info_of(parameter).name, parameter, layout, piece.start, piece.stop)
                     yield own, block.own[piece.offset : piece.end]
 
@@ -642,7 +215,7 @@ class FullyShardedState:
         finally:
             for unit in self.units:
                 unit.pins -= 1
-                unit.accept_writes()
+                unit.forget_writes()
             try:
                 if write_back:
                     self._write_back()
@@ -652,10 +225,10 @@ class FullyShardedState:
     @torch.no_grad()
     def _write_back(self) -> None:
         """Keep what was written to summoned parameters. Collective; OperationError where ranks differ."""
-        held = [held for unit in self.units for held in unit.held]
-        prints = [zlib.crc32(_octets(each.flat.cpu()).data) for each in held]
+        groups = [group for unit in self.units for group in unit.groups]
+        prints = [zlib.crc32(octets(each.flat.cpu()).data) for each in groups]
         told = self.dp_comm.allgather_object(prints)
-        for number, each in enumerate(held):
+        for number, each in enumerate(groups):
             if any(prints[number] != told[0][number] for prints in told):
                 few: list[Any] = each.parameters[:3]
                 names = ", ".join(info_of(parameter).name for parameter in few)
@@ -664,7 +237,7 @@ class FullyShardedState:
                     f"each keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was "
                     "kept. Write the same on every rank, or pass write_back=False to write for its own eyes"
                 )
-        for each in held:
+        for each in groups:
             own, new = each.block.own, each.flat[each.block.shard.start : each.block.shard.stop]
             if not torch.equal(own, new):
                 own.copy_(new)
@@ -680,8 +253,8 @@ class FullyShardedState:
         total = 0
         for unit in self.units:
             times = forwards + (0 if unit.keeps else backwards)
-            for held in unit.held:
-                bucket = held.block.bucket
+            for group in unit.groups:
+                bucket = group.block.bucket
                 total += times * allgather_nbytes(self.dp_comm, bucket.nbytes, dtype=dtype_of(bucket))
         return {"allgather": total}
 
@@ -747,19 +320,15 @@ def fully_shard(
         )
     }
     node_shared = NodeSharedParameters(dp_comm) if shared_parameters else None
-    units = []
+    units, stats = [], UnshardStats()
     for plan in plans:
-        held = _shard_unit(plan, numbers, dp_comm, source, precision, device, node_shared)
-        unit = FsdpUnit(plan, held, dp_comm, node_shared=node_shared)
-        for each in held:
-            for parameter in each.parameters:
-                note(parameter, unit_name=unit.name)
-        units.append(unit)
+        groups = shard_unit(plan, numbers, dp_comm, source, precision, device, node_shared)
+        units.append(FsdpUnit(plan, groups, dp_comm, stats, node_shared=node_shared))
     source.fill_buffers(device)
     for unit in units:
         unit.publish_shards()
     sharding = FullyShardedState(
-        units, dp_comm, precision=precision, prefetch=prefetch, node_shared=node_shared
+        units, dp_comm, stats, precision=precision, prefetch=prefetch, node_shared=node_shared
     )
     model.__dict__["_hpcpar_sharding"] = sharding
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
@@ -768,7 +337,7 @@ def fully_shard(
 
 @contextmanager
 def summon_full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[None]:
-    """Inside, a fully sharded model's parameters are all there, for evaluation or export. Collective.
+    """Unshard all parameters of a fully sharded model inside, for evaluation or export. Collective.
 
     write_back   keep what has been written to them, on all ranks alike (OperationError on every rank where
                  not); in master weights, too, from the next step on. False: forget it, so that averages may
@@ -803,7 +372,7 @@ def sharding_in(model: nn.Module) -> FullyShardedState | None:
 
 
 def sharding_of(parameters: Sequence[Tensor]) -> FullyShardedState | None:
-    """The sharding that parameters belong to; None: they are ordinary ones."""
+    """Return the sharded model that parameters belong to; None for ordinary ones."""
     found = {reference() for p in parameters if (reference := info_of(p).sharding) is not None}
     if len(found) > 1:
         raise OperationError(
@@ -821,96 +390,3 @@ def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
             "the state_dict() of a fully sharded model was asked for, of which this rank has shards only; do "
             "it inside `with hpcpar.summon_full_parameters(model):`, or save it by hpcpar.checkpoint.save"
         )
-
-
-def _shard_unit(
-    plan: UnitPlan,
-    numbers: dict[int, int],
-    dp_comm: Communicator,
-    source: InitialValues,
-    precision: Precision | None,
-    device: torch.device | str | None,
-    node_shared: NodeSharedParameters | None,
-) -> list[UnitParamGroup]:
-    """A unit's blocks: its parameters by element type and whether they are trained."""
-    kinds: dict[Any, list[tuple[str, nn.Parameter, list[Place]]]] = {}
-    for entry in plan.parameters:
-        parameter = entry[1]
-        floats = precision is not None and parameter.is_floating_point()
-        dtype = precision.parameters if precision is not None and floats else parameter.dtype
-        place = torch.device(device or "cpu") if parameter.is_meta else parameter.device
-        kinds.setdefault((dtype, place, parameter.requires_grad), []).append(entry)
-    return [
-        _shard_group(
-            entries,
-            [numbers.get(id(p), -1) for _, p, _ in entries],
-            dtype,
-            place,
-            dp_comm,
-            source,
-            node_shared,
-        )
-        for (dtype, place, _), entries in kinds.items()
-    ]
-
-
-@torch.no_grad()
-def _shard_group(
-    entries: list[tuple[str, nn.Parameter, list[Place]]],
-    members: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    dp_comm: Communicator,
-    source: InitialValues,
-    node_shared: NodeSharedParameters | None,
-) -> UnitParamGroup:
-    layouts = [layout_of(parameter) for _, parameter, _ in entries]
-    extents = [Extent(math.prod(shape), dtype.itemsize, (dtype, device)) for shape, _ in layouts]
-    cut = bucket_of(range(len(entries)), extents, dp_comm.size)
-    bucket = replace(cut, members=tuple(members))
-    shard = shard_of(bucket, dp_comm.rank, dp_comm.size)
-    if node_shared is not None:
-        flat = node_shared.allocate(bucket.numel, dtype)
-        own = flat[shard.start : shard.stop]
-    else:
-        flat = torch.empty(bucket.numel, dtype=dtype, device=device)
-        length = shard.stop - shard.start
-        # The other ranks of this node read it where it lies.
-        own = dp_comm.allocate_shared(length, dtype) if device.type == "cpu" else flat.new_zeros(length)
-    places = list(zip(bucket.edges[:-1], bucket.edges[1:], strict=True))
-    longest = functools.reduce(torch.promote_types, [parameter.dtype for _, parameter, _ in entries])
-    values = source.shard(entries, bucket, layouts, places, shard, longest, device)
-    own.copy_(values)
-    wide = values[: shard.end].clone() if dtype.itemsize < longest.itemsize else None
-    placeholders = [
-        torch.full((), math.nan, dtype=dtype, device=device).expand(shape) for shape, _ in layouts
-    ]
-    views = [
-        view_as(flat, start, stop, layout) for (start, stop), layout in zip(places, layouts, strict=True)
-    ]
-    if node_shared is None:
-        flat.untyped_storage().resize_(0)
-    parameters = [
-        _sharded(name, parameter, owners, value, is_sharded=node_shared is None)
-        for (name, parameter, owners), value in zip(
-            entries, placeholders if node_shared is None else views, strict=True
-        )
-    ]
-    return UnitParamGroup(Block(bucket, shard, own, wide=wide), parameters, flat, views, placeholders)
-
-
-def _sharded(
-    name: str, parameter: nn.Parameter, owners: list[Place], value: Tensor, *, is_sharded: bool
-) -> nn.Parameter:
-    """The parameter itself with another value; a new one in the place of one of the meta device."""
-    if parameter.is_meta:
-        noted = parameter.__dict__  # such as the split of a parallel layer's
-        parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        parameter.__dict__.update(noted)
-        for module, own_name in owners:
-            module._parameters[own_name] = parameter
-    parameter.data = value
-    note(parameter, name=name)
-    if is_sharded:
-        parameter.__class__ = ShardedParameter
-    return parameter

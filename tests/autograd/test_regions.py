@@ -12,6 +12,7 @@ from hpcpar.autograd import all_to_all, copy_to, gather_from, reduce_from, reduc
 from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
 from hpcpar.errors import MismatchError, OperationError
+from tests.grid import checkered
 
 SIZES = [1, 2, 3, 4]
 
@@ -86,8 +87,7 @@ def test_what_a_region_gives_may_be_changed_in_place(name: str) -> None:
     assert all(run(2, lambda comm: torch.equal(back(comm, lambda y: y.mul_(2)), back(comm, lambda y: y * 2))))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ON_ALL_RANKS)
+@pytest.mark.parametrize(("name", "size"), checkered(ON_ALL_RANKS, SIZES))
 def test_the_backward_is_the_transpose(name: str, size: int) -> None:
     """<A x, y> = <x, Aᵀ y>, both summed over ranks."""
     region, shape = ON_ALL_RANKS[name]
@@ -122,8 +122,7 @@ def test_conjugates_of_the_same_have_each_other_as_backward(size: int) -> None:
     run(size, check)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("name", "size"), checkered(EVERY, SIZES))
 def test_gradients_of_gradients_are_those_of_the_conjugate(name: str, size: int) -> None:
     """A region is linear: what its backward makes of y has, as a function of y, the region as backward."""
     region, shape = EVERY[name]
@@ -140,8 +139,7 @@ def test_gradients_of_gradients_are_those_of_the_conjugate(name: str, size: int)
     run(size, check)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("name", "size"), checkered(EVERY, [1, 2, 3]))
 def test_inputs_and_gradients_stay_as_they_were(name: str, size: int) -> None:
     region, shape = EVERY[name]
 

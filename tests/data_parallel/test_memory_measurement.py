@@ -28,6 +28,7 @@ from hpcpar.data_parallel import (
 )
 from hpcpar.errors import OperationError, PeerFailedError
 from hpcpar.planner.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STATE, shards
+from tests.grid import pairwise
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, tuple[Make, int]] = {
@@ -141,10 +142,10 @@ def test_each_part_is_divided_from_its_stage_on() -> None:
 # --- the formula ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [None, "bfloat16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "size", "optimizer", "precision"),
+    pairwise([0, 1, 2, 3], [1, 2, 3, 4], OPTIMIZERS, [None, "bfloat16"]),
+)
 def test_bytes_are_the_formula_up_to_padding(
     stage: int, size: int, optimizer: str, precision: str | None
 ) -> None:

@@ -15,6 +15,7 @@ from hpcpar.data_parallel import DistributedOptimizer, fully_shard
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.norms import GradientNorm
 from hpcpar.errors import OperationError
+from tests.grid import checkered, pairwise
 
 STAGES = [0, 1, 2, 3]
 TYPES = [1.0, 2.0, 3.0, math.inf]
@@ -92,9 +93,9 @@ def test_the_norm_of_shards_is_that_of_the_whole(stage: int, size: int) -> None:
         assert (norms, alone) == results[0], "the same bits on every rank"
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "broken", "kind"), pairwise(STAGES, [math.nan, math.inf, -math.inf], TYPES)
+)
 def test_a_gradient_that_is_no_number_on_one_rank_is_seen_by_all(
     stage: int, broken: float, kind: float
 ) -> None:
@@ -157,8 +158,7 @@ def test_clipping_by_value_is_that_of_torch(stage: int) -> None:
         assert together == pytest.approx(whole.clamp(-0.25, 0.25).tolist(), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "kind"), checkered(STAGES, TYPES))
 def test_what_is_split_over_a_second_axis_counts_once_and_so_does_what_is_not(
     stage: int, kind: float
 ) -> None:

@@ -117,7 +117,7 @@ def test_states_on_disk_make_no_difference(stage: int, make: str, precision: str
 def test_between_steps_memory_holds_no_state(stage: int, tmp_path: Path) -> None:
     comm = Communicator.alone()
     model, optimizer = built(comm, stage, "adamw", PRECISIONS["bfloat16"], offload=tmp_path)
-    update = optimizer._update
+    update = optimizer.update
     assert update is not None
     counts = []
     for number in range(2):

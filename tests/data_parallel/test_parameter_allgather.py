@@ -84,7 +84,7 @@ def test_every_module_has_its_new_parameters_when_it_is_called(stage: int, size:
         model, optimizer = built(comm, stage, overlap=True)
         backward(comm, model, 0)
         optimizer.step()
-        allgather = optimizer._allgather
+        allgather = optimizer._parts.allgather
         begun = len(allgather._under_way)  # type: ignore[union-attr]
         seen: list[float] = []
         waiting: list[int] = []
@@ -139,7 +139,7 @@ def test_layers_that_are_computed_together_have_their_new_parameters(stage: int,
         )
         model(tokens).square().mean().backward()
         optimizer.step()
-        allgather = optimizer._allgather
+        allgather = optimizer._parts.allgather
         begun = dict(allgather._under_way)
         for number, handle in begun.items():
             handle.wait()
@@ -193,7 +193,7 @@ def test_parameters_that_a_module_reads_in_other_ways_are_waited_for(name: str) 
         )
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        allgather = optimizer._allgather
+        allgather = optimizer._parts.allgather
         for number, handle in dict(allgather._under_way).items():
             handle.wait()
             allgather._under_way[number] = Late(allgather._blocks[number].flat)  # type: ignore[assignment,arg-type]

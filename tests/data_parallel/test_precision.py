@@ -27,6 +27,7 @@ from hpcpar.data_parallel.precision import (
     narrowed,
 )
 from hpcpar.errors import OperationError
+from tests.grid import pairwise
 
 STAGES = [0, 1, 2, 3]
 
@@ -253,9 +254,7 @@ def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "stage", "size"), pairwise(["bfloat16", "float16"], STAGES, [1, 2, 3, 4]))
 def test_training_in_16_bits_follows_plain_mixed_precision(name: str, stage: int, size: int) -> None:
     precision = Precision(name, loss_scale=256.0 if name == "float16" else None)
     expected = plain(size, precision.parameters, scale=256.0 if name == "float16" else 1.0)

@@ -24,6 +24,7 @@ from hpcpar.data_parallel import (
     summon_full_parameters,
 )
 from hpcpar.errors import OperationError
+from tests.grid import pairwise
 
 STEPS = 20
 SAMPLES = 36
@@ -125,9 +126,7 @@ def assert_same_course(found: Course, expected: Course) -> None:
     torch.testing.assert_close(found.parameters, expected.parameters, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("size", "optimizer", "microbatches"), pairwise([1, 2, 3, 4], OPTIMIZERS, [1, 3]))
 def test_replicas_follow_one_process(size: int, optimizer: str, microbatches: int) -> None:
     expected = serial(OPTIMIZERS[optimizer], CLIP)
     assert min(expected.norms) < CLIP < max(expected.norms), "clipping is to be seen at work and at rest"

@@ -19,6 +19,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, summon_full_parameters
 from hpcpar.data_parallel.sharded_step import MASTER, is_elementwise
 from hpcpar.errors import OperationError
+from tests.grid import checkered, pairwise
 
 SIZE = 3
 STEPS = 4
@@ -173,8 +174,7 @@ def parallel(
     return whole(model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "stage"), checkered(OPTIMIZERS, STAGES))
 def test_every_elementwise_optimizer_of_torch_steps_on_pieces(name: str, stage: int) -> None:
     expected = serial(Network(), OPTIMIZERS[name])
     start = [parameter.detach() for parameter in Network().parameters()]
@@ -194,9 +194,14 @@ class Scaled(Network):
         return super().forward(inputs) * self.log_scale.exp()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["sgd momentum", "adamw fused", "asgd"])
-@pytest.mark.parametrize("way", ["its own state", "its own part", "the plain one's", "wrapped late"])
+@pytest.mark.parametrize(
+    ("way", "name", "stage"),
+    pairwise(
+        ["its own state", "its own part", "the plain one's", "wrapped late"],
+        ["sgd momentum", "adamw fused", "asgd"],
+        STAGES,
+    ),
+)
 def test_the_state_of_a_parameter_without_dimensions_goes_on(way: str, name: str, stage: int) -> None:
     expected = serial(Scaled(), OPTIMIZERS[name])
 
@@ -230,9 +235,9 @@ def test_the_state_of_a_parameter_without_dimensions_goes_on(way: str, name: str
         assert_near(found, expected)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["sgd momentum", "adamw fused"])
+@pytest.mark.parametrize(
+    ("name", "stage", "first"), pairwise(["sgd momentum", "adamw fused"], STAGES, [True, False])
+)
 def test_groups_keep_their_options_and_schedulers_change_them(name: str, stage: int, first: bool) -> None:
     def schedule(optimizer: optim.Optimizer) -> Any:
         return optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -700,7 +705,7 @@ def kept_nbytes(comm: Communicator, stage: int, precision: Precision) -> tuple[i
         logits.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    update = optimizer._update
+    update = optimizer.update
     assert update is not None
     tensors = [block.own if stage == 3 else block.flat for block in optimizer.blocks]
     tensors += optimizer.reducer.shards if stage >= 2 else optimizer.reducer.flats

@@ -17,6 +17,7 @@ from torch.nn import functional
 from hpcpar import partition
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
+from tests.grid import pairwise
 
 STEPS = 20
 STEPS_ON_MPI = 4
@@ -150,10 +151,9 @@ def assert_same_course(found: Course, expected: Course) -> None:
     torch.testing.assert_close(found.parameters, expected.parameters, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "size", "optimizer", "microbatches"), pairwise([0, 1, 2, 3], [1, 2, 3, 4], OPTIMIZERS, [1, 3])
+)
 def test_every_stage_follows_one_process(stage: int, size: int, optimizer: str, microbatches: int) -> None:
     expected = serial(OPTIMIZERS[optimizer])
     assert min(expected.norms) < CLIP < max(expected.norms), "clipping is to be seen at work and at rest"

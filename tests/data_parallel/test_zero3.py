@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
-from hpcpar.data_parallel.zero3 import FsdpUnit, FullyShardedState
+from hpcpar.data_parallel.fsdp_unit import FsdpUnit
+from hpcpar.data_parallel.zero3 import FullyShardedState
 from hpcpar.errors import (
     HpcparError,
     MismatchError,
@@ -729,7 +730,7 @@ def test_only_the_root_the_last_the_current_and_those_ahead_are_gathered(
             counts.append(len(here))
             # What is not here has no memory.
             for unit in sharding(model).units:
-                held = sum(each.flat.untyped_storage().nbytes() for each in unit.held)
+                held = sum(each.flat.untyped_storage().nbytes() for each in unit.groups)
                 assert held == (unit.nbytes if unit in here else 0)
 
         def note_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -927,12 +928,12 @@ def test_what_is_written_back_is_trained_on_and_what_is_not_is_forgotten() -> No
         plain_loss(model, batch(0, comm.rank).bfloat16()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        masters = [master.clone() for master in optimizer._update.masters]  # type: ignore[union-attr]
+        masters = [master.clone() for master in optimizer.update.masters]  # type: ignore[union-attr]
         with summon_full_parameters(model), torch.no_grad():
             model.head.weight.fill_(7.0)
             model.layers[2].inner.bias[1] = 5.0
         optimizer.step()  # without a gradient: nothing but that masters follow
-        after = [master.clone() for master in optimizer._update.masters]  # type: ignore[union-attr]
+        after = [master.clone() for master in optimizer.update.masters]  # type: ignore[union-attr]
         return masters, after, whole(model)
 
     changed = 0
@@ -1408,7 +1409,7 @@ def test_units_have_the_memory_of_their_parameters_and_padding() -> None:
     def body(comm: Communicator) -> list[tuple[str, int, int]]:
         model = fully_shard(Network(count=2), comm)
         units: list[FsdpUnit] = sharding(model).units
-        return [(unit.name, unit.nbytes, sum(h.block.own.nbytes for h in unit.held)) for unit in units]
+        return [(unit.name, unit.nbytes, sum(h.block.own.nbytes for h in unit.groups)) for unit in units]
 
     # Root: 12 + 4 + 12 = 28 elements, 30 on three ranks; a layer: 20 + 5 + 20 = 45.
     assert run_loopback(3, body) == [[("", 120, 40), ("layers.0", 180, 60), ("layers.1", 180, 60)]] * 3

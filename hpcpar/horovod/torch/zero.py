@@ -23,8 +23,9 @@ from hpcpar.data_parallel.distributed_optimizer import DistributedOptimizer
 from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.reducer import Reducer
-from hpcpar.data_parallel.reduction import Reduction
-from hpcpar.data_parallel.zero2 import STAGING_BUCKET_BYTES, ShardedGradients
+from hpcpar.data_parallel.reduction import Averaging, Reduction
+from hpcpar.data_parallel.staging import STAGING_BUCKET_BYTES
+from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.horovod import basics
@@ -144,13 +145,13 @@ class Sharded(DistributedOptimizer):
             except HorovodInternalError:
                 gradients.abandon()
                 raise
-        self._factor *= self._multiple
+        self._averages.factor *= self._multiple
 
     def leave(self) -> None:
         """Take the hooks off, where other ranks may not come any more."""
-        self._reducer.close()
+        self.reducer.close()
         with suppress(HpcparError):  # what ended it all has been told, and parameters are restored after it
-            self._allgather.close()
+            self._parts.allgather.close()
 
     def states_by(self, comm: Communicator) -> dict[str, Any]:
         """`state_dict`, over another communicator of the same ranks. Collective."""
@@ -163,13 +164,13 @@ class Sharded(DistributedOptimizer):
 
     def _build(self) -> None:
         super()._build()
-        if isinstance(self._reducer, ShardedGradients):
+        if isinstance(self.reducer, ShardedGradients):
             barrier = self._barrier
-            self._reducer.before_backward = lambda: barrier.hold("backward()")
+            self.reducer.before_backward = lambda: barrier.hold("backward()")
 
-    def _reduction(self) -> Reduction:
+    def _reduction(self, averaging: Averaging) -> Reduction:
         barrier = self._barrier  # not self's: the optimizer is to go with its last reference
-        return BucketGate(self._engine, super()._reduction(), lambda on_ready: barrier.call(STEP, on_ready))
+        return BucketGate(self._engine, averaging, lambda on_ready: barrier.call(STEP, on_ready))
 
     def _refuse_thawed(self) -> None:
         trained = {id(parameter) for parameter in self.reducer.parameters}

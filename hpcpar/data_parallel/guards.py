@@ -1,0 +1,162 @@
+"""Refusals of DistributedOptimizer: what it was asked, what it found, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpcpar.autograd.held_parameter import own_gradient
+from hpcpar.data_parallel.elementwise import require_elementwise
+from hpcpar.data_parallel.parameters import Named
+from hpcpar.data_parallel.precision import Precision
+from hpcpar.errors import OperationError
+from hpcpar.parameter_info import info_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from hpcpar.data_parallel.builder import GradientReducer, Options
+    from hpcpar.data_parallel.sharded_step import ShardedStep
+    from hpcpar.data_parallel.zero3 import FullyShardedState
+
+
+def checked_stage(asked: int | None, sharding: FullyShardedState | None) -> int:
+    """Return the ZeRO stage; OperationError where it contradicts what `fully_shard` has done."""
+    if asked is None:
+        return 0 if sharding is None else 3
+    if asked not in (0, 1, 2, 3):
+        raise OperationError(f"zero_stage={asked!r}; there are 0, 1, 2 and 3")
+    if (asked == 3) != (sharding is not None):
+        raise OperationError(
+            "zero_stage=3 needs a model that is sharded: call hpcpar.fully_shard(model, comm) before the "
+            "optimizer is made"
+            if asked == 3
+            else f"zero_stage={asked}, but the model is fully sharded; leave zero_stage out, or give 3"
+        )
+    return asked
+
+
+def checked_passes(passes: int) -> int:
+    """Return `backward_passes_per_step`; OperationError below 1."""
+    if passes < 1:
+        raise OperationError(f"backward_passes_per_step={passes}; there must be at least 1")
+    return passes
+
+
+def refuse_contradictions(
+    options: Options, precision: Any, sharding: FullyShardedState | None, inner: Optimizer
+) -> None:
+    """OperationError for options that exclude each other; `precision` as the user gave it."""
+    stage = options.zero_stage
+    if sharding is not None and precision is not None and Precision.of(precision) != options.precision:
+        raise OperationError(
+            "precision was given to the optimizer of a fully sharded model; give it to fully_shard"
+        )
+    if options.shared_parameters and stage not in (1, 2):
+        raise OperationError(
+            f"shared_parameters=True with zero_stage={stage}: only stages 1 and 2 keep whole "
+            "parameters of which each rank updates a part; for 3 give it to fully_shard"
+        )
+    if options.tied and stage > 1:
+        raise OperationError(
+            f"tied parameters ({', '.join(options.tied)}) with zero_stage={stage}: gradients "
+            "would be averaged, and cut, before they are summed over the copies; use zero_stage 0 or 1"
+        )
+    if options.nonfinite not in ("error", "skip", "step"):
+        raise OperationError(f'nonfinite={options.nonfinite!r}; give "error", "skip" or "step"')
+    if options.overlap_allgather and (options.model is None or stage not in (1, 2)):
+        raise OperationError(
+            f"overlap_allgather=True with zero_stage={stage} and "
+            f"{'no model' if options.model is None else 'a model'}: it lets the all-gather of stages 1 and "
+            "2 go on under the next forward of model=; give both, or leave it out"
+        )
+    if options.steps_on_shards:
+        require_elementwise(inner, said=options.elementwise)
+
+
+def require_names(groups: Iterable[dict[str, Any]], named: Iterable[Named]) -> None:
+    """OperationError unless every parameter of the groups has a name, for errors and checkpoints."""
+    known = {id(parameter) for _, parameter in named}
+    held = [parameter for group in groups for parameter in group["params"]]
+    unnamed = [str(list(parameter.shape)) for parameter in held if id(parameter) not in known]
+    if unnamed:
+        shown = ", ".join(unnamed[:4]) + (", …" if len(unnamed) > 4 else "")
+        raise OperationError(
+            f"{len(unnamed)} of the optimizer's {len(held)} parameters have no name (shapes {shown}); pass "
+            "the named_parameters() of every model whose parameters it holds, or (name, parameter) pairs"
+        )
+
+
+def require_castable(named: Iterable[Named], dtype: torch.dtype) -> None:
+    """OperationError for a trainable parameter that `precision=` cannot turn into `dtype`."""
+    for name, parameter in named:
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise OperationError(
+                f"{name} is of {str(parameter.dtype).removeprefix('torch.')}, which precision= cannot "
+                f"turn into {str(dtype).removeprefix('torch.')}; leave precision out"
+            )
+
+
+def refuse_untold_copies(reducer: GradientReducer, tied: Container[str]) -> None:
+    """OperationError for tied weights whose gradients may be averaged before they are summed."""
+    for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
+        if name not in tied and info_of(parameter).is_copy:
+            raise OperationError(
+                f"{name} is among the TiedWeights of a pipeline, but tied= does not name it, so that its "
+                "gradient may be averaged before it is summed over the copies; pass "
+                f"tied={{{name!r}: tied.counts_here(parameter)}}"
+            )
+
+
+def refuse_leftovers(reducer: GradientReducer, named: Iterable[Named], held: Container[int]) -> None:
+    """OperationError where a step on shards would leave out what a step on the whole would not."""
+    if reducer.used_up:
+        raise OperationError(
+            "gradients were to be averaged that add to averages of before, and shards keep no sums "
+            "from step to step; call zero_grad() after each step()"
+        )
+    trained = {id(parameter) for parameter in reducer.parameters}
+    for name, parameter in named:
+        if id(parameter) not in trained and id(parameter) in held and parameter.grad is not None:
+            raise OperationError(
+                f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
+                "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
+            )
+
+
+def refuse_own_gradients(reducer: GradientReducer, zero_stage: int) -> None:
+    """OperationError for a `.grad` that was set by hand beside the shards of averages."""
+    for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
+        if own_gradient(parameter) is not None:
+            raise OperationError(
+                f"the gradient of {name} was set after gradients had been averaged, and zero_stage="
+                f"{zero_stage} steps on shards of averages; change those of named_gradients()"
+            )
+
+
+def refuse_replaced(update: ShardedStep, names: Sequence[str]) -> None:
+    """OperationError where a parameter is not in its block any more, which alone the step writes to."""
+    for block in update.blocks:
+        if block.flat is None:
+            continue
+        base, itemsize = block.flat.data_ptr(), block.flat.element_size()
+        edges = block.bucket.edges
+        for member, start, stop in zip(block.bucket.members, edges[:-1], edges[1:], strict=True):
+            if stop > start and update.parameters[member].data_ptr() != base + start * itemsize:
+                raise OperationError(
+                    f"the memory of {names[member]} was replaced after its optimizer "
+                    "was made distributed, as p.data = …, vector_to_parameters, model.to() and another "
+                    "optimizer's making do, so steps would not reach it; write in place (p.copy_() under "
+                    "torch.no_grad()), then call optimizer.take_parameters(), or replace it before the "
+                    "optimizer is made"
+                )
+
+
+def shared_name(mine: GradientReducer, other: GradientReducer) -> str | None:
+    """Return the name of a parameter whose gradients both average."""
+    own = set(map(id, mine.parameters))
+    pairs: Iterable[tuple[str, Tensor]] = zip(other.names, other.parameters, strict=True)
+    return next((name for name, parameter in pairs if id(parameter) in own), None)
