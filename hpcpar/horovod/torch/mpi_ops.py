@@ -274,7 +274,9 @@ allreduce_async = _public(
               NotImplementedError for Adasum on a number of ranks that is no power of two, or a process set
     """,
 )
-allreduce_async_ = _public(_start_allreduce, "allreduce_async_", "Begin an all-reduce in place.")
+allreduce_async_ = _public(
+    _start_allreduce, "allreduce_async_", "Begin an all-reduce in place; see `allreduce_async`."
+)
 grouped_allreduce_async = _public(
     _start_allreduce, "grouped_allreduce_async", "Begin all-reduces done together; returns one handle."
 )
