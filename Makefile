@@ -100,7 +100,7 @@ lint: $(DEV_STAMP)
 
 bench: $(DEV_STAMP)
 	mkdir -p benchmarks/results
-	$(BIN)/hpcpar run -n $(RANKS) benchmarks/collectives.py --json benchmarks/results/collectives-$(RANKS).jsonl
+	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar bench collectives --json benchmarks/results/collectives-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --json benchmarks/results/training-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --tp $(RANKS) --hidden 256 --forward-only --json benchmarks/results/training-tp-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/zero_memory.py --offload runs/offload --shared-parameters --json benchmarks/results/zero-memory-$(RANKS).jsonl

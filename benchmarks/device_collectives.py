@@ -38,7 +38,6 @@ import torch
 from common import at_least, output_file
 
 import hpcpar
-from hpcpar.bench.collectives import CHOSEN, about, ours, write_json
 from hpcpar.bench.gpus import finished, use_gpu
 from hpcpar.bench.measure import (
     DTYPES,
@@ -52,6 +51,7 @@ from hpcpar.bench.measure import (
     usable,
     wrong_elements,
 )
+from hpcpar.bench.sweep import CHOSEN, about, ours, write_json
 from hpcpar.comm import Communicator
 from hpcpar.errors import CudaError, PeerFailedError
 from hpcpar.launch import binding

@@ -15,7 +15,7 @@
 #
 # Where a machine is lent for minutes at a time, three calls do it; the summary then has the parts of all of them:
 #
-#   ONLY="facts doctor collectives-2 train-1 train-2 same-course" benchmarks/gpu_check.sh
+#   ONLY="facts doctor collectives-2 train-1 train-2 same-losses" benchmarks/gpu_check.sh
 #   ONLY="tests tests-1 tests-2 tests-4" benchmarks/gpu_check.sh
 #   ONLY="tests-3 collectives-4 tune-2 nccl-2" benchmarks/gpu_check.sh
 #
@@ -39,7 +39,7 @@ RESULTS=${RESULTS:-benchmarks/results}
 LOGS=${LOGS:-runs/gpu-check}
 ONLY=${ONLY:-}
 TORCH_ARGS=${TORCH_ARGS:-}
-NAMES=(facts doctor collectives-2 train-1 train-2 same-course tests tests-2 tests-1 tests-4 collectives-4 tests-3 tune-2 nccl-2)
+NAMES=(facts doctor collectives-2 train-1 train-2 same-losses tests tests-2 tests-1 tests-4 collectives-4 tests-3 tune-2 nccl-2)
 any_passed=no any_failed=no
 
 export PIP_CONSTRAINT=$PWD/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -178,7 +178,7 @@ for count in 1 2; do
         train.steps=30 train.sequence=256 train.global_batch=16 train.microbatch=4 train.evaluate_every=0 \
         optimizer.learning_rate=3e-4 output.directory="$LOGS/train-$count"
 done
-part same-course 60 "$VENV/bin/python" benchmarks/same_course.py "$LOGS/train-1" "$LOGS/train-2" \
+part same-losses 60 "$VENV/bin/python" benchmarks/same_losses.py "$LOGS/train-1" "$LOGS/train-2" \
     --tolerance 0.02 --json "$RESULTS/device-training-2.jsonl"
 
 # To collect the thousands of others takes longer than to run these.

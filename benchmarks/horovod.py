@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import shlex
 import statistics
 import subprocess
@@ -38,7 +37,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from common import at_least, output_file
+from common import append_json, at_least, in_turn, output_file, print_header
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
@@ -193,16 +192,14 @@ class Rank:
         peers = self.peers(case)
         calls = CALLS.get(case, 1)
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
-        order = random.Random(0)
-        for _ in range(self.options.rounds):
-            for name in order.sample(list(peers), len(peers)):
-                peers[name]()
-                distributed.barrier()
-                cpu, start = time.process_time(), time.perf_counter()
-                peers[name]()
-                seconds = time.perf_counter() - start
-                taken[name].append((seconds / calls, (time.process_time() - cpu) / calls))
-                distributed.barrier()
+        for name in in_turn(list(peers), self.options.rounds):
+            peers[name]()
+            distributed.barrier()
+            cpu, start = time.process_time(), time.perf_counter()
+            peers[name]()
+            seconds = time.perf_counter() - start
+            taken[name].append((seconds / calls, (time.process_time() - cpu) / calls))
+            distributed.barrier()
         everyone: list[Any] = [None] * self.size
         distributed.all_gather_object(everyone, taken)
         return [
@@ -408,7 +405,7 @@ def report(
     about: dict[str, Any], differences: dict[str, dict[str, float]], samples: Sequence[Samples]
 ) -> list[dict[str, Any]]:
     """Print the table; the same as records for JSON."""
-    print("# " + "  ".join(f"{key} {value}" for key, value in about.items()))
+    print_header(about)
     for library, of_cases in differences.items():
         print(f"# checked, {library}: " + ", ".join(f"{case} {d:.1e}" for case, d in of_cases.items()))
     print(
@@ -453,9 +450,7 @@ def main() -> None:
     if not any(each.library.startswith("horovod") for each in samples):
         print(f"# {options.horovod_python} has no Horovod, so its rows are missing: see install_horovod.sh")
     records = report(about, differences, samples)
-    if options.json is not None:
-        with options.json.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+    append_json(options.json, records)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
-import socket
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -39,14 +37,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import at_least, output_file
-from pipeline_memory import live_nbytes
+from common import at_least, give_up, header, output_file
 from pipeline_peers import (
     PHASES,
     PIPELINE,
     InMicrobatches,
     PipelinePeer,
     PipelineTask,
+    live_nbytes,
     schedule_of,
 )
 from pipeline_report import (
@@ -63,7 +61,6 @@ from training import (
     Turn,
     check,
     exposed_s,
-    give_up,
     make_config,
     peak_memory,
     take_turns,
@@ -75,7 +72,6 @@ from training_report import write_json, wrong
 import hpcpar
 from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError, LayoutError, ScheduleError
-from hpcpar.launch import binding
 from hpcpar.models import Layers
 from hpcpar.models.stages import measured_costs
 from hpcpar.pipeline_schedules import schedule_registry
@@ -193,11 +189,14 @@ def run_peers(world: Communicator, options: argparse.Namespace) -> None:
         asked = list(dict.fromkeys(options.peers or usual))
         names = those_that_can(asked, task, cleanup, were_named=bool(options.peers))
         results = measure(names, task, options)
-        about = {**header(world, options), **described(task, options), "tolerance": TOLERANCES[options.dtype]}
+        about = {
+            **header(world, part=options.part, microbatches=options.microbatches),
+            **described(task, options),
+            "tolerance": TOLERANCES[options.dtype],
+        }
         if world.rank == 0:
             report_peers(about, results)
-            if options.json is not None:
-                write_json(options.json, about, results)
+            write_json(options.json, about, results)
     if any(wrong(result, about) for result in results):
         give_up(world, "a peer computes something else than one process: see WRONG above")
 
@@ -263,7 +262,7 @@ def run_sleep(world: Communicator, options: argparse.Namespace) -> None:
         return compare(world, schedule, sleeping(world, schedule, seconds), Asleep(seconds), options.steps)
 
     about = {
-        **header(world, options),
+        **header(world, part=options.part, microbatches=options.microbatches),
         "forward_ms": options.forward_ms,
         "backward_ms": options.backward_ms,
         "weight_ms": options.weight_ms,
@@ -291,7 +290,7 @@ def run_layers(world: Communicator, options: argparse.Namespace) -> None:
         return compare(world, schedule, work, clock, options.steps)
 
     about = {
-        **header(world, options),
+        **header(world, part=options.part, microbatches=options.microbatches),
         **described(task, options),
         "steps": options.steps,
         "repeats": options.repeats,
@@ -332,8 +331,7 @@ def report_all(
     report_comparisons(about, comparisons)
     if options.part == "layers":
         print_durations(comparisons)
-    if options.json is not None:
-        write_comparisons(options.json, about, comparisons)
+    write_comparisons(options.json, about, comparisons)
     if options.output is not None:
         draw(options.output, comparisons)
 
@@ -351,24 +349,6 @@ def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 
 # --- what the figures are of ------------------------------------------------------------------------
-
-
-def header(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    from hpcpar.transport.mpi import library_facts
-
-    return {
-        "part": options.part,
-        "ranks": world.size,
-        "nodes": len(set(world.nodes)),
-        "host": socket.gethostname(),
-        "cores": len(binding.affinity()),
-        "threads": torch.get_num_threads(),
-        "microbatches": options.microbatches,
-        "mpi": library_facts()["vendor"],
-        "torch": torch.__version__,
-        "hpcpar": hpcpar.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def described(task: PipelineTask, options: argparse.Namespace) -> dict[str, Any]:

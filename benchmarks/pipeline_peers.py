@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from training_peers import Peer, Recipe, Share, Solo, Task
 
 from hpcpar.models import Layers, next_token_loss
@@ -242,6 +245,26 @@ class Serial(InMicrobatches, Solo):
             self.backward(loss)
             mean += loss.item()
         return mean
+
+
+def live_nbytes(peer: InMicrobatches) -> int:
+    """Return this rank's peak memory of tensors made during the microbatches of a step. Collective.
+
+    torch's profiler reads it from the allocator: activations, values kept for W, messages, outputs, and
+    temporaries; not parameters, gradients and optimizer states, which exist before. Hooks for saved tensors
+    would miss what a B leaves for its W.
+    """
+    if peer.share is None:
+        return 0
+    peer.run()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say when it starts and when it stops
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        peer.run()
+    assert seen.profiler is not None
+    events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events.sort(key=lambda each: each.start_ns())
+    levels = list(accumulate((each.nbytes() for each in events), initial=0))
+    return max(levels)
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import append_json, print_header, quartiles
 from pipeline_peers import SCHEDULES
 from pipeline_times import Comparison
-from training_report import Result, print_figures, quartiles, speeds, wrong
+from training_report import Result, print_figures, speeds, wrong
 
 from hpcpar.units import format_nbytes
 
@@ -20,7 +20,7 @@ class PipelineResult(Result):
     """Figures of one peer.
 
     split         how many of the items, which are embedding, layers and head, each stage has
-    live_nbytes   by rank, of tensors at most during the microbatches: see pipeline_memory
+    live_nbytes   by rank, of tensors at most during the microbatches: see `live_nbytes`
     """
 
     split: list[int]
@@ -137,31 +137,27 @@ def print_durations(comparisons: Sequence[Comparison]) -> None:
         print(f"{each.schedule.name:<14}{stages}   hop {each.durations.hop_s * 1e3:.3f}")
 
 
-def write_comparisons(path: Path, about: dict[str, Any], comparisons: Sequence[Comparison]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        for each in comparisons:
-            forward_s, backward_s, weight_s = each.durations.of_stages(each.schedule.stages)
-            line = {
-                **about,
-                "schedule": each.schedule.name,
-                "microbatches": each.schedule.microbatches,
-                "stages": each.schedule.stages,
-                "forward_s": forward_s,
-                "backward_s": backward_s,
-                "weight_s": weight_s,
-                "hop_s": each.durations.hop_s,
-                "predicted_s": each.predicted.seconds,
-                "step_s": each.step_s,
-                "median_s": each.median_s,
-                "step_ratio": each.median_s / each.predicted.seconds,
-                "predicted_bubble_rate": each.predicted.bubble_rate,
-                "bubble_rates": each.bubble_rates,
-                "own_rates": each.own_rates,
-                "bubble_rate": each.bubble_rate,
-                "met": is_met(each, about),
-            }
-            file.write(json.dumps(line) + "\n")
+def write_comparisons(path: Path | None, about: dict[str, Any], comparisons: Sequence[Comparison]) -> None:
+    append_json(path, [{**about, **figures(each), "met": is_met(each, about)} for each in comparisons])
 
 
-def print_header(about: dict[str, Any]) -> None:
-    print("# " + "  ".join(f"{key} {value}" for key, value in about.items()))
+def figures(each: Comparison) -> dict[str, Any]:
+    """Return the JSON fields of one schedule."""
+    forward_s, backward_s, weight_s = each.durations.of_stages(each.schedule.stages)
+    return {
+        "schedule": each.schedule.name,
+        "microbatches": each.schedule.microbatches,
+        "stages": each.schedule.stages,
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        "weight_s": weight_s,
+        "hop_s": each.durations.hop_s,
+        "predicted_s": each.predicted.seconds,
+        "step_s": each.step_s,
+        "median_s": each.median_s,
+        "step_ratio": each.median_s / each.predicted.seconds,
+        "predicted_bubble_rate": each.predicted.bubble_rate,
+        "bubble_rates": each.bubble_rates,
+        "own_rates": each.own_rates,
+        "bubble_rate": each.bubble_rate,
+    }

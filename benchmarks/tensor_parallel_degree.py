@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import at_least, output_file, picture_file
+from common import append_json, at_least, output_file, picture_file
 
 from hpcpar.units import MiB, format_nbytes
 
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
     parser.add_argument("--rounds", type=at_least(1), default=3, help="jobs of each degree (default: 3)")
     parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write a line for each job to this file"
+        "--json", type=output_file, metavar="FILE", help="append a line for each job to this file"
     )
     parser.add_argument(
         "--picture", type=picture_file, metavar="FILE", help="draw into this file (PNG, SVG or PDF)"
@@ -156,8 +156,7 @@ def main() -> None:
     print("# " + "  ".join(f"{key} {first[key]}" for key in about) + f"  rounds {options.rounds}")
     print(f"# {heading(first)}")
     print(table(records))
-    if options.json is not None:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    append_json(options.json, records)
     if options.picture is not None:
         draw(records, options.picture)
 

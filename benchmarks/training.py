@@ -39,13 +39,8 @@ forward passes without gradients, in turn with the others.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import math
-import platform
-import random
 import re
-import socket
 import statistics
 import sys
 import time
@@ -54,10 +49,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from common import at_least, output_file
+from common import at_least, give_freed_memory_back, give_up, header, in_turn, output_file
 from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
 from training_peers import DATA_PARALLEL, PHASES, Peer, Recipe, Task, absent, build, join_gloo
@@ -221,15 +216,6 @@ def those_that_can(names: list[str], task: Task, cleanup: ExitStack, *, were_nam
     return names
 
 
-def give_up(world: Communicator, why: str) -> NoReturn:
-    """End the job, not before rank 0 has said why and all that it printed is out; collective."""
-    if world.rank == 0:
-        sys.stdout.flush()
-        print(f"benchmarks/{Path(sys.argv[0]).name}: {why}", file=sys.stderr, flush=True)
-    world.barrier()
-    sys.exit(1)
-
-
 def check(names: Sequence[str], task: Task) -> dict[str, float | None]:
     """Untimed: three steps of each peer from the same start, beside one process in full precision.
 
@@ -310,14 +296,6 @@ def largest(of_ranks: Sequence[int | None]) -> int | None:
     return max(known) if len(known) == len(of_ranks) else None
 
 
-def give_freed_memory_back() -> None:
-    """Freed memory that the C library keeps would be counted for nobody, then used by the next peer."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def reset_peak() -> bool:
     """Start the kernel's count of peak resident memory anew (Linux)."""
     try:
@@ -374,13 +352,10 @@ def take_turns(
     kinds = (False, True) if options.forward_only else (False,)
     players = [(peer, forward_only) for peer in peers for forward_only in kinds]
     taken: dict[tuple[str, bool], list[Turn | None]] = {(peer.name, kind): [] for peer, kind in players}
-    order = random.Random(0)
-    for _ in range(options.rounds):
-        # The same order on all ranks, but never the same peer always after the same other.
-        for peer, forward_only in order.sample(players, len(players)):
-            turn = take_turn(peer, task, options.steps, forward_only=forward_only)
-            taken[peer.name, forward_only].append(turn)
-            task.world.barrier()
+    for peer, forward_only in in_turn(players, options.rounds):
+        turn = take_turn(peer, task, options.steps, forward_only=forward_only)
+        taken[peer.name, forward_only].append(turn)
+        task.world.barrier()
     return taken
 
 
@@ -422,42 +397,31 @@ def exposed_s(turns: Sequence[Sequence[Turn]]) -> float:
     return statistics.median(max(turn.exposed_s for turn in of_ranks) for of_ranks in turns)
 
 
-def header(task: Task, options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures are of."""
-    from hpcpar.transport.mpi import library_facts
-
-    facts = library_facts()
+def describe(task: Task, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the header of the results."""
     installed = {
         name: getattr(sys.modules[name], "__version__", "?")
         for name in ("horovod", "deepspeed")
         if name in sys.modules
     }
-    return {
-        "ranks": task.world.size,
-        "nodes": len(set(task.world.nodes)),
-        "host": socket.gethostname(),
-        "cores": len(binding.affinity()),
-        "threads": torch.get_num_threads(),
-        "tp": task.tp,
-        "model": options.model,
-        "hidden": task.config.hidden_size,
-        "layers": task.config.layers,
-        "parameters": task.config.parameters(),
-        "sequence": options.sequence,
-        "batch_per_rank": options.batch,
-        "global_batch": task.global_batch,
-        "dtype": options.dtype,
-        "bucket_bytes": task.bucket_bytes,
-        "shared_parameters": options.shared_parameters,
-        "repeats": options.rounds,
-        "steps_per_turn": options.steps,
-        "tolerance": TOLERANCES[options.dtype],
-        "mpi": facts["vendor"],
-        "torch": torch.__version__,
+    return header(
+        task.world,
+        tp=task.tp,
+        model=options.model,
+        hidden=task.config.hidden_size,
+        layers=task.config.layers,
+        parameters=task.config.parameters(),
+        sequence=options.sequence,
+        batch_per_rank=options.batch,
+        global_batch=task.global_batch,
+        dtype=options.dtype,
+        bucket_bytes=task.bucket_bytes,
+        shared_parameters=options.shared_parameters,
+        repeats=options.rounds,
+        steps_per_turn=options.steps,
+        tolerance=TOLERANCES[options.dtype],
         **installed,
-        "hpcpar": hpcpar.__version__,
-        "python": platform.python_version(),
-    }
+    )
 
 
 def main() -> None:
@@ -469,11 +433,10 @@ def main() -> None:
     with ExitStack() as cleanup:
         names = choose(options.peers, task, cleanup)
         results = measure(names, task, options)
-        about = header(task, options)
+        about = describe(task, options)
         if world.rank == 0:
             report(about, results)
-            if options.json is not None:
-                write_json(options.json, about, results)
+            write_json(options.json, about, results)
     if any(wrong(result, about) for result in results):
         give_up(world, "a peer computes something else than one process: see WRONG above")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
+
+from common import append_json, print_header, quartiles, ratios
 
 from hpcpar.units import format_nbytes
 
@@ -67,29 +68,17 @@ class Result:
         return first, third
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """With the median between them."""
-    if len(values) == 1:
-        return [values[0]] * 3
-    return statistics.quantiles(values, n=4, method="inclusive")
-
-
 def speeds(mine: Result, other: Result) -> list[float]:
     """How many times as many tokens/s: quartiles over turns, each beside the other's in time."""
     tokens = mine.tokens_per_step / other.tokens_per_step
-    return quartiles([tokens * b / a for a, b in zip(mine.step_s, other.step_s, strict=True)])
-
-
-def ratio(mine: Sequence[float], others: Sequence[float]) -> float:
-    """How many times as much: median over turns, each beside the other's in time."""
-    return statistics.median(a / b for a, b in zip(mine, others, strict=True))
+    return [tokens * times for times in ratios(other.step_s, mine.step_s)]
 
 
 def derived(result: Result, results: Sequence[Result]) -> dict[str, Any]:
     """What follows from the figures of a peer and of the others, in turns of the same kind."""
     results = [other for other in results if other.forward_only == result.forward_only]
-    steps = {other.peer: ratio(result.step_s, other.step_s) for other in results}
-    cpus = {other.peer: ratio(result.cpu_s, other.cpu_s) for other in results}
+    steps = {other.peer: ratios(result.step_s, other.step_s)[1] for other in results}
+    cpus = {other.peer: ratios(result.cpu_s, other.cpu_s)[1] for other in results}
     free = next((name for name in FREE if name in steps), None)
     if result.peer == "one process":
         free = None
@@ -105,7 +94,7 @@ def derived(result: Result, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def report(about: dict[str, Any], results: Sequence[Result]) -> None:
-    print("# " + "  ".join(f"{key} {value}" for key, value in about.items()))
+    print_header(about)
     if about["dtype"] == "bfloat16":
         print(f"# {IN_BFLOAT16}")
     agreement = ", ".join(
@@ -180,8 +169,5 @@ def wrong(result: Result, about: dict[str, Any]) -> bool:
     return result.difference is not None and not result.difference <= about["tolerance"]
 
 
-def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        for result in results:
-            line = {**about, **asdict(result), **derived(result, results)}
-            file.write(json.dumps(line) + "\n")
+def write_json(path: Path | None, about: dict[str, Any], results: Sequence[Result]) -> None:
+    append_json(path, [{**about, **asdict(result), **derived(result, results)} for result in results])

@@ -41,8 +41,18 @@ import hpcpar
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.algorithms.simulate import simulate
 from hpcpar.algorithms.topology import Link, Topology
-from hpcpar.bench import collectives, peers
-from hpcpar.bench.measure import Buffers, Candidate, Case, Place, Row, measure, row, usable, wrong_elements
+from hpcpar.bench import peers, sweep
+from hpcpar.bench.measure import (
+    Buffers,
+    Candidate,
+    Case,
+    Place,
+    ResultRow,
+    measure,
+    row,
+    usable,
+    wrong_elements,
+)
 from hpcpar.comm.select import segments_for
 from hpcpar.transport.mpi import library_facts
 from hpcpar.units import MiB, busbw_factor, format_nbytes, parse_nbytes
@@ -51,7 +61,7 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")
-CANDIDATES = (collectives.CHOSEN, "ring", "hierarchical", "hierarchical_pipelined", "mpi")
+CANDIDATES = (sweep.CHOSEN, "ring", "hierarchical", "hierarchical_pipelined", "mpi")
 
 PLACE: Place = "in"
 """In place, as training does it: no copy of the input is in the time."""
@@ -86,7 +96,7 @@ class Line:
 
     hosts: int
     ranks_per_host: int
-    timed: Row
+    timed: ResultRow
     stream_mb_per_s: float
     wire_nbytes: float
     steps_nbytes: float | None
@@ -199,8 +209,8 @@ def measure_on_all_ranks(job: Job) -> int:
         (lambda text: print(text, flush=True)) if world.rank == 0 else lambda text: None
     )
     with peers.connected(world, job.candidates) as (others, said):
-        options = collectives.Options(rounds=job.rounds)
-        facts = collectives.header(options, world, library_facts()["vendor"], said)
+        options = sweep.Options(rounds=job.rounds)
+        facts = sweep.header(options, world, library_facts()["vendor"], said)
         facts |= {"benchmark": "wire", "link": link_facts(), "transport": job.transport}
         for name, value in facts.items():
             say(f"# {name}: {value}")
@@ -221,16 +231,16 @@ def measure_on_all_ranks(job: Job) -> int:
 
 
 def measure_case(
-    case: Case, job: Job, comm: Communicator, others: Sequence[collectives.Peer], stream_mb_per_s: float
+    case: Case, job: Job, comm: Communicator, others: Sequence[sweep.Peer], stream_mb_per_s: float
 ) -> Iterator[Line]:
     """All candidates of one size, in turn; then each alone, to see what the hosts send. Collective."""
     buffers = Buffers.of(case, comm)
-    found = collectives.ours(case, comm, buffers, PLACE)
+    found = sweep.ours(case, comm, buffers, PLACE)
     for peer in others:
         found += peer.candidates(case, comm, buffers, PLACE)
-    chosen = collectives.chosen_name(case, comm)
+    chosen = sweep.chosen_name(case, comm)
     wanted = set(job.candidates)
-    if collectives.CHOSEN in wanted:
+    if sweep.CHOSEN in wanted:
         wanted.discard(chosen)  # or it would run twice
     for candidate in found:
         if candidate.name not in wanted:
@@ -242,7 +252,7 @@ def measure_case(
         {candidate.name: candidate.run for candidate in able}, comm, rounds=job.rounds, round_s=0.0
     )
     for candidate in able:
-        chose = chosen if candidate.name == collectives.CHOSEN else ""
+        chose = chosen if candidate.name == sweep.CHOSEN else ""
         algorithm = ALGORITHMS[case.collective].get(chose or candidate.name)
         yield Line(
             job.hosts,

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import at_least, give_freed_memory_back, output_file, picture_file
+from common import (
+    append_json,
+    at_least,
+    give_freed_memory_back,
+    header,
+    output_file,
+    picture_file,
+    print_header,
+)
 from memory_picture import draw
 from rich.console import Console
 from rich.table import Table
@@ -130,7 +136,7 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="stages 1 to 3 also with parameters that all ranks have in common",
     )
-    parser.add_argument("--json", type=output_file, help="write one JSON line for each of them to this file")
+    parser.add_argument("--json", type=output_file, help="append one JSON line for each of them to this file")
     parser.add_argument("--picture", type=picture_file, help="draw the bars into this file (PNG, SVG or PDF)")
     return parser.parse_args()
 
@@ -208,24 +214,17 @@ def settled_nbytes(comm: Communicator) -> int | None:
     return nbytes
 
 
-def header(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures are of."""
-    from hpcpar.transport.mpi import library_facts
-
-    return {
-        "ranks": world.size,
-        "nodes": len(set(world.nodes)),
-        "model": options.model,
-        "precision": options.precision,
-        "optimizer": "AdamW",
-        "sequence": options.sequence,
-        "batch_per_rank": options.batch,
-        "steps": options.steps,
-        "mpi": library_facts()["vendor"],
-        "torch": torch.__version__,
-        "hpcpar": hpcpar.__version__,
-        "python": platform.python_version(),
-    }
+def describe(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the header of the results."""
+    return header(
+        world,
+        model=options.model,
+        precision=options.precision,
+        optimizer="AdamW",
+        sequence=options.sequence,
+        batch_per_rank=options.batch,
+        steps=options.steps,
+    )
 
 
 def table(results: list[Result]) -> Table:
@@ -291,7 +290,7 @@ def main() -> None:
     del results[0]
     faults = [fault for result in results for fault in result.faults()]
     if world.rank == 0:
-        report(header(world, options), results, faults, options)
+        report(describe(world, options), results, faults, options)
     world.barrier()
     if faults:
         raise SystemExit(1)
@@ -300,7 +299,7 @@ def main() -> None:
 def report(
     about: dict[str, Any], results: list[Result], faults: list[str], options: argparse.Namespace
 ) -> None:
-    print("# " + "  ".join(f"{key} {value}" for key, value in about.items()))
+    print_header(about)
     print(
         "# of the rank that needs most; * on disk, ^ once for all ranks; on their way, in flight, from disk, "
         "activations: at most; process: afterwards beyond what it had before"
@@ -310,8 +309,7 @@ def report(
     for fault in faults:
         print(f"# {fault}")
     records = [{**about, **result.as_record()} for result in results]
-    if options.json is not None:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    append_json(options.json, records)
     if options.picture is not None:
         draw(records, options.picture)
 

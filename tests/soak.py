@@ -687,7 +687,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     options = parse(words)
     import hpcpar
-    from hpcpar.bench.collectives import about, write_json
+    from hpcpar.bench.sweep import about, write_json
     from hpcpar.transport.mpi import library_facts
 
     world = hpcpar.init()

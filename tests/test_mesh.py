@@ -26,31 +26,30 @@ def test_the_drawing_of_the_docstring_holds() -> None:
     assert layout.groups("dp", "tp") == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_ranks_count_tp_first_then_cp_dp_and_pp(layout: Layout) -> None:
-    for rank in range(layout.size):
-        c = layout.coordinates(rank)
-        assert ((c.pp * layout.dp + c.dp) * layout.cp + c.cp) * layout.tp + c.tp == rank
-        assert c.edp * layout.ep + c.ep == c.dp * layout.cp + c.cp
+def test_ranks_count_tp_first_then_cp_dp_and_pp() -> None:
+    for layout in LAYOUTS:
+        for rank in range(layout.size):
+            c = layout.coordinates(rank)
+            assert ((c.pp * layout.dp + c.dp) * layout.cp + c.cp) * layout.tp + c.tp == rank, layout
+            assert c.edp * layout.ep + c.ep == c.dp * layout.cp + c.cp, layout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_groups_of_an_axis_part_all_ranks_and_differ_along_it_alone(layout: Layout) -> None:
-    for axis in Coordinates._fields:
+def test_the_groups_of_an_axis_part_all_ranks_and_differ_along_it_alone() -> None:
+    for layout, axis in itertools.product(LAYOUTS, Coordinates._fields):
         groups = layout.groups(axis)
-        assert sorted(rank for group in groups for rank in group) == list(range(layout.size))
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.size)), layout
         for group in groups:
             places = [layout.coordinates(rank) for rank in group]
-            assert [getattr(place, axis) for place in places] == list(range(layout.degree(axis)))
+            assert [getattr(place, axis) for place in places] == list(range(layout.degree(axis))), layout
             fixed = ("pp", "edp", "ep", "tp") if axis in ("ep", "edp") else AXES
             for other in fixed:
-                assert other == axis or len({getattr(place, other) for place in places}) == 1
+                assert other == axis or len({getattr(place, other) for place in places}) == 1, layout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_expert_axes_together_are_dp_and_cp_together(layout: Layout) -> None:
-    assert layout.groups("edp", "ep") == layout.groups("dp", "cp")
-    assert layout.edp * layout.ep == layout.dp * layout.cp
+def test_the_expert_axes_together_are_dp_and_cp_together() -> None:
+    for layout in LAYOUTS:
+        assert layout.groups("edp", "ep") == layout.groups("dp", "cp"), layout
+        assert layout.edp * layout.ep == layout.dp * layout.cp, layout
 
 
 def test_experts_are_shared_by_neighbours() -> None:

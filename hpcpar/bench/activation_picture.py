@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.bench.activations import Kept, title
+from hpcpar.bench.layer_activations import MeasuredActivations, title
 from hpcpar.planner.activations import ACTIVATION_KINDS, LayerShape
 from hpcpar.units import MiB
 
@@ -31,7 +31,7 @@ BAR_INCHES = 0.62
 HEIGHT = 0.36
 
 
-def draw(found: Sequence[Kept], shape: LayerShape, tp: int, path: Path) -> None:
+def draw(found: Sequence[MeasuredActivations], shape: LayerShape, tp: int, path: Path) -> None:
     """Two bars for each way into a file (PNG, SVG or PDF, by its name)."""
     # Imported here, so that nothing but a picture waits for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,7 +54,7 @@ def draw(found: Sequence[Kept], shape: LayerShape, tp: int, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_bars(axes: Axes, place: int, shown: Kept) -> None:
+def _draw_bars(axes: Axes, place: int, shown: MeasuredActivations) -> None:
     axes.barh(place - HEIGHT / 2, shown.nbytes / MiB, height=HEIGHT, color=MEASURED)
     left = 0.0
     for part, nbytes in shown.parts.items():

@@ -22,7 +22,7 @@ import numpy as np
 
 from hpcpar.algorithms.cost import Cost, TwoLevelCost
 from hpcpar.algorithms.registry import ALGORITHMS
-from hpcpar.bench.collectives import CHOSEN, read_json
+from hpcpar.bench.sweep import CHOSEN, read_json
 from hpcpar.comm.select import segments_for
 from hpcpar.errors import OperationError
 from hpcpar.units import GB, GiB, format_duration, format_nbytes
@@ -141,7 +141,7 @@ def solve(found: Sequence[Equation]) -> Fit:
 
 
 def _independent(matrix: Array, columns: Sequence[int]) -> list[int]:
-    """Of the columns, in order, those that are no combination of the ones before."""
+    """Return the linearly independent columns, in order."""
     free: list[int] = []
     for column in columns:
         scaled = matrix[:, [*free, column]]
@@ -184,7 +184,7 @@ def report(files: Sequence[Path], *, min_nbytes: int = 0, max_nbytes: int = GiB)
 
 
 def _read(file: Path, *, min_nbytes: int, max_nbytes: int) -> tuple[str, list[Equation]]:
-    """What is said of a file, and its equations."""
+    """Return the report's lines about a file, and its equations."""
     try:
         header, lines = read_json(file)
         if header["benchmark"] != "collectives" or not lines:
@@ -218,7 +218,7 @@ def _parameter_lines(fit: Fit) -> list[str]:
 
 
 def _error_lines(found: Sequence[Equation], fit: Fit) -> list[str]:
-    """How far the model is off: over all lines, and by algorithm."""
+    """Return the model's error over all lines, and by algorithm."""
     by_label: dict[str, list[tuple[float, int]]] = {}
     for equation, ratio in zip(found, fit.ratios, strict=True):
         by_label.setdefault(equation.label, []).append((ratio, equation.nbytes))

@@ -45,7 +45,7 @@ send_window   WINDOW messages at once from rank 0 to the last rank, and a word b
 """
 
 COPY = "copy"
-"""Row of a copy within memory, on all ranks at once."""
+"""ResultRow of a copy within memory, on all ranks at once."""
 
 MEMORY_COPY = "memory_copy"
 """The only candidate of the COPY row."""
@@ -256,7 +256,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One measured row; seconds are of one call.
 
     algorithm        the candidate's name
@@ -339,12 +339,12 @@ def measure(
     }
 
 
-def row(case: Case, candidate: str, place: Place, timing: Timing, wrong: int, chose: str = "") -> Row:
+def row(case: Case, candidate: str, place: Place, timing: Timing, wrong: int, chose: str = "") -> ResultRow:
     """Make a row of the table, with its bandwidths (GB = 1e9 bytes)."""
     moved = case.nbytes * (WINDOW if case.collective == "send_window" else 1)
     algbw = moved / timing.median_s / GB
     known_as = "send" if case.collective in ("send", "send_window", COPY) else case.collective
-    return Row(
+    return ResultRow(
         collective=case.collective,
         algorithm=candidate,
         chose=chose,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcpar.bench.measure import COPY, MEMORY_COPY, Row
+from hpcpar.bench.measure import COPY, MEMORY_COPY, ResultRow
 from hpcpar.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ OUTSTANDING = {
 PANEL_INCHES = (7.0, 4.4)
 
 
-def draw(rows: Sequence[Row], facts: Mapping[str, Any], path: Path) -> None:
+def draw(rows: Sequence[ResultRow], facts: Mapping[str, Any], path: Path) -> None:
     """Plot one panel per collective into a file (PNG, SVG or PDF, by its suffix).
 
     The dashed line is a copy within memory on all ranks at once, in bytes copied per second on each rank:
@@ -44,7 +44,7 @@ def draw(rows: Sequence[Row], facts: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _panel(axes: Axes, collective: str, rows: Sequence[Row]) -> None:
+def _panel(axes: Axes, collective: str, rows: Sequence[ResultRow]) -> None:
     for name, points in lines(rows, collective).items():
         outstanding = OUTSTANDING.get(name)
         axes.plot(
@@ -75,7 +75,7 @@ def _panel(axes: Axes, collective: str, rows: Sequence[Row]) -> None:
     axes.legend(fontsize=7, ncols=2, loc="lower right")
 
 
-def lines(rows: Sequence[Row], collective: str) -> dict[str, list[tuple[int, float]]]:
+def lines(rows: Sequence[ResultRow], collective: str) -> dict[str, list[tuple[int, float]]]:
     """Return (bytes, busbw) of each candidate in rising order, from the better of its two places."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:

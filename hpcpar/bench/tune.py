@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpcpar.algorithms.registry import ALGORITHMS
-from hpcpar.bench.collectives import CHOSEN, Options, Say, ours
 from hpcpar.bench.gpus import finished
 from hpcpar.bench.measure import ON_HOST, PLACES, Buffers, Case, measure, usable, wrong_elements
+from hpcpar.bench.sweep import CHOSEN, Options, Say, ours
 from hpcpar.comm.select import ANY, NATIVE, Rules, describe
 from hpcpar.comm.tuning import Entry, add_to_file, entries_in, ranks_per_node, rules_from
 from hpcpar.errors import ConfigError, OperationError

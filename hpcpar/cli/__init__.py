@@ -29,7 +29,7 @@ COMMANDS: Commands = {
         "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
     ),
     "draw": (
-        "hpcpar.cli.draw",
+        "hpcpar.cli.draw_commands",
         "draw",
         "Draw the steps of a collective, pipeline schedules, or what layers keep.",
     ),

@@ -14,7 +14,7 @@ from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.units import parse_nbytes
 
 if TYPE_CHECKING:
-    from hpcpar.bench.collectives import Options
+    from hpcpar.bench.sweep import Options
     from hpcpar.comm import Communicator
 
 COMMANDS: Commands = {
@@ -131,8 +131,8 @@ def collectives(
     Start it on several ranks: `hpcpar run -n 4 -- -m hpcpar bench collectives`.
     """
     import hpcpar
-    from hpcpar.bench import collectives as table
     from hpcpar.bench import plots
+    from hpcpar.bench import sweep as table
     from hpcpar.transport.mpi import library_facts
 
     world = hpcpar.init()
@@ -227,7 +227,7 @@ def fit(files: tuple[Path, ...], min_bytes: int, max_bytes: int) -> None:
 
 
 def _options(measuring: dict[str, Any], **others: Any) -> Options:
-    from hpcpar.bench.collectives import Options
+    from hpcpar.bench.sweep import Options
 
     asked: tuple[str, ...] = measuring["collectives"]
     return Options(

@@ -114,7 +114,7 @@ def _rising(first: int, last: int, factor: int) -> Iterator[int]:
 
 
 def heading(collective: str, ranks: int, topology: Topology) -> str:
-    """What was asked, with the parameters in units for people."""
+    """Format the request, with readable units."""
     per_node = min(ranks, topology.ranks_per_node)
     nodes = -(-ranks // per_node)
     where = f"{ranks:,} ranks on {nodes:,} nodes of {per_node}" if nodes > 1 else f"{ranks} ranks on 1 node"

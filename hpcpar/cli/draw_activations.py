@@ -24,7 +24,7 @@ def activations(tp: int, sequence: int, batch: int, hidden: int, heads: int, pic
     Without parallelism, with tensor parallelism (TP), with sequence parallelism beside it (SP), and with the
     attention core or the whole layer computed anew in backward. All ranks are threads of this process.
     """
-    from hpcpar.bench import activations as measuring
+    from hpcpar.bench import layer_activations as measuring
     from hpcpar.planner.activations import LayerShape
 
     shape = LayerShape(sequence, batch, hidden, heads)

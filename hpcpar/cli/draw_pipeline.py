@@ -37,8 +37,8 @@ class Drawn(NamedTuple):
     timetable: Timetable
 
 
-class Asked(NamedTuple):
-    """What a schedule of the catalogue is to be made of; None: what is usual.
+class ScheduleOptions(NamedTuple):
+    """Arguments of a schedule; None takes the schedule's default.
 
     durations   of all stages of a rank together, so that schedules with other numbers of stages do the same
     """
@@ -102,7 +102,7 @@ def pipeline(
     if schedules and every:
         raise click.UsageError("--all draws every name: leave the names out")
     try:
-        asked = Asked(
+        asked = ScheduleOptions(
             ranks, microbatches, stages_per_rank, memory_limit, Durations(forward, backward, weight, hop)
         )
         drawn = all_that_can(asked) if every else [priced(made(name, asked), asked) for name in schedules]
@@ -128,7 +128,7 @@ def listing() -> str:
     )
 
 
-def made(name: str, asked: Asked) -> Schedule:
+def made(name: str, asked: ScheduleOptions) -> Schedule:
     """The catalogue's schedule of this name, or a file's; ScheduleError where there is neither."""
     path = Path(name)
     if path.suffix and not path.exists():
@@ -154,7 +154,7 @@ def made(name: str, asked: Asked) -> Schedule:
     return schedule
 
 
-def all_that_can(asked: Asked) -> list[Drawn]:
+def all_that_can(asked: ScheduleOptions) -> list[Drawn]:
     """Those of the catalogue that can be made so; the others are named with their reason, on stderr."""
     drawn = []
     for name in schedule_registry.METHODS:
@@ -165,7 +165,7 @@ def all_that_can(asked: Asked) -> list[Drawn]:
     return drawn
 
 
-def priced(schedule: Schedule, asked: Asked) -> Drawn:
+def priced(schedule: Schedule, asked: ScheduleOptions) -> Drawn:
     proof = prove(schedule, memory_limit=asked.memory_limit)
     durations = shared(asked.durations, stages_per_rank(schedule))
     return Drawn(schedule.name, schedule, proof, simulate(schedule, durations))
@@ -197,7 +197,7 @@ def as_measured(path: Path, memory_limit: int | None, *, alone: bool) -> list[Dr
 
 
 def chart(drawn: Drawn) -> str:
-    """As text, as wide as the terminal."""
+    """Print as text, as wide as the terminal."""
     columns = shutil.get_terminal_size(fallback=(160, 24)).columns
     return f"{heading(drawn)}\n\n" + text_chart(
         drawn.timetable,
@@ -220,7 +220,7 @@ def heading(drawn: Drawn) -> str:
 
 
 def write(drawn: Sequence[Drawn], path: Path, *, until_s: float | None = None) -> None:
-    """What the suffix says: pictures have room for several schedules, other files for one."""
+    """Write the format of the suffix: pictures take several schedules, other files one."""
     if path.suffix not in (".csv", ".txt", ".json"):
         _write_picture(drawn, path, until_s)
         return

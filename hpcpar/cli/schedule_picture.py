@@ -79,7 +79,7 @@ def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -
 
 
 def _save_few_colours(figure: Figure, path: Path) -> None:
-    """As PNG with a palette, in a third of the bytes: there are few colours, and letters mix them."""
+    """Save as PNG with a palette of 64 colours, in a third of the bytes."""
     from PIL import Image
 
     drawn = io.BytesIO()

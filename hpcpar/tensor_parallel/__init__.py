@@ -1,7 +1,14 @@
-"""Layers that several ranks compute together, each with its part of the weights, or of the sequence.
+"""Tensor and sequence parallelism: layers that several ranks compute together.
+
+Two ways to a parallel model:
+
+    layers   ColumnParallelLinear, RowParallelLinear, …    build the model of them
+    styles   Column, Row, …                                values of a plan; `parallelize` replaces the layers
+                                                           of a plain model by the parallel ones
+
 
 tp = TensorParallel(mesh.tp, sequence_parallel=True)
-up = ColumnParallelLinear(hidden, ffn, tp)           # every rank: its part of the ffn
+up = ColumnParallelLinear(hidden, ffn, tp)           # each rank has a shard of the ffn
 down = RowParallelLinear(ffn, hidden, tp)            # summed over ranks
 """
 
@@ -17,6 +24,7 @@ from hpcpar.tensor_parallel.mlp import ParallelMLP
 from hpcpar.tensor_parallel.norm import LayerNorm, RMSNorm
 from hpcpar.tensor_parallel.plan import Plan, parallelize
 from hpcpar.tensor_parallel.random_streams import RandomStreams, Stream
+from hpcpar.tensor_parallel.region_styles import Enter, Gather, LocalHeads, Norm, Scatter, Whole
 from hpcpar.tensor_parallel.split import (
     Heads,
     Split,
@@ -27,19 +35,7 @@ from hpcpar.tensor_parallel.split import (
     split_over,
     whole_state_dict,
 )
-from hpcpar.tensor_parallel.styles import (
-    Column,
-    Enter,
-    Gather,
-    LocalHeads,
-    Norm,
-    Row,
-    Scatter,
-    Style,
-    Vocabulary,
-    VocabularyEmbedding,
-    Whole,
-)
+from hpcpar.tensor_parallel.styles import Column, Row, Style, Vocabulary, VocabularyEmbedding
 
 __all__ = [
     "Column",

@@ -1,7 +1,6 @@
 """Self-attention with its heads divided among ranks.
 
-Shape letters: B batch, S sequence, H hidden, A heads, K key-value heads, D head size; A and K are those of
-this rank: a column-parallel projection hands over fewer heads, and attention works on what it is handed.
+Shape letters: B batch, S sequence, H hidden, A heads and K key-value heads on this rank, D head size.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, dropout: Dropout | None = None) -> Tensor:
-    """softmax(QKᵀ/√D + causal mask)·V; each head of keys and values serves A/K heads of queries.
+    """softmax(QKᵀ/√D + causal mask)·V; each key-value head serves A/K query heads.
 
     queries [B, A, S, D], keys and values [B, K, S, D] -> [B, A, S, D]
-    dropout   of the shares that softmax gives; None: torch's fused kernel does all of it
+    dropout   of the attention weights; None: torch's fused kernel computes everything
     """
     served = queries.shape[1] // keys.shape[1]
     if dropout is None or not dropout.is_active:
@@ -38,8 +37,8 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, dropout: Dro
     keys, values = (heads.repeat_interleave(served, dim=1) for heads in (keys, values))
     scores = (queries / math.sqrt(queries.shape[-1])) @ keys.transpose(-1, -2)
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    shares = scores.masked_fill(later, -math.inf).softmax(-1)
-    mixed: Tensor = dropout(shares) @ values
+    weights = scores.masked_fill(later, -math.inf).softmax(-1)
+    mixed: Tensor = dropout(weights) @ values
     return mixed
 
 
@@ -47,13 +46,13 @@ class ParallelSelfAttention(nn.Module):
     """Causal self-attention: heads divided among ranks, keys and values from one fused weight.
 
     hidden_size, heads   of the whole layer
-    kv_heads      heads of keys and values, None = heads; fewer than ranks: several ranks hold the same one
-    head_size     None = hidden_size / heads
-    dropout       of the attention's shares, with a stream that differs among ranks; None: none
-    selective     compute the core (scores, softmax, mix) again in backward instead of keeping S² values
+    kv_heads      heads of keys and values, None: heads; if fewer than ranks, several ranks hold the same one
+    head_size     None: hidden_size / heads
+    dropout       of the attention weights, with a stream that differs among ranks; None: none
+    selective     recompute the core (scores, softmax, mix) in backward instead of saving S² values
                   (Korthikanti et al. 2022, arXiv 2205.05198, section 5)
 
-    [B, S, H] -> [B, S, H]; with sequence parallelism this rank's part of S
+    [B, S, H] -> [B, S, H]; with sequence parallelism S is this rank's shard
     errors   LayoutError for heads that do not divide among the ranks
     """
 
@@ -104,5 +103,5 @@ class ParallelSelfAttention(nn.Module):
 
 
 def require_heads(heads: int, kv_heads: int, size: int) -> None:
-    """LayoutError unless `size` ranks can share these heads."""
+    """Raise LayoutError unless `size` ranks can share these heads."""
     require_fitting({"heads": heads}, {"kv_heads": kv_heads}, size)

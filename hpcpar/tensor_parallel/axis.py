@@ -1,4 +1,4 @@
-"""The tp axis as layers see it: who computes a layer together, and in which way they communicate."""
+"""`TensorParallel`: the ranks that share each layer, and their options of communication."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharers:
-    """Where there are fewer heads than ranks: who holds the same head, and one rank for each head.
+    """Communicators of a layer with fewer heads than ranks.
 
-    same      ranks with this rank's head, over whom the gradients of its weights are summed
-    distinct  ranks with one head each, over whom those weights are split
+    same      ranks with this rank's head; they sum the gradients of its weights
+    distinct  one rank for each head; their weights make up the whole
     """
 
     same: Communicator
@@ -24,16 +24,17 @@ class Sharers:
 
 
 class TensorParallel:
-    """Ranks that share each layer, and how.
+    """Ranks that share each layer, and options of their communication.
 
-    comm               the ranks
-    sequence_parallel  between the layers each rank has its part of the sequence, dim -2: norms, dropout and
-                       residuals are computed once instead of on every rank
-    overlap            in backward, inputs' gradients travel while weights' gradients are computed
-    gather_again       with sequence_parallel: a column-parallel layer keeps its part of the input and gathers
-                       the whole once more for backward, instead of keeping the whole
-    chunks             with sequence_parallel: parts in which gathers and reduce-scatters run beside products
-    twice              gradients can be differentiated again, without overlap, gather_again and chunks
+    comm               tensor-parallel ranks
+    sequence_parallel  shard the sequence (dim -2) between the layers: norms, dropout and residuals are
+                       computed once instead of on every rank
+    overlap            in backward, communicate input gradients while weight gradients are computed
+    gather_again       with sequence_parallel: save the shard of a column-parallel layer's input, and gather
+                       the whole again in backward
+    chunks             with sequence_parallel: cut gathers and reduce-scatters into chunks that overlap with
+                       the products
+    twice              allow double backward; excludes overlap, gather_again and chunks
 
     source   Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198
     """
@@ -65,7 +66,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, tp: TensorParallel | Communicator) -> TensorParallel:
-        """A communicator by itself stands for the defaults."""
+        """Wrap a communicator with the default options."""
         return tp if isinstance(tp, TensorParallel) else cls(tp)
 
     @property
@@ -77,7 +78,7 @@ class TensorParallel:
         return self.comm.size
 
     def sharers(self, heads: int) -> Sharers:
-        """Of heads that are fewer than ranks; collective when first asked for so many."""
+        """Communicators for fewer heads than ranks; the first call for a number of heads is collective."""
         if heads not in self._sharers:
             per_head = self.size // heads
             head, place = divmod(self.rank, per_head)

@@ -1,11 +1,11 @@
-"""The parallel model beside the serial one: outputs and gradients of a small batch, on a copy.
+"""Compare a parallel model with the serial one: outputs and gradients of a small batch, on a copy.
 
-    copy ── forward, backward ── what every module made, and every gradient       the serial model's
+    copy ── forward, backward ── outputs of every module, and every gradient      the serial model's
       └─ by the plan ── forward, backward ── compared over all ranks              the parallel model's
 
-A plan tells names, not what a forward does with them. Layers between a column and a row layer that look at
-all features (a norm, a softmax, a gate beside what it gates) compute something else of a rank's part; so this
-is the only way to know.
+A plan names modules; it does not know their forward. Layers between a column and a row layer that need all
+features (a norm, a softmax, a gate beside what it gates) compute something else from a shard. Only a run
+shows that.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Of a tensor's norm, by the type that it is of: what another order of sums may make of it."""
+"""Relative to a tensor's norm, by dtype: the effect of another order of sums."""
 
 HALVES = (torch.bfloat16, torch.float16)
 
 FLOOR = {torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Share of the largest gradient, below which one may be rounding alone and is held to that. Else 0.01."""
+"""Share of the largest gradient, below which a gradient may be rounding alone. Others: 0.01."""
 
 NOISE = 0.1
-"""Of parameters that are all one value: new adapters of zeros, norms of ones would hide what is wrong."""
+"""Noise on constant parameters: new adapters of zeros and norms of ones would hide errors."""
 
 
 @dataclass
 class Pass:
-    """The results of a forward and backward.
+    """Results of a forward and backward.
 
-    made        each module's outputs, in the order in which modules were done
-    outputs     of the whole model
-    gradients   by name, of parameters and of inputs
+    made        outputs of each module, in the order in which modules ended
+    outputs     outputs of the model
+    gradients   gradients of parameters and inputs, by name
     """
 
     made: list[tuple[str, list[Tensor]]] = field(default_factory=list)
@@ -57,14 +57,14 @@ class Pass:
 def require_equal(
     model: nn.Module, parallel_form: Callable[[nn.Module], object], given: Any, comm: Communicator
 ) -> None:
-    """Raise on every rank unless the parallel form of a model computes what the model does. Collective.
+    """Raise on every rank unless the parallel form of a model computes the same as the model. Collective.
 
     parallel_form   makes a copy of the model parallel, in place
-    given           the model's input, a tuple of them, or a mapping of them by name; the same on all ranks
+    given           input of the model, a tuple of them, or a mapping by name; the same on all ranks
 
-    Model, gradients, buffers and random numbers stay as they are. Modules are in eval mode meanwhile and drop
-    nothing out; a model of 16 bits is compared in float32, where its forward lets it. It takes a copy of the
-    model, its gradients, and twice what modules make of the input.
+    Model, gradients, buffers and random states stay unchanged. The copy runs in eval mode without dropout; a
+    model of 16 bits is compared in float32, if its forward allows that. Memory: a copy of the model, its
+    gradients, and twice the outputs of all modules.
     errors   LayoutError that names the first module, or gradient, that differs; MismatchError where ranks
              pass different inputs
     """
@@ -78,7 +78,9 @@ def require_equal(
             try:
                 twin, arguments, keywords = _widened(model, arguments, keywords)
                 serial = _run(twin, arguments, keywords, comm, None)
-            except Exception:  # a forward with a type of its own, or inputs that do not fit: then so is this
+            except (
+                Exception
+            ):  # a forward with a fixed dtype, or inputs that do not fit: run the original dtype
                 twin, arguments, keywords = _varied(model), *_arguments(given)
                 serial = _run(twin, arguments, keywords, comm, None)
             _require_finite(serial)
@@ -87,8 +89,8 @@ def require_equal(
             parallel = _run(twin.eval(), arguments, keywords, comm, serial)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-    _agree(_what_failed(failure), comm)
-    _agree(_what_differs(serial, parallel, comm), comm)
+    _agree(_failure(failure), comm)
+    _agree(_first_difference(serial, parallel, comm), comm)
     _require_same_gradients(twin, serial, parallel, comm)
 
 
@@ -110,7 +112,7 @@ def _random_numbers_kept(model: nn.Module, comm: Communicator) -> Iterator[None]
 
 
 def _widened(model: nn.Module, *given: Any) -> tuple[nn.Module, Any, Any]:
-    """A copy of a model of 16 bits in float32, and of the inputs: rounding would hide what is wrong."""
+    """Copy a model of 16 bits, and the inputs, to float32: rounding would hide errors."""
 
     def wide(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in HALVES else tensor
@@ -124,7 +126,7 @@ def _widened(model: nn.Module, *given: Any) -> tuple[nn.Module, Any, Any]:
 
 @torch.no_grad()
 def _varied(model: nn.Module) -> nn.Module:
-    """A copy in eval mode, of whose parameters none is all one value."""
+    """Copy a model in eval mode, with noise on constant parameters."""
     model = copy.deepcopy(model).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -158,9 +160,9 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 def _run(model: nn.Module, arguments: Any, keywords: Any, comm: Communicator, serial: Pass | None) -> Pass:
-    """Forward, and backward from the outputs by weights that all ranks know.
+    """Run forward, and backward from a weighted sum of outputs with the same weights on all ranks.
 
-    serial   what the serial model made; None: this is it. Outputs of which ranks have parts are known by it
+    serial   results of the serial model, which tell sharded outputs; None: this is the serial model
     """
     done = Pass()
     names = {module: name for name, module in reversed(list(model.named_modules()))}
@@ -207,7 +209,7 @@ def _run(model: nn.Module, arguments: Any, keywords: Any, comm: Communicator, se
 
 
 def part(whole: Tensor, shape: torch.Size, comm: Communicator) -> Tensor | None:
-    """Cut from a whole tensor what has this shape: all, or this rank's slice along one dim; None: neither.
+    """Cut a tensor of this shape from a whole one: all, or this rank's slice along one dim; else None.
 
     A slice that goes beyond the whole, as in a padded vocabulary, ends in zeros.
     """
@@ -255,7 +257,7 @@ def _floating(given: object) -> list[Tensor]:
     return [each for each in _tensors(given) if each.is_floating_point()]
 
 
-# --- what is not the same -------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 
 
 def _require_finite(serial: Pass) -> None:
@@ -279,7 +281,7 @@ def _agree(found: tuple[int, str] | None, comm: Communicator) -> None:
         raise LayoutError(f"check= found that on rank {rank} of {comm.name!r} {text}")
 
 
-def _what_failed(failure: Exception | None) -> tuple[int, str] | None:
+def _failure(failure: Exception | None) -> tuple[int, str] | None:
     if failure is None:
         return None
     return 0, (
@@ -290,8 +292,8 @@ def _what_failed(failure: Exception | None) -> tuple[int, str] | None:
     )
 
 
-def _what_differs(serial: Pass, parallel: Pass, comm: Communicator) -> tuple[int, str] | None:
-    """The first module with whole outputs that differ, if the model's outputs do."""
+def _first_difference(serial: Pass, parallel: Pass, comm: Communicator) -> tuple[int, str] | None:
+    """Find the first module with whole outputs that differ, if the model's outputs do."""
     if len(serial.outputs) != len(parallel.outputs):
         return 0, f"the model returns {len(parallel.outputs)} tensors, the serial one {len(serial.outputs)}"
     compared = [_error(*pair, comm) for pair in zip(serial.outputs, parallel.outputs, strict=True)]
@@ -348,7 +350,7 @@ def _require_same_gradients(twin: nn.Module, serial: Pass, parallel: Pass, comm:
         least = largest * FLOOR.get(dtype, 0.01) * math.sqrt(expected.numel())
         wrong = _norm(whole.double() - expected.double())
         if not wrong <= TOLERANCE.get(dtype, 0.1) * (_norm(expected) + least):
-            # The last in forward is the first in backward: those before it follow from it.
+            # The last in forward is the first in backward; earlier ones inherit its error.
             found.append((-done.get(name.rpartition(".")[0], -1), name))
     everyone = comm.unchecked("agreement").allgather_object(min(found, default=None))
     names = [each for each in everyone if each is not None]
@@ -379,12 +381,12 @@ def _require_same_gradients(twin: nn.Module, serial: Pass, parallel: Pass, comm:
 
 
 def _size(tensor: Tensor) -> float:
-    """The root of the mean square."""
+    """Root mean square."""
     return _norm(tensor) / math.sqrt(max(1, tensor.numel()))
 
 
 def _distance(whole: Tensor, own: Tensor) -> float:
-    """Relative to the whole; 0 where the shapes differ."""
+    """Relative distance; 0 if the shapes differ."""
     if whole.shape != own.shape:
         return 0.0
     return _norm(own.double() - whole.double()) / max(_norm(whole), 1e-30)
@@ -395,7 +397,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _error(whole: Tensor, own: Tensor, comm: Communicator) -> float | None:
-    """The error as a multiple of what is tolerated; None where the two cannot be compared."""
+    """Error as a multiple of the tolerance; None if the two cannot be compared."""
     expected = part(whole, own.shape, comm)
     if expected is None:
         return None

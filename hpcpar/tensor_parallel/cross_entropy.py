@@ -1,8 +1,8 @@
-"""Cross-entropy of logits of which each rank has its part of the vocabulary, never of all of them.
+"""Vocabulary-parallel cross-entropy: no rank ever holds all logits.
 
-Letters: B batch, S sequence, V vocabulary, p ranks.
+Shape letters: B batch, S sequence, V vocabulary, p ranks.
 
-    m  = maximum over all logits            1 value a token travels
+    m  = maximum over all logits            1 value a token is sent
     s  = Σ exp(logit - m)                   1 value
     x  = the target's logit                 1 value, in the same message as s
     loss = m + log s - x                    instead of V values
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 IGNORED = -100
-"""A target that counts for nothing: padding, or a prompt that is not to be learnt."""
+"""Target without a loss: padding, or a prompt that is not to be learnt."""
 
 
 @uncompiled
@@ -43,14 +43,14 @@ def vocabulary_parallel_cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int = IGNORED,
 ) -> Tensor:
-    """Cross-entropy in nats between logits and targets [B, S], the same on every rank. Collective.
+    """Compute the cross-entropy in nats of logits and targets [B, S], the same on every rank. Collective.
 
-    logits            [B, S, V/p], as a column-parallel layer with `pad` makes them; padding does not count
+    logits            [B, S, V/p], from a column-parallel layer with `pad`; padding is ignored
     vocabulary        V, without padding
     label_smoothing   share of the target's weight that is spread evenly over the vocabulary
-    z_loss            times log² of the softmax's denominator is added (arXiv 2204.02311, section 5)
-    ignore_index      targets that count for nothing
-    reduction         "mean" is over targets that count, "none" gives [B, S]
+    z_loss            factor of log² of the softmax's denominator in the loss (arXiv 2204.02311, section 5)
+    ignore_index      target without a loss
+    reduction         "mean" over targets with a loss, "sum", or "none" for [B, S]
     sends             all-reduces of 1 and of 2 values a token; with label smoothing 1 more
 
     Half-precision logits are widened to float32. Its gradient cannot be differentiated again.
@@ -84,11 +84,11 @@ def vocabulary_parallel_cross_entropy(
 
 
 _SAMENESS: weakref.WeakKeyDictionary[Communicator, Sameness] = weakref.WeakKeyDictionary()
-"""A function has no calls of its own to count."""
+"""Counters of calls by communicator: a function has no state of its own."""
 
 
 def whole_logits(logits: Tensor, vocabulary: int, comm: Communicator) -> Tensor:
-    """[B, S, V] from every rank's [B, S, V/p], for a look at them: it is V values a token."""
+    """Gather [B, S, V] from every rank's [B, S, V/p], for inspection: it sends V values a token."""
     return gather_from(logits, comm, -1)[..., :vocabulary]
 
 
@@ -123,7 +123,7 @@ class _CrossEntropy(Function):
         comm.allreduce(highest, "max")
         shares = torch.empty_like(logits)
         torch.sub(known, highest.unsqueeze(-1), out=shares[..., :held])
-        shares[..., held:] = 0.0  # of padding there is none
+        shares[..., held:] = 0.0  # padding has no share
         of_vocabulary = shares[..., :held].sum(-1) if smoothing else None
         place = targets - split.parts[comm.rank][0][0]
         own = counted & (place >= 0) & (place < held)

@@ -1,4 +1,4 @@
-"""Dropout that draws from a stream of its own and keeps one byte per element: its mask."""
+"""Dropout with a random stream of its own; it saves a mask of one byte per element."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hpcpar.tensor_parallel.random_streams import STREAMS, RandomStreams, Stream
 
 
 class Dropout(nn.Module):
-    """Zeros with a probability, and what is left scaled so that the mean stays; nothing in eval mode.
+    """Zero elements with a probability, and scale the others so that the mean stays; off in eval mode.
 
-    stream   "same" for a tensor that all tp ranks hold, "different" for one of which each holds a part
-    errors   ConfigError for a probability outside [0, 1), or a stream that there is not
+    stream   "same" for a tensor that all tp ranks hold, "different" for a sharded one
+    errors   ConfigError for a probability outside [0, 1), or an unknown stream
     """
 
     def __init__(self, probability: float, streams: RandomStreams, stream: Stream) -> None:
@@ -31,7 +31,7 @@ class Dropout(nn.Module):
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is dropped now."""
+        """True in training, with a probability above 0."""
         return self.training and self.probability > 0
 
     def forward(self, tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Dropout(nn.Module):
 
 
 class _Masked(Function):
-    """tensor · mask · scale: linear and its own backward, so it may be differentiated any number of times."""
+    """tensor · mask · scale: linear and its own backward, so it can be differentiated repeatedly."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""An embedding of whose vocabulary each rank has its part. Letters: B batch, S sequence, H hidden."""
+"""Vocabulary-parallel embedding. Shape letters: B batch, S sequence, H hidden, p ranks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,30 @@ from hpcpar.errors import DataError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.products import SEQUENCE
 from hpcpar.tensor_parallel.sameness import Sameness
-from hpcpar.tensor_parallel.split import Divided, padded_length, place, require_divisible, split_evenly
+from hpcpar.tensor_parallel.split import (
+    Divided,
+    draw_shard,
+    padded_length,
+    place,
+    require_divisible,
+    split_evenly,
+)
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
 class VocabParallelEmbedding(Divided):
-    """Rows of a table [vocabulary, H]; each rank looks up the tokens that it has, the rest is zeros to it.
+    """Embedding table [vocabulary, H], its rows divided: ranks sum their lookups, 0 for foreign tokens.
 
-    pad    a vocabulary that does not divide is padded at the end with rows that no token means; False:
-           LayoutError for one
-    padding_token   one whose row gets no gradient from here, as torch.nn.Embedding's padding_idx; None: none
-    tp, draw   as of ColumnParallelLinear; initial values are those of torch.nn.Embedding
+    pad             pad a vocabulary that does not divide with unused rows at its end; False: LayoutError
+    padding_token   token whose row gets no gradient, as torch.nn.Embedding's padding_idx; None: none
+    tp, draw        as in ColumnParallelLinear; initial values are those of torch.nn.Embedding
 
     input    tokens [B, S], the same on all ranks
-    output   [B, S, H]; with sequence parallelism this rank's part [B, S/p, H]
-    errors   DataError, on every rank, for a token outside the vocabulary (looked for on a CPU only);
-             MismatchError for a sequence that does not divide, where it must
+    output   [B, S, H]; with sequence parallelism this rank's shard [B, S/p, H]
+    errors   DataError, on every rank, for a token outside the vocabulary (checked on a CPU only);
+             MismatchError for a sequence that does not divide under sequence parallelism
     """
 
     def __init__(
@@ -60,9 +66,8 @@ class VocabParallelEmbedding(Divided):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Normal values, drawn for the whole table, the same for any number of ranks."""
-        whole = torch.empty(self.vocabulary, self.weight.shape[1], dtype=self.weight.dtype)
-        self.weight.copy_(self.split.shard(whole.normal_(generator=generator), self.tp.rank))
+        """Draw normal values for the whole table, the same for any number of ranks."""
+        draw_shard(self.weight, lambda whole: whole.normal_(generator=generator))
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.device.type == "cpu" and tokens.numel():
@@ -82,7 +87,7 @@ class VocabParallelEmbedding(Divided):
 
     @property
     def _own_padding_token(self) -> int | None:
-        """The place of its row among this rank's, if it is here."""
+        """Index of the padding token's row in this rank's shard, if it is here."""
         ((start, stop),) = self.split.parts[self.tp.rank]
         token = self.padding_token
         return token - start if token is not None and start <= token < stop else None

@@ -1,7 +1,9 @@
-"""Linear layers whose weight is divided among ranks, by its rows (outputs) or by its columns (inputs).
+"""Column- and row-parallel linear layers: the weight is divided by its outputs, or by its inputs.
 
-    Y = X [A₁ A₂]          column: every rank has X, and makes its part of the outputs
-    Z = [Y₁ Y₂] [B₁; B₂]   row: every rank has its part of Y; what they make is summed
+    Y = X [A₁ A₂]          column: every rank has X, and computes its shard of the outputs
+    Z = [Y₁ Y₂] [B₁; B₂]   row: every rank has its shard of Y; the products are summed over ranks
+
+The styles `Column` and `Row` replace torch.nn.Linear by these layers.
 
 source   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3
 """
@@ -27,6 +29,7 @@ from hpcpar.tensor_parallel.split import (
     Divided,
     Heads,
     Section,
+    draw_shard,
     padded_length,
     place,
     replicated,
@@ -40,25 +43,42 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
-class ColumnParallelLinear(Divided):
-    """x · Wᵀ + b, of whose outputs each rank makes its part.
+class _ParallelLinear(Divided):
+    """Initial values of a linear layer with a divided weight."""
+
+    tp: TensorParallel
+    in_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw as torch.nn.Linear, uniform within 1/√in_features: equal for any number of ranks."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                draw_shard(parameter, lambda whole: whole.uniform_(-bound, bound, generator=generator))
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """x · Wᵀ + b, with the outputs divided among ranks.
 
     in_features      of the whole layer
-    out_features     of the whole layer; or several sections (queries, keys, values; gate, up) fused into one
-                     weight, each of which is divided by itself. `Heads(count, size)` is a section of whole
-                     heads; where they are fewer than ranks, several ranks hold the same one, and must do so
-                     in all sections
-    tp               the ranks: a communicator, or a TensorParallel that says more
+    out_features     of the whole layer; or several fused sections (queries, keys, values; gate, up), each of
+                     which is divided by itself. `Heads(count, size)` is a section of whole heads; if they are
+                     fewer than ranks, several ranks hold the same one, in all sections
+    tp               communicator, or a TensorParallel with options
     gather_output    every rank gets all outputs, in the whole layer's order
-    pad              outputs that do not divide are padded with rows of zeros, at the end (a vocabulary)
-    enter            False: who calls this layer has seen to it that the input is whole and its gradient is
-                     summed over ranks (`copy_to`, once for several layers); nothing is sent here
-    draw             draw initial values; False leaves memory as it is, for who fills it
+    pad              pad outputs that do not divide with rows of zeros at the end (a vocabulary)
+    enter            False: the caller passes a whole input and sums its gradient over ranks (`copy_to`, once
+                     for several layers); this layer sends nothing
+    draw             draw initial values; False leaves memory unset, for the caller to fill
 
-    input    [..., in_features], the same on all ranks; with sequence parallelism each rank's part of dim -2
+    input    [..., in_features], the same on all ranks; with sequence parallelism dim -2 is a shard
     output   [..., this rank's outputs], or [..., out_features] with gather_output
-    initial values are those of torch.nn.Linear, drawn whole from the process's random numbers, which must
-    stand the same on all ranks. errors: LayoutError for outputs that do not divide
+    values   those of torch.nn.Linear, drawn whole from the process's generator, whose state must be equal on
+             all ranks
+    errors   LayoutError for outputs that do not divide
     """
 
     def __init__(
@@ -95,7 +115,7 @@ class ColumnParallelLinear(Divided):
         rows = self.split.shard_length(self.tp.rank)
         self.weight = nn.Parameter(torch.empty(rows, in_features))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        # Made here, where all ranks are, and not in the first forward.
+        # Collective, so made here and not in the first forward.
         self._sharers = self._shared_heads()
         distinct = None if self._sharers is None else self._sharers.distinct
         for parameter in self.parameters(recurse=False):
@@ -108,18 +128,6 @@ class ColumnParallelLinear(Divided):
         if draw:
             self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """As torch.nn.Linear: uniform within 1/√in_features; the same whole layer for any number of ranks."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        whole = torch.empty(self.split.length, self.in_features, dtype=self.weight.dtype)
-        self.weight.copy_(self.split.shard(whole.uniform_(-bound, bound, generator=generator), self.tp.rank))
-        if self.bias is not None:
-            whole = torch.empty(self.split.length, dtype=self.bias.dtype)
-            self.bias.copy_(
-                self.split.shard(whole.uniform_(-bound, bound, generator=generator), self.tp.rank)
-            )
-
     def forward(self, x: Tensor) -> Tensor:
         if self.enter:
             (output,) = _project_together([self], x)
@@ -131,17 +139,17 @@ class ColumnParallelLinear(Divided):
         return self.gathered(output) if self.gather_output else output
 
     def sections_of(self, output: Tensor) -> list[Tensor]:
-        """This rank's part of each section, of an output that was not gathered."""
+        """Split an output that was not gathered into this rank's shard of each section."""
         return list(
             torch.split(output, [stop - start for start, stop in self.split.parts[self.tp.rank]], dim=-1)
         )
 
     def summed(self, parameter: Tensor) -> Tensor:
-        """Weight or bias, whose gradients are summed over the ranks that hold the same heads."""
+        """Wrap weight or bias: ranks that hold the same heads sum its gradients."""
         return parameter if self._sharers is None else copy_to(stand_in(parameter), self._sharers.same)
 
     def _shared_heads(self) -> Sharers | None:
-        """Who holds the same rows; None where no two ranks do."""
+        """Communicators of ranks with the same rows; None if no two ranks share any."""
         shared = {
             section.count
             for section in self.sections
@@ -158,7 +166,7 @@ class ColumnParallelLinear(Divided):
         return self.tp.sharers(shared.pop())
 
     def gathered(self, output: Tensor) -> Tensor:
-        """All ranks' outputs in the order of the whole layer."""
+        """Gather all ranks' outputs, in the order of the whole layer."""
         whole = gather_from(output, self.tp.comm, -1)
         self.sameness_of_gradient.require_of_gradient(whole)
         if len(self.sections) == 1 and self._sharers is None:  # in order already, with padding at the end
@@ -167,7 +175,7 @@ class ColumnParallelLinear(Divided):
 
     @property
     def _order(self) -> Tensor:
-        """For each output of the whole layer, where it is among all ranks' outputs."""
+        """Index of each output of the whole layer among the concatenated shards."""
         places = torch.empty(self.split.length, dtype=torch.long)
         begin = 0
         for rank, part in enumerate(self.split.parts):
@@ -185,9 +193,9 @@ class ColumnParallelLinear(Divided):
 
 
 class SharedInput:
-    """Inputs of an `Enter`'s column layers: each tensor is entered once, whoever reads it first.
+    """Inputs of the column layers in an `Enter` region: `copy_to` once for each tensor.
 
-    So the gradients of what comes before the layers (a norm, a residual) are whole on every rank.
+    So gradients of the layers before the region (a norm, a residual) are whole on every rank.
     """
 
     def __init__(self, tp: TensorParallel) -> None:
@@ -197,18 +205,18 @@ class SharedInput:
         self._is_open = False
 
     def open(self) -> None:
-        """Remember what is entered from now on."""
+        """Begin to remember entered tensors."""
         self._is_open = True
 
     def close(self) -> None:
-        """Forget it, so that its memory can go."""
+        """Forget entered tensors, so that their memory is freed."""
         self._is_open = False
         self._entered.clear()
 
     def entered(self, x: Tensor) -> Tensor:
-        """`x` for layers that each make something else of it: its gradient is summed over ranks, once."""
+        """Apply `copy_to` once, for all layers that read `x`: its gradient is summed over ranks once."""
         for given, entered in self._entered:
-            # A checkpoint may have entered it without a graph.
+            # Activation checkpointing may have entered it without a graph.
             if given is x and entered.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
                 return entered
         self._sameness.require(x)
@@ -219,10 +227,10 @@ class SharedInput:
 
 
 def project(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """What each of several layers makes of the same input: as `[layer(x) for layer in layers]`.
+    """Apply several layers to the same input: `[layer(x) for layer in layers]`, with one communication.
 
-    Of column-parallel ones the input is gathered once, and its gradient summed once; those with hooks that
-    want to see or change what goes through them are called one by one.
+    Column-parallel layers gather the input once and sum its gradient once. Layers with hooks that read or
+    change inputs or outputs are called one by one.
     errors   MismatchError for layers on different communicators
     """
     columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and layer.enter]
@@ -235,10 +243,9 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def _wants_its_call(module: nn.Module) -> bool:
-    """Whether a module has hooks that want to see or change what goes through it.
+    """True if a module has hooks that read or change its inputs or outputs.
 
-    Those are not: hooks that only hold a forward up (`only_waits`), and those that one can do without
-    (`may_be_left_out`).
+    Exempt are hooks that only wait (`only_waits`) and optional ones (`may_be_left_out`).
     """
     if module._backward_hooks or module._backward_pre_hooks:
         return True
@@ -277,16 +284,15 @@ def _project_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> lis
     ]
 
 
-class RowParallelLinear(Divided):
-    """x · Wᵀ + b, of whose inputs each rank has its part; the bias is added once, after the sum.
+class RowParallelLinear(_ParallelLinear):
+    """x · Wᵀ + b, with the inputs divided among ranks; the bias is added once, after the sum.
 
     in_features, out_features   of the whole layer
-    tp                  as of ColumnParallelLinear
-    input_is_parallel   False: x is whole and the same on all ranks, and each takes its part
-    draw                as of ColumnParallelLinear
+    input_is_parallel   False: x is whole and the same on all ranks, and each rank takes its shard
+    tp, draw            as in ColumnParallelLinear
 
     input    [..., this rank's inputs]
-    output   [..., out_features], the same on all ranks; with sequence parallelism this rank's part of dim -2
+    output   [..., out_features], the same on all ranks; with sequence parallelism dim -2 is a shard
     errors   LayoutError for inputs that do not divide; MismatchError for a sequence that does not
     """
 
@@ -316,15 +322,6 @@ class RowParallelLinear(Divided):
         if draw:
             self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """As torch.nn.Linear: uniform within 1/√in_features; the same whole layer for any number of ranks."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        whole = torch.empty(self.out_features, self.in_features, dtype=self.weight.dtype)
-        self.weight.copy_(self.split.shard(whole.uniform_(-bound, bound, generator=generator), self.tp.rank))
-        if self.bias is not None:
-            self.bias.uniform_(-bound, bound, generator=generator)
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             if x.shape[-1] == self.in_features:
@@ -349,7 +346,7 @@ class RowParallelLinear(Divided):
 
 
 def on_own_tokens(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """A parameter that is the same on all ranks, for use on its own tokens: gradients are added up.
+    """Wrap a replicated parameter: with sequence parallelism, ranks sum its gradients over their tokens.
 
     Without sequence parallelism every rank has all tokens, and so the whole gradient.
     """

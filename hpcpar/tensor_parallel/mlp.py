@@ -1,4 +1,4 @@
-"""The feed-forward of a layer with its inner width divided among ranks. Letters: H hidden, F ffn."""
+"""Feed-forward layer with its inner width divided among ranks. Shape letters: H hidden, F ffn."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ParallelMLP(nn.Module):
     """down(gelu(up(x))), or down(silu(gate(x)) · up(x)) with gate and up in one fused weight.
 
     hidden_size, ffn_size   of the whole layer
-    draw         as of ColumnParallelLinear
+    draw         as in ColumnParallelLinear
     activation   "gelu" (exact), or "swiglu" (Shazeer 2020, arXiv 2002.05202)
 
-    [..., H] -> [..., H]; with sequence parallelism this rank's part of dim -2
+    [..., H] -> [..., H]; with sequence parallelism dim -2 is this rank's shard
     errors   LayoutError for an ffn_size that does not divide among the ranks
     """
 

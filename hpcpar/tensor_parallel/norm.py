@@ -1,4 +1,4 @@
-"""Norms over the hidden dim, which under sequence parallelism see this rank's tokens only."""
+"""Norms over the hidden dim; with sequence parallelism each rank normalises its own tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight over the last dim, worked out in float32 at least.
+    """x / sqrt(mean(x²) + ε) · weight over the last dim, computed in float32 at least.
 
-    tp       with sequence parallelism, gradients of the weight are summed over its ranks; None: alone
+    tp       with sequence parallelism, its ranks sum the gradients of the weight; None: one rank
     source   Zhang and Sennrich 2019, arXiv 1910.07467
     """
 
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch.nn.LayerNorm over the last dim; `tp` as of RMSNorm."""
+    """torch.nn.LayerNorm over the last dim; `tp` as in RMSNorm."""
 
     def __init__(
         self, hidden_size: int, epsilon: float = 1e-5, tp: TensorParallel | Communicator | None = None

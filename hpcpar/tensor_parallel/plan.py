@@ -1,4 +1,4 @@
-"""A plain module becomes its parallel form by a plan: which modules, by name, get which style.
+"""`parallelize`: replace modules of a plain model by parallel ones, by a plan of names and styles.
 
 plan = {
     "layers.*.mlp": Enter(),                                  * stands for one part of a name
@@ -8,8 +8,7 @@ plan = {
 }
 parallelize(model, plan, mesh)
 
-steps    names are matched, everything is checked, ranks agree that they hold the same model and plan;
-         only then is anything changed
+steps    match the names, check everything, agree that all ranks hold the same model and plan; then change it
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from hpcpar.errors import LayoutError, MismatchError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.check import require_equal
+from hpcpar.tensor_parallel.region_styles import Enter, Norm
 from hpcpar.tensor_parallel.split import Split, comm_of
-from hpcpar.tensor_parallel.styles import Column, Enter, Norm, Row, Style
+from hpcpar.tensor_parallel.styles import Column, Row, Style
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -38,30 +38,30 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=nn.Module)
 
 Plan = Mapping[str, Style | Sequence[Style]]
-"""Pattern of module names -> its style, or several, applied one after the other."""
+"""Pattern of module names -> a style, or several, applied one after the other."""
 
 
 def parallelize(
     model: Module, plan: Plan, tp: Mesh | TensorParallel | Communicator, *, check: Any = None
 ) -> Module:
-    """The model, in place, with the modules that the plan names in their parallel form. Collective.
+    """Make the modules that a plan names parallel, in place, and return the model. Collective.
 
-    plan     see this file's head; every pattern is to match some module, unless its style is optional, and no
-             module two patterns
-    tp       who shares the layers: a mesh's tp axis, a communicator, or a TensorParallel that says more
-    check    a small batch, the same on all ranks: a tensor, a tuple of the model's arguments, or a mapping of
-             them by name. A copy of the model in its parallel form must give on it the outputs and gradients
-             of the serial model, but for rounding. None: nothing is compared
+    plan     see the top of this file; every pattern must match a module, unless its style is optional, and no
+             module may match two patterns
+    tp       a mesh, of which the tp axis is taken, a communicator, or a TensorParallel with options
+    check    small batch, the same on all ranks: a tensor, a tuple of the model's arguments, or a mapping by
+             name. On it a parallel copy of the model must give the outputs and gradients of the serial model,
+             but for rounding. None: no comparison
 
-    Every rank passes the whole model with the same values, before an optimizer is made of its parameters: of
-    what is divided it keeps its shards, in memory of their own. Names, dtypes, devices, hooks of modules,
-    what is frozen and what is tied stay as they are; `whole_state_dict` gives the serial model's state back.
+    Every rank passes the whole model with the same values, before an optimizer is made of its parameters.
+    It keeps its shards of divided parameters, in memory of their own. Names, dtypes, devices, module hooks,
+    frozen and tied parameters stay as they are; `whole_state_dict` returns the serial model's state.
 
-    A parameter that is whole between a column and a row layer would get a part of its gradient on each rank:
-    without a style it is refused in a module that is an `Enter` or has `LocalHeads`, and in a module
-    registered between a column and a row layer of one container (an nn.PReLU in an nn.Sequential). Elsewhere
-    no name tells that it lies there, nor that a layer there needs all features: a softmax, a norm, a gate
-    beside what it gates. `check` finds all of these, and should be given whenever a plan is new.
+    A replicated parameter between a column and a row layer would get a partial gradient on each rank. Without
+    a style it is refused in a module with `Enter` or `LocalHeads`, and in a module registered between a
+    column and a row layer of one container (an nn.PReLU in an nn.Sequential). Elsewhere names do not show
+    it, nor that a layer there needs all features: a softmax, a norm, a gate beside what it gates. `check`
+    finds all of these; pass it whenever a plan is new.
 
     errors   LayoutError for a plan that does not fit the model, a model that does not fit the ranks, and a
              parallel form that does not compute what the model does, with the first module that differs;
@@ -105,11 +105,11 @@ def _make_parallel(model: nn.Module, plan: Plan, tp: TensorParallel) -> None:
             _put(model, name, parameter)
 
 
-# --- which modules --------------------------------------------------------------------------------
+# --- matching -------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """A module that a plan is about; it has several names where a model uses it in several places."""
+class MatchedModule(NamedTuple):
+    """Module matched by a plan; it has several names if the model uses it several times."""
 
     names: tuple[str, ...]
     module: nn.Module
@@ -120,8 +120,8 @@ class Place(NamedTuple):
         return self.names[0]
 
 
-def matched(model: nn.Module, plan: Plan) -> list[Place]:
-    """The modules that a plan names.
+def matched(model: nn.Module, plan: Plan) -> list[MatchedModule]:
+    """Match the patterns of a plan to modules.
 
     errors   LayoutError for a pattern that matches nothing, and for a module that two match
     """
@@ -144,7 +144,7 @@ def matched(model: nn.Module, plan: Plan) -> list[Place]:
                     f"one of them both styles, as a tuple"
                 )
     return [
-        Place(tuple(names_of[module]), module, _styles(pattern, plan[pattern]))
+        MatchedModule(tuple(names_of[module]), module, _styles(pattern, plan[pattern]))
         for module, pattern in pattern_of.items()
     ]
 
@@ -161,13 +161,13 @@ def _styles(pattern: str, given: object) -> tuple[Style, ...]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Part by part, as file names: matches("layers.*.mlp", "layers.3.mlp"), but not "layers.3.more.mlp"."""
+    """Match part by part: matches("layers.*.mlp", "layers.3.mlp"), but not "layers.3.more.mlp"."""
     patterns, parts = pattern.split("."), name.split(".")
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
 
 def _nearest(pattern: str, names: Sequence[str] | Mapping[str, object]) -> str:
-    """The model's names that are most like it, those of all layers as one."""
+    """Name the most similar modules, numbered layers as one."""
     known = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5) or known[:3]
     if not near:
@@ -175,7 +175,7 @@ def _nearest(pattern: str, names: Sequence[str] | Mapping[str, object]) -> str:
     return f"the model has {', '.join(near)}; * stands for one part of a name"
 
 
-# --- whether it fits ------------------------------------------------------------------------------
+# --- checks of plan and model ---------------------------------------------------------------------
 
 
 def _require_one_communicator(model: nn.Module, tp: TensorParallel) -> None:
@@ -188,8 +188,8 @@ def _require_one_communicator(model: nn.Module, tp: TensorParallel) -> None:
             )
 
 
-def _splits(places: Sequence[Place], size: int) -> dict[str, Split]:
-    """By the names of parameters, how they will be divided."""
+def _splits(places: Sequence[MatchedModule], size: int) -> dict[str, Split]:
+    """Splits of the parameters, by name."""
     return {
         f"{name}.{parameter}": split
         for place in places
@@ -200,7 +200,7 @@ def _splits(places: Sequence[Place], size: int) -> dict[str, Split]:
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are the same one."""
+    """Groups of names of one tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -217,8 +217,8 @@ def _require_same_splits(tied: Sequence[Sequence[str]], splits: Mapping[str, Spl
                 )
 
 
-def _require_entered(places: Sequence[Place]) -> None:
-    """Gradients would else be summed too often, or not at all."""
+def _require_entered(places: Sequence[MatchedModule]) -> None:
+    """Check that Enter regions and enter=False match: gradients are summed exactly once."""
     entered = {place.name for place in places if any(isinstance(style, Enter) for style in place.styles)}
     serving = set()
     for place in places:
@@ -237,8 +237,8 @@ def _require_entered(places: Sequence[Place]) -> None:
         )
 
 
-def _require_norms_whole(places: Sequence[Place], splits: Mapping[str, Split]) -> None:
-    """Gradients of different shards would else be added up."""
+def _require_norms_whole(places: Sequence[MatchedModule], splits: Mapping[str, Split]) -> None:
+    """Refuse Norm on divided parameters: it would add up gradients of different shards."""
     for place in places:
         if any(isinstance(style, Norm) for style in place.styles):
             for name in splits:
@@ -249,8 +249,8 @@ def _require_norms_whole(places: Sequence[Place], splits: Mapping[str, Split]) -
                     )
 
 
-def _require_summed(model: nn.Module, places: Sequence[Place], splits: Mapping[str, Split]) -> None:
-    """Between a column and a row layer every rank has a part of the gradient of what is whole."""
+def _require_summed(model: nn.Module, places: Sequence[MatchedModule], splits: Mapping[str, Split]) -> None:
+    """Refuse replicated parameters between column and row layers, whose gradients are partial."""
     covered = _covered(places)
     regions = [
         name for place in places if any(style.is_region for style in place.styles) for name in place.names
@@ -276,8 +276,8 @@ def _require_summed(model: nn.Module, places: Sequence[Place], splits: Mapping[s
             )
 
 
-def _between(model: nn.Module, places: Sequence[Place]) -> Iterator[str]:
-    """Names of modules that are registered after a column and before a row layer, beside both."""
+def _between(model: nn.Module, places: Sequence[MatchedModule]) -> Iterator[str]:
+    """Yield names of modules registered between a column and a row layer of one container."""
     styles_of = {name: place.styles for place in places for name in place.names}
     for name, container in model.named_modules():
         after_column: list[str] | None = None
@@ -293,18 +293,18 @@ def _between(model: nn.Module, places: Sequence[Place]) -> Iterator[str]:
                 after_column.append(child)
 
 
-def _covered(places: Sequence[Place]) -> set[str]:
+def _covered(places: Sequence[MatchedModule]) -> set[str]:
     return {name for place in places if any(style.covers for style in place.styles) for name in place.names}
 
 
 def _around(name: str) -> list[str]:
-    """The modules around a parameter: layers, layers.0, layers.0.norm, of layers.0.norm.weight."""
+    """Names of the modules around a parameter: layers, layers.0, layers.0.norm of layers.0.norm.weight."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
-def _require_covered(model: nn.Module, places: Sequence[Place]) -> None:
-    """Under sequence parallelism a forgotten norm would get the gradients of this rank's tokens alone."""
+def _require_covered(model: nn.Module, places: Sequence[MatchedModule]) -> None:
+    """Require a style for every parameter: a forgotten norm would see gradients of its own tokens only."""
     covered = _covered(places)
     for name, parameter in model.named_parameters():
         if comm_of(parameter) is None and not covered.intersection(_around(name)):
@@ -314,11 +314,11 @@ def _require_covered(model: nn.Module, places: Sequence[Place]) -> None:
             )
 
 
-# --- whether all ranks have the same --------------------------------------------------------------
+# --- agreement of ranks ---------------------------------------------------------------------------
 
 
-def _description(model: nn.Module, places: Sequence[Place], tp: TensorParallel) -> dict[str, str]:
-    """What all ranks must have alike; values as checksums."""
+def _description(model: nn.Module, places: Sequence[MatchedModule], tp: TensorParallel) -> dict[str, str]:
+    """Describe everything that must be equal on all ranks; values as checksums."""
     options = ("sequence_parallel", "overlap", "gather_again", "chunks", "twice")
     told = {"TensorParallel": ", ".join(f"{name}={getattr(tp, name)}" for name in options)}
     for place in places:
@@ -338,12 +338,12 @@ def _description(model: nn.Module, places: Sequence[Place], tp: TensorParallel) 
 
 
 def checksum(values: Tensor) -> int:
-    """CRC-32 of the values' bytes, in the order of their indices; some seconds for 10 GB."""
+    """Compute the CRC-32 of the values in index order; some seconds for 10 GB."""
     return zlib.crc32(values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _agree(told: Mapping[str, str], error: Exception | None, comm: Communicator) -> None:
-    """Raise on every rank when any has an error, or another model or plan than rank 0. Collective."""
+    """Raise on every rank if any has an error, or another model or plan than rank 0. Collective."""
     failure = None if error is None else f"{type(error).__name__}: {error}"
     everyone: list[tuple[str | None, dict[str, str]]] = comm.allgather_object((failure, dict(told)))
     if error is not None:
@@ -362,9 +362,6 @@ def _agree(told: Mapping[str, str], error: Exception | None, comm: Communicator)
                     f"{other.get(what, 'none such')}; give all of them the same model, weights and plan "
                     f"(hpcpar.broadcast_parameters gives every rank rank 0's weights)"
                 )
-
-
-# --- putting in place -----------------------------------------------------------------------------
 
 
 def _put(model: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:

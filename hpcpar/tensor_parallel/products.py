@@ -1,18 +1,17 @@
-"""Matrix products whose communication goes on beside them. Shape letters: S sequence, H hidden, O outputs.
+"""Matrix products that overlap with their communication. Shape letters: S sequence, H hidden, O outputs.
 
     column     x ──(gather)── Wᵀ ── y           backward   dy · W ── sum (or reduce-scatter) ────── dx
                                                            dyᵀ · x ══════ meanwhile ══════ dW
     row        x ── Wᵀ ── sum (or reduce-scatter) ── y
 
-Several weights that read the same input (queries, keys and values; gate and up) are one product: the input
-is gathered once, and the sum of what each contributes to its gradient travels once.
+Several weights with the same input (queries, keys and values; gate and up) form one product: the input is
+gathered once, and its gradient is summed over the weights and sent once.
 
-With chunks the sequence is cut, on every rank, into so many pieces: while one is multiplied, the next is
-gathered, or the one before it reduced.
+With chunks every rank cuts its sequence into pieces: while one is multiplied, the next is gathered, or the
+previous one is reduced.
 
-Where weights' gradients are deferred, dyᵀ · x waits for `DeferredGradients.compute`, and so does the second
-gathering of x that gather_again asks for: until then a rank keeps its own part. What a row product gathers
-of dy it needs for dx as well, and keeps.
+With deferred weight gradients, dyᵀ · x waits for `DeferredGradients.compute`. So does the second gather of x
+under gather_again; until then a rank keeps its shard. A row product keeps the gathered dy, which dx needs.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.uncompiled import uncompiled
 
 SEQUENCE = -2
-"""The dim that sequence parallelism divides."""
+"""Dim that sequence parallelism divides."""
 
 
 @uncompiled
 def column_products(
     tp: TensorParallel, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """x · Wᵀ + b for each of this rank's weights [O, H], which may differ in O.
+    """Compute x · Wᵀ + b for each of this rank's weights [O, H], which may differ in O.
 
-    x         [..., S, H], the same on all ranks; with sequence parallelism this rank's part of S
-    returns   [..., S, O] each, with the whole of S; of autocast's type, as is what is sent
+    x         [..., S, H], the same on all ranks; with sequence parallelism S is this rank's shard
+    returns   [..., S, O] each, with the whole S; autocast's dtype, which is sent too
     sends     in backward an all-reduce of x; with sequence parallelism an all-gather, and in backward a
               reduce-scatter (and with gather_again one more all-gather)
     """
@@ -61,10 +60,10 @@ def column_products(
 
 @uncompiled
 def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
-    """The sum over ranks of x · Wᵀ, of this rank's columns W [O, H] of the whole weight.
+    """Sum x · Wᵀ over ranks, with this rank's columns W [O, H] of the whole weight.
 
-    x         [..., S, H], this rank's part of the features
-    returns   [..., S, O], the same on all ranks; with sequence parallelism this rank's part of S
+    x         [..., S, H], this rank's shard of the features
+    returns   [..., S, O], the same on all ranks; with sequence parallelism S is this rank's shard
     sends     an all-reduce; with sequence parallelism a reduce-scatter, and in backward an all-gather
     """
     if tp.twice or tp.size == 1:
@@ -78,7 +77,7 @@ def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _under_autocast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
-    """As torch's own products take them: autocast knows those by name, and not these."""
+    """Cast as torch does for its own products: autocast knows those by name, and not these."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return [x, *tensors]
@@ -168,7 +167,7 @@ class _RowProduct(Function):
 
 
 def _defer_weights(ctx: Any, gradients: Sequence[Tensor], kept: Tensor, needs: Sequence[bool]) -> None:
-    """Leave the gradients of a column product's weights and biases for later."""
+    """Defer the gradients of a column product's weights and biases."""
     count = len(gradients)
     weights, biases = ctx.targets[:count], ctx.targets[count:]
     inputs = _Input(kept.detach(), ctx.tp, sum(needs[:count]))
@@ -181,7 +180,7 @@ def _defer_weights(ctx: Any, gradients: Sequence[Tensor], kept: Tensor, needs: S
 
 
 class _Input:
-    """The input of several weights until the last has used it; gathered, where it is to be, by the first."""
+    """Saved input of several weights: the first gathers it under gather_again, the last frees it."""
 
     def __init__(self, kept: Tensor, tp: TensorParallel, uses: int) -> None:
         self._kept: Tensor | None = kept
@@ -206,13 +205,13 @@ class _Input:
 #   whole                 a b c d e f g h
 
 Cut = Callable[[Tensor], Tensor]
-"""The whole sequence -> what of it comes in one chunk: a piece from every rank's part."""
+"""Whole sequence -> one chunk: a piece of every rank's shard."""
 
 
 def _gathered_products(
     tp: TensorParallel, shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The whole sequence from all ranks' shards [..., S/p, H], and its products with the weights."""
+    """Gather the sequence from shards [..., S/p, H], and multiply it by the weights."""
     pieces = bounds(shard.shape[SEQUENCE], min(tp.chunks, shard.shape[SEQUENCE]) or 1)
     under_way = [
         start_gather(shard.narrow(SEQUENCE, start, stop - start), tp.comm, SEQUENCE) for start, stop in pieces
@@ -245,7 +244,7 @@ def _scattered(tp: TensorParallel, product: Callable[[Cut], Tensor], whole: Tens
 def _input_gradient(
     tp: TensorParallel, gradients: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Pending]:
-    """Start to add up, over weights and ranks, what the outputs' gradients say about the input's."""
+    """Start the input's gradient: a sum over weights and ranks."""
 
     def product(cut: Cut, total: Tensor | None = None) -> Tensor:
         first = cut(gradients[0])
@@ -270,7 +269,7 @@ def _by_rank(tp: TensorParallel, whole: Tensor) -> Tensor:
 
 
 def _chunk(tp: TensorParallel, whole: Tensor, start: int, stop: int) -> Tensor:
-    """Elements start … stop - 1 of every rank's part of the sequence."""
+    """Select elements start … stop - 1 of every rank's shard of the sequence."""
     if (stop - start) * tp.size == whole.shape[SEQUENCE]:
         return whole
     return _by_rank(tp, whole).narrow(SEQUENCE, start, stop - start).flatten(-3, -2)

@@ -1,10 +1,10 @@
-"""Random numbers for layers that several ranks compute together: the same on all of them, or different.
+"""Random streams of tensor-parallel layers: the same on all ranks, or different.
 
-    same        dropout on what every rank holds whole       tp rank 0 and 1:  0.27  0.91  0.44 …
-    different   dropout on a rank's own heads, or shard      tp rank 0:  0.63  0.08 …    rank 1:  0.35  0.77 …
+    same        dropout of tensors that every rank holds      tp rank 0 and 1:  0.27  0.91  0.44 …
+    different   dropout of a rank's own heads, or shard      tp rank 0:  0.63  0.08 …    rank 1:  0.35  0.77 …
 
-Generators of their own, never the process's default one: nothing else draws from them, and ranks may be
-threads of one process.
+Streams have generators of their own and never use the process's default one: nothing else draws from them,
+and ranks may be threads of one process.
 source   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, appendix B.2
 """
 
@@ -27,10 +27,9 @@ STREAMS: tuple[Stream, ...] = ("same", "different")
 class RandomStreams:
     """Two generators of a tensor-parallel rank.
 
-    same        draws the same numbers on all tp ranks, as long as all draw the same
-    different   draws other numbers on each
-    replica     what else tells ranks apart: those with another one (another dp rank, another stage) draw
-                other numbers from both
+    same        equal numbers on all tp ranks, as long as all draw alike
+    different   other numbers on each tp rank
+    replica     number of the dp rank or stage: ranks with another one draw other numbers from both
     """
 
     def __init__(
@@ -43,13 +42,13 @@ class RandomStreams:
         return self.same if stream == "same" else self.different
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Where both stand, as bytes: copies, of 5 kB each on the CPU and 16 bytes on a GPU."""
+        """Copy the states of both as bytes: 5 kB each on the CPU, 16 bytes on a GPU."""
         return {stream: self.generator(stream).get_state() for stream in STREAMS}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from where a state was taken.
+        """Restore a state of `state_dict`.
 
-        errors   CheckpointError when it is not of two streams
+        errors   CheckpointError if it is not of two streams
         """
         if set(state) != set(STREAMS):
             raise CheckpointError(

@@ -1,12 +1,12 @@
-"""A look at what ranks must hold alike: the same batch, random numbers and gradients outside of split layers.
+"""Check that ranks agree on replicated tensors: the same batch, random numbers and gradients.
 
     column layer    its input; embedding: its tokens                       in forward
     norm            its weight                                             in forward
     row layer       the gradient of its output: by other labels, masks     in backward
     gathered        the gradient of what a column layer gathers            in backward
 
-Ranks with different batches or seeds would train on a mixture, and what is replicated would drift apart.
-So a tensor's fingerprint is compared over the ranks, in a layer's first calls and then now and then.
+Ranks with different batches or seeds would train on a mixture, and replicated parameters would diverge. So a
+layer compares the fingerprint of a tensor over the ranks in its first calls, and then every 128th time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 FIRST = 2
-"""Calls that are all looked at."""
+"""First calls, all of which are checked."""
 
 EVERY = 128
-"""Of later calls, one in so many is."""
+"""Later calls: one in so many is checked."""
 
 TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.03, torch.float32: 1e-3, torch.float64: 1e-3}
-"""Of a tensor's norm: what rounding may differ by on unequal processors; whole numbers have none."""
+"""Relative to a tensor's norm: rounding on unequal processors; integers have none."""
 
 ADVICE = (
     "ranks that share layers work on one batch, with the same random numbers: choose each rank's samples by "
@@ -40,10 +40,10 @@ ADVICE = (
 
 
 class Sameness:
-    """Looks of one layer at tensors that are to be the same on all ranks.
+    """Checks of one tensor of a layer, which must be the same on all ranks.
 
     what     names the tensor in errors: "the input of a column-parallel layer"
-    cost     for a look an all-gather of 40 bytes, counted as agreement, and one pass over the tensor
+    cost     of a check: an all-gather of 40 bytes, counted as agreement, and one pass over the tensor
     """
 
     def __init__(self, comm: Communicator, what: str) -> None:
@@ -52,27 +52,27 @@ class Sameness:
 
     @uncompiled
     def require(self, tensor: Tensor) -> None:
-        """Look at a tensor, if it is time. Collective.
+        """Check a tensor, if it is due. Collective.
 
-        errors   MismatchError on every rank where the tensors differ by more than rounding
+        errors   MismatchError on every rank if the tensors differ by more than rounding
         """
-        if self._is_time():
+        if self._is_due():
             self._compare(tensor)
 
     @uncompiled
     def require_of_gradient(self, tensor: Tensor) -> None:
-        """Look at a tensor's gradient, if it is time; errors as of `require`. Collective, in backward."""
-        if tensor.requires_grad and self._is_time():
+        """Check a tensor's gradient, if it is due; errors as `require`. Collective, in backward."""
+        if tensor.requires_grad and self._is_due():
             tensor.register_hook(self._compare)  # type: ignore[no-untyped-call]
 
     @uncompiled
     def require_parts(self, given: Tensor, made: Tensor) -> None:
-        """Look at what a module was given and has made, of which each rank is to have its own part.
+        """Check that ranks pass different inputs, or gradients, through a module with Norm(of_heads=True).
 
-        Ranks that share a head are given the same, but then gradients of what they make differ. Collective.
-        errors   in backward, LayoutError on every rank where both are the same on all
+        Ranks that share a head have equal inputs, but then the gradients of their outputs differ. Collective.
+        errors   in backward, LayoutError on every rank if both are the same on all
         """
-        if not made.requires_grad or not self._is_time():
+        if not made.requires_grad or not self._is_due():
             return
         if different(fingerprints(given, self._comm), given.dtype) is None:
             made.register_hook(self._require_parts)  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class Sameness:
                 f"whole: it lies before the column layers or after the row layer; give it the style Norm()"
             )
 
-    def _is_time(self) -> bool:
+    def _is_due(self) -> bool:
         if self._comm.size == 1:
             return False
         self._calls += 1
@@ -106,7 +106,7 @@ class Sameness:
 @uncompiled
 @torch.no_grad()
 def fingerprints(tensor: Tensor, comm: Communicator) -> Tensor:
-    """[ranks, 5] in float64: shape, norm, and sums with three sets of weights. Collective."""
+    """Gather [ranks, 5] in float64: shape, norm, and three weighted sums. Collective."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -128,11 +128,11 @@ def fingerprints(tensor: Tensor, comm: Communicator) -> Tensor:
 
 
 def different(everyone: Tensor, dtype: torch.dtype) -> int | None:
-    """The first rank whose fingerprint is not that of rank 0 but for rounding; None where all are."""
+    """First rank whose fingerprint differs from rank 0's by more than rounding; None if all agree."""
     first = everyone[0]
     margin = TOLERANCE.get(dtype, 1e-9) * first[1].abs()
     for rank, other in enumerate(everyone):
-        # Infinities and NaN alike are alike: it is not for this to say what is wrong then.
+        # Equal infinities and NaN count as equal: they are not this check's to report.
         close = torch.isclose(other, first, rtol=0.0, atol=float(margin.nan_to_num()), equal_nan=True)
         if not close.all():
             return rank

@@ -1,12 +1,12 @@
-"""Which part of a whole tensor each rank holds: integers, and the slices that follow from them.
+"""Division of whole tensors among ranks: ranges of integers, and the shards that follow from them.
 
     split_evenly(6, 2)                      rank 0: rows 0 … 2             rank 1: rows 3 … 5
     split_sections((4, 2), 2)               rank 0: rows 0 1, 4            rank 1: rows 2 3, 5      fused
     split_evenly(5, 2, padded=6)            rank 0: rows 0 … 2             rank 1: rows 3 4, and one of zeros
     split_sections((4, Heads(1, 2)), 2)     rank 0: rows 0 1, 4 5          rank 1: rows 2 3, 4 5    replicated
 
-A parameter of a parallel layer carries its split, so that initial values, checkpoints, whole weights and
-norms need to know no more about layers than that.
+A parameter of a parallel layer carries its split: all that initial values, checkpoints, whole weights and
+norms need.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Heads:
-    """Rows that belong together by the head: with fewer heads than ranks, several ranks hold the same one."""
+    """Section of whole heads; if they are fewer than ranks, several ranks hold the same one."""
 
     count: int
     size: int
@@ -48,17 +48,17 @@ class Heads:
 
 
 Section = int | Heads
-"""Part of a fused tensor that is divided by itself."""
+"""Part of a fused tensor, divided by itself."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A whole tensor over the ranks of a communicator, along one dim.
+    """Division of a whole tensor over the ranks of a communicator, along one dim.
 
-    dim      that is divided
-    length   of the whole tensor along it
-    parts    for each rank, the ranges of it that the rank holds, in this order
-    padded   length of every rank's shard, where that is more than it holds; 0 = no padding
+    dim      divided dim
+    length   length of the whole tensor along it
+    parts    for each rank, its ranges in order
+    padded   length of every rank's shard with padding; 0: no padding
     """
 
     dim: int
@@ -76,31 +76,31 @@ class Split:
         return sum(stop - start for start, stop in self.parts[rank])
 
     def shard_length(self, rank: int) -> int:
-        """Of a rank's shard along `dim`, with padding."""
+        """Length of a rank's shard along `dim`, with padding."""
         return self.padded or self.held(rank)
 
     def shard_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Of a rank's shard of a whole tensor of this shape."""
+        """Shape of a rank's shard, from the whole tensor's shape."""
         return (*shape[: self.dim], self.shard_length(rank), *shape[self.dim + 1 :])
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the whole tensor, from any shard's shape."""
+        """Shape of the whole tensor, from any shard's shape."""
         return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """Of each rank, how many ranks below it hold the same part."""
+        """For each rank, the number of lower ranks with the same part."""
         return tuple(self.parts[:rank].count(part) for rank, part in enumerate(self.parts))
 
     @property
     def is_divided(self) -> bool:
-        """Whether any two ranks hold different parts."""
+        """True if any two ranks hold different parts."""
         return len(set(self.parts)) > 1
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's shard of the whole tensor, in memory of its own; padding is zeros.
+        """Cut a rank's shard from the whole tensor, into memory of its own; padding is zeros.
 
-        errors   MismatchError when the tensor is not as long as the split says
+        errors   MismatchError for a tensor of another length
         """
         if whole.dim() <= self.dim or whole.shape[self.dim] != self.length:
             raise MismatchError(
@@ -115,7 +115,7 @@ class Split:
         return torch.cat(pieces, dim=self.dim)
 
     def whole(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from the shards of all ranks."""
+        """Join the shards of all ranks."""
         whole = shards[0].new_empty(self.whole_shape(shards[0].shape))
         for rank, shard in enumerate(shards):
             for (start, stop), place in zip(self.parts[rank], self._places(rank), strict=True):
@@ -123,14 +123,14 @@ class Split:
         return whole
 
     def _places(self, rank: int) -> tuple[int, ...]:
-        """Where in a rank's shard each of its ranges begins."""
+        """Start of each range in a rank's shard."""
         return offsets([stop - start for start, stop in self.parts[rank]])[:-1]
 
 
 def split_evenly(length: int, size: int, *, dim: int = 0, padded: int = 0) -> Split:
-    """Consecutive parts of equal length.
+    """Split into consecutive parts of equal length.
 
-    padded   length of the whole with padding at its end, a multiple of `size`; 0 = none
+    padded   length of the whole with padding at its end, a multiple of `size`; 0: none
     """
     per_rank = (padded or length) // size
     parts = tuple(
@@ -140,7 +140,7 @@ def split_evenly(length: int, size: int, *, dim: int = 0, padded: int = 0) -> Sp
 
 
 def split_sections(sections: Sequence[Section], size: int, *, dim: int = 0) -> Split:
-    """A fused tensor, each of whose sections is divided among all ranks."""
+    """Split a fused tensor, each section among all ranks."""
     lengths = [section.rows if isinstance(section, Heads) else section for section in sections]
     edges = offsets(lengths)
     parts = tuple(
@@ -155,12 +155,12 @@ def split_sections(sections: Sequence[Section], size: int, *, dim: int = 0) -> S
 
 
 def replicated(length: int, size: int) -> Split:
-    """The same on all ranks."""
+    """Return the split of a tensor that every rank holds whole."""
     return Split(0, length, (((0, length),),) * size)
 
 
 def part_of_section(section: Section, rank: int, size: int) -> Range:
-    """What a rank holds of a section: its share of the rows, or of the heads, or the head that it shares."""
+    """Range of a section on a rank: its rows, its heads, or the head that it shares."""
     if not isinstance(section, Heads):
         return bounds(section, size)[rank]
     if section.count >= size:
@@ -175,20 +175,20 @@ def part_of_section(section: Section, rank: int, size: int) -> Range:
 
 
 def require_divisible(number: int, size: int, what: str) -> None:
-    """LayoutError unless ranks can have equal shares; `what` names the number: "heads"."""
+    """Raise LayoutError unless ranks can have equal shares; `what` names the number: "heads"."""
     require_fitting({what: number}, {}, size)
 
 
 def require_shareable(heads: int, size: int, what: str) -> None:
-    """LayoutError unless ranks can have equal shares of the heads, or heads equal numbers of ranks."""
+    """Raise LayoutError unless ranks can have equal shares of the heads, or heads equal numbers of ranks."""
     require_fitting({}, {what: heads}, size)
 
 
 def require_fitting(divided: Mapping[str, int], shared: Mapping[str, int], size: int) -> None:
-    """LayoutError unless all of these numbers, by their names, fit; the degrees it advises fit all of them.
+    """Raise LayoutError unless all of these numbers fit; it advises degrees that fit all of them.
 
-    divided   of which ranks are to have equal shares
-    shared    of which ranks may also have one in common, each the same number of ranks
+    divided   numbers by name, of which ranks have equal shares
+    shared    numbers by name, that equal numbers of ranks may also share one by one
     """
 
     def fits(degree: int) -> bool:
@@ -222,14 +222,14 @@ def divisors(number: int) -> list[int]:
 
 
 def _fitting(degrees: Sequence[int], asked: int) -> str:
-    """Those near what was asked: "tp=2 or tp=4 would fit"."""
+    """Name the degrees nearest to the one asked for: "tp=2 or tp=4 would fit"."""
     below = [degree for degree in degrees if degree < asked][-2:]
     above = [degree for degree in degrees if degree > asked][:1]
     return " or ".join(f"tp={degree}" for degree in below + above) + " would fit"
 
 
 def padded_length(length: int, size: int) -> int:
-    """The next multiple of `size`."""
+    """Round up to a multiple of `size`."""
     return math.ceil(length / size) * size
 
 
@@ -241,7 +241,7 @@ def place(
 ) -> None:
     """Note on a parameter that it is this rank's shard of a whole one over `comm`.
 
-    distinct   where several ranks hold the same part: those that hold one each, over whom norms are summed
+    distinct   if several ranks hold the same part: a communicator of one rank for each part, for norms
     """
     note(parameter, split=split, comm=comm)
     if split.is_divided:
@@ -249,28 +249,28 @@ def place(
 
 
 def split_of(parameter: Tensor) -> Split | None:
-    """None for a parameter of a layer that is not parallel."""
+    """Split of a parameter; None in a layer that is not parallel."""
     found: Split | None = info_of(parameter).split
     return found
 
 
 def comm_of(parameter: Tensor) -> Communicator | None:
-    """The communicator over which a parameter is split."""
+    """Communicator over which a parameter is split."""
     return info_of(parameter).comm
 
 
 class Divided(nn.Module):
-    """A layer whose parameters carry their split: so do those that come in their place.
+    """Layer whose parameters carry their split, and so do parameters that replace them.
 
-    Others come where a model of the meta device gets its memory (`to_empty`), by `load_state_dict(…,
-    assign=True)`, and where one of the same shape is assigned.
+    Replacements come from `to_empty` of a meta model, from `load_state_dict(…, assign=True)`, and from
+    assignment of a parameter of the same shape.
 
-    `load_state_dict` takes the whole parameters, of which each rank keeps its part, or this rank's shards.
-    `state_dict` would save one rank's shards as if they were the model, and is refused.
+    `load_state_dict` takes whole parameters, of which each rank keeps its shard, or this rank's shards.
+    `state_dict` is refused: it would save one rank's shards as if they were the model.
     """
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # With keep_vars they are the parameters themselves, which carry their split.
+        # With keep_vars the values are the parameters themselves, which carry their split.
         for name, parameter in self.named_parameters(recurse=False):
             if keep_vars or _SHARDS_ASKED.get():
                 break
@@ -316,10 +316,9 @@ _SHARDS_ASKED: ContextVar[bool] = ContextVar("shards asked for", default=False)
 
 
 def shard_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return this rank's shards of parallel layers, and all of the rest, for its own `load_state_dict`.
+    """Return this rank's shards of parallel layers, and everything else, for its own `load_state_dict`.
 
-    Each rank's is another one, for the same number of ranks only: `hpcpar.checkpoint.save` writes what goes
-    on in any number.
+    It fits this rank of this number of ranks only; `hpcpar.checkpoint.save` writes what any number can load.
     """
     token = _SHARDS_ASKED.set(True)
     try:
@@ -329,19 +328,29 @@ def shard_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def split_over(module: nn.Module) -> dict[str, tuple[Communicator, ...]]:
-    """By name, over whose ranks parameters are split; those that are not are left out."""
+    """Communicators over which parameters are split, by name, without those that are not."""
     return {name: over for name, parameter in module.named_parameters() if (over := split_over_of(parameter))}
 
 
 def own_shard(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of what a parameter is as a whole; all of it where the parameter is not split."""
+    """Cut this rank's shard from a whole parameter; all of it if the parameter is not split."""
     split, comm = split_of(parameter), comm_of(parameter)
     return whole if split is None or comm is None else split.shard(whole, comm.rank)
 
 
+def draw_shard(parameter: Tensor, fill: Callable[[Tensor], object]) -> None:
+    """Fill a whole tensor, equal for any number of ranks, and keep this rank's shard of it."""
+    split, comm = split_of(parameter), comm_of(parameter)
+    assert split is not None, "a parallel layer's parameters carry their split"
+    assert comm is not None, "and their communicator"
+    whole = torch.empty(split.whole_shape(parameter.shape), dtype=parameter.dtype)
+    fill(whole)
+    parameter.copy_(split.shard(whole, comm.rank))
+
+
 @torch.no_grad()
 def gather_whole(parameter: Tensor, values: Tensor | None = None) -> Tensor:
-    """The whole of a parameter, or of values of its shape (its gradient), on every rank. Collective."""
+    """Gather a parameter, or values of its shape (its gradient), whole on every rank. Collective."""
     split, comm = split_of(parameter), comm_of(parameter)
     values = parameter.detach() if values is None else values
     if split is None or comm is None or comm.size == 1:
@@ -349,7 +358,7 @@ def gather_whole(parameter: Tensor, values: Tensor | None = None) -> Tensor:
     lengths = [split.shard_length(rank) for rank in range(comm.size)]
     shape = values.shape
     rest = math.prod(shape[: split.dim]) * math.prod(shape[split.dim + 1 :])
-    # A copy: the memory of a fully sharded parameter, once it has travelled, could not be given back.
+    # A copy: memory of a fully sharded parameter that is being sent could not be freed.
     own = values.clone(memory_format=torch.contiguous_format)
     gathered = comm.allgather(own, counts=[length * rest for length in lengths])
     edges = offsets([length * rest for length in lengths])
@@ -362,7 +371,7 @@ def gather_whole(parameter: Tensor, values: Tensor | None = None) -> Tensor:
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:
-    """What the serial module's state_dict() would be, on every rank: tied weights stay tied. Collective."""
+    """Gather the serial module's state_dict() on every rank; tied weights stay tied. Collective."""
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     wholes: dict[int, Tensor] = {}
     for name, value in state.items():

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hpcpar.algorithms.registry import ALGORITHMS
-from hpcpar.bench.collectives import write_json
 from hpcpar.bench.fit import NAMES, Equation, equations, report, solve
-from hpcpar.bench.measure import Case, Place, Row, Timing, row
+from hpcpar.bench.measure import Case, Place, ResultRow, Timing, row
+from hpcpar.bench.sweep import write_json
 from hpcpar.comm.select import segments_for
 from hpcpar.errors import OperationError
 
@@ -32,7 +32,7 @@ def header(ranks: int, nodes: int = 1) -> dict[str, Any]:
     }
 
 
-def modelled(ranks: int, collectives: tuple[str, ...] = tuple(ALGORITHMS)) -> list[Row]:
+def modelled(ranks: int, collectives: tuple[str, ...] = tuple(ALGORITHMS)) -> list[ResultRow]:
     """Lines as they would be if the model were the truth, on one node."""
     rows = []
     for collective in collectives:
@@ -48,7 +48,7 @@ def modelled(ranks: int, collectives: tuple[str, ...] = tuple(ALGORITHMS)) -> li
     return rows
 
 
-def as_lines(rows: list[Row]) -> list[dict[str, Any]]:
+def as_lines(rows: list[ResultRow]) -> list[dict[str, Any]]:
     return [asdict(one) for one in rows]
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpcpar.bench.collectives import Options, run
 from hpcpar.bench.measure import PLACES
+from hpcpar.bench.sweep import Options, run
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator

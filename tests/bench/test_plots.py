@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcpar.bench.measure import COPY, Case, Place, Row, Timing, row
+from hpcpar.bench.measure import COPY, Case, Place, ResultRow, Timing, row
 from hpcpar.bench.plots import draw, lines
 
 
-def measured(collective: str, algorithm: str, count: int, seconds: float, place: Place = "in") -> Row:
+def measured(collective: str, algorithm: str, count: int, seconds: float, place: Place = "in") -> ResultRow:
     return row(Case(collective, count, "float32", "torch", 2), algorithm, place, Timing((seconds,), 1), 0)
 
 

@@ -10,9 +10,9 @@ import torch
 
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench import tune
-from hpcpar.bench.collectives import Options
 from hpcpar.bench.gpus import use_gpu
 from hpcpar.bench.measure import Case
+from hpcpar.bench.sweep import Options
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, tuning_for

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
 PARTS = [
-    *("facts", "doctor", "collectives-2", "train-1", "train-2", "same-course", "tests", "tests-2"),
+    *("facts", "doctor", "collectives-2", "train-1", "train-2", "same-losses", "tests", "tests-2"),
     *("tests-1", "tests-4", "collectives-4", "tests-3", "tune-2", "nccl-2"),
 ]
 A_CALL_S = 600
@@ -113,7 +113,7 @@ def test_after_a_part_that_fails_the_others_follow_and_the_status_tells(tmp_path
     assert "\nbroken\n" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last.startswith("FAILED  collectives-2 (status 7) at ")
-    assert "\npassed  same-course" in done.stdout
+    assert "\npassed  same-losses" in done.stdout
 
 
 def test_an_experiment_that_fails_does_not_count(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_runs_are_the_same_to_a_tolerance(tmp_path: Path, losses: list[float], s
     second = run_of(tmp_path / "second", losses)
     words = [str(first), str(second), "--tolerance", "0.02", "--json", str(tmp_path / "found.jsonl")]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "same_course.py"), *words],
+        [sys.executable, str(ROOT / "benchmarks" / "same_losses.py"), *words],
         capture_output=True,
         text=True,
         timeout=60,
@@ -186,12 +186,12 @@ def test_runs_are_the_same_to_a_tolerance(tmp_path: Path, losses: list[float], s
     )
     assert done.returncode == status, done.stdout + done.stderr
     found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
-    assert found[0]["benchmark"] == "same course"
+    assert found[0]["benchmark"] == "same losses"
     assert len(found) == 3
 
 
 def test_runs_that_learn_nothing_are_not_the_same(tmp_path: Path) -> None:
     words = [str(run_of(tmp_path / name, [10.0, 9.99, 9.98])) for name in ("first", "second")]
-    script = str(ROOT / "benchmarks" / "same_course.py")
+    script = str(ROOT / "benchmarks" / "same_losses.py")
     done = subprocess.run([sys.executable, script, *words], capture_output=True, timeout=60, check=False)
     assert done.returncode == 1

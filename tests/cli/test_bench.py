@@ -109,14 +109,14 @@ def test_what_cannot_work_is_refused_before_anything_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import hpcpar
-    from hpcpar.bench import collectives, tune
+    from hpcpar.bench import sweep, tune
     from hpcpar.comm import Communicator
 
     def refuse(*_: object) -> None:
         raise AssertionError("measuring has begun")
 
     monkeypatch.setenv("HPCPAR_TUNING", "none")
-    for module, function in ((collectives, "run"), (tune, "tune")):
+    for module, function in ((sweep, "run"), (tune, "tune")):
         monkeypatch.setattr(module, function, refuse)
     monkeypatch.setattr(hpcpar, "init", Communicator.alone)
     (command, *words), message = MISTAKES[name]

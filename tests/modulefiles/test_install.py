@@ -86,14 +86,16 @@ def test_a_directory_of_someone_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_jobs_may_be_running_from_is_not_replaced_by_something_else(tmp_path: Path) -> None:
-    wish = install.Wish(tmp_path, "1.0", "mpich")
-    wish.root.mkdir()
-    made = {**wish.record(), "mpi": "openmpi", "extras": ["cuda12"]}
-    (wish.root / "installed.json").write_text(json.dumps({"made": made, "facts": {"library": "x"}}))
+    setup = install.Installation(tmp_path, "1.0", "mpich")
+    setup.root.mkdir()
+    made = {**setup.record(), "mpi": "openmpi", "extras": ["cuda12"]}
+    (setup.root / "installed.json").write_text(json.dumps({"made": made, "facts": {"library": "x"}}))
     with pytest.raises(install.Refusal, match=r"another hpcpar \(other extras, mpi\).*MODULE_VERSION"):
-        install.install(wish, [])
-    (wish.root / "installed.json").write_text(json.dumps({"made": wish.record(), "facts": {"library": "x"}}))
-    assert install.install(wish, []) == {"library": "x"}
+        install.install(setup, [])
+    (setup.root / "installed.json").write_text(
+        json.dumps({"made": setup.record(), "facts": {"library": "x"}})
+    )
+    assert install.install(setup, []) == {"library": "x"}
 
 
 def test_a_module_file_is_readable_by_all_even_if_the_administrators_files_are_not(tmp_path: Path) -> None:
@@ -122,22 +124,22 @@ def test_the_types_that_srun_lists_are_read() -> None:
 
 
 def test_slurm_gets_the_type_that_fits_the_mpi_if_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    wish = install.Wish(Path("/x"), "1.0", "mpich")
+    setup = install.Installation(Path("/x"), "1.0", "mpich")
 
-    def chosen(wish: object, offered: set[str] | None) -> tuple[str, int]:
+    def chosen(setup: object, offered: set[str] | None) -> tuple[str, int]:
         monkeypatch.setattr(install, "srun_offers", lambda: offered)
         facts = {"srun_mpi": "pmi2", "library": "MPICH 5.0.2"}
-        notes = install.choose_srun_mpi(wish, facts)
+        notes = install.choose_srun_mpi(setup, facts)
         return facts["srun_mpi"], len(notes)
 
-    assert chosen(wish, None) == ("pmi2", 0)
-    assert chosen(wish, {"pmi2", "none"}) == ("pmi2", 0)
-    assert chosen(wish, {"pmix", "none"}) == ("", 1)
-    assert chosen(install.Wish(Path("/x"), "1.0", "mpich", srun_mpi="cray_shasta"), {"none"}) == (
+    assert chosen(setup, None) == ("pmi2", 0)
+    assert chosen(setup, {"pmi2", "none"}) == ("pmi2", 0)
+    assert chosen(setup, {"pmix", "none"}) == ("", 1)
+    assert chosen(install.Installation(Path("/x"), "1.0", "mpich", srun_mpi="cray_shasta"), {"none"}) == (
         "cray_shasta",
         0,
     )
-    assert chosen(install.Wish(Path("/x"), "1.0", "mpich", srun_mpi="site"), None) == ("", 0)
+    assert chosen(install.Installation(Path("/x"), "1.0", "mpich", srun_mpi="site"), None) == ("", 0)
 
 
 def test_the_sites_packages_replace_our_versions_of_the_same_and_of_no_others(tmp_path: Path) -> None:

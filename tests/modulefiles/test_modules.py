@@ -42,7 +42,7 @@ def two_versions(prefix: Path, tmp_path: Path) -> Path:
     facts = json.loads((prefix / VERSION / "installed.json").read_text())["facts"]
     for version, mpi in ((VERSION, "mpich"), ("0.0.1", "own")):
         (site / version).symlink_to(prefix / VERSION)
-        install.write_module_files(install.Wish(site, version, mpi), facts)
+        install.write_module_files(install.Installation(site, version, mpi), facts)
     return site
 
 
@@ -193,9 +193,9 @@ def test_over_the_sites_own_mpi_its_module_comes_and_goes_with_ours(
     modules: ModuleSystem, openmpi_modules: Path, tmp_path: Path, auto_handling: str
 ) -> None:
     install = installer()
-    wish = install.Wish(tmp_path / "site", "1.0", "own", needs=("openmpi/4.1",))
+    setup = install.Installation(tmp_path / "site", "1.0", "own", needs=("openmpi/4.1",))
     facts = {"library": "Open MPI v4.1.4", "torch": "2.13.0", "python": "3.11", "summary": "x"}
-    install.write_module_files(wish, {**facts, "srun_mpi": "pmix"})
+    install.write_module_files(setup, {**facts, "srun_mpi": "pmix"})
     shown = "echo ${HPCPAR_ROOT:+loaded} ${SITE_MPI:-none} ${SLURM_MPI_TYPE:-none} ${MPI4PY_LIBMPI:-none}"
 
     def there_and_back(first: str) -> list[str]:
@@ -215,15 +215,15 @@ def test_another_version_of_the_sites_mpi_is_replaced_or_refused(
     modules: ModuleSystem, openmpi_modules: Path, tmp_path: Path
 ) -> None:
     install = installer()
-    wish = install.Wish(tmp_path / "site", "1.0", "own", needs=("openmpi/4.1",))
+    setup = install.Installation(tmp_path / "site", "1.0", "own", needs=("openmpi/4.1",))
     facts = {"library": "Open MPI v4.1.4", "torch": "2.13.0", "python": "3.11", "summary": "x"}
-    install.write_module_files(wish, {**facts, "srun_mpi": "pmix"})
+    install.write_module_files(setup, {**facts, "srun_mpi": "pmix"})
     script = f"""
     module use {openmpi_modules} {tmp_path}/site/modulefiles
     module load openmpi/5.0; module load hpcpar; echo $SITE_MPI ${{HPCPAR_ROOT:-none}}
     """
     last = modules.run(script, tmp_path).stdout.splitlines()[-1]
-    assert last == (f"4.1 {wish.root}" if modules.name == "Lmod" else "5.0 none")
+    assert last == (f"4.1 {setup.root}" if modules.name == "Lmod" else "5.0 none")
 
 
 def test_over_the_sites_own_mpi_ranks_meet_by_it(openmpi_modules: Path, tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def compare(
         require_same(found, truth)
 
 
+SIZES = (1, 2, 3, 4)
+
 Compare = Callable[..., None]
 
 
@@ -155,18 +157,7 @@ def fixture_compare() -> Compare:
     return compare
 
 
-@pytest.fixture(params=[1, 2, 3, 4])
+@pytest.fixture(params=SIZES)
 def size(request: pytest.FixtureRequest) -> int:
     """Number of ranks."""
     return int(request.param)
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    """In which layers communicate."""
-    return str(request.param)
-
-
-@pytest.fixture(params=OPTIMIZERS)
-def optimizer(request: pytest.FixtureRequest) -> str:
-    return str(request.param)

@@ -27,6 +27,7 @@ from hpcpar.tensor_parallel import (
     split_of,
 )
 from hpcpar.tensor_parallel.check import part
+from tests.grid import pairwise
 
 Between = Callable[[nn.Module, Tensor], Tensor]
 
@@ -162,9 +163,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("case", RIGHT)
+@pytest.mark.parametrize(("case", "size", "dtype"), pairwise(RIGHT, [1, 2, 3], TYPES))
 def test_a_right_plan_passes(case: str, size: int, dtype: torch.dtype) -> None:
     make, plan = RIGHT[case]
     assert outcomes(make, plan, x(dtype), size, dtype=dtype) == [""] * size

@@ -13,6 +13,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, MismatchError
 from hpcpar.tensor_parallel import vocabulary_parallel_cross_entropy, whole_logits
 from hpcpar.tensor_parallel.split import padded_length, split_evenly
+from tests.grid import pairwise
 
 SHAPE = (3, 8)
 
@@ -37,9 +38,10 @@ def own(whole: Tensor, comm: Communicator) -> Tensor:
     return part.requires_grad_()
 
 
-@pytest.mark.parametrize("vocabulary", [24, 23, 2])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.01)])
+@pytest.mark.parametrize(
+    ("size", "vocabulary", "reduction", "smoothing", "z_loss"),
+    pairwise([1, 2, 3, 4], [24, 23, 2], ["mean", "sum", "none"], [0.0, 0.2], [0.0, 0.01]),
+)
 def test_loss_and_gradient_are_those_of_all_logits(
     size: int, vocabulary: int, reduction: str, smoothing: float, z_loss: float
 ) -> None:

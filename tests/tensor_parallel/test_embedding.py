@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import DataError, LayoutError, MismatchError
 from hpcpar.tensor_parallel import TensorParallel, VocabParallelEmbedding, gather_whole
+from tests.grid import pairwise
+from tests.tensor_parallel.conftest import OPTIMIZERS, SIZES, WAYS
 
 
 def tokens(vocabulary: int) -> Tensor:
@@ -18,7 +20,7 @@ def tokens(vocabulary: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "optimizer"), [(24, "sgd"), (23, "sgd"), (23, "adamw"), (2, "sgd")], indirect=["optimizer"]
+    ("size", "way", "vocabulary", "optimizer"), pairwise(SIZES, WAYS, [24, 23, 2], OPTIMIZERS)
 )
 def test_it_is_the_serial_embedding(
     compare: Callable[..., None], size: int, way: str, optimizer: str, vocabulary: int

@@ -23,6 +23,8 @@ from hpcpar.tensor_parallel import (
     project,
 )
 from hpcpar.tensor_parallel.split import split_of
+from tests.grid import pairwise
+from tests.tensor_parallel.conftest import OPTIMIZERS, SIZES, WAYS
 
 SECTIONS = {
     "one section": 24,
@@ -42,9 +44,7 @@ def tokens(hidden: int = 8) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("sections", "optimizer"),
-    [*((sections, "sgd") for sections in SECTIONS), ("one section", "adamw"), ("shared heads", "adamw")],
-    indirect=["optimizer"],
+    ("size", "way", "sections", "optimizer"), pairwise(SIZES, WAYS, SECTIONS, OPTIMIZERS)
 )
 def test_a_column_parallel_layer_is_the_serial_one(
     compare: Callable[..., None], size: int, way: str, optimizer: str, sections: str
@@ -74,7 +74,9 @@ def test_padded_outputs_are_those_of_the_serial_layer_and_zeros(size: int) -> No
         assert torch.equal(weight, serial.weight)
 
 
-@pytest.mark.parametrize("way", ["plain", "no overlap", "twice"], indirect=True)
+@pytest.mark.parametrize(
+    ("size", "way", "optimizer"), pairwise(SIZES, ["plain", "no overlap", "twice"], OPTIMIZERS)
+)
 def test_a_row_parallel_layer_takes_its_part_of_a_whole_input(
     compare: Callable[..., None], size: int, way: str, optimizer: str
 ) -> None:
@@ -153,6 +155,7 @@ def test_under_autocast_products_are_in_half_precision_and_gradients_as_wide_as_
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=2**-6 * largest)
 
 
+@pytest.mark.parametrize(("size", "way", "optimizer"), pairwise(SIZES, WAYS, OPTIMIZERS))
 def test_layers_that_share_an_input_are_the_serial_ones(
     compare: Callable[..., None], size: int, way: str, optimizer: str
 ) -> None:

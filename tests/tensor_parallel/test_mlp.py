@@ -12,6 +12,8 @@ from torch.nn import functional
 from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError
 from hpcpar.tensor_parallel import ParallelMLP
+from tests.grid import pairwise
+from tests.tensor_parallel.conftest import OPTIMIZERS, SIZES, WAYS
 
 
 class Written(nn.Module):
@@ -33,9 +35,7 @@ class Written(nn.Module):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("activation", "optimizer"),
-    [("gelu", "sgd"), ("swiglu", "sgd"), ("swiglu", "adamw")],
-    indirect=["optimizer"],
+    ("size", "way", "activation", "optimizer"), pairwise(SIZES, WAYS, ["gelu", "swiglu"], OPTIMIZERS)
 )
 def test_it_is_the_serial_mlp(
     compare: Callable[..., None], size: int, way: str, optimizer: str, activation: str

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.tensor_parallel import LayerNorm, RMSNorm, TensorParallel
+from tests.grid import pairwise
+from tests.tensor_parallel.conftest import OPTIMIZERS, SIZES, WAYS
 
 
 class Written(nn.Module):
@@ -28,7 +30,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[TensorParallel], nn.Mo
 }
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("size", "way", "norm", "optimizer"), pairwise(SIZES, WAYS, NORMS, OPTIMIZERS))
 def test_it_is_the_serial_norm(
     compare: Callable[..., None], size: int, way: str, optimizer: str, norm: str
 ) -> None:

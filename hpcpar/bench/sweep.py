@@ -29,7 +29,7 @@ from hpcpar.bench.measure import (
     Case,
     Kind,
     Place,
-    Row,
+    ResultRow,
     Timing,
     copy_candidate,
     measure,
@@ -198,7 +198,7 @@ def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
 
 def measure_case(
     case: Case, options: Options, comm: Communicator, peers: Sequence[Peer]
-) -> list[tuple[Row, ...]]:
+) -> list[tuple[ResultRow, ...]]:
     """Measure all candidates of one size in turn, in and out of place, and a memory copy. Collective."""
     buffers = Buffers.of(case, comm, shared=options.shared)
     found: dict[tuple[str, Place], Candidate] = {}
@@ -246,10 +246,10 @@ def chosen_name(case: Case, comm: Communicator) -> str:
 
 def run(
     options: Options, comm: Communicator, peers: Sequence[Peer] = (), say: Say = lambda line: None
-) -> list[Row]:
+) -> list[ResultRow]:
     """Measure all cases of the options; report each row on rank 0. Collective."""
     speak = say if comm.rank == 0 else lambda line: None
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for collective in options.collectives:
         if collective.startswith("send") and comm.size == 1:
             continue
@@ -319,7 +319,7 @@ def titles(collective: str, *, singly: bool = False) -> list[str]:
     ]
 
 
-def show(line: Sequence[Row]) -> str:
+def show(line: Sequence[ResultRow]) -> str:
     """Format one row of the table: a candidate out of place and in place."""
     first = line[0]
     by_place = {row.place: row for row in line}
@@ -329,7 +329,7 @@ def show(line: Sequence[Row]) -> str:
     return f"{text.rstrip()}  {first.chose}".rstrip()
 
 
-def _cells(row: Row | None, longest: bool) -> str:
+def _cells(row: ResultRow | None, longest: bool) -> str:
     if row is None:
         return f"{'-':>9} {'-':>5} {'-':>7} {'-':>7} {'-':>7}" + (f"{'-':>9}" if longest else "")
     spread = (row.slowest_s - row.fastest_s) / 2 / row.median_s
@@ -340,7 +340,7 @@ def _cells(row: Row | None, longest: bool) -> str:
     return shown + (f"{row.longest_call_s * 1e6:>9.0f}" if row.longest_call_s is not None else "")
 
 
-def compare(rows: Sequence[Row]) -> list[str]:
+def compare(rows: Sequence[ResultRow]) -> list[str]:
     """Summarise the speed of the chosen algorithm over each peer: geometric mean, and the worst size."""
     told = []
     peers = [name for name in dict.fromkeys(row.algorithm for row in rows) if _is_peer(name)]

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpcpar.algorithms.registry import ALGORITHMS
-from hpcpar.bench import collectives
-from hpcpar.bench.collectives import (
+from hpcpar.bench import sweep
+from hpcpar.bench.measure import COPY, PLACES, ResultRow, Timing, row
+from hpcpar.bench.measure import Case as MeasuredCase
+from hpcpar.bench.sweep import (
     CHOSEN,
     Options,
     compare,
@@ -20,8 +22,6 @@ from hpcpar.bench.collectives import (
     titles,
     write_json,
 )
-from hpcpar.bench.measure import COPY, PLACES, Row, Timing, row
-from hpcpar.bench.measure import Case as MeasuredCase
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.select import BUILT_IN, NATIVES
 
@@ -30,7 +30,7 @@ QUICK = Options(collectives=tuple(PLACES), min_nbytes=4, max_nbytes=1024, factor
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_every_algorithm_is_measured_in_every_place_and_right(size: int, kind: collectives.Kind) -> None:
+def test_every_algorithm_is_measured_in_every_place_and_right(size: int, kind: sweep.Kind) -> None:
     rows = run_loopback(size, lambda comm: run(replace(QUICK, kind=kind), comm))[0]
     assert all(row.wrong == 0 for row in rows)
     found = {(row.collective, row.algorithm, row.place) for row in rows}
@@ -91,7 +91,7 @@ def test_rank_0_alone_speaks_and_says_every_line() -> None:
     assert [line.split()[3] for line in said[0][5:]] == ["binomial", "memory_copy"]
 
 
-def measured(algorithm: str, median_s: float, place: str = "in", nbytes: int = 4096) -> Row:
+def measured(algorithm: str, median_s: float, place: str = "in", nbytes: int = 4096) -> ResultRow:
     case = MeasuredCase("allreduce", nbytes // 4, "float32", "torch", 2)
     timing = Timing((median_s, median_s * 0.9, median_s * 1.3), 10)
     return row(case, algorithm, "in" if place == "in" else "out", timing, 0)
@@ -140,4 +140,4 @@ def test_a_json_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     told, lines = read_json(path)
     assert told == facts
     assert (told["ranks"], told["nodes"], told["ranks_per_node"]) == (2, 1, 2)
-    assert [Row(**line) for line in lines] == rows
+    assert [ResultRow(**line) for line in lines] == rows

@@ -28,8 +28,8 @@ ROW = "{:<16}  {:<26}  {:>14}  {:>14}  {:>7}  {}"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a layer keeps from forward to backward, one way; bytes on the rank that keeps most.
+class MeasuredActivations:
+    """Bytes that a layer saves from forward to backward, on the rank that saves most.
 
     nbytes   measured
     parts    by the formula
@@ -46,11 +46,11 @@ class Kept:
 
     @property
     def beyond(self) -> float:
-        """What is kept beyond the formula, as a share of it."""
+        """Difference from the formula, relative to it."""
         return self.nbytes / self.formula_nbytes - 1
 
 
-def measure(shape: LayerShape, tp: int) -> list[Kept]:
+def measure(shape: LayerShape, tp: int) -> list[MeasuredActivations]:
     """Every way of the paper's table.
 
     errors   LayoutError for a shape of which `tp` ranks cannot have equal parts
@@ -60,7 +60,7 @@ def measure(shape: LayerShape, tp: int) -> list[Kept]:
     if shape.hidden % shape.heads:
         raise LayoutError(f"hidden={shape.hidden} does not divide among heads={shape.heads}")
     return [
-        Kept(name, way.formula, kept_nbytes(shape, way, tp), way.parts(shape, tp))
+        MeasuredActivations(name, way.formula, kept_nbytes(shape, way, tp), way.parts(shape, tp))
         for name, way in TECHNIQUES.items()
     ]
 
@@ -93,14 +93,14 @@ def kept_nbytes(shape: LayerShape, way: Technique, tp: int) -> int:
 
 
 def title(shape: LayerShape, tp: int) -> str:
-    """What was measured, in the paper's letters."""
+    """Describe the measured layer in the paper's letters."""
     return (
         f"Kept by a transformer layer from forward to backward: bfloat16, s={shape.sequence} b={shape.batch} "
         f"h={shape.hidden} a={shape.heads} (5as/h = {shape.core_nbytes / shape.sbh:g}), t={tp}"
     )
 
 
-def table(found: list[Kept]) -> str:
+def table(found: list[MeasuredActivations]) -> str:
     """A line for each way, and the measured bytes as a bar."""
     most = max(each.nbytes for each in found)
     lines = [ROW.format("", "formula", "formula bytes", "measured bytes", "beyond", "").rstrip()]

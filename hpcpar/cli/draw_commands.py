@@ -11,7 +11,7 @@ from hpcpar.errors import HpcparError, OperationError
 
 COMMANDS: Commands = {
     "steps": (
-        "hpcpar.cli.draw",
+        "hpcpar.cli.draw_commands",
         "steps",
         "The steps of a collective, as text: `draw ring`.",
     ),
@@ -29,7 +29,7 @@ COMMANDS: Commands = {
 
 
 class Drawings(LazyGroup):
-    """What is no drawing's name is for `steps`: an algorithm, its options, or nothing."""
+    """Group that passes words which name no drawing to `steps`: an algorithm, its options, or nothing."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if not args or args[0] not in (*self.lazy, *context.help_option_names):

@@ -1,6 +1,6 @@
-"""Whether two runs of `hpcpar train` had the same losses, to a tolerance.
+"""Compare the losses of two runs of `hpcpar train`, to a tolerance.
 
-    python benchmarks/same_course.py runs/one-rank runs/two-ranks --tolerance 0.02
+    python benchmarks/same_losses.py runs/one-rank runs/two-ranks --tolerance 0.02
 
 The tolerance is of each step's loss, in parts of the first run's. In bfloat16 a number is known to 0.4 %, and
 several ranks sum gradients in another order than one does, so losses part slowly; gradients of the wrong
@@ -46,7 +46,7 @@ def main() -> None:
     ]
     lines = [
         {
-            "benchmark": "same course",
+            "benchmark": "same losses",
             "steps": len(first),
             "tolerance": options.tolerance,
             "largest_difference": found if found < float("inf") else None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcpar.bench.activation_picture import draw
-from hpcpar.bench.activations import Kept, measure, table, title
+from hpcpar.bench.layer_activations import MeasuredActivations, measure, table, title
 from hpcpar.errors import LayoutError
 from hpcpar.planner.activations import TECHNIQUES, LayerShape
 
@@ -41,8 +41,8 @@ def test_a_shape_that_does_not_divide_is_refused_before_anything_is_measured(
 
 
 KEPT = [
-    Kept("none", "sbh(34 + 5as/h)", 1010, {"between the blocks": 200, "attention core": 800}),
-    Kept("full", "2sbh", 5, {"layer's input": 5}),
+    MeasuredActivations("none", "sbh(34 + 5as/h)", 1010, {"between the blocks": 200, "attention core": 800}),
+    MeasuredActivations("full", "2sbh", 5, {"layer's input": 5}),
 ]
 
 
@@ -60,7 +60,7 @@ def test_the_title_has_the_papers_letters() -> None:
 
 
 @pytest.mark.parametrize("found", [[], KEPT])
-def test_a_picture_is_written(found: list[Kept], tmp_path: Path) -> None:
+def test_a_picture_is_written(found: list[MeasuredActivations], tmp_path: Path) -> None:
     path = tmp_path / "activations.png"
     draw(found, SHAPE, 2, path)
     assert path.read_bytes().startswith(b"\x89PNG")
