@@ -228,13 +228,14 @@ def living_nbytes() -> int:
 
 
 @pytest.mark.usefixtures("newcomers")
-@pytest.mark.parametrize("place", ["memory", "disk"])
 @pytest.mark.parametrize(
-    "precision",
-    ["bfloat16", Precision("bfloat16", reduction="float32", moments="bfloat16")],
-    ids=["bfloat16", "narrow moments"],
+    ("stage", "precision", "place"),
+    pairwise(
+        [0, 1, 2, 3],
+        ["bfloat16", Precision("bfloat16", reduction="float32", moments="bfloat16")],
+        ["memory", "disk"],
+    ),
 )
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_tensor_is_left_that_the_report_does_not_know(
     stage: int, precision: Precision | str | None, place: str, tmp_path: Path
 ) -> None:

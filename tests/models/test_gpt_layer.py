@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise as neighbours
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from hpcpar.planner.shapes import RECOMPUTE_MODES, RecomputeMode
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.random_streams import RandomStreams
 from hpcpar.tensor_parallel.split import gather_whole
+from tests.grid import pairwise
 
 B, S, H, A = 2, 8, 16, 4
 SHAPE = LayerShape(sequence=64, batch=2, hidden=64, heads=4)  # 5as/h = 20
@@ -155,9 +156,9 @@ def test_the_layer_is_the_one_written_out_in_torch() -> None:
         torch.testing.assert_close(found.gradients[name], value.grad, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("mode", RECOMPUTE_MODES)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "sequence_parallel", "mode"), pairwise([1, 2, 4], [False, True], RECOMPUTE_MODES)
+)
 def test_any_number_of_ranks_computes_what_one_does(
     size: int, sequence_parallel: bool, mode: RecomputeMode
 ) -> None:
@@ -227,9 +228,9 @@ def gpt_layer(tp: TensorParallel, mode: RecomputeMode = "none") -> GptLayer:
     return GptLayer(SHAPE.hidden, SHAPE.heads, tp, RandomStreams(0, tp.rank), mode=mode)
 
 
-@pytest.mark.parametrize("mode", RECOMPUTE_MODES)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "sequence_parallel", "mode"), pairwise([1, 2, 4], [False, True], RECOMPUTE_MODES)
+)
 def test_what_is_kept_is_within_five_percent_of_the_formula(
     size: int, sequence_parallel: bool, mode: RecomputeMode
 ) -> None:
@@ -242,7 +243,7 @@ def test_what_is_kept_is_within_five_percent_of_the_formula(
 
 def test_the_ways_of_the_paper_differ_as_far_as_five_percent_can_tell() -> None:
     found = sorted(way.nbytes(SHAPE, 4) for way in TECHNIQUES.values())
-    assert all(second > 1.1 * first for first, second in pairwise(found))
+    assert all(second > 1.1 * first for first, second in neighbours(found))
 
 
 def test_without_gathering_again_each_rank_keeps_two_whole_inputs() -> None:

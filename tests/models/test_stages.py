@@ -19,6 +19,7 @@ from hpcpar.models.stages import measured_costs
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand
 from hpcpar.pipeline_schedules.stage_placement import v_shape
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel
+from tests.grid import checkered
 
 SMALL = LlamaConfig(
     vocab_size=23,
@@ -35,6 +36,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 SPLITS = [[4], [2, 2], [1, 3], [0, 4], [4, 0], [1, 1, 2], [0, 1, 1, 1, 1, 0]]
 """Layers of each stage."""
+
+SPLITS_AND_TIES = [*checkered(SPLITS, [SMALL, TIED]), ([1, 1, 2], SMALL), ([4], TIED)]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -73,8 +76,7 @@ def piecewise(stages: Sequence[Llama], tokens: Tensor, targets: Tensor) -> Tenso
     return loss.detach()
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("counts", SPLITS, ids=str)
+@pytest.mark.parametrize(("counts", "config"), SPLITS_AND_TIES, ids=str)
 def test_first_values_are_those_of_the_whole_model(counts: list[int], config: LlamaConfig) -> None:
     whole = Llama(config, seed=1).double().state_dict()
     found: dict[str, Tensor] = {}
@@ -86,8 +88,7 @@ def test_first_values_are_those_of_the_whole_model(counts: list[int], config: Ll
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("counts", SPLITS, ids=str)
+@pytest.mark.parametrize(("counts", "config"), SPLITS_AND_TIES, ids=str)
 def test_all_stages_on_one_rank_have_the_whole_models_state(counts: list[int], config: LlamaConfig) -> None:
     """In its order, and with its parameters: embeddings that are tied are one."""
     whole = Llama(config, seed=1)
@@ -99,8 +100,7 @@ def test_all_stages_on_one_rank_have_the_whole_models_state(counts: list[int], c
     stages.load_state_dict(whole.state_dict())
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("counts", SPLITS, ids=str)
+@pytest.mark.parametrize(("counts", "config"), SPLITS_AND_TIES, ids=str)
 def test_logits_and_gradients_are_those_of_the_whole_model(counts: list[int], config: LlamaConfig) -> None:
     tokens, targets = batch()
     whole = Llama(config, seed=1).double()

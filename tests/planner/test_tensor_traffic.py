@@ -19,6 +19,7 @@ from hpcpar.planner.traffic import (
     tensor_parallel_calls,
 )
 from hpcpar.tensor_parallel import TensorParallel
+from tests.grid import checkered
 
 B, S, H = 2, 64, 64
 UNIT = B * S * H
@@ -82,8 +83,7 @@ OPTIONS: dict[str, tuple[dict[str, bool], Recompute, int]] = {
 """Units of bsh(t - 1)/t values that a rank sends for a layer."""
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "size"), checkered(OPTIONS, [2, 4]))
 def test_a_layer_sends_eight_units_and_ten_if_its_inputs_are_gathered_again(size: int, name: str) -> None:
     options, recompute, expected = OPTIONS[name]
     of_layer = counted(size, sizes(2), recompute, **options) - counted(size, sizes(1), recompute, **options)

@@ -25,6 +25,7 @@ from hpcpar.training import Config, Outcome, Run, run_directory
 from hpcpar.training.metrics import records_of
 from hpcpar.training.milestones import intervals, is_due
 from hpcpar.training.run_directory import move_aside
+from tests.grid import checkered
 
 MakeConfig = Callable[..., Config]
 
@@ -122,8 +123,7 @@ def half_of(config: Config, size: int) -> None:
     run_loopback(size, interrupted)
 
 
-@pytest.mark.parametrize("precision", ["float64", "float32", "float16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), checkered([1, 2, 3], ["float64", "float16", "float32"]))
 def test_a_run_of_every_stage_is_resumed_bit_for_bit(
     config_of: MakeConfig, stage: int, precision: str
 ) -> None:
