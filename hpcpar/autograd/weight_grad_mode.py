@@ -141,8 +141,7 @@ def _hook_of(deferred: DeferredGradients) -> Callable[[Tensor], None]:
 
 
 class _Sum(Function):
-    """Of a tensor nothing, as a real number, with which backward can begin: there, the sum of its gradient's
-    parts."""
+    """Zero made of a tensor, to start a backward from that brings the sum of the tensor's gradient parts."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, parts: list[WeightGrad]) -> Tensor:

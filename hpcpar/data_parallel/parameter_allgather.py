@@ -138,7 +138,7 @@ class _Wait:
         self._numbers = numbers
 
     def __reduce__(self) -> Any:
-        """In a model that is saved or copied there is nothing to wait for."""
+        """Wait, and be saved or copied as a hook that waits for nothing."""
         self()
         return _Wait, ()
 

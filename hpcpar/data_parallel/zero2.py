@@ -283,7 +283,10 @@ class ShardedGradients:
             self._copy_in(state)
             if state.missing:
                 break
-            self._send(state)
+            flat = state.fill_up()
+            if self.on_bucket_done is not None:
+                self.on_bucket_done(state.bucket)
+            state.handle = self.dp_comm.start_reduce_scatter(flat, "average", algorithm=self._algorithm)
             self._next += 1
         # A bucket further ahead may take a buffer, unless the one whose turn is next would have to wait.
         for state in self._states[self._next + 1 :]:
@@ -341,12 +344,6 @@ class ShardedGradients:
             set_own_gradient(parameter, None)
             state.taken.add(index)
         state.arrived.clear()
-
-    def _send(self, state: BucketInFlight) -> None:
-        flat = state.fill_up()
-        if self.on_bucket_done is not None:
-            self.on_bucket_done(state.bucket)
-        state.handle = self.dp_comm.start_reduce_scatter(flat, "average", algorithm=self._algorithm)
 
     def _finish_all(self) -> None:
         for state in self._states:
