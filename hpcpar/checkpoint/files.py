@@ -14,7 +14,7 @@ import json
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,7 @@ class ShardReader:
             if not shape:
                 whole: Tensor = self._handle(file).get_tensor(name)
                 return whole.reshape(1)[start:stop]
+            # safetensors slices rows: read those that hold the elements, then cut the ends off.
             row = math.prod(shape[1:])
             first, last = start // row, -(-stop // row)
             rows: Tensor = part[first:last]
@@ -336,23 +337,31 @@ class WrittenShard:
     piece: StoredPiece
 
 
+@dataclass
+class WrittenFiles:
+    """Files that a rank wrote.
+
+    digests      of files, by name
+    shards       pieces in rank files
+    not_finite   first tensor with NaN or infinite values
+    """
+
+    digests: dict[str, FileDigest] = field(default_factory=dict)
+    shards: list[WrittenShard] = field(default_factory=list)
+    not_finite: str | None = None
+
+
 class ShardWriter:
     """Write a rank's shards into <stem>.rank<rank>.<number>.safetensors, and whole tensors where they belong.
 
     common            True on the rank that writes whole tensors into <stem>.safetensors
     may_be_infinite   names of tensors in which infinity is legitimate, such as attention masks
-
-    digests      of complete files, by name
-    written      shards in rank files
-    not_finite   first tensor with NaN or infinite values
     """
 
     def __init__(
         self, directory: Path, stem: str, rank: int, *, common: bool, may_be_infinite: Container[str] = ()
     ) -> None:
-        self.digests: dict[str, FileDigest] = {}
-        self.written: list[WrittenShard] = []
-        self.not_finite: str | None = None
+        self._written = WrittenFiles()
         self._may_be_infinite = may_be_infinite
         self._directory, self._stem, self._rank = directory, stem, rank
         self._common: dict[str, Tensor] | None = {} if common else None
@@ -368,7 +377,9 @@ class ShardWriter:
         self._waiting_nbytes += values.nbytes
         _, strides = local.packed
         piece = StoredPiece(first, end, self._file)
-        self.written.append(WrittenShard(name, values.dtype, local.shape, local.region, strides, piece))
+        self._written.shards.append(
+            WrittenShard(name, values.dtype, local.shape, local.region, strides, piece)
+        )
         if self._waiting_nbytes >= FILE_NBYTES:
             self._flush()
 
@@ -383,24 +394,26 @@ class ShardWriter:
         """Add a whole tensor that this rank alone has, to its own file."""
         self.add(name, value, LocalTensor.whole(contiguous_layout(value.shape)), 0)
 
-    def finish(self) -> None:
-        """Write all that waits."""
+    def finish(self) -> WrittenFiles:
+        """Write all that waits; return what was written."""
         if self._waiting:
             self._flush()
         if self._common is not None:
             self._write(f"{self._stem}.safetensors", self._common)
+        return self._written
 
     def _flush(self) -> None:
         self._write(self._file, self._waiting)
         self._waiting, self._waiting_nbytes = {}, 0
 
     def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
-        self.digests[file] = write_tensors(tensors, self._directory / file)
-        self.not_finite = self.not_finite or first_not_finite(tensors, self._may_be_infinite)
+        written = self._written
+        written.digests[file] = write_tensors(tensors, self._directory / file)
+        written.not_finite = written.not_finite or first_not_finite(tensors, self._may_be_infinite)
 
     @property
     def _file(self) -> str:
-        return f"{self._stem}.rank{self._rank:05d}.{len(self.digests):03d}.safetensors"
+        return f"{self._stem}.rank{self._rank:05d}.{len(self._written.digests):03d}.safetensors"
 
 
 def on_cpu(tensor: Tensor) -> Tensor:

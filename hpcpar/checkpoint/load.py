@@ -112,13 +112,17 @@ def load(
         # The collectives inside fail on all ranks that take part, or on none.
         restore.pieces()
     with comm.together(doing):
-        for each in distributed:
-            # The given optimizer got its master weights from the checkpoint, and ZeRO-3 shards tell theirs.
-            if each is not optimizer and each.sharding is None:
-                each.take_parameters()
-    with comm.together(doing):
+        _renew_masters(distributed, optimizer)
         restored = saved_random is not None and _restore_random(contents, model, saved_random, comm)
     return Loaded(chosen, contents.state.step, contents.state.extra, contents.ranks, restored)
+
+
+def _renew_masters(distributed: list[DistributedOptimizer], optimizer: Optimizer | None) -> None:
+    """Let optimizers that were not loaded take their master weights from the parameters."""
+    for each in distributed:
+        # The given optimizer got its master weights from the checkpoint, and ZeRO-3 shards tell theirs.
+        if each is not optimizer and each.sharding is None:
+            each.take_parameters()
 
 
 def _restore_random(

@@ -1,4 +1,4 @@
-"""Which rank has which layers, and which rank writes what: of all ranks with the same elements, one.
+"""Ownership: each rank's position in the pipeline, and the one rank that writes each element.
 
 Ranks with the same tensor names share a position in the pipeline. Nobody passes the pipeline's degree or
 schedule, and they do not matter: all positions together are the whole model.
@@ -98,6 +98,7 @@ class PipelinePositions:
 
         The first position that has it under this name does, else the first that has a tied equal.
         """
+        # Rank order decides between equals, so all ranks come to the same answer without a message.
         return position == next(number for holders in self._holders for number in holders.get(name, ()))
 
     @cached_property
@@ -249,6 +250,7 @@ class WritePlan:
             return False
         split = split_of(tensor)
         own = self._own
+        # Of several ranks with the same section (shared key heads), the first counts as replica 0.
         replica = own.tp_rank if split is None or split.size != own.tp_size else split.replicas[own.tp_rank]
         return self._is_first and replica == 0 and (sharded or own.dp_rank == 0)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hpcpar.checkpoint import random_state
 from hpcpar.checkpoint.checkpoint_directory import checkpoint_path, fault_of, not_finite, prune
-from hpcpar.checkpoint.files import ShardWriter, WrittenShard, pieces_text, write_tensors
+from hpcpar.checkpoint.files import ShardWriter, WrittenFiles, pieces_text, write_tensors
 from hpcpar.checkpoint.local_tensor import LocalTensor, is_replicated
 from hpcpar.checkpoint.manifest import MANIFEST, PIECES, RANDOM, STATE, FileDigest, Manifest
 from hpcpar.checkpoint.model_state import ModelState
@@ -79,12 +79,12 @@ def save(
     doing = f"saving the checkpoint {final}"
     with comm.together(doing):
         _check_arguments(final, keep)
-        state = ModelState(model)
         distributed_of(model, optimizer)
-        groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
+        state, contents = _contents_of(model, optimizer)
         own_random = random_state.capture(model)
     wait_for_new(model.parameters())
-    positions = PipelinePositions.agree(RankContents(state.names, groups), comm, doing)
+    positions = PipelinePositions.agree(contents, comm, doing)
+    # Rank 0 alone describes the whole checkpoint, so it needs what every rank knows.
     random_states = comm.gather_object(own_random)
     coordinates = _agree_on_coordinates(model, optimizer, positions, comm, doing)
     with ExitStack() as naming:
@@ -96,7 +96,7 @@ def save(
                 staging = naming.enter_context(whole_directory(final))
         staging = Path(comm.broadcast_object(str(staging)))
         with comm.together(doing):
-            output = _write_own(_Target(staging, comm.rank, plan), model, state, optimizer)
+            output = _write_own(staging, comm.rank, plan, model, state, optimizer)
         outputs = comm.gather_object(output)
         with comm.together(doing):
             if outputs is not None and random_states is not None:
@@ -104,14 +104,17 @@ def save(
                 _write_common(staging, step, dict(extra or {}), ranks)
                 _refuse_to_replace_a_sound_one(final, ranks.not_finite)
                 naming.close()
-                if ranks.not_finite is not None:
-                    logger.warning("%s; loading passes over it", not_finite(final))
-                if keep is not None:
-                    prune(final.parent, newest=final, keep=keep)
+                _after_naming(final, ranks.not_finite, keep)
     return final
 
 
 # --- what ranks agree on --------------------------------------------------------------------------
+
+
+def _contents_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, RankContents]:
+    state = ModelState(model)
+    groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
+    return state, RankContents(state.names, groups)
 
 
 def _counted(step: int) -> int:
@@ -171,44 +174,21 @@ def _write_plan(
 # --- what one rank writes -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Target:
-    directory: Path
-    rank: int
-    plan: WritePlan
-
-    def writer(self, stem: str, may_be_infinite: Container[str] = ()) -> ShardWriter:
-        common = self.plan.writes_common
-        return ShardWriter(self.directory, stem, self.rank, common=common, may_be_infinite=may_be_infinite)
-
-
 @dataclass
 class _RankOutput:
     """Description of what one rank wrote.
 
-    digests            of its files, by name
-    model, optimizer   shards in them
     scalars            optimizer states that are no tensors
     options, tensors   of the optimizer's groups, and those that are tensors
     loss_scale         of the optimizer
-    not_finite         first tensor with NaN or infinite values
     """
 
-    digests: dict[str, FileDigest] = field(default_factory=dict)
-    model: list[WrittenShard] = field(default_factory=list)
-    optimizer: list[WrittenShard] = field(default_factory=list)
+    model: WrittenFiles = field(default_factory=WrittenFiles)
+    optimizer: WrittenFiles = field(default_factory=WrittenFiles)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     loss_scale: dict[str, float] | None = None
-    not_finite: str | None = None
-
-    def finish(self, files: ShardWriter) -> list[WrittenShard]:
-        """Close a writer's files; return the shards in them."""
-        files.finish()
-        self.digests |= files.digests
-        self.not_finite = self.not_finite or files.not_finite
-        return files.written
 
     def every_option(self) -> dict[str, Any]:
         """Return what all positions must have alike, by the words that name it."""
@@ -222,24 +202,38 @@ class _RankOutput:
 
 
 def _write_own(
-    target: _Target, model: nn.Module, state: ModelState, optimizer: Optimizer | None
+    directory: Path,
+    rank: int,
+    plan: WritePlan,
+    model: nn.Module,
+    state: ModelState,
+    optimizer: Optimizer | None,
 ) -> _RankOutput:
-    if not target.directory.is_dir():
+    if not directory.is_dir():
         raise CheckpointError(
-            f"{target.directory}, which rank 0 made, is not there for this rank; save to a file system that "
+            f"{directory}, which rank 0 made, is not there for this rank; save to a file system that "
             "all share"
         )
     output = _RankOutput()
-    _write_model(output, target, model, state)
+    # A buffer may be a mask of infinities.
+    masks = set(state.names.buffers)
+    files = ShardWriter(directory, "model", rank, common=plan.writes_common, may_be_infinite=masks)
+    _write_model(files, plan, model, state)
+    output.model = files.finish()
     if optimizer is not None:
-        _write_optimizer(output, target, optimizer, state)
+        files = ShardWriter(directory, "optimizer", rank, common=plan.writes_common)
+        output.tensors, output.options = group_options(optimizer)
+        if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
+            output.loss_scale = optimizer.scaler.state_dict()
+        if plan.writes_common:
+            for name, value in output.tensors.items():
+                files.add_whole(name, value)
+        output.scalars = write_states(optimizer, state.parameter_names, files, plan)
+        output.optimizer = files.finish()
     return output
 
 
-def _write_model(output: _RankOutput, target: _Target, model: nn.Module, state: ModelState) -> None:
-    plan = target.plan
-    # A buffer may be a mask of infinities.
-    files = target.writer("model", may_be_infinite=set(state.names.buffers))
+def _write_model(files: ShardWriter, plan: WritePlan, model: nn.Module, state: ModelState) -> None:
     sharding = sharding_of(list(model.parameters()))
     sharded: set[int] = set()
     if sharding is not None:
@@ -258,19 +252,6 @@ def _write_model(output: _RankOutput, target: _Target, model: nn.Module, state: 
         else:
             local = LocalTensor.of(value)
             files.add(name, in_memory_order(value, local.layout), local, 0)
-    output.model = output.finish(files)
-
-
-def _write_optimizer(output: _RankOutput, target: _Target, optimizer: Optimizer, state: ModelState) -> None:
-    output.tensors, output.options = group_options(optimizer)
-    if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
-        output.loss_scale = optimizer.scaler.state_dict()
-    files = target.writer("optimizer")
-    if target.plan.writes_common:
-        for name, value in output.tensors.items():
-            files.add_whole(name, value)
-    output.scalars = write_states(optimizer, state.parameter_names, files, target.plan)
-    output.optimizer = output.finish(files)
 
 
 # --- what rank 0 writes for all -------------------------------------------------------------------
@@ -288,7 +269,8 @@ class _AllRanks:
     @property
     def not_finite(self) -> str | None:
         """First tensor with NaN or infinite values, of the first rank that has one."""
-        return next((each.not_finite for each in self.outputs if each.not_finite is not None), None)
+        written = (files for each in self.outputs for files in (each.model, each.optimizer))
+        return next((files.not_finite for files in written if files.not_finite is not None), None)
 
     def require_same_options(self) -> None:
         """CheckpointError if positions of the pipeline step with different options."""
@@ -331,7 +313,9 @@ class _AllRanks:
 def _write_common(staging: Path, step: int, extra: dict[str, Any], ranks: _AllRanks) -> None:
     """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all."""
     ranks.require_same_options()
-    digests = {name: digest for each in ranks.outputs for name, digest in each.digests.items()}
+    digests: dict[str, FileDigest] = {}
+    for each in ranks.outputs:
+        digests |= each.model.digests | each.optimizer.digests
     digests[STATE] = _write_text(_as_json(ranks.state(step, extra), extra), staging / STATE)
     arrays = {
         f"{rank}/{name}": torch.tensor(array)
@@ -340,8 +324,8 @@ def _write_common(staging: Path, step: int, extra: dict[str, Any], ranks: _AllRa
     }
     digests[RANDOM] = write_tensors(arrays, staging / RANDOM)
     pieces = pieces_text(
-        (shard for each in ranks.outputs for shard in each.model),
-        (shard for each in ranks.outputs for shard in each.optimizer),
+        (shard for each in ranks.outputs for shard in each.model.shards),
+        (shard for each in ranks.outputs for shard in each.optimizer.shards),
     )
     if pieces is not None:
         digests[PIECES] = _write_text(pieces, staging / PIECES)
@@ -349,6 +333,14 @@ def _write_common(staging: Path, step: int, extra: dict[str, Any], ranks: _AllRa
     # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
     manifest.check_sizes(staging)
     _write_text(manifest.text(), staging / MANIFEST)
+
+
+def _after_naming(final: Path, broken: str | None, keep: int | None) -> None:
+    """Warn of non-finite values, and prune: only now, when the new checkpoint is safely on the disk."""
+    if broken is not None:
+        logger.warning("%s; loading passes over it", not_finite(final))
+    if keep is not None:
+        prune(final.parent, newest=final, keep=keep)
 
 
 def _refuse_to_replace_a_sound_one(final: Path, broken: str | None) -> None:

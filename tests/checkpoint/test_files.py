@@ -186,8 +186,7 @@ def test_any_part_comes_out_of_any_other_parts(saver: str, saved_padding: int, t
         for piece, (start, stop) in enumerate(pairwise([0, flat.numel() // 3, flat.numel()])):
             files = ShardWriter(tmp_path, "model", 10 * rank + piece, common=False)
             files.add("w", flat[start:stop], holding, start)
-            files.finish()
-            written += files.written
+            written += files.finish().shards
     stored, read = joined(written)["w"], ShardReader(tmp_path)
     assert stored.whole(read).equal(value)
     for loader in WAYS:
@@ -208,8 +207,7 @@ def test_the_very_part_that_was_saved_is_read_alone_and_of_others_what_overlaps(
     for rank, holding in enumerate(holdings("two halves of rows")[::2]):
         files = ShardWriter(tmp_path, "model", rank, common=False)
         files.add("w", in_memory(value, holding), holding, 0)
-        files.finish()
-        written += files.written
+        written += files.finish().shards
     stored, read = joined(written)["w"], []
     flat = ShardReader.flat
 

@@ -237,8 +237,9 @@ def test_the_same_stage_on_as_many_ranks_goes_on_bit_for_bit(mode: str, tmp_path
     assert all(run_loopback(3, body))
 
 
-@pytest.mark.parametrize("loader", [mode for mode in MIXED if "bfloat16" in mode])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "loader"), [(0, "3 bfloat16"), (0, "1 bfloat16"), (3, "0 bfloat16"), (3, "2 bfloat16")]
+)
 def test_master_weights_come_from_the_float32_values_and_give_them_back(
     stage: int, loader: str, tmp_path: Path
 ) -> None:
@@ -425,10 +426,9 @@ def test_large_shards_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.Mon
         torch.testing.assert_close(value, expected[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["model", "optimizer"])
-@pytest.mark.parametrize("damage", ["a flipped bit", "a missing file"])
+@pytest.mark.parametrize(("kind", "damage"), [("model", "a missing file"), ("optimizer", "a flipped bit")])
 def test_one_damaged_shard_is_named_on_all_ranks_and_nothing_changes(
-    damage: str, kind: str, tmp_path: Path
+    kind: str, damage: str, tmp_path: Path
 ) -> None:
     path = saved_by(3, MODES["3"], "adamw", tmp_path)
     file = path / f"{kind}.rank00001.000.safetensors"
@@ -572,26 +572,6 @@ def test_a_checkpoint_of_other_ranks_pieces_is_whole_or_refused(
     monkeypatch.setattr(DistributedOptimizer, "own_states", half)
     with pytest.raises((CheckpointError, PeerFailedError), match=r"of .* there (is|are) "):
         saved_by(2, MODES["1"], "sgd", tmp_path)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("saver", ["0", "1", "2", "3"])
-def test_stages_over_mpi_go_on_in_each_other(world: Communicator, saver: str, tmp_path: Path) -> None:
-    directory = Path(world.broadcast_object(str(tmp_path)))
-    expected = serial("adamw", 4)
-    course = Course(world, MODES[saver], "adamw", directory)
-    course.steps(0, 2)
-    path = course.save(directory, 2)
-    deviations = []
-    for mode in MODES.values():
-        resumed = Course(world, mode, "adamw", directory, seed=1)
-        resumed.load(path)
-        resumed.steps(2, 4)
-        found = resumed.tensors()
-        del found["seen"]
-        deviations += [float((value - expected[name]).abs().sum()) for name, value in found.items()]
-    largest = world.allgather_object(max(deviations))
-    assert max(largest) < TOLERANCE
 
 
 @pytest.mark.mpi
