@@ -28,7 +28,7 @@ class Cost(NamedTuple):
         return self.plus(other.times(-1))
 
     def of_part(self, part: float) -> Cost:
-        """The same messages for a part of the vector."""
+        """The cost of as many messages for a part of the vector."""
         return Cost(self.messages, self.sent * part, self.combined * part)
 
     def times(self, factor: float) -> Cost:

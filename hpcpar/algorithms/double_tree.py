@@ -63,7 +63,7 @@ class _Edge:
 
 
 def _edges_of(rank: int, size: int, tree: int) -> Iterator[_Edge]:
-    """Both directions of the edges of one rank in one tree."""
+    """The edges of one rank in one tree, each in both directions."""
     node, height = exchanged(rank, size, tree), (size - 1).bit_length()
     above = [(node, parent_of(node, size), True)] if node > 0 else []
     below = [(child, child, False) for child in children_of(node, size)]

@@ -34,7 +34,7 @@ from hpcpar.algorithms.step import Generator, Receive, Send, Step, Steps
 from hpcpar.algorithms.topology import NodeMap, Nodes, map_nodes
 
 Chunks = tuple[int, ...]
-"""What one chunk of a flat algorithm stands for here: any number of chunks, also none."""
+"""The chunks that one chunk of a flat algorithm stands for; may be empty."""
 
 Grid = tuple[tuple[Chunks, ...], ...]
 """By lane, then by chunk of the flat algorithm that runs along the lane."""
@@ -56,7 +56,7 @@ def allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
 
 
 def halving_allreduce(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
-    """As `allreduce`, with Rabenseifner's algorithm for each lane: fewer messages between many nodes.
+    """Combine over all ranks, with Rabenseifner's algorithm for each lane: fewer messages between many nodes.
 
     before   every rank: lanes × m chunks of any values, m the largest power of two of N
     after    every rank: all chunks are totals
@@ -100,7 +100,7 @@ def reduce_scatter(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps
 
 
 def halving_reduce_scatter(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
-    """As `reduce_scatter`, with recursive halving for each lane: fewer messages between many nodes.
+    """Reduce-scatter with recursive halving for each lane: fewer messages between many nodes.
 
     before   every rank: n chunks of any values
     after    rank r: chunk r is the total, the other chunks hold partial sums
@@ -123,7 +123,7 @@ def allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
 
 
 def doubling_allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> Steps:
-    """As `allgather`, with recursive doubling for each lane: fewer messages between many nodes.
+    """All-gather with recursive doubling for each lane: fewer messages between many nodes.
 
     before   rank r: chunk r
     after    every rank: all n chunks
@@ -135,7 +135,7 @@ def doubling_allgather(rank: int, size: int, *, nodes: Nodes | None = None) -> S
 
 
 def pipelined_allreduce(rank: int, size: int, *, segments: int = 1, nodes: Nodes | None = None) -> Steps:
-    """As `allreduce`, in k segments, of which each is one step behind the one before.
+    """All-reduce in k segments, each one step behind the one before.
 
     before   every rank: k × lanes × N chunks of any values
     after    every rank: all chunks are totals
@@ -157,7 +157,7 @@ def pipelined_allreduce(rank: int, size: int, *, segments: int = 1, nodes: Nodes
 
 
 def pipelined_reduce_scatter(rank: int, size: int, *, segments: int = 1, nodes: Nodes | None = None) -> Steps:
-    """As `reduce_scatter`, in k segments, of which each is one step behind the one before.
+    """Reduce-scatter in k segments, each one step behind the one before.
 
     before   every rank: n × k chunks of any values
     after    rank r: chunks rk to rk + k - 1 are totals, the other chunks hold partial sums
@@ -174,7 +174,7 @@ def pipelined_reduce_scatter(rank: int, size: int, *, segments: int = 1, nodes: 
 
 
 def pipelined_allgather(rank: int, size: int, *, segments: int = 1, nodes: Nodes | None = None) -> Steps:
-    """As `allgather`, in k segments, of which each is one step behind the one before.
+    """All-gather in k segments, each one step behind the one before.
 
     before   rank r: chunks rk to rk + k - 1
     after    every rank: all n × k chunks
@@ -206,7 +206,7 @@ def broadcast(rank: int, size: int, *, root: int = 0, segments: int = 1, nodes: 
 
 
 def binomial_broadcast(rank: int, size: int, *, root: int = 0, nodes: Nodes | None = None) -> Steps:
-    """As `broadcast`, with a binomial tree for each lane: fewer messages one after another.
+    """Broadcast with a binomial tree for each lane: fewer messages one after another.
 
     before   root: one chunk for each lane
     after    every rank: the root's chunks
@@ -328,17 +328,17 @@ def _renamed(steps: Steps, ranks: Sequence[int], chunks: Sequence[Chunks]) -> St
 
 
 def _abreast(lanes: Iterable[Steps]) -> Steps:
-    """As `_side_by_side`, without the steps that do nothing."""
+    """Run lanes side by side, without the steps that do nothing."""
     for step in _side_by_side(lanes):
         if step.sends or step.receives:
             yield step
 
 
 def _side_by_side(lanes: Iterable[Steps]) -> Steps:
-    """Step k of all lanes at once; between two ranks one message, and none that carries nothing.
+    """Merge step k of all lanes: one message between two ranks, and none without chunks.
 
-    Both ends do so alike: a rank is at the same place of all its lanes, so the messages that meet
-    here in one step meet in one step at the other end as well.
+    Both ends merge alike: a rank has the same position in all its lanes, so messages that share a step
+    here share one at the other end as well.
     """
     for steps in zip(*lanes, strict=True):
         sent: dict[int, Chunks] = {}
@@ -360,7 +360,7 @@ def _side_by_side(lanes: Iterable[Steps]) -> Steps:
 
 
 def _at_least_one(steps: Steps) -> tuple[Step, ...]:
-    """A rank alone on its node has nothing to do inside it, but must not run ahead of the others."""
+    """Keep a rank that is alone on its node in step with the others by an empty step."""
     return tuple(steps) or (Step(),)
 
 
@@ -370,7 +370,7 @@ def _parts_of_chunks(size: int, segments: int) -> list[list[Chunks]]:
 
 
 def _staggered(walk: Sequence[Step], size: int, numbers: Sequence[Sequence[Chunks]]) -> Steps:
-    """The same walk for all segments, each one step behind the one before.
+    """Walk all segments, each one step behind the one before.
 
     All ranks walk in equally many steps, so both ends of a step have the same segments under way, and
     list their messages in the same order.

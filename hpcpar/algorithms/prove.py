@@ -67,7 +67,7 @@ def prove_schedules(
 
 
 class Value(NamedTuple):
-    """What a chunk holds; of an all-to-all, chunk number source · size + destination."""
+    """The content of a chunk; in an all-to-all, `chunk` is source · size + destination."""
 
     chunk: int
     ranks: int  # bit r: the contribution of rank r is in it
@@ -79,7 +79,7 @@ Memory = dict[Space, list[Value | None]]
 
 @dataclass(frozen=True)
 class _Promise:
-    """What each collective starts from and must end with."""
+    """Content before and after a collective."""
 
     collective: str
     size: int
@@ -111,7 +111,7 @@ class _Promise:
         return Value(chunk, 1 << rank, rank) if has else None
 
     def after(self, rank: int) -> Iterator[tuple[Space, int, int, int]]:
-        """What `rank` must end with: (space, place, chunk, mask of the ranks that contributed)."""
+        """The required content of `rank`: (space, place, chunk, mask of the ranks that contributed)."""
         everyone = (1 << self.size) - 1
         everything = range(self.chunks)
         match self.collective:
@@ -276,7 +276,7 @@ class _Interpreter:
         me.memory[space][chunk] = value
 
     def _check_step(self, me: _Rank, step: Step) -> None:
-        """What is wrong with a step by itself: peers, places, and races within the step."""
+        """Check the peers, places and races of a single step."""
         for send in step.sends:
             self._check_peer(me, send.to)
             self._check_places(me, send.space, send.chunks)

@@ -99,7 +99,7 @@ class Algorithm:
     def schedule(
         self, rank: int, size: int, *, root: int = 0, segments: int = 1, nodes: Nodes | None = None
     ) -> tuple[Step, ...]:
-        """The same steps as `generate`, from a cache: equal arguments give the same tuple."""
+        """Generate the steps, or take them from a cache: equal arguments give the same tuple."""
         return _cached(self, rank, size, root, segments, nodes if self.placed else None)
 
     def cost_on_nodes(self, nodes: int, per_node: int, segments: int = 1) -> TwoLevelCost:

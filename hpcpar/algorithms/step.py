@@ -1,4 +1,4 @@
-"""What every collective algorithm is made of: steps, each one exchange of chunks.
+"""Steps of collective algorithms, each one exchange of chunks.
 
 An algorithm is a generator of `Step`s for one rank. A chunk is named by its index in a *space*:
 

@@ -1,4 +1,4 @@
-"""What arithmetic on long arrays works with: blocks, float32 scratch for them, and silence.
+"""Blocks of long arrays, float32 scratch for them, and NumPy calls without warnings.
 
 An array longer than the caches is worked on block by block, so that what one operation leaves behind
 is still in the cache for the next. The blocks are larger than a second-level cache; that was measured:
@@ -73,7 +73,7 @@ class _OfThisThread(threading.local):
         self._by_count: dict[int, FloatBlocks] = {}
 
     def floats(self, count: int) -> FloatBlocks:
-        """The same memory whatever the count; views of the last few counts are kept."""
+        """Two blocks in one piece of memory per thread; views of the last few counts are cached."""
         found = self._by_count.get(count)
         if found is not None:
             return found
@@ -126,7 +126,7 @@ def silent(function: Callable[..., Any], a: Any, b: Any, out: Any) -> Callable[[
 
 
 def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """All of them as one."""
+    """Join calls into one."""
     return calls[0] if len(calls) == 1 else partial(_each, calls)
 
 

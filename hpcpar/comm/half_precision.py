@@ -50,7 +50,7 @@ ENCODABLE = ("float32", "float64")
 
 SMALLEST_NORMAL = 2.0**-126
 LARGEST_POWER = 2.0**127
-"""Of float32 and bfloat16. A factor between the two keeps all its digits in every type that is multiplied."""
+"""Limits of float32 and bfloat16: a factor between the two keeps all its digits in every type."""
 
 _NUMBERS = (float, int)
 

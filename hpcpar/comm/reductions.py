@@ -1,4 +1,4 @@
-"""How pieces of memory become one: the operations of reductions, by name and element type.
+"""Reduction operations on host and device memory, by name and element type.
 
 What is guaranteed about rounding, with u = 2^-11 for float16, 2^-8 for bfloat16, 2^-24 for float32:
 
@@ -48,10 +48,10 @@ Op = Literal["sum", "average", "min", "max", "product", "and", "or"]
 OPS: tuple[str, ...] = get_args(Op)
 
 Function = Callable[[Any, Any, Any], Any]
-"""Of two arrays and where the result goes."""
+"""(left operand, right operand, result)"""
 Rescale = Callable[[Any], None]
 Block = tuple[Any, Sequence[Any]]
-"""Where a block of the result goes, and that block of every source."""
+"""A block of the result, and that block of every source."""
 
 NUMPY: dict[str, Function] = {
     "sum": np.add,
@@ -70,10 +70,10 @@ _FLOATS = (*_HALVES, "float32", "float64")
 _COMPLEX = ("complex64", "complex128")
 
 CHAINED_NBYTES = 16 * KiB
-"""Of few bytes each sum is a call prepared by itself; for more what that saves is little."""
+"""Up to this size each sum is a prepared call of its own; beyond, that saves little."""
 
 _FEW = 64
-"""Up to so many float16 elements NumPy's slow loop costs less than a call of torch."""
+"""Up to this many float16 elements NumPy's slow loop costs less than a call of torch."""
 
 
 def require_op(op: str, dtype: str) -> None:
@@ -132,7 +132,7 @@ def prepare_combine(op: str, into: HostBuffer, one: HostBuffer, other: HostBuffe
 
 
 def _are_numbers(op: str, dtype: str, arrays: Sequence[Any]) -> bool:
-    """Whether these arrays are one number each, for `_add_numbers`."""
+    """True for arrays of one number each, which `_add_numbers` takes."""
     is_sum = NUMPY[op] is np.add and dtype in ("float32", "float64") and len(arrays[0]) == 1
     return is_sum and all(array.flags.aligned for array in arrays)  # memoryviews cannot tell types of others
 
@@ -265,7 +265,7 @@ def _is_numpy(buffer: HostBuffer) -> bool:
 
 
 def _do_nothing() -> None:
-    """What there is to do for no elements."""
+    """Nothing to do for no elements."""
 
 
 def _arithmetic(buffer: HostBuffer) -> Any:
@@ -291,7 +291,7 @@ def _blocks(into: HostBuffer, sources: Sequence[HostBuffer], block_count: int) -
 
 
 def _aliases_later(into: HostBuffer, sources: Sequence[HostBuffer]) -> bool:
-    """Whether the result lies where a source does that is read after the result is first written."""
+    """True if a source that is read after the first write lies in the memory of the result."""
     if len(sources) <= 2 or into is sources[0]:
         return False
     return any(source.address == into.address for source in sources[2:])
@@ -306,7 +306,7 @@ def _fold_in_place(function: Function, blocks: list[Block], rescale: Rescale | N
 
 
 def _fold_aside(function: Function, blocks: list[Block], rescale: Rescale | None) -> None:
-    """The same with partial results elsewhere, as a later source is where the result goes."""
+    """Fold with partial results elsewhere, because a later source lies in the memory of the result."""
     for result, pieces in blocks:
         total = result.copy() if isinstance(result, np.ndarray) else result.clone()
         _fold_in_place(function, [(total, pieces)], rescale)

@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """As `python path …` would: `sys.path` starts with the script's directory."""
+    """Run a script like `python path …`: `sys.path` starts with its directory."""
     sys.argv = [path, *arguments]
     if not _safe_path() and os.path.isfile(path):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -39,13 +39,13 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
-    """As `python -m name …` would: `sys.path` starts with the working directory."""
+    """Run a module like `python -m name …`: `sys.path` starts with the working directory."""
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def run_code(code: str, arguments: Sequence[str]) -> None:
-    """As `python -c code …` would."""
+    """Run code like `python -c code …`."""
     sys.argv = ["-c", *arguments]
     if not _safe_path():
         sys.path[0] = ""
@@ -55,7 +55,7 @@ def run_code(code: str, arguments: Sequence[str]) -> None:
 
 
 def _safe_path() -> bool:
-    """Whether Python was told (-P) to put no directory in front."""
+    """Return True if Python was told (-P) to put no directory in front."""
     return bool(getattr(sys.flags, "safe_path", False))
 
 

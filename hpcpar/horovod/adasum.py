@@ -67,7 +67,7 @@ def halvings(rank: int, size: int, count: int) -> list[Halving]:
 
 
 def adasum(comm: Communicator, flat: torch.Tensor, edges: Sequence[int]) -> None:
-    """Every rank's tensors become the Adasum of all ranks'. In place; collective; returns when it is done.
+    """Replace every rank's tensors by the Adasum of all ranks', in place. Collective; blocks.
 
     flat     one dimension, on the CPU, float16, bfloat16, float32 or float64
     edges    tensor i is flat[edges[i]:edges[i + 1]]; the same on every rank. What lies before the first
@@ -135,7 +135,7 @@ def _sum_over_group(comm: Communicator, group: int, dots: torch.Tensor) -> None:
 
 
 def _within(tensor: tuple[int, int], part: slice) -> slice:
-    """What of a tensor lies in a part of the whole, counted from where the part begins; it may be nothing."""
+    """Return a tensor's span inside a part of the whole, relative to the part; it may be empty."""
     start, stop = (min(max(edge, part.start), part.stop) - part.start for edge in tensor)
     return slice(start, stop)
 
@@ -153,7 +153,7 @@ def _add_dots(row: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _factors(dots: torch.Tensor) -> list[tuple[float, float]]:
-    """Of each row of dot products, what its a and its b are multiplied by."""
+    """Return the factors of a and b for each row of dot products."""
     half = dots[:, AB] / 2
     a_factors = torch.where(dots[:, AA] == 0, 1.0, 1 - half / dots[:, AA])
     b_factors = torch.where(dots[:, BB] == 0, 1.0, 1 - half / dots[:, BB])

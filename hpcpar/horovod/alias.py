@@ -23,20 +23,20 @@ from typing import Any
 from hpcpar.errors import HpcparError
 
 INTERFACE_VERSION = "0.28.1"
-"""What `horovod.__version__` says: the Horovod whose interface this is."""
+"""Value of `horovod.__version__`: the release whose interface this is."""
 
-HOMES = {
+ALIASES = {
     "horovod.torch": "hpcpar.horovod.torch",
     "horovod.common.basics": "hpcpar.horovod.basics",
     "horovod.common.elastic": "hpcpar.horovod.torch.elastic",
     "horovod.common.exceptions": "hpcpar.horovod.exceptions",
     "horovod.common.process_sets": "hpcpar.horovod.process_sets",
     "horovod.common.util": "hpcpar.horovod.util",
-    "horovod.runner.util.threads": "hpcpar.horovod.threads",
+    "horovod.runner.util.threads": "hpcpar.horovod.util",
 }
 """Name in Horovod -> ours; `horovod.torch.x` is `hpcpar.horovod.torch.x`."""
 
-ROOMS: dict[str, dict[str, str]] = {
+NAMESPACES: dict[str, dict[str, str]] = {
     "horovod": {"run": "hpcpar.horovod.runner"},
     "horovod.common": {},
     "horovod.runner": {"run": "hpcpar.horovod.runner"},
@@ -49,14 +49,14 @@ class AliasError(HpcparError, ImportError):
     """`horovod` cannot mean ours: the real one is in this process already."""
 
 
-class _Room(Loader):
-    """Makes a package of ROOMS."""
+class _NamespaceLoader(Loader):
+    """Loads a package of NAMESPACES."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        names = ROOMS[module.__name__]
+        names = NAMESPACES[module.__name__]
 
         def look(name: str) -> Any:
             if name not in names:
@@ -68,7 +68,7 @@ class _Room(Loader):
             module.__dict__["__version__"] = INTERFACE_VERSION
 
 
-class _Home(Loader):
+class _AliasLoader(Loader):
     """Hands out our own module for a name of Horovod's."""
 
     def __init__(self, name: str) -> None:
@@ -93,8 +93,8 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name.partition(".")[0] != "horovod":
             return None
-        if name in ROOMS:
-            return ModuleSpec(name, _Room(), origin="hpcpar", is_package=True)
+        if name in NAMESPACES:
+            return ModuleSpec(name, _NamespaceLoader(), origin="hpcpar", is_package=True)
         own = own_name(name)
         found = own and importlib.util.find_spec(own)
         if not own or not found:
@@ -105,7 +105,7 @@ class _Finder(MetaPathFinder):
                 f"horovod.common and horovod.run; for other frameworks install Horovod itself",
                 name=name,
             )
-        spec = ModuleSpec(name, _Home(own), origin=found.origin)
+        spec = ModuleSpec(name, _AliasLoader(own), origin=found.origin)
         spec.submodule_search_locations = found.submodule_search_locations
         return spec
 
@@ -119,14 +119,14 @@ def _is_imported_by(caller: FrameType | None) -> bool:
 
 def own_name(name: str) -> str | None:
     """Our module for a name of Horovod's: "horovod.torch.mpi_ops" -> "hpcpar.horovod.torch.mpi_ops"."""
-    for theirs, ours in HOMES.items():
+    for theirs, ours in ALIASES.items():
         if name == theirs or name.startswith(theirs + "."):
             return ours + name.removeprefix(theirs)
     return None
 
 
 def installed() -> bool:
-    """Whether `import horovod` means ours in this process."""
+    """Return True if `import horovod` means ours in this process."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
@@ -157,7 +157,7 @@ class _InstallInChild:
 
 
 def _with_alias(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-    """What a child of `multiprocessing` is told first, with the alias in it.
+    """Add the alias to what a child of `multiprocessing` is told first.
 
     A child that is not forked imports the script again, whose `import horovod` must mean ours there.
     """

@@ -1,6 +1,6 @@
 """Horovod's process-wide state: init, shutdown, who this process is, and what is built in.
 
-One of the two rooms with such state (the other is the torch.distributed backend): Horovod's API demands it.
+Horovod's API demands such state; the torch.distributed backend is the only other package with it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import hpcpar
 from hpcpar.comm import Communicator
 from hpcpar.errors import OperationError
 from hpcpar.horovod import process_sets as sets
-from hpcpar.horovod.engine import Crew, Engine
-from hpcpar.horovod.init_arguments import Asked, agreed, fail_together
+from hpcpar.horovod.chrome_timeline import ChromeTimeline
+from hpcpar.horovod.engine import Engine, EngineGroup
+from hpcpar.horovod.init_arguments import InitArguments, agreed, fail_together
 from hpcpar.horovod.process_sets import (
     ProcessSet,
     global_process_set,
 )
-from hpcpar.horovod.timeline import Timeline
 from hpcpar.launch.horovod_settings import HorovodSettings
 from hpcpar.launch.settings import Settings, announce_rank
 
@@ -33,7 +33,7 @@ DYNAMIC = "DYNAMIC"
 
 
 class Context:
-    """Everything that `init` sets up.
+    """State of one initialization: communicator, settings, engines and process sets.
 
     base           communicator of all ranks, for what all of them do together outside of the engines
     process_sets   by their number; 0 is all ranks
@@ -44,8 +44,8 @@ class Context:
         self.knobs = knobs
         self.rank, self.size = base.rank, base.size
         self.dynamic = dynamic or knobs.dynamic_process_sets
-        self.crew = Crew(base.poke)
-        self.timeline: Timeline | None = None
+        self.engine_group = EngineGroup(base.poke)
+        self.timeline: ChromeTimeline | None = None
         self.process_sets: dict[int, ProcessSet] = {}
         self._sets_made = 0
         here = [rank for rank, node in enumerate(base.nodes) if node == base.nodes[base.rank]]
@@ -64,19 +64,19 @@ class Context:
         return self._sets_made
 
     def make_engine(self, ranks: Sequence[int], name: str) -> Engine | None:
-        """The engine of these ranks; None on others. Collective over all ranks."""
+        """Make the engine of these ranks; None on others. Collective over all ranks."""
         color = 0 if self.rank in ranks else None
         comm = self.base.split(color, self.rank, name)
         control = self.base.split(color, self.rank, f"{name}, rounds")
         if comm is None or control is None:
             return None
-        return Engine(comm.unchecked(name), control.unchecked("rounds"), self.crew, self.knobs)
+        return Engine(comm.unchecked(name), control.unchecked("rounds"), self.engine_group, self.knobs)
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Rank 0 writes it; one that is being written ends."""
+        """Begin a timeline, which rank 0 writes, and end an earlier one."""
         self.stop_timeline()
         if self.rank == 0:
-            self.timeline = Timeline(Path(path), mark_cycles)
+            self.timeline = ChromeTimeline(Path(path), mark_cycles)
         self._show_timeline()
 
     def stop_timeline(self) -> None:
@@ -87,8 +87,8 @@ class Context:
         self._show_timeline()
 
     def _show_timeline(self) -> None:
-        for engine in self.crew.engines:
-            engine.timeline = self.timeline
+        for engine in self.engine_group.engines:
+            engine.observer.timeline = self.timeline
 
     def _engine_over_all(self) -> Engine:
         engine = self.make_engine(range(self.size), "process set 0")
@@ -118,10 +118,10 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
     if _context is not None:
         _init_again(_context, comm, process_sets)
         return
-    asked, knobs = Asked(), HorovodSettings()
+    asked, knobs = InitArguments(), HorovodSettings()
     failure: Exception | None = None
     try:
-        asked, knobs = Asked.of(comm, process_sets), HorovodSettings.from_environ()
+        asked, knobs = InitArguments.of(comm, process_sets), HorovodSettings.from_environ()
     except Exception as error:  # raised once the other ranks know of it
         failure = error
     log.setLevel(_LEVELS[knobs.log_level])
@@ -148,7 +148,7 @@ def init(comm: Any = None, process_sets: str | Sequence[Any] | None = None) -> N
         os.register_at_fork(after_in_child=_leave_ranks_to_parent)
 
 
-def _begin(context: Context, world: Communicator, asked: Asked) -> None:
+def _begin(context: Context, world: Communicator, asked: InitArguments) -> None:
     """Open the timeline and make the process sets; what fails in one part of the job fails in all."""
     failure: Exception | None = None
     try:
@@ -163,7 +163,7 @@ def _begin(context: Context, world: Communicator, asked: Asked) -> None:
 
 def _init_again(context: Context, comm: Any, process_sets: Any) -> None:
     """Do what a second call of `init` asks for, or refuse it. Collective where it names new process sets."""
-    asked = Asked.of(comm, process_sets)
+    asked = InitArguments.of(comm, process_sets)
     here = context.base.world_ranks
     if asked.part_of(here[context.rank]) not in (None, here):
         raise OperationError(
@@ -184,10 +184,10 @@ def _remember_communicator(comm: Any) -> None:
 
 
 def _leave_ranks_to_parent() -> None:
-    """A forked process may ask whose rank it has, as loaders' workers do, but not take its part."""
+    """Let a forked process ask for its parent's rank, as loaders' workers do, and refuse collectives."""
     atexit.unregister(shutdown)
     if _context is not None:
-        _context.crew.abandon(
+        _context.engine_group.abandon(
             "this process was forked from a rank and is none itself: collectives are for the ranks; return "
             "what is to be communicated to the process that it was forked from"
         )
@@ -205,7 +205,7 @@ def shutdown() -> None:
 def _end(context: Context, reason: str) -> None:
     """Let go of everything: what is under way fails for this reason."""
     context.stop_timeline()
-    for engine in context.crew.engines:
+    for engine in context.engine_group.engines:
         engine.close(reason)
     for process_set in context.process_sets.values():
         process_set._detach()
@@ -214,54 +214,54 @@ def _end(context: Context, reason: str) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """Return True between `init` and `shutdown`."""
     return _context is not None
 
 
 def the_context() -> Context:
-    """What `init` has set up; ValueError before it."""
+    """Return what `init` has set up; ValueError before it."""
     if _context is None:
         raise ValueError("Horovod has not been initialized; call hvd.init() first.")
     return _context
 
 
 def rank() -> int:
-    """This process's position among all ranks."""
+    """Return this process's position among all ranks."""
     return the_context().rank
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return the_context().size
 
 
 def local_rank() -> int:
-    """This process's position on its node."""
+    """Return this process's position on its node."""
     return the_context().local_rank
 
 
 def local_size() -> int:
-    """How many ranks there are on this node."""
+    """Return the number of ranks on this node."""
     return the_context().local_size
 
 
 def cross_rank() -> int:
-    """The position of this process's node among the nodes that have a process of this local rank."""
+    """Return this node's position among the nodes that have a process of this local rank."""
     return the_context().cross_rank
 
 
 def cross_size() -> int:
-    """How many nodes have a process of this local rank."""
+    """Return the number of nodes that have a process of this local rank."""
     return the_context().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every node has as many ranks."""
+    """Return True if all nodes have the same number of ranks."""
     return the_context().is_homogeneous
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads."""
+    """Return True if MPI may be called from several threads."""
     the_context()
     from hpcpar.transport.mpi import library_facts
 
@@ -269,7 +269,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_built() -> bool:
-    """Whether an MPI library can be loaded."""
+    """Return True if an MPI library can be loaded."""
     try:
         import hpcpar.transport.mpi  # noqa: F401
     except (ImportError, RuntimeError):
@@ -278,17 +278,17 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries the collectives: where there is one, always."""
+    """Return True if MPI carries the collectives: where there is an MPI library, always."""
     return mpi_built()
 
 
 def nccl_built() -> int:
-    """The version of NCCL: 0, because collectives here are hpcpar's own."""
+    """Return 0 for the version of NCCL: collectives here are hpcpar's own."""
     return 0
 
 
 def _not_here() -> bool:
-    """False: collectives here are hpcpar's own, over MPI."""
+    """Return False: collectives here are hpcpar's own, over MPI."""
     return False
 
 
@@ -296,7 +296,7 @@ gloo_built = gloo_enabled = ddl_built = ccl_built = rocm_built = _not_here
 
 
 def cuda_built() -> bool:
-    """Whether CUDA tensors can be communicated: where torch has CUDA."""
+    """Return True if CUDA tensors can be communicated: where torch has CUDA."""
     import torch
 
     return bool(torch.version.cuda)

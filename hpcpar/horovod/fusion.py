@@ -23,8 +23,8 @@ MOST_LAYOUTS = 512
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Layout:
-    """How tensors of one element type lie in the buffer: all of it, and a view in the shape of each.
+class FusedLayout:
+    """Tensors of one element type side by side in the buffer: the whole, and a view for each.
 
     start   where in the buffer, in bytes
     """
@@ -47,13 +47,13 @@ class FusionBuffer:
     def __init__(self, memory: Tensor) -> None:
         self.nbytes = memory.numel()
         self._memory = memory
-        self._layouts: dict[tuple[int, torch.dtype, Shapes], Layout] = {}
+        self._layouts: dict[tuple[int, torch.dtype, Shapes], FusedLayout] = {}
         self._taken: dict[int, int] = {}
 
-    def take(self, dtype: torch.dtype, shapes: Shapes) -> Layout | None:
-        """Room for tensors of these shapes; None where there is none until others have been given back.
+    def take(self, dtype: torch.dtype, shapes: Shapes) -> FusedLayout | None:
+        """Allocate space for tensors of these shapes; None until enough has been given back.
 
-        What comes when nothing else is under way lies where it lay the last time.
+        While nothing else is under way the same shapes get the same place, and the layout made for it.
         """
         nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
         start = max(self._taken.values(), default=0)
@@ -66,17 +66,17 @@ class FusionBuffer:
         if layout is None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = Layout(self._memory, start, dtype, shapes)
+            layout = self._layouts[key] = FusedLayout(self._memory, start, dtype, shapes)
         return layout
 
-    def give_back(self, layout: Layout) -> None:
-        """What was taken is free again."""
+    def give_back(self, layout: FusedLayout) -> None:
+        """Free the space of a layout."""
         del self._taken[layout.start]
 
 
 @cache
 def dtype_called(name: str) -> torch.dtype:
-    """torch's type of that name: "float32"."""
+    """Return torch's element type of a name such as "float32"."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -102,7 +102,7 @@ def divide(tensor: Tensor, divisor: int) -> None:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """targets[i] = sources[i], of the same shapes."""
+    """Copy sources[i] into targets[i], of the same shapes."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     else:

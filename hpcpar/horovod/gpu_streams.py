@@ -1,4 +1,4 @@
-"""The engine's work on GPUs: in a stream of its own, after what made the tensors, before what uses results.
+"""The engine's GPU stream, ordered after the caller's stream that makes tensors and before its later use.
 
     caller's stream   make tensors ──event─┐                              ┌─wait── use results
     engine's stream                        └─wait── pack, reduce, unpack ─┴─event
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from hpcpar.horovod.responses import Item, Ticket
+    from hpcpar.horovod.operations import ReadyOp, Ticket
 
 T = TypeVar("T")
 
@@ -41,12 +41,12 @@ class GpuStreams:
         self._streams: dict[torch.device, Any] = {}
 
     def asked(self, ticket: Ticket) -> None:
-        """Its tensor may have yet to be made, by the stream in which the caller works just now."""
+        """Record an event after which the ticket's tensor is made, in the caller's stream."""
         if ticket.tensor is not None:
             ticket.made = torch.cuda.current_stream(ticket.tensor.device).record_event()
 
     @contextmanager
-    def working_on(self, items: Sequence[Item]) -> Iterator[None]:
+    def working_on(self, items: Sequence[ReadyOp]) -> Iterator[None]:
         """Have torch work in the engine's stream, once the tensors of these operations have been made."""
         tickets = [item.ticket for item in items if item.ticket is not None]
         tensors = [ticket.tensor for ticket in tickets if ticket.tensor is not None]
@@ -67,8 +67,8 @@ class GpuStreams:
                             tensor.record_stream(stream)
             yield
 
-    def finished(self, items: Sequence[Item]) -> None:
-        """All that was to be done for these has been given to the engine's stream, in which torch works."""
+    def finished(self, items: Sequence[ReadyOp]) -> None:
+        """Record an event after which these operations' results are there, in the engine's stream."""
         tickets = [item.ticket for item in items if item.ticket is not None]
         if tickets:
             event = torch.cuda.current_stream().record_event()
@@ -76,7 +76,7 @@ class GpuStreams:
                 ticket.finished = event
 
     def taken(self, ticket: Ticket) -> None:
-        """The caller uses the result from now on, in the stream in which it works just now."""
+        """Order the caller's stream after the result."""
         if ticket.finished is None:
             return
         results = ticket.result if isinstance(ticket.result, tuple) else (ticket.result,)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class InitArguments:
     """The arguments of `init`, read and in one form.
 
     ranks          of the whole job, in their order; None: all
@@ -27,7 +27,7 @@ class Asked:
     dynamic: bool = False
 
     @classmethod
-    def of(cls, comm: Any, process_sets: Any) -> Asked:
+    def of(cls, comm: Any, process_sets: Any) -> InitArguments:
         """Read them; ValueError for what `init` does not take."""
         dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
         if dynamic or process_sets is None:
@@ -67,14 +67,14 @@ def fail_together(world: Communicator, failure: Exception | None) -> None:
         raise OperationError("hvd.init() failed. " + "; ".join(texts[:4])) from failure
 
 
-def agreed(world: Communicator, asked: Asked) -> tuple[Communicator, bool]:
+def agreed(world: Communicator, asked: InitArguments) -> tuple[Communicator, bool]:
     """The communicator of the ranks that start together, and whether any says "dynamic". Collective.
 
     errors   OperationError on every rank for ranks that are not there, and where ranks gave different ones
     """
     told = world.unchecked("horovod").allgather_object((asked.ranks, asked.dynamic))
     everyone = tuple(range(world.size))
-    parts = [Asked(ranks).part_of(rank) or everyone for rank, (ranks, _) in enumerate(told)]
+    parts = [InitArguments(ranks).part_of(rank) or everyone for rank, (ranks, _) in enumerate(told)]
     away = [list(ranks) for ranks, _ in told if ranks is not None and not set(ranks) <= set(everyone)]
     if away:
         raise OperationError(f"init(comm={away[0]}): there are ranks 0 to {world.size - 1} only")

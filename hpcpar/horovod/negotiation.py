@@ -1,4 +1,4 @@
-"""Which operations are ready: requests matched by name over all ranks, without a coordinator.
+"""Negotiation: match requests by name over all ranks, without a coordinator.
 
 Ranks may ask for the same operations in different orders. In a *round* every rank tells what it has newly
 asked for, and all ranks keep the same book of it; what all of them have asked for is ready, and is done in
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 DIGEST_NBYTES = 16
 _MASK = (1 << 8 * DIGEST_NBYTES) - 1
 _STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835
-"""An odd number of many digits: its multiples differ in most of theirs."""
+"""Odd constant whose multiples differ in most bits (2^128 divided by the golden ratio)."""
 RECORD_NBYTES = 2 * DIGEST_NBYTES + 1
 
 BATCHES_REMEMBERED = 16
@@ -42,8 +42,8 @@ JOINABLE_OPS = ("sum", "average")
 """Reductions in which a rank without data can take part: with zeros."""
 
 
-class Request(NamedTuple):
-    """What one rank asks for, as far as the others must know it.
+class TensorRequest(NamedTuple):
+    """One rank's request, as far as the others must know it.
 
     name      the key by which ranks find each other: "allreduce.loss"
     shape     of this rank's tensor
@@ -70,7 +70,7 @@ class Request(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """A number that two requests have in common when they fit each other."""
+        """Hash that two requests share when they fit each other."""
         if not self.serial:
             return _digest(self)
         # The same but for its number: one hash does for all of them. The number goes in by steps that do not
@@ -82,53 +82,53 @@ class Request(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _digest(request: Request) -> int:
+def _digest(request: TensorRequest) -> int:
     fitting = request._replace(shape=request.shape[1:]) if request.kind in UNEVEN else request
     told = repr((len(request.shape), *fitting))
     return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=DIGEST_NBYTES).digest(), "little")
 
 
-class Ready(NamedTuple):
+class ReadyRequest(NamedTuple):
     """An operation that all ranks have come to.
 
     request   as a rank with data asked for it
     error     why it cannot be done, naming the ranks; None: it can
     """
 
-    request: Request
+    request: TensorRequest
     error: str | None = None
 
 
 class _Batch(NamedTuple):
-    """What a rank asks for in one round, in its order: mostly the same step after step.
+    """Requests of one rank in one round, in its order: mostly the same in every step.
 
     record   what it brings to the round
     ready    what is ready if all ranks bring the same
     """
 
-    requests: tuple[Request, ...]
+    requests: tuple[TensorRequest, ...]
     record: bytes
-    ready: list[Ready]
+    ready: list[ReadyRequest]
 
     @classmethod
-    def of(cls, requests: tuple[Request, ...]) -> _Batch:
+    def of(cls, requests: tuple[TensorRequest, ...]) -> _Batch:
         digest = sum(request.digest for request in requests) & _MASK
         both = digest | (_MASK ^ digest) << 8 * DIGEST_NBYTES
         in_order = sorted(requests, key=lambda request: request.name)
-        ready = [Ready(request, shortcoming(request)) for request in in_order]
+        ready = [ReadyRequest(request, shortcoming(request)) for request in in_order]
         return cls(requests, both.to_bytes(2 * DIGEST_NBYTES, "little") + b"\xff", ready)
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What one rank tells the others when their digests differ."""
+class Proposal:
+    """New requests of one rank, sent to the others when digests differ."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[TensorRequest, ...]
     joined: bool
 
 
 class Negotiation:
-    """One rank's copy of the book that all ranks keep alike.
+    """One rank's copy of the table of requests, equal on all ranks.
 
     world_ranks   of each rank, its rank in the whole job, by which texts call it
     joined        ranks that have no more data
@@ -138,19 +138,19 @@ class Negotiation:
     def __init__(self, size: int, world_ranks: Sequence[int] | None = None) -> None:
         self._size = size
         self._world = tuple(range(size)) if world_ranks is None else tuple(world_ranks)
-        self._new: dict[str, Request] = {}
-        self._told: dict[str, Request] = {}
+        self._new: dict[str, TensorRequest] = {}
+        self._told: dict[str, TensorRequest] = {}
         self._last = _Batch.of(())
-        self._batches: dict[tuple[Request, ...], _Batch] = {}
+        self._batches: dict[tuple[TensorRequest, ...], _Batch] = {}
         self._record = b""
         self._is_joined = self._told_joined = False
         self.joined: set[int] = set()
         self.last_joined: int | None = None
-        self.heard: dict[str, dict[int, Request]] = {}
+        self.heard: dict[str, dict[int, TensorRequest]] = {}
 
     @property
     def has_news(self) -> bool:
-        """Whether this rank has asked for something that it has not told yet."""
+        """True while this rank has requests that no round has sent."""
         return bool(self._new)
 
     @property
@@ -158,16 +158,16 @@ class Negotiation:
         """Operations that this rank has asked for, and has not heard of the others whether they do."""
         return [name for name in (*self._told, *self._new) if name not in self.heard]
 
-    def ask(self, request: Request) -> None:
-        """This rank asks for an operation; of one name there is never more than one that is not ready."""
+    def ask(self, request: TensorRequest) -> None:
+        """Add a request; its name must not be that of another that is not ready."""
         self._new[request.name] = request
 
     def join(self) -> None:
-        """This rank has no more data."""
+        """Mark this rank as having no more data."""
         self._is_joined = True
 
     def record(self) -> bytes:
-        """What this rank brings to the round's AND; what it asks for from now on is for the next round."""
+        """Return this rank's part of the round's AND; later requests are for the next round."""
         self._told, self._new = self._new, {}
         self._told_joined = self._is_joined
         if self._is_joined:
@@ -180,14 +180,14 @@ class Negotiation:
         return self._record
 
     def _remember(self, batch: _Batch) -> _Batch:
-        """Whose like need not be worked out again; the oldest is forgotten."""
+        """Keep a batch for the next step; the oldest is dropped."""
         if any(request.serial for request in batch.requests):  # a number never comes again
             return batch
         if len(self._batches) >= BATCHES_REMEMBERED:
             del self._batches[next(iter(self._batches))]
         return self._batches.setdefault(batch.requests, batch)
 
-    def conclude(self, common: bytes) -> list[Ready] | None:
+    def conclude(self, common: bytes) -> list[ReadyRequest] | None:
         """The AND of all records is here: what is ready; None if the ranks must tell each other more.
 
         It is this rank's own only if all are the same, and then it is so on every rank. A rank that asks for
@@ -198,14 +198,14 @@ class Negotiation:
         self._told = {}
         return self._last.ready
 
-    def news(self) -> News:
-        """What this rank tells the others of this round."""
-        return News(tuple(self._told.values()), self._told_joined)
+    def proposal(self) -> Proposal:
+        """Return what this rank sends where digests differ."""
+        return Proposal(tuple(self._told.values()), self._told_joined)
 
-    def conclude_news(self, news: Sequence[News]) -> list[Ready]:
-        """All ranks have told, in the order of their ranks: what is ready."""
+    def conclude_proposals(self, proposals: Sequence[Proposal]) -> list[ReadyRequest]:
+        """Take in all ranks' proposals, in rank order; return what is ready."""
         self._told = {}
-        for rank, told in enumerate(news):
+        for rank, told in enumerate(proposals):
             for request in told.requests:
                 self.heard.setdefault(request.name, {})[rank] = request
             if told.joined and rank not in self.joined:
@@ -217,10 +217,10 @@ class Negotiation:
             asked = self.heard.pop(name)
             request = asked[min(asked)]
             error = objection(asked, self._world) or shortcoming(request) or self._objection_to_join(asked)
-            ready.append(Ready(request, error))
+            ready.append(ReadyRequest(request, error))
         return ready
 
-    def _contradictions(self) -> list[Ready]:
+    def _contradictions(self) -> list[ReadyRequest]:
         """Operations without names that have the same number, and are different ones on different ranks."""
         numbered: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for name, asked in self.heard.items():
@@ -234,7 +234,7 @@ class Negotiation:
                 continue
             first = {rank: self.heard[min(own)][rank]._replace(name=number) for rank, own in names_of.items()}
             error = objection(first, self._world)
-            found += [Ready(next(iter(self.heard.pop(name).values())), error) for name in names]
+            found += [ReadyRequest(next(iter(self.heard.pop(name).values())), error) for name in names]
         return found
 
     def end_join(self) -> int | None:
@@ -257,7 +257,7 @@ class Negotiation:
         return all(rank in asked or rank in self.joined for rank in range(self._size))
 
     def _whole_groups(self, names: Sequence[str]) -> list[str]:
-        """Those that belong to no group, or to one of which all are there. Of a group as it was asked for."""
+        """Leave out members of groups that are not complete yet."""
         members: dict[tuple[str, int], int] = defaultdict(int)
         groups = {name: self._group_of(name) for name in names}
         for group in groups.values():
@@ -266,11 +266,11 @@ class Negotiation:
         return [name for name in names if (group := groups[name]) is None or members[group] == group[1]]
 
     def _group_of(self, name: str) -> tuple[str, int] | None:
-        """None also where ranks disagree: that is an error, which must not wait for the others."""
+        """Return a request's group; None where ranks disagree, an error that must not wait for the group."""
         groups = {request.group for request in self.heard[name].values()}
         return groups.pop() if len(groups) == 1 else None
 
-    def _objection_to_join(self, asked: Mapping[int, Request]) -> str | None:
+    def _objection_to_join(self, asked: Mapping[int, TensorRequest]) -> str | None:
         request = asked[min(asked)]
         gone = sorted(self.joined - asked.keys())
         if not gone or (request.kind == "allreduce" and request.op in JOINABLE_OPS):
@@ -284,8 +284,8 @@ class Negotiation:
         )
 
 
-def objection(asked: Mapping[int, Request], world_ranks: Sequence[int]) -> str | None:
-    """Why requests of the same name do not fit each other, naming the ranks; None: they do."""
+def objection(asked: Mapping[int, TensorRequest], world_ranks: Sequence[int]) -> str | None:
+    """Explain why requests of one name do not fit each other, naming the ranks; None if they do."""
     for what, of, said in _ASPECTS:
         sides: dict[Any, list[int]] = defaultdict(list)
         for rank, request in sorted(asked.items()):
@@ -300,8 +300,8 @@ def objection(asked: Mapping[int, Request], world_ranks: Sequence[int]) -> str |
     return None
 
 
-def shortcoming(request: Request) -> str | None:
-    """Why an operation cannot be done although all ranks ask for the same; None: it can."""
+def shortcoming(request: TensorRequest) -> str | None:
+    """Explain why an operation is impossible although all ranks agree on it; None if it is possible."""
     if request.kind in ROWS and not request.shape:
         return (
             f"{request.name}: {request.kind} of a tensor without dimensions was asked for; it works on rows: "
@@ -310,11 +310,11 @@ def shortcoming(request: Request) -> str | None:
     return None
 
 
-def _root(request: Request) -> int:
+def _root(request: TensorRequest) -> int:
     return request.root
 
 
-_ASPECTS: tuple[tuple[str, Callable[[Request], object], str], ...] = (
+_ASPECTS: tuple[tuple[str, Callable[[TensorRequest], object], str], ...] = (
     ("operations", lambda request: request.kind, "asked for {}"),
     ("data types", lambda request: request.dtype, "sent {}"),
     (

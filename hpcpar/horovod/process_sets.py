@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Ranks that do collectives among themselves; made of their ranks, or of an mpi4py communicator.
+    """A subset of the ranks with collectives of its own; made of ranks, or of an mpi4py communicator.
 
     process_set_id   0 for all ranks, 1, 2, … for others; None before it is registered and after removal
     ranks            in ascending order
@@ -36,11 +36,11 @@ class ProcessSet:
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
-        """How many ranks belong to it; None before it is registered."""
+        """Return the number of its ranks; None before it is registered."""
         return None if self._context is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's position in it; None before it is registered.
+        """Return this process's position in it; None before it is registered.
 
         errors   ValueError on a rank that does not belong to it
         """
@@ -51,7 +51,7 @@ class ProcessSet:
         return self.ranks.index(self._context.rank)
 
     def included(self) -> bool | None:
-        """Whether this process belongs to it; None before it is registered."""
+        """Return True if this process belongs to it; None before it is registered."""
         return None if self._context is None or self.ranks is None else self._context.rank in self.ranks
 
     def __str__(self) -> str:
@@ -222,7 +222,7 @@ def remove(context: Context, process_set: ProcessSet) -> bool:
     engine = process_set._engine
     is_idle = all(context.engine.allgather_object(engine is None or not engine.is_busy))
     if engine is not None:
-        context.crew.engines.remove(engine)
+        context.engine_group.engines.remove(engine)
         if is_idle:
             engine.free()
         else:

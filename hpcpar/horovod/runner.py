@@ -2,7 +2,7 @@
 
     results = run(train, args=(config,), np=4)      # what each rank's call returned, by rank
 
-The caller keeps a desk: each rank fetches the function there and brings back what it returned or
+The caller keeps a server: each rank fetches the function there and brings back what it returned or
 raised. Ranks on this host reach it by a socket in the file system that only this user may open,
 ranks on other hosts by TCP; either way they prove first that they know the job's token.
 """
@@ -30,7 +30,7 @@ from typing import Any
 
 from hpcpar.errors import ConfigError, PeerFailedError
 from hpcpar.horovod import alias
-from hpcpar.horovod.threads import in_thread
+from hpcpar.horovod.util import in_thread
 from hpcpar.launch import supervise
 from hpcpar.launch.allocation import has_several_hosts
 from hpcpar.launch.environment import detect
@@ -44,7 +44,7 @@ Address = str | tuple[str, int]
 log = logging.getLogger("hpcpar")
 
 TALK_LIMIT_S = 10.0
-"""A rank has ended, but something that it has started may still hold its line."""
+"""Limit for a rank that has ended while something that it started still holds its connection."""
 
 
 def run(
@@ -111,9 +111,9 @@ def run(
     limit_s = start_limit_s() if start_timeout is None else start_timeout
     said: list[str] = []
     job = _pickled_job(func, args, kwargs or {})
-    with tempfile.TemporaryDirectory(prefix="hpcpar-desk-") as directory:
+    with tempfile.TemporaryDirectory(prefix="hpcpar-server-") as directory:
         token = secrets.token_hex(32)
-        desk = _Desk(_desk_address(places, directory), token.encode(), job)
+        server = RpcServer(_server_address(places, directory), token.encode(), job)
         options = LaunchOptions(
             hosts=places,
             interfaces=interfaces,
@@ -125,13 +125,13 @@ def run(
         try:
             status = supervise.run(
                 size,
-                [executable or sys.executable, "-m", "hpcpar.horovod.runner", *desk.words()],
+                [executable or sys.executable, "-m", "hpcpar.horovod.runner", *server.words()],
                 options,
                 say=_teller(said, verbose),
             )
         finally:
-            desk.close()
-    return _results(desk, size, status, said)
+            server.close()
+    return _results(server, size, status, said)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Failure:
     pickled: bytes | None
 
 
-class _Desk:
+class RpcServer:
     """A server from which ranks fetch the job and to which they return results."""
 
     def __init__(self, address: Address, token: bytes, job: bytes) -> None:
@@ -159,7 +159,7 @@ class _Desk:
         self._thread = in_thread(self._serve, name="hpcpar horovod.run")
 
     def words(self) -> list[str]:
-        """Return its address as words of a command: a path, or a host and a port."""
+        """Return the address as words of a command: a path, or a host and a port."""
         address = self._listener.address
         return [address] if isinstance(address, str) else [socket.gethostname(), str(address[1])]
 
@@ -238,11 +238,11 @@ def _places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
     return parse_hosts(hosts) if hosts is not None else ()
 
 
-def _desk_address(places: Sequence[Host], directory: str) -> Address:
-    """A path where all ranks will be on this host, else any port."""
+def _server_address(places: Sequence[Host], directory: str) -> Address:
+    """Return a socket path where all ranks are on this host, else any free port."""
     here = {"localhost", "127.0.0.1", socket.gethostname()}
     away = any(host.name not in here for host in places) or (not places and has_several_hosts())
-    return ("", 0) if away else os.path.join(directory, "desk")
+    return ("", 0) if away else os.path.join(directory, "server")
 
 
 def _pickled_job(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
@@ -265,9 +265,9 @@ def _teller(said: list[str], verbose: bool | int | None) -> Say:
     return say
 
 
-def _results(desk: _Desk, size: int, status: int, said: Sequence[str]) -> list[Any]:
-    if desk.failures:
-        first = desk.failures[0]
+def _results(server: RpcServer, size: int, status: int, said: Sequence[str]) -> list[Any]:
+    if server.failures:
+        first = server.failures[0]
         cause = None
         with suppress(Exception):  # an exception whose class is not known here
             cause = pickle.loads(first.pickled) if first.pickled else None
@@ -275,22 +275,22 @@ def _results(desk: _Desk, size: int, status: int, said: Sequence[str]) -> list[A
             f"rank {first.rank} of {size} (on {first.host}) raised {first.name}; its traceback:\n"
             f"{first.traceback}"
         ) from cause
-    missing = [rank for rank in range(size) if rank not in desk.returned]
+    missing = [rank for rank in range(size) if rank not in server.returned]
     if missing or status:
         listed = ", ".join(map(str, missing)) or "none"
         words = "\n".join(said)
         raise PeerFailedError(
             f"the job of {size} ranks ended with status {status}; did not return: {listed}\n{words}"
         )
-    return [pickle.loads(desk.returned[rank]) for rank in range(size)]
+    return [pickle.loads(server.returned[rank]) for rank in range(size)]
 
 
 def serve_rank(words: Sequence[str]) -> None:
-    """A rank's side: fetch the job from the desk that the words name, do it, bring back what came of it."""
+    """Run on a rank: fetch the job from the server that the words name, and return its result."""
     address: Address = words[0] if len(words) == 1 else (words[0], int(words[1]))
-    with Client(address, authkey=take_token().encode()) as desk:
-        desk.send(detect().rank)
-        path, aliased, pickled = pickle.loads(desk.recv_bytes())
+    with Client(address, authkey=take_token().encode()) as server:
+        server.send(detect().rank)
+        path, aliased, pickled = pickle.loads(server.recv_bytes())
         sys.path[:] = path
         if aliased:
             alias.install()
@@ -298,9 +298,9 @@ def serve_rank(words: Sequence[str]) -> None:
             function, args, kwargs = pickle.loads(pickled)
             value = _cloudpickle().dumps(function(*args, **kwargs))
         except BaseException as error:
-            desk.send(("failed", _account(error)))
+            server.send(("failed", _account(error)))
             raise
-        desk.send(("returned", value))
+        server.send(("returned", value))
 
 
 def _account(error: BaseException) -> tuple[str, str, str, bytes | None]:

@@ -1,4 +1,4 @@
-"""The stall inspector: which ranks have not asked for what others wait for, and for how long.
+"""The stall inspector: reports ranks that have not asked for what others wait for, and for how long.
 
 Every rank keeps the book of requests, so every rank that waits tells it, and not the first alone.
 """
@@ -22,7 +22,7 @@ MOST_SHOWN = 8
 
 
 class Watched(Protocol):
-    """What the inspector must know of an engine."""
+    """The part of an engine that the inspector reads."""
 
     def late(self, missing: tuple[int, ...]) -> Iterable[tuple[str, float, tuple[int, ...]]]:
         """Operations that not all ranks have asked for: name, when this rank did, world ranks missing.
@@ -42,7 +42,7 @@ class StallInspector:
         self._last_s = 0.0
 
     def inspect(self, missing: tuple[int, ...]) -> None:
-        """Look, if it is time to.
+        """Inspect the engine, unless it was inspected just before.
 
         missing  world ranks that this rank waits for just now
         errors   HorovodInternalError when a wait has lasted beyond HOROVOD_STALL_SHUTDOWN_TIME_SECONDS

@@ -1,4 +1,4 @@
-"""Small helpers, by the names of `horovod.common.util`.
+"""Helpers by the names of `horovod.common.util`, and `in_thread` of `horovod.runner.util.threads`.
 
 The queries answer for this package: PyTorch is its only framework, MPI carries everything, and
 nothing has to be built.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sysconfig
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache as _cache
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ __all__ = [
     "get_version_mismatch_message",
     "gloo_built",
     "gpu_available",
+    "in_thread",
     "is_iterable",
     "is_version_greater_equal_than",
     "mpi_built",
@@ -48,7 +50,7 @@ __all__ = [
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether `horovod.<name>` can be used: "torch" where PyTorch is installed, nothing else."""
+    """Return True for "torch" where PyTorch is installed: the only extension there is."""
     return ext_base_name in EXTENSIONS and importlib.util.find_spec("torch") is not None
 
 
@@ -85,7 +87,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether that framework sees a GPU."""
+    """Return True if that framework sees a GPU."""
     if not extension_available(ext_base_name):
         return False
     import torch
@@ -120,7 +122,7 @@ def _answer(query: str) -> bool:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, Any], Any]:
-    """A function (op, average) -> op, which resolves the older argument `average` into the newer `op`.
+    """Make a function (op, average) -> op that resolves the older argument `average`.
 
     reduce_ops   has `Average` and `Sum`
     errors       ValueError when both are given
@@ -138,19 +140,46 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, A
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number of ranks is 1, 2, 4, 8, ..."""
+    """Return True for 1, 2, 4, 8, … ranks."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
 def split_list(items: Sequence[T], n: int) -> list[Sequence[T]]:
-    """n consecutive pieces whose lengths differ by at most one, the longer first."""
+    """Split into n consecutive pieces whose lengths differ by at most one, the longer first."""
     return [items[start:stop] for start, stop in bounds(len(items), n)]
 
 
 def is_iterable(thing: object) -> bool:
-    """Whether `for` can walk over it."""
+    """Return True if `for` can iterate over it."""
     try:
         iter(thing)  # type: ignore[call-overload]
     except TypeError:
         return False
     return True
+
+
+def in_thread(
+    target: Callable[..., Any],
+    args: Iterable[Any] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Start a thread that calls `target(*args)`, and return it.
+
+    daemon   the program's end does not wait for it
+    silent   an exception in it ends it without a word
+    """
+    arguments = tuple(args)
+
+    def quietly() -> None:
+        try:
+            target(*arguments)
+        except Exception:  # what `silent` asks for
+            return
+
+    thread = threading.Thread(
+        target=quietly if silent else target, args=() if silent else arguments, name=name, daemon=daemon
+    )
+    thread.start()
+    return thread

@@ -1,1 +1,1 @@
-"""How bytes move between ranks: MPI point-to-point, or a loopback of all ranks in one process."""
+"""Transports, which move bytes between ranks: MPI, a loopback in one process, shared memory, GPUs."""

@@ -32,7 +32,7 @@ _NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """One-dimensional contiguous host memory under two faces.
+    """One-dimensional contiguous host memory, as elements and as bytes.
 
     elements   a NumPy array, or a torch tensor where NumPy has no such type (bfloat16)
     octets     the same memory as bytes
@@ -60,12 +60,12 @@ class HostBuffer:
 
     @property
     def address(self) -> int:
-        """Where the memory begins."""
+        """The address of the first byte."""
         address: int = self.octets.__array_interface__["data"][0]
         return address
 
     def unowned(self) -> HostBuffer:
-        """The same memory without a reference to it: whoever uses it knows that it is still there."""
+        """A borrowed view: the caller must keep the array alive."""
         if not self.octets.size:
             return self
         memory: Any = (ctypes.c_uint8 * self.octets.size).from_address(self.address)
@@ -76,7 +76,7 @@ class HostBuffer:
         return self.like(np.empty(count * self.itemsize, dtype=np.uint8))
 
     def copy(self) -> HostBuffer:
-        """The same elements in memory of their own."""
+        """A copy in fresh memory."""
         fresh = self.scratch(self.count)
         fresh.octets[...] = self.octets
         return fresh
@@ -182,9 +182,9 @@ _first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def fingerprint(array: Any) -> tuple[Any, ...] | None:
-    """What tells whether a call on an array is the same as an earlier one: memory, length, element type.
+    """Memory, length and element type, by which a call on an array is recognised.
 
-    None for what is not used in place: device arrays, not contiguous or read-only ones.
+    None for arrays that are not used in place: on devices, not contiguous, read-only, masked.
     """
     if isinstance(array, np.ndarray):
         if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
@@ -208,14 +208,14 @@ Mark = tuple[Callable[[], Any], int, int, Any]
 
 
 def mark(tensor: Any) -> Mark | None:
-    """What `is_still` compares with; None for what is no torch tensor, or complex and may be conjugated."""
+    """Remember a tensor for `is_still`; None for other arrays and for complex ones."""
     if not is_torch(tensor) or tensor.is_complex():
         return None
     return weakref.ref(tensor), tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
 def is_still(mark: Mark, tensor: Any) -> bool:
-    """Whether this is the tensor that was marked, with its memory where it was; half a fingerprint's cost."""
+    """True for the marked tensor with its memory in place; half of the cost of a fingerprint."""
     reference, address, count, dtype = mark
     return (
         reference() is tensor is not None  # the reference to one that is gone gives None

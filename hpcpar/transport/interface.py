@@ -1,4 +1,4 @@
-"""What a transport offers to the floor above: exchanges of bytes, and a thin control channel."""
+"""Protocols of transports: exchanges of bytes, MPI's own collectives, and a thin control channel."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Transport(Protocol):
         receives: Sequence[tuple[Octets, int]],
         tag: int,
     ) -> Prepared:
-        """As `start`, to be started later and often; the caller keeps the memory alive while it runs."""
+        """Set up an exchange to be started later and often; the caller keeps the memory alive meanwhile."""
 
     def memory_fence(self) -> Callable[[], None]:
         """A call that orders this rank's earlier memory accesses before its later ones."""

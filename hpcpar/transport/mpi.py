@@ -69,7 +69,7 @@ MPI_TYPES = {
     "complex64": MPI.C_FLOAT_COMPLEX,
     "complex128": MPI.C_DOUBLE_COMPLEX,
 }
-"""What MPI can calculate with. It has no 16-bit floating point."""
+"""MPI's element types for reductions. It has no 16-bit floating point."""
 
 MPI_OPS = {
     "sum": MPI.SUM,
@@ -88,7 +88,7 @@ MOST_OF_MPI_3 = 2**31 - 1
 
 
 def is_started() -> bool:
-    """Whether MPI_Init has been called, by whomever."""
+    """True once MPI_Init has been called, by anybody."""
     return MPI.Is_initialized()
 
 
@@ -113,7 +113,7 @@ _is_the_parents = False
 
 
 def is_the_parents() -> bool:
-    """Whether this process was forked from one in which MPI ran: it is not this one's to use."""
+    """True in a process that was forked while MPI ran, which must not use MPI."""
     return _is_the_parents
 
 
@@ -128,7 +128,7 @@ os.register_at_fork(after_in_child=_leave_it_to_the_parent)
 
 
 def library_version() -> str:
-    """What the library says of itself, also before MPI is started."""
+    """The library's version text; known before MPI is started."""
     return MPI.Get_library_version().strip("\0 \n")
 
 
@@ -297,17 +297,17 @@ class _Natives:
 
 
 def _typed(buffer: HostBuffer | None) -> Any:
-    """As mpi4py has memory to calculate with."""
+    """A buffer for mpi4py with its element type."""
     return MPI.IN_PLACE if buffer is None else [buffer.octets, buffer.count, MPI_TYPES[buffer.dtype]]
 
 
 def _bytes(buffer: HostBuffer | None) -> Any:
-    """As mpi4py has memory that is moved."""
+    """A buffer for mpi4py as bytes."""
     return MPI.IN_PLACE if buffer is None else [buffer.octets, buffer.octets.size, MPI.BYTE]
 
 
 def _pieces(buffer: HostBuffer, counts: Sequence[int], even: bool) -> Any:
-    """The same, one piece after the other for each rank."""
+    """A buffer for mpi4py as bytes, one piece for each rank."""
     nbytes = [count * buffer.itemsize for count in counts]
     return [buffer.octets, nbytes[0] if even else nbytes, MPI.BYTE]
 
@@ -519,7 +519,7 @@ def _world_nodes() -> tuple[int, ...]:
 
 
 def library_facts() -> dict[str, str]:
-    """What MPI says of itself: library, standard, thread_level, vendor, host. Starts MPI unless it runs."""
+    """Library, standard, thread_level, vendor and host, as MPI reports them. Starts MPI unless it runs."""
     start()
     levels = {
         MPI.THREAD_SINGLE: "single",

@@ -19,10 +19,10 @@ from hpcpar.errors import PeerFailedError
 from hpcpar.transport.interface import Octets
 
 MOST_AT_ONCE_NBYTES = 2**30
-"""Of one call; the kernel moves at most 2 GiB."""
+"""Bytes of one call; the kernel moves at most 2 GiB."""
 
 Stretch = tuple[int, int]
-"""Of memory: where it begins, and its bytes."""
+"""Address and bytes of a piece of memory."""
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -50,7 +50,7 @@ def allow() -> None:
 
 
 def can_read(pid: int, address: int, expected: bytes) -> bool:
-    """Whether these bytes are what is read there."""
+    """True if reading there gives these bytes."""
     if _read is None:
         return False
     found = ctypes.create_string_buffer(len(expected))
@@ -60,7 +60,7 @@ def can_read(pid: int, address: int, expected: bytes) -> bool:
 
 
 def reading(pid: int, stretches: Sequence[Stretch], targets: Sequence[Octets]) -> list[Callable[[], None]]:
-    """What fills the targets, one after the other, from stretches of memory there, one after the other.
+    """Calls that fill the targets in order from stretches of another process's memory in order.
 
     Both are of the same number of bytes together.
     errors   PeerFailedError, when called, if the memory or the process is not there
@@ -81,12 +81,12 @@ def reading(pid: int, stretches: Sequence[Stretch], targets: Sequence[Octets]) -
 
 
 def stretch_of(octets: Octets) -> Stretch:
-    """Where memory begins, and its bytes."""
+    """Address and bytes of an array."""
     return octets.__array_interface__["data"][0], octets.size
 
 
 def within(stretches: Sequence[Stretch], offset: int, nbytes: int) -> list[Stretch]:
-    """So many bytes of the stretches, that far from their beginning."""
+    """A run of bytes of the stretches, from an offset on."""
     found: list[Stretch] = []
     for address, length in stretches:
         start, stop = min(offset, length), min(offset + nbytes, length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise, starmap
+from itertools import pairwise, product, starmap
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import OperationError
 from hpcpar.horovod.adasum import BLOCK_COUNT, Halving, adasum, halvings
+from tests import grid
 
 SIZES = (1, 2, 4, 8)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -77,21 +78,18 @@ def test_four_ranks_halve_four_elements_as_drawn() -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 64])
-@pytest.mark.parametrize("count", [0, 1, 5, 64, 1001])
-def test_what_a_rank_keeps_its_partner_gives_and_the_last_parts_are_the_whole(size: int, count: int) -> None:
-    walks = [halvings(rank, size, count) for rank in range(size)]
-    for rank, walk in enumerate(walks):
-        for number, level in enumerate(walk):
-            partner = walks[rank ^ level.distance][number]
-            assert (partner.kept, partner.given) == (level.given, level.kept)
-    last = [walk[-1].kept if walk else slice(0, count) for walk in walks]
-    assert sorted(element for part in last for element in range(count)[part]) == list(range(count))
+def test_what_a_rank_keeps_its_partner_gives_and_the_last_parts_are_the_whole() -> None:
+    for size, count in product([1, 2, 4, 8, 64], [0, 1, 5, 64, 1001]):
+        walks = [halvings(rank, size, count) for rank in range(size)]
+        for rank, walk in enumerate(walks):
+            for number, level in enumerate(walk):
+                partner = walks[rank ^ level.distance][number]
+                assert (partner.kept, partner.given) == (level.given, level.kept)
+        last = [walk[-1].kept if walk else slice(0, count) for walk in walks]
+        assert sorted(element for part in last for element in range(count)[part]) == list(range(count))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("batch", "size", "dtype"), grid.pairwise(BATCHES, SIZES, DTYPES), ids=str)
 def test_it_is_the_tree_of_pairs_on_every_tensor(batch: str, size: int, dtype: torch.dtype) -> None:
     edges = edges_of(BATCHES[batch])
     vectors = [brought(rank, edges[-1], dtype) for rank in range(size)]
@@ -160,8 +158,7 @@ def extremes(size: int, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dtype", "size"), grid.checkered(DTYPES[:3], SIZES), ids=str)
 def test_tiny_and_huge_parallel_vectors_come_out_as_their_mean(size: int, dtype: torch.dtype) -> None:
     for what, vectors in extremes(size, dtype).items():
         results = reduce_all(size, vectors, [0, 1024])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcpar.horovod import util
-from hpcpar.horovod.alias import HOMES, ROOMS, own_name
+from hpcpar.horovod.alias import ALIASES, NAMESPACES, own_name
 from hpcpar.horovod.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
 
 
@@ -44,11 +44,11 @@ except ModuleNotFoundError as error:
 IN_COPIES = {
     "every module": f"""
 import importlib, sys
-for theirs, ours in {HOMES!r}.items():
+for theirs, ours in {ALIASES!r}.items():
     module = importlib.import_module(theirs)
     assert module is importlib.import_module(ours), theirs
     assert module.__name__ == ours == module.__spec__.name, module.__spec__
-for room in {list(ROOMS)!r}:
+for room in {list(NAMESPACES)!r}:
     importlib.import_module(room)
 print("same")
 """,

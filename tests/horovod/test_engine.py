@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -14,10 +17,12 @@ import torch
 from torch import Tensor
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.horovod.engine import BUFFER_NBYTES, Crew, Engine
+from hpcpar.horovod import negotiation
+from hpcpar.horovod.chrome_timeline import ChromeTimeline
+from hpcpar.horovod.engine import BUFFER_NBYTES, Engine, EngineGroup
 from hpcpar.horovod.exceptions import HorovodInternalError
-from hpcpar.horovod.negotiation import Request
-from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.negotiation import TensorRequest
+from hpcpar.horovod.operations import Ticket
 from hpcpar.launch.horovod_settings import HorovodSettings
 
 T = TypeVar("T")
@@ -36,13 +41,13 @@ TYPES = (
 )
 
 
-def engine_over(comm: Communicator, crew: Crew | None = None, **knobs: Any) -> Engine:
+def engine_over(comm: Communicator, engine_group: EngineGroup | None = None, **knobs: Any) -> Engine:
     """One of its own, on communicators that nobody else uses."""
     data, control = (comm.split(0, comm.rank, name) for name in ("data", "rounds"))
     assert data is not None
     assert control is not None
-    crew = crew or Crew(comm.poke)
-    return Engine(data.unchecked("data"), control.unchecked("rounds"), crew, HorovodSettings(**knobs))
+    engine_group = engine_group or EngineGroup(comm.poke)
+    return Engine(data.unchecked("data"), control.unchecked("rounds"), engine_group, HorovodSettings(**knobs))
 
 
 def with_engines(size: int, work: Callable[[Engine], T], *, nodes: Any = None, **knobs: Any) -> list[T]:
@@ -53,7 +58,7 @@ def with_engines(size: int, work: Callable[[Engine], T], *, nodes: Any = None, *
 def ticket(kind: str, tensor: Tensor, name: str, *, in_place: bool = False, **told: Any) -> Ticket:
     told = {"op": "sum"} | told if kind in ("allreduce", "reducescatter") else told
     dtype = str(tensor.dtype).removeprefix("torch.")
-    request = Request(f"{kind}.{name}", kind, dtype, tuple(tensor.shape), **told)
+    request = TensorRequest(f"{kind}.{name}", kind, dtype, tuple(tensor.shape), **told)
     return Ticket(request, tensor, tensor if in_place else None)
 
 
@@ -78,19 +83,18 @@ SHAPES = [(), (0,), (1,), (3,), (17, 17), (0, 5), (5000,), (2, 3, 4), (40_000,),
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "knobs",
+    ("size", "knobs"),
     [
-        {},
-        {"fusion_threshold_nbytes": 0},
-        {"fusion_threshold_nbytes": 1},
-        {"fusion_threshold_nbytes": 100},
-        {"fusion_threshold_nbytes": 20_000},
-        {"fusion_threshold_nbytes": 1 << 40},
-        {"cycle_time_s": 0.0},
-        {"cycle_time_s": 0.05},
-        {"disable_group_fusion": True},
+        *((size, {}) for size in SIZES),
+        (2, {"fusion_threshold_nbytes": 0}),
+        (3, {"fusion_threshold_nbytes": 1}),
+        (4, {"fusion_threshold_nbytes": 100}),
+        (3, {"fusion_threshold_nbytes": 20_000}),
+        (2, {"fusion_threshold_nbytes": 1 << 40}),
+        (4, {"cycle_time_s": 0.0}),
+        (3, {"cycle_time_s": 0.05}),
+        (2, {"disable_group_fusion": True}),
     ],
     ids=str,
 )
@@ -116,18 +120,23 @@ def test_whatever_is_fused_is_right(size, knobs):
             assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_every_operation_of_every_type_is_right_fused_and_alone(dtype, op):
+def test_every_operation_of_every_type_is_right_fused_and_alone(dtype):
     size, shapes = 3, [(7,), (2, 3), (), (0,), (700_000 // dtype.itemsize,)]
+    cases = list(product(("sum", "average", "min", "max", "product"), enumerate(shapes)))
 
     def work(engine: Engine) -> list[Tensor]:
-        of_rank = enumerate(brought(engine.rank, shape, dtype, k) for k, shape in enumerate(shapes))
-        return all_of(engine, [ticket("allreduce", x, str(k), op=op) for k, x in of_rank])
+        return all_of(
+            engine,
+            [
+                ticket("allreduce", brought(engine.rank, shape, dtype, k), f"{op} {k}", op=op)
+                for op, (k, shape) in cases
+            ],
+        )
 
     combine = {"min": torch.amin, "max": torch.amax, "product": torch.prod}
     for found in with_engines(size, work):
-        for k, (x, shape) in enumerate(zip(found, shapes, strict=True)):
+        for x, (op, (k, shape)) in zip(found, cases, strict=True):
             inputs = torch.stack([brought(rank, shape, dtype, k) for rank in range(size)])
             expected = combine[op](inputs, 0).to(dtype) if op in combine else inputs.sum(0, dtype=dtype)
             if op == "average" and dtype.is_floating_point:
@@ -281,7 +290,11 @@ def test_nothing_is_kept_of_ten_thousand_unnamed_operations():
                 name, serial = engine.unnamed("allreduce")
                 own = torch.ones(2)
                 engine.submit(
-                    [one := Ticket(Request(name, "allreduce", "float32", (2,), op="sum", serial=serial), own)]
+                    [
+                        one := Ticket(
+                            TensorRequest(name, "allreduce", "float32", (2,), op="sum", serial=serial), own
+                        )
+                    ]
                 )
                 assert engine.wait(one)[0] == engine.size
             seen.append(sizes_of(engine))
@@ -320,12 +333,12 @@ def test_names_that_never_come_again_leave_nothing_but_limited_caches():
         assert all(count <= 512 for count in held.values()), held
 
 
-def test_engines_of_a_crew_move_on_together():
+def test_engines_of_a_group_move_on_together():
     """Rank 0 waits for the first engine's operation first, rank 1 for the second's."""
 
     def work(comm: Communicator) -> list[float]:
-        crew = Crew(comm.poke)
-        engines = [engine_over(comm, crew) for _ in range(2)]
+        engine_group = EngineGroup(comm.poke)
+        engines = [engine_over(comm, engine_group) for _ in range(2)]
         found = []
         for step in range(20):
             tickets = [ticket("allreduce", torch.full((2,), float(k)), f"{step}") for k in range(2)]
@@ -345,9 +358,9 @@ def test_threads_may_wait_in_several_engines_at_once():
 
     def work(comm: Communicator) -> list[float]:
         pairs = [comm.split(0 if comm.rank != out else 1, comm.rank, f"without {out}") for out in range(3)]
-        crew = Crew(comm.poke)
+        engine_group = EngineGroup(comm.poke)
         own = [(comm.rank + 1) % 3, (comm.rank + 2) % 3]
-        engines = {out: engine_over(pairs[out], crew, stall_shutdown_s=5.0) for out in sorted(own)}
+        engines = {out: engine_over(pairs[out], engine_group, stall_shutdown_s=5.0) for out in sorted(own)}
         results: dict[int, float] = {}
 
         def ask(out: int) -> None:
@@ -366,11 +379,11 @@ def test_threads_may_wait_in_several_engines_at_once():
 
 def test_a_crew_that_fails_fails_all_that_is_under_way_and_takes_nothing_more():
     def work(comm: Communicator) -> list[str]:
-        crew = Crew(comm.poke)
-        engine = engine_over(comm, crew, cycle_time_s=10.0)
+        engine_group = EngineGroup(comm.poke)
+        engine = engine_over(comm, engine_group, cycle_time_s=10.0)
         one = ticket("allreduce", torch.ones(2), "pending")
         engine.submit([one])
-        crew.fail(HorovodInternalError("the end has come"))
+        engine_group.fail(HorovodInternalError("the end has come"))
         told = []
         for call in (
             lambda: engine.wait(one),
@@ -384,8 +397,11 @@ def test_a_crew_that_fails_fails_all_that_is_under_way_and_takes_nothing_more():
     assert run_loopback(1, work) == [["the end has come"] * 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
-@pytest.mark.parametrize("numel", [3, 600_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("dtype", "numel"),
+    [(torch.uint8, 3), (torch.uint8, 600_000), (torch.int8, 600_000), (torch.int16, 3)],
+    ids=str,
+)
 def test_averages_of_narrow_integers_stay_in_their_range(dtype, numel):
     most = torch.iinfo(dtype).max
 
@@ -442,3 +458,44 @@ def test_a_stall_ends_after_the_shutdown_time_on_every_rank_and_names_who_is_mis
         assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in text
         missing = {0: "everyone's waits for rank 1", 1: "another waits for ranks 0, 2"}
         assert any(words in text for words in missing.values()), (rank, text)
+
+
+def test_a_timeline_records_what_runs_without_it(tmp_path):
+    """The functions called are the same, but for the timeline's own."""
+
+    def called(path: Any) -> set[str]:
+        names: set[str] = set()
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            file = frame.f_code.co_filename
+            if event == "call" and "hpcpar/horovod" in file and "timeline" not in file:
+                names.add(f"{file}:{frame.f_code.co_qualname}")
+
+        def work(engine: Engine) -> None:
+            if path is not None:
+                engine.observer.timeline = ChromeTimeline(path, mark_cycles=True)
+            negotiation._digest.cache_clear()
+            sys.setprofile(note)
+            try:
+                for step in range(2):
+                    engine.wait(submitted(engine, [ticket("allreduce", torch.ones(4), f"one {step}")])[0])
+                    several = [ticket("allreduce", torch.ones(4), f"{k} {step}") for k in range(3)]
+                    large = ticket("allreduce", torch.ones(1 << 18), f"large {step}")
+                    rows = ticket("allgather", torch.ones(2, 2), f"rows {step}")
+                    all_of(engine, [*several, large, rows])
+            finally:
+                sys.setprofile(None)
+            if path is not None:
+                engine.observer.timeline.close()
+
+        with_engines(1, work)
+        return names
+
+    assert called(tmp_path / "trace.json") == called(None)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert {"QUEUE", "MEMCPY_IN_FUSION_BUFFER", "MPI_ALLREDUCE"} <= {event["name"] for event in events}
+
+
+def submitted(engine: Engine, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+    engine.submit(tickets)
+    return tickets

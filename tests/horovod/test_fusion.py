@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcpar.horovod.fusion import ALIGNED, MOST_LAYOUTS, FusionBuffer, Layout, copy_all, divide, scale
+from hpcpar.horovod.fusion import ALIGNED, MOST_LAYOUTS, FusedLayout, FusionBuffer, copy_all, divide, scale
 
 DTYPES = (torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 
@@ -20,7 +20,7 @@ def buffer_of(nbytes: int) -> FusionBuffer:
     return FusionBuffer(torch.zeros(nbytes, dtype=torch.uint8))
 
 
-def span(layout: Layout) -> tuple[int, int]:
+def span(layout: FusedLayout) -> tuple[int, int]:
     return layout.start, layout.start + layout.flat.nbytes
 
 
@@ -101,7 +101,7 @@ def test_nobody_ever_lies_on_another(seed):
     """Taken and given back in order, as the engine does; all stay aligned and inside."""
     chance = random.Random(seed)
     buffer = buffer_of(4096)
-    taken: deque[tuple[Layout, float]] = deque()
+    taken: deque[tuple[FusedLayout, float]] = deque()
     for number in range(60):
         if taken and chance.random() < 0.45:
             layout, mark = taken.popleft()

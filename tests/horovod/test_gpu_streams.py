@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from hpcpar.comm.compiled import Handle
-from hpcpar.horovod import responses
+from hpcpar.horovod import operations
 from hpcpar.horovod.engine import Engine
 from hpcpar.horovod.gpu_streams import GpuStreams, in_this_stream
-from hpcpar.horovod.negotiation import Request
-from hpcpar.horovod.responses import Item, Ticket
+from hpcpar.horovod.negotiation import TensorRequest
+from hpcpar.horovod.operations import ReadyOp, Ticket
 from tests.horovod.test_engine import all_of, brought, ticket, total, with_engines
 
 
@@ -35,13 +35,13 @@ class Notes:
         self.note("asked")
 
     @contextmanager
-    def working_on(self, items: Sequence[Item]) -> Iterator[None]:
+    def working_on(self, items: Sequence[ReadyOp]) -> Iterator[None]:
         assert {item.request.device for item in items} == {"GPU"}
         self._is_inside = True
         yield
         self._is_inside = False
 
-    def finished(self, items: Sequence[Item]) -> None:
+    def finished(self, items: Sequence[ReadyOp]) -> None:
         self.note("finished")
         for item in items:
             if item.ticket is not None:
@@ -53,8 +53,8 @@ class Notes:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Notes:
-    notes = engine._gpu = Notes()  # type: ignore[assignment]
-    copy_all, wait = responses.copy_all, Handle.wait
+    notes = engine._queue.gpu = Notes()  # type: ignore[assignment]
+    copy_all, wait = operations.copy_all, Handle.wait
 
     def copy(targets: Any, sources: Any) -> None:
         notes.note("copied")
@@ -64,7 +64,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Notes:
         notes.note("ordered")
         return wait(handle)
 
-    monkeypatch.setattr(responses, "copy_all", copy)
+    monkeypatch.setattr(operations, "copy_all", copy)
     monkeypatch.setattr(Handle, "wait", waited)
     return notes
 
@@ -171,9 +171,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_the_engines_stream_waits_for_the_makers_and_the_takers_for_the_engines(streams) -> None:
     gpu, maker, taker = GpuStreams(), streams["now"], Stream("taker's")
-    given = Ticket(Request("a", "allreduce", device="GPU"), torch.ones(3).as_subclass(OnGpu))
+    given = Ticket(TensorRequest("a", "allreduce", device="GPU"), torch.ones(3).as_subclass(OnGpu))
     gpu.asked(given)
-    items = [Item(given.request, given)]
+    items = [ReadyOp(given.request, given)]
     for _ in range(2):
         with gpu.working_on(items):
             streams["now"].lines.append("works")
@@ -191,7 +191,7 @@ def test_the_engines_stream_waits_for_the_makers_and_the_takers_for_the_engines(
 def test_a_rank_without_a_tensor_and_without_a_gpu_does_nothing_there(streams, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpu = GpuStreams()
-    items = [Item(Request("a", "allreduce", device="GPU"), None)]
+    items = [ReadyOp(TensorRequest("a", "allreduce", device="GPU"), None)]
     with gpu.working_on(items):
         gpu.finished(items)
     assert not streams["made"]

@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcpar.horovod.negotiation import BATCHES_REMEMBERED, RECORD_NBYTES, Negotiation, Ready, Request
+from hpcpar.horovod.negotiation import (
+    BATCHES_REMEMBERED,
+    RECORD_NBYTES,
+    Negotiation,
+    ReadyRequest,
+    TensorRequest,
+)
 
 
-def request(name: str, **told: object) -> Request:
+def request(name: str, **told: object) -> TensorRequest:
     fixed = {"kind": "allreduce", "dtype": "float32", "shape": (4,), "op": "sum"} | told
-    return Request(name, **fixed)  # type: ignore[arg-type]
+    return TensorRequest(name, **fixed)  # type: ignore[arg-type]
 
 
 class Ranks:
@@ -31,14 +37,14 @@ class Ranks:
             common = bytes(a & b for a, b in zip(common, record, strict=True))
         return common
 
-    def end(self, common: bytes, then: random.Random | None = None) -> list[Ready]:
+    def end(self, common: bytes, then: random.Random | None = None) -> list[ReadyRequest]:
         """What is ready, which must be the same everywhere; the last one to join, when all have."""
         answers = [negotiation.conclude(common) for negotiation in self.of]
         told_more = {answer is None for answer in answers}
         assert len(told_more) == 1, "all ranks must tell each other more, or none"
         if told_more == {True}:
-            news = [negotiation.news() for negotiation in self.of]
-            answers = [negotiation.conclude_news(news) for negotiation in self.of]
+            news = [negotiation.proposal() for negotiation in self.of]
+            answers = [negotiation.conclude_proposals(news) for negotiation in self.of]
         seen = [[(one.request.name, one.error) for one in answer or []] for answer in answers]
         assert all(one == seen[0] for one in seen), "the same is ready everywhere, in the same order"
         books = [
@@ -48,7 +54,7 @@ class Ranks:
         assert all(book == books[0] for book in books), "the books are alike"
         return list(answers[0] or [])
 
-    def round(self) -> list[Ready]:
+    def round(self) -> list[ReadyRequest]:
         return self.end(self.begin())
 
     def end_join(self) -> int | None:
@@ -72,7 +78,7 @@ class Ranks:
 def test_what_is_asked_step_after_step_is_worked_out_once():
     negotiation = Negotiation(1)
 
-    def step(*requests: Request) -> list[Ready]:
+    def step(*requests: TensorRequest) -> list[ReadyRequest]:
         for one in requests:
             negotiation.ask(one)
         found = negotiation.conclude(negotiation.record())
@@ -92,7 +98,7 @@ def test_what_is_asked_step_after_step_is_worked_out_once():
 def test_what_is_remembered_is_bounded_and_what_has_a_number_is_not():
     negotiation = Negotiation(1)
 
-    def step(one: Request) -> list[Ready] | None:
+    def step(one: TensorRequest) -> list[ReadyRequest] | None:
         negotiation.ask(one)
         return negotiation.conclude(negotiation.record())
 
@@ -192,8 +198,8 @@ def test_texts_call_ranks_by_their_numbers_in_the_job():
     for number, negotiation in enumerate(of):
         negotiation.ask(request("x", kind="broadcast", op="", root=number))
         negotiation.record()
-    news = [negotiation.news() for negotiation in of]
-    (found,) = of[0].conclude_news(news)
+    news = [negotiation.proposal() for negotiation in of]
+    (found,) = of[0].conclude_proposals(news)
     for word in ("rank 3 named root 3", "rank 7 named root 7"):
         assert word in str(found.error)
 
@@ -256,7 +262,7 @@ def test_operations_of_two_kinds_with_one_number_wait_until_it_is_certain():
 # ------------------------------------------------------------------- groups
 
 
-def group_of(name: str, count: int, **told: object) -> list[Request]:
+def group_of(name: str, count: int, **told: object) -> list[TensorRequest]:
     return [
         request(f"{name}_{number}of{count}", group=(name, count), **told) for number in range(1, count + 1)
     ]
@@ -369,7 +375,7 @@ def test_what_zeros_cannot_stand_for_is_an_error_that_names_who_has_joined(kind,
 def test_barriers_do_not_wait_for_who_has_joined(kind):
     ranks = Ranks(2)
     ranks.of[1].join()
-    ranks.of[0].ask(Request("x", kind))
+    ranks.of[0].ask(TensorRequest("x", kind))
     assert ranks.names() == ["x"]
 
 

@@ -177,7 +177,7 @@ def test_sets_that_come_and_go_leave_nothing_behind(hvd):
     assert len(hvd_sets(hvd)) == 1
     from hpcpar.horovod import basics
 
-    assert len(basics.the_context().crew.engines) == 1
+    assert len(basics.the_context().engine_group.engines) == 1
     assert engines_alive() <= before
 
 

@@ -33,7 +33,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A tensor to send in place of this one, and what `decompress` will need on this rank.
+        """Return a tensor to send in place of this one, and what `decompress` will need on this rank.
 
         It must have the same shape and dtype on all ranks, and sums of it must mean sums. Must not write
         to `tensor`.

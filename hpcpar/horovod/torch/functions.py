@@ -184,7 +184,7 @@ def _entry(description: Sequence[str], place: int) -> str:
 
 
 def _broadcast_tensors(prefix: str, named: Sequence[Named], root_rank: int) -> None:
-    """All under way at once; those whose memory cannot travel as it lies go through a copy."""
+    """Broadcast all tensors at once; non-contiguous ones go through a copy."""
     under_way = []
     for name, tensor in named:
         if tensor.numel() > 0:
@@ -207,7 +207,7 @@ _CARRIED_AS = {
 
 
 def _carriable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, each place once, under a dtype that collectives know: it is moved, not added up."""
+    """View the memory, each element once, under a dtype of the same size that collectives move."""
     for dim, step in enumerate(tensor.stride()):
         if step == 0:  # an expanded tensor, whose elements share memory
             tensor = tensor.narrow(dim, 0, 1)
@@ -226,7 +226,7 @@ def _carriable(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place for a tensor, on the host or on the device of the parameter that it belongs to."""
+    """Placeholder of a tensor, on the host or on its parameter's device."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -313,7 +313,7 @@ def _filled(outline: Any, own: Any, device: torch.device) -> Any:
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a tree, in an order that only the outline decides."""
+    """Iterate over all tensors of a tree, in an order that only the outline decides."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif type(tree) is dict:

@@ -1,14 +1,9 @@
-"""How DistributedOptimizer's gradients travel: in buckets, by a schedule that all ranks keep.
+"""Reduction of DistributedOptimizer's gradients in buckets that all ranks agree on.
 
-The first step is taken after its backward: only then is it known which gradients there are, and which
-are sparse. From then on the buckets of `hpcpar.data_parallel` leave while backward runs. A step asks the
-engine once, at its first bucket, whether all ranks have come to it (ranks that have joined take part with
-zeros); then each bucket is one collective, in the same order on all ranks, on a communicator of this
-optimizer's own.
-
-    backward   ... dW3 ─── dW2 ─── dW1 ...
-    engine         "step of optimizer 1?" ─ ─ all ranks have asked
-    buckets        [dW3 dW2] waits ─ ─ ─ ─ ─ ─ > leaves     [dW1] leaves
+The first step reduces after its backward: only then is it known which gradients there are, and which are
+sparse. From then on the buckets of `hpcpar.data_parallel` leave while backward runs, behind a gate that opens
+once all ranks have come to the step (readiness.py). Ranks that have joined take part with zeros. Each bucket
+is one collective, in the same order on all ranks, on a communicator of this optimizer's own.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,17 +20,20 @@ from torch import Tensor, nn
 from hpcpar.data_parallel.buckets import FIRST_BUCKET_BYTES, Bucket
 from hpcpar.data_parallel.parameters import Named, agree_on_parameters, view_like
 from hpcpar.data_parallel.reducer import Reducer
+from hpcpar.data_parallel.reduction import Pending
 from hpcpar.errors import BufferTypeError, GradientOrderError
-from hpcpar.horovod.gpu_streams import in_this_stream
-from hpcpar.horovod.negotiation import Request
-from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.exceptions import HorovodInternalError
+from hpcpar.horovod.negotiation import TensorRequest
+from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.torch.compression import Compression
+from hpcpar.horovod.torch.readiness import BucketGate, OnReady
 from hpcpar.horovod.torch.sparse_gradients import start_sparse
 from hpcpar.planner.traffic import usage_map_nbytes
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+    from hpcpar.horovod.chrome_timeline import TimelineObserver
     from hpcpar.horovod.engine import Engine
     from hpcpar.horovod.process_sets import ProcessSet
 
@@ -51,8 +49,8 @@ ADVICE = (
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How gradients are reduced.
+class ReductionOptions:
+    """Options of the reduction, equal on all ranks.
 
     op             "average" or "sum"
     predivide      what a gradient is divided by before the sum; the average is divided by the rest after it
@@ -81,161 +79,88 @@ class Ways:
         return op, before
 
     def __str__(self) -> str:
-        """As ranks compare it."""
+        """Text that ranks compare."""
         name = getattr(self.compression, "__name__", type(self.compression).__name__)
         told = f"op={self.op}, compression={name}, gradient_predivide_factor={self.predivide}"
         told += f", groups of {[len(group) for group in self.groups]}, sparse_as_dense={self.sparse_as_dense}"
         return f"{told}, buckets of {self.bucket_bytes} bytes"
 
 
-class _BucketUnderWay:
-    """A bucket that leaves as soon as all ranks have come to the step."""
+class AllreduceBuckets:
+    """All-reduces compressed buckets on a communicator of the optimizer's own. A `Reduction`.
 
-    def __init__(
-        self, schedule: Schedule, bucket: Bucket, begin: Callable[[], Any], finish: Callable[[Any], None]
-    ) -> None:
-        self._schedule = schedule
-        self._bucket = bucket
-        self._begin = begin
-        self._finish = finish
-        self._handle: Any = None
-        schedule.show_asked(bucket)
-
-    def leave(self) -> None:
-        self._schedule.show_leaving(self._bucket)
-        self._handle = self._begin()
-
-    def wait(self) -> None:
-        self._schedule.await_all()
-        self._finish(self._handle.wait())
-        self._schedule.show_done(self._bucket)
-
-
-class Schedule:
-    """The reduction of one reducer's buckets, once all ranks have asked for the step. A `Reduction`.
-
-    name         by which ranks match the step
     named        parameters in the order of the buckets' members
     is_newcomer  tells whether a parameter without bucket has a gradient now
-    newcomers    whether there was one on some rank in the last step
+    newcomers    True where there was one on some rank in the last step
     """
 
     def __init__(
         self,
-        engine: Engine,
         comm: Communicator,
-        ways: Ways,
-        name: str,
+        ways: ReductionOptions,
+        observer: TimelineObserver,
         named: Sequence[Named],
         is_newcomer: Callable[[], bool],
     ) -> None:
         self.newcomers = False
-        self._engine = engine
-        self._comm = comm
-        self._ways = ways
+        self._comm, self._ways, self._observer = comm, ways, observer
         self._named = named
         self._is_newcomer = is_newcomer
-        self._request = Request(name, "schedule", content=f"{len(named)} parameters")
-        self._ticket: Ticket | None = None
-        self._is_open = False
-        self._waiting: list[_BucketUnderWay] = []
 
-    def start(self, flat: Tensor, bucket: Bucket) -> _BucketUnderWay:
+    def start(self, flat: Tensor, bucket: Bucket) -> Pending:
         ways, gradient = self._ways, flat
         if ways.compression not in _ELEMENTWISE:
             _, parameter = self._named[bucket.members[0]]
             gradient = view_like(flat, 0, flat.numel(), parameter)
         packed, context = ways.compression.compress(gradient)
+        self._observer.bucket_leaves([name for name, _ in self._shown(bucket)])
+        handle = ways.reduce(self._comm, packed, flat.dtype)
 
-        def finish(reduced: Tensor) -> None:
+        def finish() -> None:
+            reduced = handle.wait()
             if reduced is not flat:
                 gradient.copy_(ways.compression.decompress(reduced, context))
+            self._observer.bucket_done(
+                [(name, str(p.dtype).removeprefix("torch."), p.shape) for name, p in self._shown(bucket)]
+            )
 
-        begin = in_this_stream(flat.device, lambda: ways.reduce(self._comm, packed, flat.dtype))
-        return self._admit(_BucketUnderWay(self, bucket, begin, finish))
+        return _Waitable(finish)
 
-    def start_map(self, bits: Any) -> _MapToCome:
-        return _MapToCome(self, bits)
+    def start_map(self, bits: Any) -> Pending:
+        """Return a pending map, sent when it is waited for: only then have all gradients come."""
 
-    def finish_map(self, bits: Any) -> None:
-        """The last collective of a step: which parameters have been used, and whether there are newcomers."""
-        told = np.append(bits, np.uint8(self._is_newcomer()))
-        self.await_all()
-        self._comm.allreduce(told, "or")
-        bits[:] = told[:-1]
-        self.newcomers = bool(told[-1])
-        self._is_open, self._ticket = False, None
+        def finish() -> None:
+            told = np.append(bits, np.uint8(self._is_newcomer()))
+            self._comm.allreduce(told, "or")
+            bits[:] = told[:-1]
+            self.newcomers = bool(told[-1])
 
-    def await_all(self) -> None:
-        """Wait until all ranks have come to the step, or have joined."""
-        if not self._is_open and self._ticket is not None:
-            self._engine.wait(self._ticket)
-
-    def open(self) -> None:
-        """All ranks have: what has gathered leaves."""
-        waiting, self._waiting = self._waiting, []
-        for bucket in waiting:
-            bucket.leave()
-        self._is_open = True
-
-    # In the timeline each gradient is an all-reduce of its own, as in Horovod's, though buckets are shared.
+        return _Waitable(finish)
 
     def show_asked(self, bucket: Bucket) -> None:
-        if self._engine.timeline is not None:
-            for name, _ in self._shown(bucket):
-                self._engine.timeline.negotiate_start(name, "allreduce")
-
-    def show_leaving(self, bucket: Bucket) -> None:
-        if self._engine.timeline is not None:
-            for name, _ in self._shown(bucket):
-                self._engine.timeline.negotiate_end(name)
-                self._engine.timeline.start(name, "allreduce")
-                self._engine.timeline.activity_start(name, "MPI_ALLREDUCE")
-
-    def show_done(self, bucket: Bucket) -> None:
-        """It has been waited for; it may have been there before."""
-        if self._engine.timeline is not None:
-            for name, parameter in self._shown(bucket):
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                self._engine.timeline.end(name, dtype, parameter.shape)
-            self._engine.timeline.flush()
+        """Record each gradient as an all-reduce of its own, as Horovod's timeline does."""
+        for name, _ in self._shown(bucket):
+            self._observer.asked(name, "allreduce")
 
     def _shown(self, bucket: Bucket) -> list[Named]:
         members = [self._named[member] for member in bucket.members]
         return [(f"allreduce.{name}", parameter) for name, parameter in members]
 
-    def _admit(self, bucket: _BucketUnderWay) -> _BucketUnderWay:
-        with self._engine.lock:  # another thread, which waits for something else, may open it
-            if self._is_open:
-                bucket.leave()
-                return bucket
-            self._waiting.append(bucket)
-            if self._ticket is None:
-                self._ticket = Ticket(self._request, on_ready=self.open)
-                self._engine.submit([self._ticket])
-                self._engine.poll(self._ticket)
-            return bucket
 
+class _Waitable(NamedTuple):
+    """A reduction under way, as the function that completes it."""
 
-class _MapToCome:
-    """The map leaves when it is waited for: only then have all gradients come, bucket or not."""
-
-    def __init__(self, schedule: Schedule, bits: Any) -> None:
-        self._schedule = schedule
-        self._bits = bits
-
-    def wait(self) -> None:
-        self._schedule.finish_map(self._bits)
+    wait: Callable[[], None]
 
 
 @dataclass(frozen=True)
 class _Zeros:
-    """What a rank that has joined brings to the others' steps, without their optimizer.
+    """Zeros that a rank that has joined brings to the others' steps, without their optimizer.
 
     buckets  shape, element type and device of each; of gradients where each has a bucket
     """
 
-    ways: Ways
+    ways: ReductionOptions
     buckets: Sequence[tuple[tuple[int, ...], torch.dtype, torch.device]]
     parameters: int
 
@@ -248,7 +173,7 @@ class _Zeros:
 
 
 class Gradients:
-    """Reduces the gradients of an optimizer's parameters; see the module.
+    """Reduces the gradients of an optimizer's parameters.
 
     named     every parameter of the optimizer, by name; more may be added
     is_copy   made by copying or reading another, perhaps on this rank alone: it gets its name when it is used
@@ -259,7 +184,7 @@ class Gradients:
         named: Sequence[Named],
         process_set: ProcessSet,
         engine: Engine,
-        ways: Ways,
+        ways: ReductionOptions,
         passes: int,
         *,
         is_copy: bool = False,
@@ -271,7 +196,7 @@ class Gradients:
         self._ways = ways
         self._served: list[str] = []
         self._name = ""
-        self._reducers: list[tuple[Reducer, Schedule]] = []
+        self._reducers: list[tuple[Reducer, AllreduceBuckets]] = []
         self._sparse: list[Named] = []
         self._are_sparse_reduced = False
         self._covered: set[int] = set()
@@ -287,7 +212,7 @@ class Gradients:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether gradients are being reduced that nobody has waited for, or will be with the first ones."""
+        """True while gradients are being reduced, or wait for the first step to be."""
         is_full = any(passed >= self.passes for passed in self._passed.values())
         return is_full or any(reducer.round_open for reducer, _ in self._reducers)
 
@@ -299,29 +224,33 @@ class Gradients:
         self.recount()
 
     def recount(self) -> None:
-        """Backwards are counted from zero again."""
+        """Count backwards from zero again."""
         self._passed.clear()
         for reducer, _ in self._reducers:
             reducer.recount()
 
     def synchronize(self) -> None:
-        """Every gradient that is new becomes its reduction over all ranks; collective."""
+        """Replace every new gradient by its reduction over all ranks. Collective."""
         waits = [] if self._are_sparse_reduced else self._start_sparse(self._sparse)
         for reducer, _ in self._reducers:
             if not reducer.synchronized:
-                reducer.synchronize()
+                try:
+                    reducer.synchronize()
+                except HorovodInternalError:  # not all ranks have come, and nothing has left
+                    reducer.abandon()
+                    raise
         for wait in waits:
             wait()
-        schedules = [schedule for _, schedule in self._reducers]
-        if self._without_bucket() and (not schedules or schedules[0].newcomers):
+        reductions = [reduction for _, reduction in self._reducers]
+        if self._without_bucket() and (not reductions or reductions[0].newcomers):
             self._lay_out()
-        for schedule in schedules:
-            schedule.newcomers = False
+        for reduction in reductions:
+            reduction.newcomers = False
         self._are_sparse_reduced = True
         self._passed.clear()
 
     def next_step(self) -> None:
-        """A step has been taken: there is something to reduce again, also where no backward follows."""
+        """Note that a step was taken: gradients are reduced again, also where no backward follows."""
         self._are_sparse_reduced = False
         for reducer, _ in self._reducers:
             reducer.next_step()
@@ -363,7 +292,7 @@ class Gradients:
         made: list[tuple[list[Reducer], list[Named]]] = []
         content = f"{self._ways}, backward_passes_per_step={self.passes}"
         ticket = Ticket(
-            Request(self._layout_name, "schedule", content=content),
+            TensorRequest(self._layout_name, "schedule", content=content),
             on_ready=lambda: made.append(self._make()),
         )
         self._engine.submit([ticket])
@@ -377,7 +306,7 @@ class Gradients:
         self._count_those_without_bucket()
 
     def _make(self) -> tuple[list[Reducer], list[Named]]:
-        """On all ranks, in one place: buckets for the gradients that some rank has; and the sparse ones."""
+        """Make buckets for gradients that some rank has; return their reducers and the sparse ones."""
         self._layouts += 1
         self._serve_layout()
         fresh = self._without_bucket()
@@ -397,9 +326,21 @@ class Gradients:
         parameters = [parameter for _, parameter in dense]
         buckets: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
         zeros = _Zeros(replace(self._ways, groups=()), buckets, len(parameters))
-        comm = self._engine.lend_communicator(self, step, zeros.bring)
+        comm = self._engine.steps.lend_communicator(self, step, zeros.bring)
         reference = weakref.ref(self)
-        schedule = Schedule(self._engine, comm, self._ways, step, dense, lambda: _has_newcomer(reference))
+        buckets_of = AllreduceBuckets(
+            comm, self._ways, self._engine.observer, dense, lambda: _has_newcomer(reference)
+        )
+        request = TensorRequest(step, "schedule", content=f"{len(dense)} parameters")
+
+        engine = self._engine
+
+        def ask(on_ready: OnReady) -> Ticket:
+            ticket = Ticket(request, on_ready=on_ready)
+            engine.submit([ticket])  # not self's: the optimizer is to go with its last reference
+            return ticket
+
+        gate = BucketGate(engine, buckets_of, ask, buckets_of.show_asked)
         reducer = Reducer(
             dense,
             comm,
@@ -408,7 +349,7 @@ class Gradients:
             passes=self.passes,
             groups=self._ways.groups if self._ways.compression in _ELEMENTWISE else (),
             sparse_as_dense=True,  # where another rank's is dense, and in a later step: so the sum is, too
-            reduction=schedule,
+            reduction=gate,
             advice=ADVICE,
         )
         for bucket in reducer.buckets:
@@ -416,11 +357,11 @@ class Gradients:
             is_whole = self._ways.compression in _ELEMENTWISE
             shape = (bucket.numel,) if is_whole else tuple(first.shape)
             buckets.append((shape, first.dtype, first.device))
-        self._reducers.append((reducer, schedule))
+        self._reducers.append((reducer, buckets_of))
         return [reducer], sparse
 
     def _serve_layout(self) -> None:
-        """What this rank does when the others lay out their gradients and it has joined, even without us."""
+        """Register what this rank does after join() when the others lay out their gradients."""
         reference, engine, process_set = weakref.ref(self), self._engine, self._process_set
         name, layouts, passes = self._name, self._layouts, self.passes
         fresh = self._without_bucket()
@@ -442,10 +383,10 @@ class Gradients:
 
         _forget_layouts(weakref.ref(engine), self._served)
         self._served[:] = [self._layout_name]
-        engine.serve[self._layout_name] = serve
+        engine.steps.serve[self._layout_name] = serve
 
     def _agree_on_kinds(self, fresh: Sequence[Named]) -> list[int]:
-        """Of each parameter, whether its gradient is dense or sparse where a rank has one; 0: none has."""
+        """Agree on each gradient's kind over all ranks: dense, sparse, or 0 where no rank has one."""
         kinds = np.zeros(len(fresh), dtype=np.uint8)
         for index, (_, parameter) in enumerate(fresh):
             if parameter.grad is not None:
@@ -462,7 +403,7 @@ class Gradients:
         return agreed
 
     def _count_those_without_bucket(self) -> None:
-        """Gradients in buckets are counted there; the others here."""
+        """Count the backwards of parameters that have no bucket yet."""
         reference = weakref.ref(self)
 
         def counting(name: str, parameter: Tensor) -> Any:
@@ -488,7 +429,7 @@ class Gradients:
 
 
 def may_overflow(packed: torch.dtype, given: torch.dtype) -> bool:
-    """Whether a sum may leave the range of what was narrowed to float16: then its average divides first."""
+    """Return True if a sum may overflow a tensor narrowed to float16: its average divides first."""
     return packed is torch.float16 and given is not torch.float16
 
 
@@ -498,16 +439,16 @@ def _has_newcomer(reference: weakref.ref[Gradients]) -> bool:
 
 
 def _forget_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> None:
-    """Layouts that have been made are not served any more."""
+    """Stop serving layouts that have been made."""
     engine = reference()
     if engine is not None:
         for name in names:
-            engine.serve.pop(name, None)
+            engine.steps.serve.pop(name, None)
 
 
 def _retire_layouts(reference: weakref.ref[Engine], names: Sequence[str]) -> None:
-    """Those of an optimizer that is gone are served a while longer: others may have more data."""
+    """Serve the layouts of an optimizer that is gone a while longer: others may have more data."""
     engine = reference()
     if engine is not None:
         for name in names:
-            engine.retire(name)
+            engine.steps.retire(name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.compression import Compression
-from hpcpar.horovod.torch.gradients import Gradients, Ways
+from hpcpar.horovod.torch.gradients import Gradients, ReductionOptions
 from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
+from hpcpar.horovod.torch.submission import require_adasum
 from hpcpar.horovod.torch.wrapped import Wrapped
 from hpcpar.horovod.torch.zero import ShardedOptimizer, options_for
 from hpcpar.uncompiled import uncompiled
@@ -120,7 +121,7 @@ def _wrap(
     *,
     is_copy: bool = False,
 ) -> Optimizer:
-    """An object of the optimizer's own attributes, whose class has our methods before the optimizer's."""
+    """Make an object with the optimizer's attributes, of a class with our methods before its own."""
     base = type(optimizer)
     mixin: type[Wrapped] = _AdasumOptimizer if settings["op"] == Adasum else _AveragingOptimizer
     if "zero_stage" in settings:
@@ -136,7 +137,7 @@ def _wrap(
 
 
 class _Distributed(Wrapped):
-    """One that steps on whole gradients: it can be copied."""
+    """Base of the optimizers that step on whole gradients, which can be copied."""
 
     _is_copy: bool
 
@@ -169,14 +170,14 @@ _OWN = (
 
 
 def _is_copied(key: str, value: Any) -> bool:
-    """torch's own rule: hooks and profiling belong to the object, not to its value."""
+    """Follow torch's rule: hooks and profiling belong to the object, not to its value."""
     return key in ("defaults", "state", "param_groups") or not (key.startswith("_") or callable(value))
 
 
 def _rebuild(
     base: type[Optimizer], state: dict[str, Any], names: Sequence[str], settings: dict[str, Any]
 ) -> Optimizer:
-    """From a pickle: wrapped again where Horovod is initialized, else the wrapped optimizer."""
+    """Unpickle: wrap the optimizer again where Horovod is initialized."""
     optimizer: Optimizer = base.__new__(base)
     optimizer.__setstate__(state)
     if not basics.is_initialized():
@@ -201,7 +202,7 @@ class _AveragingOptimizer(_Distributed):
         if self._is_alone:
             return
         context = basics.the_context()
-        ways = Ways(
+        ways = ReductionOptions(
             op="average" if settings["op"] == Average else "sum",
             compression=settings["compression"],
             predivide=settings["gradient_predivide_factor"],
@@ -248,15 +249,6 @@ class _AveragingOptimizer(_Distributed):
         if self._gradients is not None and self._gradients.is_closed and basics.is_initialized():
             self._distribute_again()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """`step` inside takes the gradients as they are: `synchronize` has been called."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on reduced gradients; collective.
@@ -297,11 +289,7 @@ class _AveragingOptimizer(_Distributed):
         """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
         self._connect()
         if self._gradients is not None:
-            if self._gradients.is_under_way:
-                raise AssertionError(
-                    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
-                    "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
-                )
+            self._refuse_zeros(under_way=self._gradients.is_under_way)
             self._gradients.zero(set_to_none=set_to_none)
         self._synchronized = False
         # That of an optimizer of one's own may know no arguments.
@@ -326,7 +314,7 @@ class _AveragingOptimizer(_Distributed):
             self._gradients.named += found
 
     def _averaged(self, closure: Callable[[], Any]) -> Any:
-        """The closure's loss as the average of all ranks', which leaves reduced gradients."""
+        """Call the closure, reduce its gradients, and return the average of all ranks' losses."""
         with torch.enable_grad():
             loss = closure()
         self.synchronize()
@@ -353,13 +341,13 @@ class _AdasumOptimizer(_Distributed):
         super()._distribute(named_parameters)
         _grouped(self._settings["groups"], self)
         if not self._is_alone:
-            mpi_ops.require_adasum(self._process_set)
+            require_adasum(self._process_set)
 
     def synchronize(self) -> None:
-        """Nothing: what is combined is made by `step`."""
+        """Do nothing: `step` makes what is combined."""
 
     def skip_synchronize(self) -> Any:
-        """An error, but for a rank alone: there is no step without the combination."""
+        """Raise AssertionError, but for a rank alone: there is no step without the combination."""
         if self._is_alone:
             return nullcontext()
         raise AssertionError("skip_synchronize does not work with op=Adasum: step() combines what it changed")
@@ -399,7 +387,7 @@ _AdasumOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
 def _grouped(groups: Groups, optimizer: Optimizer) -> list[list[Tensor]]:
-    """The groups that are asked for; ValueError for what is none."""
+    """Return the groups that are asked for; ValueError for anything else."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if groups is None:
         return []

@@ -24,11 +24,11 @@ from hpcpar.horovod.torch import mpi_ops
 if TYPE_CHECKING:
     from hpcpar.data_parallel.parameters import Named
     from hpcpar.horovod.process_sets import ProcessSet
-    from hpcpar.horovod.torch.gradients import Ways
+    from hpcpar.horovod.torch.gradients import ReductionOptions
 
 
 def start_sparse(
-    sparse: Sequence[Named], name: str, ways: Ways, process_set: ProcessSet
+    sparse: Sequence[Named], name: str, ways: ReductionOptions, process_set: ProcessSet
 ) -> list[Callable[[], None]]:
     """Begin to reduce gradients of parameters that had sparse ones; returns what waits for each. Collective.
 
@@ -60,7 +60,7 @@ class _One:
 
     name: str
     parameter: Tensor
-    ways: Ways
+    ways: ReductionOptions
     process_set: ProcessSet
 
     def start_sparse(self, sparse_dims: int) -> Callable[[], Tensor]:
@@ -126,7 +126,7 @@ class _One:
 
 
 def _form(parameter: Tensor) -> Tensor:
-    """A 1 in place 0: its gradient is dense; in place k: sparse in k dimensions; none: there is none."""
+    """One-hot code of a gradient's form: 0 dense, k sparse in k dimensions; all zeros without gradient."""
     form = torch.zeros(parameter.dim() + 1, dtype=torch.int32, device="cpu")
     gradient = parameter.grad
     if gradient is not None:

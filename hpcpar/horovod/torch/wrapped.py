@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +31,7 @@ class _Setting:
 
 
 class Wrapped(Optimizer):
-    """The optimizer's own attributes, names of parameters, and the ranks that train together."""
+    """Base of every DistributedOptimizer: the wrapped optimizer, parameter names, the process set."""
 
     op = _Setting()
     gradient_predivide_factor = _Setting()
@@ -40,6 +41,7 @@ class Wrapped(Optimizer):
     _wrapped: Optimizer
     _settings: dict[str, Any]
     _parameter_names: dict[Tensor, str]
+    _should_synchronize: bool
 
     def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
         passes = self._settings["backward_passes_per_step"]
@@ -75,7 +77,7 @@ class Wrapped(Optimizer):
         self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
 
     def _new_parameters(self) -> list[tuple[str, Tensor]]:
-        """Those of groups added since the last call, perhaps to the wrapped optimizer; now they are named."""
+        """Name the parameters of groups added since the last call, and return them."""
         if sum(len(group["params"]) for group in self.param_groups) == len(self._parameter_names):
             return []
         found = [
@@ -86,6 +88,22 @@ class Wrapped(Optimizer):
         ]
         self._parameter_names.update((parameter, name) for name, parameter in found)
         return found
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` take the gradients as they are: `synchronize` has been called."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def _refuse_zeros(self, *, under_way: bool) -> None:
+        if under_way:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
+                "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
+            )
 
     @property
     def _process_set(self) -> ProcessSet:

@@ -1,7 +1,7 @@
 """DistributedOptimizer with zero_stage=1 or 2: hpcpar's own sharded optimizer under Horovod's habits.
 
 Horovod's            step, synchronize, skip_synchronize, zero_grad, backward_passes_per_step, op
-   │  engine         have all ranks come to this call? (meetings.py)
+   │  engine         have all ranks come to this call? (readiness.py)
 hpcpar's             shards of gradients and of the optimizer's state, on a communicator of its own
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import HpcparError, OperationError
 from hpcpar.horovod import basics
+from hpcpar.horovod.engine import Engine
 from hpcpar.horovod.exceptions import HorovodInternalError
-from hpcpar.horovod.negotiation import Request
-from hpcpar.horovod.responses import Ticket
+from hpcpar.horovod.negotiation import TensorRequest
+from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.gradients import ADVICE
-from hpcpar.horovod.torch.meetings import STEP, Gate, Meetings
 from hpcpar.horovod.torch.mpi_ops import Adasum, Sum
+from hpcpar.horovod.torch.readiness import STEP, BucketGate, ReadinessBarrier
 from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
 from hpcpar.uncompiled import uncompiled
 
@@ -53,7 +54,7 @@ def options_for(
     shared_parameters: bool,
     elementwise: bool,
 ) -> dict[str, Any]:
-    """What hpcpar's own optimizer is to be given; nothing for the stages None and 0.
+    """Return the options for hpcpar's own optimizer; none for the stages None and 0.
 
     settings   Horovod's own
     errors     ValueError for what does not go together, saying what to do instead
@@ -108,7 +109,7 @@ def options_for(
 
 
 class Sharded(DistributedOptimizer):
-    """hpcpar's optimizer, whose ranks meet in the engine before they send anything.
+    """hpcpar's sharded optimizer, whose ranks ask the engine before they send anything.
 
     multiple   what the average gradient is multiplied by in a step
     """
@@ -120,11 +121,12 @@ class Sharded(DistributedOptimizer):
         optimizer: Optimizer,
         named: Iterable[tuple[str, Tensor]],
         comm: Communicator,
-        meetings: Meetings,
+        barrier: ReadinessBarrier,
+        engine: Engine | None,
         multiple: float,
         **options: Any,
     ) -> None:
-        self._meetings = meetings
+        self._barrier, self._engine = barrier, engine
         self._multiple = multiple
         super().__init__(optimizer, named, comm, **options)
 
@@ -135,7 +137,7 @@ class Sharded(DistributedOptimizer):
         self._refuse_thawed()
         if isinstance(gradients, ShardedGradients):
             gradients.complete_backward()  # others may wait for it in theirs
-            self._meetings.hold(STEP)
+            self._barrier.hold(STEP)
             super().synchronize()
         else:
             try:
@@ -163,11 +165,12 @@ class Sharded(DistributedOptimizer):
     def _build(self) -> None:
         super()._build()
         if isinstance(self.reducer, ShardedGradients):
-            meetings = self._meetings
-            self.reducer.before_backward = lambda: meetings.hold("backward()")
+            barrier = self._barrier
+            self.reducer.before_backward = lambda: barrier.hold("backward()")
 
     def _reduction(self, averaging: Averaging) -> Reduction:
-        return Gate(averaging, self._meetings)
+        barrier = self._barrier  # not self's: the optimizer is to go with its last reference
+        return BucketGate(self._engine, averaging, lambda on_ready: barrier.call(STEP, on_ready))
 
     def _refuse_thawed(self) -> None:
         trained = {id(parameter) for parameter in self.reducer.parameters}
@@ -180,14 +183,14 @@ class Sharded(DistributedOptimizer):
 
 
 class ShardedOptimizer(Wrapped):
-    """Delegates to `sharded`; groups and state are the wrapped optimizer's."""
+    """Horovod's interface of the optimizer in `sharded`; groups and state are the wrapped optimizer's."""
 
     sharded: Sharded
     """hpcpar's own optimizer, for what Horovod's has no name for."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler, which finds no gradients here: OperationError, which says what does it."""
+        """Raise OperationError to GradScaler, which finds no gradients here, saying what to use instead."""
         return self.sharded._step_supports_amp_scaling
 
     # Loading puts others in their place in the wrapped optimizer.
@@ -205,21 +208,21 @@ class ShardedOptimizer(Wrapped):
         self._make(self._communicator())
 
     def _communicator(self) -> Communicator:
-        """That of the ranks that train together, who meet first. Collective."""
+        """Borrow a communicator of the ranks that train together, once all are here. Collective."""
         self._is_closed = False
         if self._is_alone:
-            self._meetings = Meetings(None, "")
+            self._barrier = ReadinessBarrier(None, "")
             return Communicator.alone()
         engine = self._process_set._engine
         assert engine is not None, "this rank is included"
         name = engine.next_optimizer()
-        self._meetings = Meetings(engine, name)
-        self._meetings.hold(f"DistributedOptimizer({self._told()})")
+        self._barrier = ReadinessBarrier(engine, name)
+        self._barrier.hold(f"DistributedOptimizer({self._told()})")
         made: list[Communicator] = []
         ticket = Ticket(
-            Request(f"{name}.communicator", "schedule"),
+            TensorRequest(f"{name}.communicator", "schedule"),
             on_ready=lambda: made.append(
-                engine.lend_communicator(self, f"{name}.shards", lambda _: None),
+                engine.steps.lend_communicator(self, f"{name}.shards", lambda _: None),
             ),
         )
         engine.submit([ticket])
@@ -242,7 +245,8 @@ class ShardedOptimizer(Wrapped):
             self._wrapped,
             [(name, parameter) for parameter, name in self._parameter_names.items()],
             comm,
-            self._meetings,
+            self._barrier,
+            None if self._is_alone else self._process_set._engine,
             float(comm.size) if settings["op"] == Sum else 1.0,
             bucket_bytes=max(1, min(basics.the_context().knobs.fusion_threshold_nbytes, most)),
             **{
@@ -324,29 +328,20 @@ class ShardedOptimizer(Wrapped):
         self.sharded.synchronize()
         self._synchronized = True
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """For the `step` after `synchronize`."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_ of the reduced gradients; waits for them. Collective."""
+        """Clip the reduced gradients like torch.nn.utils.clip_grad_norm_; waits for them. Collective."""
         self._connect()
         return self.sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """As torch.nn.utils.clip_grad_value_ of the reduced gradients; waits for them. Collective."""
+        """Clip the reduced gradients like torch.nn.utils.clip_grad_value_; waits for them. Collective."""
         self._connect()
         self.sharded.clip_grad_value_(clip_value)
 
     def named_gradients(self) -> Iterator[tuple[str, slice, Tensor]]:
-        """This rank's shards of averages, also with op=Sum; as of hpcpar.DistributedOptimizer. Collective."""
+        """Iterate over this rank's shards of averages (also with op=Sum), like hpcpar's. Collective."""
         self._connect()
         return self.sharded.named_gradients()
 
@@ -362,11 +357,7 @@ class ShardedOptimizer(Wrapped):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; AssertionError while they are being reduced: step, or synchronize, first."""
         self._connect()
-        if self.sharded.reducer.round_open:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
-                "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
-            )
+        self._refuse_zeros(under_way=self.sharded.reducer.round_open)
         self.sharded.zero_grad(set_to_none=set_to_none)
         self._synchronized = False
 
@@ -398,7 +389,7 @@ class ShardedOptimizer(Wrapped):
         root   the only rank that gets it, by its place in the process set; None: all do
         """
         self._connect()
-        self._meetings.hold("state_dict()")
+        self._barrier.hold("state_dict()")
         return self.sharded.state_dict(root)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -408,7 +399,7 @@ class ShardedOptimizer(Wrapped):
         """
         self._later = None
         self._connect()
-        self._meetings.hold("load_state_dict()")
+        self._barrier.hold("load_state_dict()")
         self.sharded.load_state_dict(state_dict)
         gradients = self.sharded.reducer
         if isinstance(gradients, Reducer):
@@ -417,7 +408,7 @@ class ShardedOptimizer(Wrapped):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, whose gradients are reduced from now on, too. Collective, between two steps."""
         self._connect()
-        self._meetings.hold("add_param_group()")
+        self._barrier.hold("add_param_group()")
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         number = len(self.param_groups)
@@ -432,7 +423,7 @@ class ShardedOptimizer(Wrapped):
     def _adopt_options(self, broadcast: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
         """Take what `broadcast` makes of the groups' options. Collective."""
         self._connect()
-        self._meetings.hold("broadcast_optimizer_state()")
+        self._barrier.hold("broadcast_optimizer_state()")
         own = [{key: of[key] for key in of if key != "params"} for of in self.param_groups]
         for group, options in zip(self.param_groups, broadcast(own), strict=True):
             for option in group.keys() - options.keys() - {"params"}:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from hpcpar.transport.gpu.runtime import CudaDriver
 
 MOST_OPEN = 256
-"""So many mappings stay open; more only while more are in use."""
+"""Mappings that stay open; more only while more are in use."""
 MOST_EVENTS_OPEN = 4096
 """They cost little, and a peer's are used in turn, where to keep some of them is to keep none."""
 MOST_REMEMBERED = 1024
-"""Of so many allocations an exporter keeps the handle, which it can ask for again."""
+"""Allocations whose handles an exporter caches."""
 
 _LAYOUT = struct.Struct("<16s5Q64s")
 DESCRIPTOR_NBYTES = _LAYOUT.size
@@ -91,7 +91,7 @@ class Exports:
         self._allocations: dict[int, tuple[int, int, bytes]] = {}
 
     def export(self, address: int, nbytes: int) -> bytes:
-        """What another process opens these bytes by.
+        """The descriptor by which another process opens these bytes.
 
         errors   CudaError for memory that is not exportable, and for bytes beyond its end
         """
@@ -134,7 +134,7 @@ class EventExports:
         self._known: dict[int, bytes] = {}
 
     def export(self, event: int) -> bytes:
-        """What another process opens the event by; the same bytes each time."""
+        """The descriptor by which another process opens the event; equal each time."""
         _require_own(self._process)
         if event not in self._known:
             handle = self._driver.export_event(event)
@@ -148,7 +148,7 @@ class EventExports:
 
 @dataclass(slots=True)
 class _Opened:
-    """What the driver gave, how many use it, and whether its owner has freed it."""
+    """An open handle, its users, and whether its owner has freed it."""
 
     value: int
     users: int = 0
@@ -156,7 +156,7 @@ class _Opened:
 
 
 class _Imports:
-    """What this process has open of others, the least recently used first.
+    """Open handles of other processes, the least recently used first.
 
     One for each device of a process, to be used while that is the thread's device.
     """
@@ -173,11 +173,11 @@ class _Imports:
         self._opened: OrderedDict[bytes, _Opened] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many are open."""
+        """The number of open handles."""
         return len(self._opened)
 
     def is_open(self, descriptor: bytes) -> bool:
-        """Whether it is open already, in use or not."""
+        """True if it is open, in use or not."""
         return descriptor[:_KEY_NBYTES] in self._opened
 
     def open(self, descriptor: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Many pieces of device memory become one, or one of another type: the kernels of kernels.cu.
+"""Kernels that fold pieces of device memory into one, or convert its type (kernels.cu).
 
 The result has the bits that comm/reductions.py gives on the host, down to subnormal numbers, whatever the
 order of CuPy's compiler options. Left open, here as there, where the host's own bits hang on its processor:
@@ -32,18 +32,18 @@ OPTIONS = ("-std=c++17", "--fmad=false")
 # What follows stands in kernels.cu too.
 THREADS = 256
 PACK_NBYTES = 16
-"""Of each source, in a thread's hands at a time."""
+"""Bytes of each source that a thread loads at a time."""
 MOST_SOURCES = 64
 NARROW = -1
 ARGUMENTS = struct.Struct(f"@Qqddii{MOST_SOURCES}Q")
-"""Of `fold`: into, count, factor, divisor, source_count, head, sources."""
+"""Arguments of `fold`: into, count, factor, divisor, source_count, head, sources."""
 CONVERTED = 8
 """Elements that a thread converts at a time."""
 CONVERT_ARGUMENTS = struct.Struct("@QQqdd")
-"""Of `convert`: into, source, count, factor, divisor."""
+"""Arguments of `convert`: into, source, count, factor, divisor."""
 
 BLOCKS_PER_PROCESSOR = 8
-"""As many as a multiprocessor holds of 256 threads; a longer array makes each of them do more."""
+"""Blocks of 256 threads that a multiprocessor holds; for longer arrays each block does more."""
 
 _ITEMSIZES = {name: 2 if name == "bfloat16" else np.dtype(name).itemsize for name in DTYPES}
 
@@ -178,12 +178,12 @@ class _Stream:
 
 
 def defines(op: str, dtype: str) -> tuple[str, str]:
-    """What makes the compiler compile one kernel, `fold`."""
+    """Compiler options that select one `fold` kernel."""
     return f"-DOPERATION=op_{'sum' if op == 'average' else op}", f"-DELEMENT=element_{dtype}"
 
 
 def convert_defines(source_dtype: str, dtype: str) -> tuple[str, str]:
-    """What makes the compiler compile one kernel, `convert`."""
+    """Compiler options that select one `convert` kernel."""
     return f"-DSOURCE_ELEMENT=element_{source_dtype}", f"-DELEMENT=element_{dtype}"
 
 

@@ -40,8 +40,8 @@ KEPT = 8
 """Free pieces of scratch memory that a queue keeps."""
 
 INTERPROCESS_EVENTS = 64
-"""Of a queue, used in turn. One that is recorded again too early makes a peer wait longer, never less, and
-for nothing that waits for that peer: whoever waits for an event does so after it was recorded."""
+"""Events of a queue, used in turn. One that is recorded again too early makes a peer wait longer, never less,
+and for nothing that waits for that peer: whoever waits for an event does so after it was recorded."""
 
 
 class DeviceOctets:
@@ -162,15 +162,15 @@ class Queue:
 
     @property
     def kernels(self) -> Kernels:
-        """What sums up in this queue."""
+        """The kernels of this queue's device."""
         return self._kernels(self.ordinal)
 
     def follow(self, stream: int) -> None:
-        """What is given from now on waits for all that was given to this stream."""
+        """Make later work of this queue wait for all work given to the stream so far."""
         self._order(first=stream, then=self.stream)
 
     def lead(self, stream: int) -> None:
-        """What is given to this stream from now on waits for all that was given here."""
+        """Make later work of the stream wait for all work given to this queue so far."""
         self._order(first=self.stream, then=stream)
 
     def _order(self, *, first: int, then: int) -> None:
@@ -181,7 +181,7 @@ class Queue:
         self.events.append(event)  # what waits for it waits for this record, not for a later one
 
     def mark(self) -> Mark:
-        """Where the queue's end is just now."""
+        """Mark the present end of the queue."""
         self.cuda.use(self.ordinal)
         event = self._event()
         self.cuda.record(event, self.stream)
@@ -198,7 +198,7 @@ class Queue:
         return event
 
     def wait(self, event: int) -> None:
-        """What is given from now on waits for an event."""
+        """Make later work of this queue wait for an event."""
         self.cuda.use(self.ordinal)
         self.cuda.wait(self.stream, event)
 
@@ -277,7 +277,7 @@ class Queue:
 
 
 def scratch_nbytes(nbytes: int) -> int:
-    """Of a piece for so many bytes: an eighth more at most, so that few sizes serve many."""
+    """Round a size up by at most an eighth, so that few sizes of scratch serve many."""
     unit = max(SMALLEST_SCRATCH_NBYTES, 1 << max(0, nbytes.bit_length() - 4))
     return max(1, -(-nbytes // unit)) * unit
 
@@ -287,7 +287,7 @@ _left: defaultdict[tuple[int, int], list[Queue]] = defaultdict(list)
 
 
 class _Queues(dict[tuple[int, int], Queue]):
-    """Those of a thread."""
+    """The queues of one thread."""
 
     def __del__(self, left: defaultdict[tuple[int, int], list[Queue]] = _left) -> None:
         for key, queue in self.items():
@@ -323,7 +323,7 @@ def as_pointer(octets: DeviceOctets) -> Octets:
 
 
 def is_on_device(array: Any) -> bool:
-    """Whether an array's elements lie in a GPU's memory."""
+    """True if an array's elements lie in a GPU's memory."""
     if isinstance(array, np.ndarray):
         return False
     if is_torch(array):
@@ -412,7 +412,7 @@ def _buffer(array: Any, address: int, dtype: str, stream: Callable[[], int], que
 
 
 def _cupy_stream(array: Any, interface: dict[str, Any]) -> Callable[[], int]:
-    """What tells the stream in which the caller works: CuPy's current one there, else what the array says."""
+    """The caller's stream: CuPy's current one on the device, else the one that the array names."""
     if is_cupy(array):
         import cupy
 
@@ -430,7 +430,7 @@ def _ordinal(array: Any, interface: dict[str, Any]) -> int | None:
 
 
 def _has_no_gaps(interface: dict[str, Any]) -> bool:
-    """Whether strides are those of an array in the order of its indices."""
+    """True if the strides are those of a C-contiguous array."""
     expected = np.dtype(interface["typestr"]).itemsize
     for length, stride in zip(reversed(interface["shape"]), reversed(interface["strides"]), strict=True):
         if length > 1 and stride != expected:

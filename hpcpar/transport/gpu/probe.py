@@ -1,4 +1,4 @@
-"""Tries on two ranks what MPI does with device pointers: `python -m hpcpar.transport.gpu.probe FILE names…`.
+"""Try on two ranks what MPI does with device pointers: `python -m hpcpar.transport.gpu.probe FILE names…`.
 
 A program of its own, started by `hpcpar.launch.cuda_aware` as a throw-away job, for an MPI that cannot
 touches device memory with the CPU, and crashes. Rank 0 writes into FILE, a line at a time:
@@ -36,7 +36,7 @@ LIMIT_S = 90
 """After it the kernel ends the rank, whatever it is doing."""
 
 SIZES_NBYTES = (8, 1000, 65536, 4 << 20)
-"""Of messages: those that travel with their announcement, and those that are fetched."""
+"""Message sizes below and above the eager limit of MPI libraries."""
 
 Octets = NDArray[np.uint8]
 
@@ -86,7 +86,7 @@ class Probe:
         return mine, others
 
     def point_to_point(self, nbytes: int) -> bool:
-        """As the transport sends: started by the call, and prepared."""
+        """Exchange by single and by persistent requests, as the transport does."""
         _, others = self.fill(nbytes)
         send, receive = [self.source.view(nbytes), MPI.BYTE], [self.target.view(nbytes), MPI.BYTE]
         requests = [self.comm.Irecv(receive, self.peer, 1), self.comm.Isend(send, self.peer, 1)]
@@ -101,7 +101,7 @@ class Probe:
         return right and np.array_equal(self.target.read(nbytes), others)
 
     def collectives(self, nbytes: int) -> bool:
-        """Those that only move bytes."""
+        """Try the collectives that only move bytes."""
         mine, others = self.fill(nbytes)
         both = np.concatenate([mine, others] if self.rank == 0 else [others, mine])
         self.comm.Ibcast([self.source.view(nbytes), MPI.BYTE], 0).Wait()
@@ -150,7 +150,7 @@ class Probe:
         return np.array_equal(self.target.read(8 * count), expected.ravel())
 
     def try_out(self, name: str) -> bool:
-        """Whether all sizes came out right on both ranks."""
+        """True if all sizes came out right on both ranks."""
         trial: Callable[[int], bool] = getattr(self, name)
         right = True
         for nbytes in SIZES_NBYTES:

@@ -14,17 +14,15 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from hpcpar.errors import CudaError
 
 PLACES = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
-"""Where the library is looked for: as the loader finds it; in Windows' subsystem for Linux."""
+"""Names of the library: for the loader, and in Windows' subsystem for Linux."""
 
 HANDLE_NBYTES = 64
-"""Of memory or of an event, for another process."""
-
-MemoryKind = Literal["device", "host", "managed", "unknown"]
+"""Bytes of an IPC handle of memory or of an event."""
 
 _SUCCESS = 0
 _INVALID_VALUE = 1
@@ -37,13 +35,9 @@ _WAIT_DEFAULT = 0
 _MEMORY_HOST_PORTABLE = 1
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 
-_MEMORY_TYPE = 2
 _BUFFER_ID = 7
-_IS_MANAGED = 8
 _DEVICE_ORDINAL = 9
 _IS_LEGACY_IPC_CAPABLE = 10
-
-_MEMORY_TYPES: dict[int | None, MemoryKind] = {1: "host", 2: "device"}
 
 
 class _Handle(ctypes.Structure):
@@ -73,7 +67,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemGetAddressRange_v2": (_opaque, _opaque, _address),
     "cuPointerGetAttribute": (_opaque, ctypes.c_int, _address),
     "cuMemcpyAsync": (_address, _address, ctypes.c_size_t, _opaque),
-    "cuMemsetD8Async": (_address, ctypes.c_ubyte, ctypes.c_size_t, _opaque),
     "cuIpcGetMemHandle": (_opaque, _address),
     "cuIpcOpenMemHandle_v2": (_opaque, _Handle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_address,),
@@ -85,7 +78,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (_opaque,),
     "cuEventRecord": (_opaque, _opaque),
     "cuEventQuery": (_opaque,),
-    "cuEventSynchronize": (_opaque,),
     "cuIpcGetEventHandle": (_opaque, _opaque),
     "cuIpcOpenEventHandle": (_opaque, _Handle),
 }
@@ -116,7 +108,7 @@ _MEANINGS = {
     802: "the system is not ready for CUDA: on a node with NVSwitch, nvidia-fabricmanager must run",
     803: "the driver's library does not fit the kernel's module; the node must be restarted",
 }
-"""Of errors, for somebody who does not know the driver."""
+"""Explanations of the driver's errors."""
 
 _NOT_EXPORTABLE = (
     "only whole allocations of cudaMalloc can be exported, not memory of cudaMallocAsync nor of PyTorch's "
@@ -128,7 +120,6 @@ _MEANINGS_OF = {
     ("cuMemHostAlloc", _INVALID_VALUE): "an allocation has at least one byte",
     ("cuMemFree_v2", _INVALID_VALUE): "no allocation begins at this address",
     ("cuMemcpyAsync", _INVALID_VALUE): "not all of these bytes are there",
-    ("cuMemsetD8Async", _INVALID_VALUE): "not all of these bytes are there",
     ("cuIpcGetMemHandle", _INVALID_VALUE): _NOT_EXPORTABLE,
     ("cuIpcGetMemHandle", 801): _NOT_EXPORTABLE,
     ("cuIpcGetEventHandle", _INVALID_VALUE): "the event was not made with interprocess=True",
@@ -138,7 +129,7 @@ _MEANINGS_OF = {
     "any before use(ordinal)",
     ("cuIpcOpenMemHandle_v2", 208): "memory that was there before is still open and must be closed first",
 }
-"""What is known better for one call."""
+"""Explanations that hold for one call only."""
 
 
 class CudaDriver:
@@ -185,7 +176,7 @@ class CudaDriver:
         return f"{text}: {meaning}" if meaning else text
 
     def _int(self, call: str, *arguments: Any, of: Any = ctypes.c_int) -> int:
-        """What the call puts where its first argument says."""
+        """Call a function whose first argument points to its result, and return the result."""
         found = of()
         getattr(self._cuda, call)(ctypes.byref(found), *arguments)
         return found.value or 0
@@ -210,7 +201,7 @@ class CudaDriver:
         return self._int("cuDevicePrimaryCtxRetain", device, of=_opaque)
 
     def identity(self, ordinal: int) -> str:
-        """What tells a device, or a part of one (MIG), from all others, whatever its number is here."""
+        """The UUID of a device, or of a part of one (MIG), whatever its ordinal here."""
         octets = (ctypes.c_ubyte * 16)()
         self._cuda.cuDeviceGetUuid_v2(ctypes.byref(octets), self._int("cuDeviceGet", ordinal))
         return bytes(octets).hex()
@@ -232,18 +223,12 @@ class CudaDriver:
     def free_pinned(self, address: int) -> None:
         self._cuda.cuMemFreeHost(address)
 
-    def memory_kind(self, address: int) -> MemoryKind:
-        """host is pinned memory; unknown is what the driver has not heard of, as ordinary host memory."""
-        if self._attribute(_IS_MANAGED, address):
-            return "managed"
-        return _MEMORY_TYPES.get(self._attribute(_MEMORY_TYPE, address), "unknown")
-
     def ordinal_of(self, address: int) -> int:
-        """Of the device that the memory belongs to."""
+        """The ordinal of the device that holds the memory."""
         return self._known(_DEVICE_ORDINAL, address)
 
     def range_of(self, address: int) -> tuple[int, int]:
-        """Where the allocation around the address begins, and its bytes."""
+        """Base address and bytes of the allocation around the address."""
         base, nbytes = _address(), ctypes.c_size_t()
         self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address)
         return base.value, nbytes.value
@@ -268,13 +253,13 @@ class CudaDriver:
         return value
 
     def export_memory(self, base: int) -> bytes:
-        """What another process of this node opens the allocation by; it stands for the whole of it."""
+        """The IPC handle of the whole allocation, for another process of this node."""
         handle = _Handle()
         self._cuda.cuIpcGetMemHandle(ctypes.byref(handle), base)
         return bytes(handle.octets)
 
     def open_memory(self, handle: bytes) -> int:
-        """Where another process's allocation begins here, until close_memory."""
+        """Map another process's allocation and return its address here, until close_memory."""
         there = _Handle.from_buffer_copy(handle)
         return self._int("cuIpcOpenMemHandle_v2", there, _IPC_LAZY_ENABLE_PEER_ACCESS, of=_address)
 
@@ -285,9 +270,6 @@ class CudaDriver:
         """On the stream, between pinned and device memory in any direction, of any device and process."""
         self._cuda.cuMemcpyAsync(target, source, nbytes, stream)
 
-    def fill_zero(self, address: int, nbytes: int, stream: int) -> None:
-        self._cuda.cuMemsetD8Async(address, 0, nbytes, stream)
-
     # Streams and events
 
     def stream(self) -> int:
@@ -295,11 +277,11 @@ class CudaDriver:
         return self._int("cuStreamCreate", _STREAM_NON_BLOCKING, of=_opaque)
 
     def destroy_stream(self, stream: int) -> None:
-        """What is under way on it still ends."""
+        """Destroy the stream; work under way on it still ends."""
         self._cuda.cuStreamDestroy_v2(stream)
 
     def synchronize(self, stream: int) -> None:
-        """Hold this thread up until the stream has nothing left to do."""
+        """Block this thread until the stream is idle."""
         self._cuda.cuStreamSynchronize(stream)
 
     def event(self, *, interprocess: bool = False) -> int:
@@ -314,19 +296,15 @@ class CudaDriver:
         self._cuda.cuEventRecord(event, stream)
 
     def is_complete(self, event: int) -> bool:
-        """Of the last record; an event that was never recorded is complete."""
+        """True once the last record is complete; an event that was never recorded is complete."""
         return bool(self._cuda.cuEventQuery(event) == _SUCCESS)
 
-    def synchronize_event(self, event: int) -> None:
-        """Hold this thread up until the last record is complete."""
-        self._cuda.cuEventSynchronize(event)
-
     def wait(self, stream: int, event: int) -> None:
-        """Hold the stream up until the last record made before this call is complete; the host goes on."""
+        """Make the stream wait for the last record made before this call; the host goes on."""
         self._cuda.cuStreamWaitEvent(stream, event, _WAIT_DEFAULT)
 
     def export_event(self, event: int) -> bytes:
-        """What another process of this node opens the event by."""
+        """The IPC handle of the event, for another process of this node."""
         handle = _Handle()
         self._cuda.cuIpcGetEventHandle(ctypes.byref(handle), event)
         return bytes(handle.octets)
@@ -387,7 +365,7 @@ def driver() -> CudaDriver:
 
 
 def is_available() -> bool:
-    """Whether there is a driver with a device."""
+    """True if there is a driver with a device."""
     try:
         return driver().device_count() > 0
     except CudaError:

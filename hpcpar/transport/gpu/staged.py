@@ -29,10 +29,10 @@ SMALL_NBYTES = 64 * 1024
 """Pieces up to this length go into smaller slots, of which one allocation holds many."""
 
 POOL_NBYTES = 64 * 1024 * 1024
-"""What a pool pins before messages have to do with one slot: enough for sixteen with two."""
+"""Bytes that a pool pins before messages must do with one slot: enough for sixteen with two."""
 
 SLOTS = 2
-"""Of a message at a time."""
+"""Slots of a message."""
 
 NAP_S = 50e-6
 
@@ -159,7 +159,7 @@ class _Class:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where messages keep their order: the k-th one sent meets the k-th receive."""
+    """A direction between two ranks under one tag: the k-th send meets the k-th receive."""
 
     transport: Transport
     peer: int
@@ -177,12 +177,12 @@ class Turns:
         self._lines.setdefault(way, deque()).append(message)
 
     def has(self, way: Way, message: object) -> bool:
-        """Whether it is this message's turn."""
+        """True if it is this message's turn."""
         line = self._lines.get(way)
         return line is not None and line[0] is message
 
     def leave(self, way: Way, message: object) -> None:
-        """All of its pieces have been started, or none will be any more."""
+        """Give up the turn: all pieces have been started, or none will be any more."""
         line = self._lines.get(way, deque())
         if message in line:
             line.remove(message)
@@ -191,7 +191,7 @@ class Turns:
 
 
 class _Message:
-    """What sends and receives have in common.
+    """Common part of sends and receives.
 
     pieces    not begun yet, in order
     copying   pieces that the GPU copies just now, in order

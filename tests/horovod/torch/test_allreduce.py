@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import weakref
 from functools import reduce
+from itertools import product
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.grid import checkered
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,11 +49,10 @@ def inputs(hvd: ModuleType, brought: Any) -> Any:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
 @pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
-def test_every_operation_of_every_type_is_that_of_one_process(hvd, inputs, assert_same, op, dtype):
+def test_every_operation_of_every_type_is_that_of_one_process(hvd, inputs, assert_same, dtype):
     checks = []
-    for salt, shape in enumerate(SHAPES):
+    for op, (salt, shape) in product(("Sum", "Average", "Min", "Max", "Product"), enumerate(SHAPES)):
         of_ranks = inputs(shape, dtype, salt)
         own = of_ranks[hvd.rank()]
         before = own.clone()
@@ -117,8 +120,10 @@ def test_averages_of_integers_are_truncated_towards_zero(hvd, assert_same):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("which", ["prescale_factor", "postscale_factor"])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("which", "dtype"),
+    checkered(["prescale_factor", "postscale_factor"], [torch.uint8, torch.int8, torch.int32, torch.int64]),
+)
 def test_scaled_integers_are_multiplied_in_float64_and_truncated(hvd, assert_same, which, dtype):
     sign = -1 if dtype != torch.uint8 else 1
     of_ranks = [
@@ -593,3 +598,18 @@ def test_what_is_reduced_in_inference_mode_can_be_so_outside_of_it_afterwards(hv
         within = [reduce() for _ in range(3)]
     outside = [reduce() for _ in range(3)]
     assert within == outside == [[[hvd.size()]] * 2] * 3
+
+
+def test_every_collective_has_a_signature_and_a_docstring_of_its_own(hvd):
+    for name in hvd.mpi_ops.__all__:
+        function = getattr(hvd, name)
+        if not name.startswith(("grouped_", "all", "broadcast", "reducescatter")):
+            continue
+        first, *others = inspect.signature(function).parameters
+        assert first == ("tensors" if name.startswith("grouped_") else "tensor"), name
+        assert others[-1] in ("process_set", "postscale_factor"), name
+        assert function.__name__ == name
+        assert len(function.__doc__) > 30, name
+    expected = "tensor average name op prescale_factor postscale_factor process_set"
+    assert list(inspect.signature(hvd.allreduce_async_).parameters) == expected.split()
+    assert inspect.signature(hvd.broadcast_).parameters["root_rank"].default is inspect.Parameter.empty

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grid import checkered
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOVABLE = (*INTEGERS, *FLOATS, torch.bool, torch.complex64, torch.complex128)
@@ -31,8 +33,7 @@ def last(hvd: Any) -> int:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("tail", [(), (2,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize(("rows", "tail"), checkered(ROWS, [(), (2,), (2, 3), (0,)]), ids=str)
 def test_an_allgather_puts_all_ranks_rows_one_after_the_other(hvd, brought, assert_same, rows, tail):
     of_ranks = [brought(rank, (ROWS[rows](rank), *tail)) for rank in range(hvd.size())]
     own = of_ranks[hvd.rank()].clone()
@@ -203,8 +204,7 @@ MATRICES: dict[str, Callable[[int, int], int]] = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("matrix", MATRICES)
-@pytest.mark.parametrize("tail", [(), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize(("matrix", "tail"), checkered(MATRICES, [(), (3,), (2, 2)]), ids=str)
 def test_an_alltoall_with_splits_brings_rows_and_how_many_from_each(hvd, brought, assert_same, matrix, tail):
     size, rank = hvd.size(), hvd.rank()
     splits = [[MATRICES[matrix](source, to) for to in range(size)] for source in range(size)]
@@ -274,8 +274,11 @@ def own_rows(total: Tensor, rank: int, size: int) -> Tensor:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("rows", ["equal", "one more", "fewer than ranks", "one", "none", "many"])
-@pytest.mark.parametrize("tail", [(), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "tail"),
+    checkered(["equal", "one more", "fewer than ranks", "one", "none", "many"], [(), (3,), (2, 2)]),
+    ids=str,
+)
 def test_a_reducescatter_leaves_every_rank_its_rows(hvd, brought, assert_same, rows, tail):
     size, rank = hvd.size(), hvd.rank()
     lengths = {

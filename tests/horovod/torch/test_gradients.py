@@ -26,6 +26,7 @@ import hpcpar.horovod.torch as hvd
 from hpcpar.errors import OperationError
 from hpcpar.horovod.basics import the_context
 from hpcpar.horovod.torch.compression import Compressor
+from tests.grid import pairwise
 
 pytestmark = pytest.mark.mpi
 
@@ -236,9 +237,9 @@ def reduced(gradient: Tensor, **options: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize(
+    ("dtype", "op", "name"), pairwise([torch.float32, torch.float64], ["Average", "Sum"], NARROW), ids=str
+)
 def test_compressed_gradients_are_off_by_their_last_places_only(
     name: str, op: str, dtype: torch.dtype
 ) -> None:
@@ -428,11 +429,9 @@ def not_wrapped(optimizer: Optimizer, _: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "loss", [lookup_loss, absent_loss], ids=["rows everywhere", "no rows on some ranks or all"]
+    ("loss", "passes", "as_dense", "make"),
+    pairwise([lookup_loss, absent_loss], [1, 2], [False, True], SPARSE.values()),
 )
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("as_dense", [False, True])
-@pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE)
 def test_sparse_gradients_are_those_of_one_process_and_sparse_however_they_travel(
     make: Callable[[Bag, Any], Optimizer],
     as_dense: bool,
@@ -1168,7 +1167,7 @@ def test_communicators_of_optimizers_that_are_gone_are_lent_again(without_garbag
         told.append(distance(model, reference))
         del model, optimizer
         gc.collect()
-        held.append((len(engine._loans), len(engine.serve)))
+        held.append((len(engine.steps._loans), len(engine.steps.serve)))
     assert max(told) <= ROUNDING
     assert held == [held[0]] * 10
 

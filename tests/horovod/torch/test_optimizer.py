@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from torch.utils.checkpoint import checkpoint
 
 import hpcpar.horovod.torch as hvd
+from tests.grid import checkered, pairwise
 
 ROUNDING = 1e-12
 """Sums in another order, over a few steps of values near 1."""
@@ -142,9 +143,9 @@ def errors_everywhere(call: Callable[[], Any]) -> list[tuple[tuple[str, ...], st
 
 
 @pytest.mark.mpi
-@every_optimizer
-@pytest.mark.parametrize("passes", [1, 2, 3])
-@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize(
+    ("make", "passes", "op"), pairwise(OPTIMIZERS.values(), [1, 2, 3], ["Average", "Sum"])
+)
 def test_training_is_that_of_one_process_with_all_rows(
     make: Callable[[Any], Optimizer], passes: int, op: str
 ) -> None:
@@ -450,7 +451,7 @@ def test_a_parameter_that_never_gets_a_gradient_leaves_nothing_behind_in_each_st
         optimizer.zero_grad()
         model(batch(step)[0], "ab").sum().backward()
         optimizer.step()
-        kept.append(len(engine.serve))
+        kept.append(len(engine.steps.serve))
     assert kept[2:] == [kept[2]] * 4
 
 
@@ -500,9 +501,9 @@ def test_requires_grad_may_flip_between_steps(make: Callable[[Any], Optimizer], 
 
 
 @pytest.mark.mpi
-@every_optimizer
-@pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.parametrize("where", ["everywhere", "on one rank"])
+@pytest.mark.parametrize(
+    ("make", "after", "where"), pairwise(OPTIMIZERS.values(), [0, 2], ["everywhere", "on one rank"])
+)
 def test_a_param_group_added_after_wrapping_is_reduced(
     make: Callable[[Any], Optimizer], after: int, where: str
 ) -> None:
@@ -620,8 +621,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS)
-@pytest.mark.parametrize("before", [True, False], ids=["made before wrapping", "made after wrapping"])
+@pytest.mark.parametrize(("schedule", "before"), checkered(SCHEDULERS.values(), [True, False]))
 def test_learning_rate_schedulers_work_and_warn_of_nothing(
     schedule: Callable[[Optimizer], Any], before: bool
 ) -> None:
@@ -1167,9 +1167,9 @@ def through_pickle(things: Any) -> Any:
 
 
 @pytest.mark.mpi
-@every_optimizer
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle], ids=["copy.deepcopy", "pickle"])
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(
+    ("make", "copied", "after"), pairwise(OPTIMIZERS.values(), [copy.deepcopy, through_pickle], [0, 2])
+)
 def test_a_copy_trains_on_by_itself_as_the_original_does(
     make: Callable[[Any], Optimizer], copied: Callable[[Any], Any], after: int
 ) -> None:
@@ -1326,9 +1326,10 @@ def adasum_step(model: Branches, optimizer: Optimizer, step: int, rank: int, use
 
 
 @pytest.mark.mpi
-@every_optimizer
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("use", ["the same layers", "other layers on the first rank"])
+@pytest.mark.parametrize(
+    ("make", "passes", "use"),
+    pairwise(OPTIMIZERS.values(), [1, 2], ["the same layers", "other layers on the first rank"]),
+)
 def test_adasum_combines_what_each_ranks_own_step_changes(
     make: Callable[[Any], Optimizer], passes: int, use: str
 ) -> None:

@@ -511,6 +511,12 @@ def read(cuda, address, nbytes, stream=0):
     return host.raw
 
 
+def write(cuda, address, octets):
+    host = ctypes.create_string_buffer(octets, len(octets))
+    cuda.copy(address, ctypes.addressof(host), len(octets), 0)
+    cuda.synchronize(0)
+
+
 def counting(stand_in):
     """How often memory was opened and closed in this process since."""
     names = ("cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle")
@@ -523,7 +529,7 @@ def test_another_processs_memory_is_read_and_written_through_one_mapping(stand_i
     base, described = peer("allocated({}, {}, {})", b"first", b"second", b"third" * 1000)
     addresses = [imports.open(one) for one in described]
     assert [read(cuda, at, 6) for at in addresses] == [b"firsts", b"second", b"thirdt"]
-    cuda.fill_zero(addresses[1] + 1, 2, 0)
+    write(cuda, addresses[1] + 1, bytes(2))
     cuda.synchronize(0)
     for one in described:
         imports.release(one)
@@ -569,7 +575,7 @@ def test_two_processes_write_into_each_others_memory(stand_in, cuda, imports, st
     own = stand_in.DeviceArray.from_host(np.arange(100, dtype=np.int64))
     _, (described,) = peer("allocated({})", bytes(range(200)))
     half = Exports(cuda).export(own[50:].address, 400)
-    cuda.fill_zero(imports.open(described), 100, 0)
+    write(cuda, imports.open(described), bytes(100))
     cuda.synchronize(0)
     peer("fill(imports.open({}), {})", half, bytes(392))
     peer("cuda.synchronize(stream)")

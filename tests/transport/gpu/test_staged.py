@@ -146,7 +146,6 @@ def test_a_slot_given_back_is_lent_again(pair):
     rank, _ = pair
     slot = rank.pool.take(PIECE_NBYTES, rank.queue, needed=True)
     slot.octets[...] = 3
-    assert rank.cuda.memory_kind(slot.address) == "host"
     rank.pool.give_back(slot)
     assert rank.pool.take(SMALL_NBYTES + 1, rank.queue, needed=True) is slot
     assert rank.pool.nbytes == PIECE_NBYTES
@@ -203,7 +202,6 @@ def test_closing_waits_for_copies_and_unpins_everything(stand_in):
         release()
         closing.join(ENDS_AFTER_S)
     assert not closing.is_alive()
-    assert [rank.cuda.memory_kind(slot.address) for slot in slots] == ["unknown"] * 2
     assert rank.pool.nbytes == 0
 
 

@@ -129,7 +129,7 @@ def positions(count: int, rank: int, size: int) -> torch.Tensor:
 
 
 def rest(indices: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """What is left of indices, in their order, after rank r has done the first counts[r] of its share."""
+    """Return the indices left, in order, after rank r has done the first counts[r] of its share."""
     is_left = torch.ones(len(indices), dtype=torch.bool, device="cpu")
     for done_rank, done in enumerate(counts):
         is_left[positions(len(indices), done_rank, len(counts))[:done]] = False

@@ -29,7 +29,7 @@ class HostUpdateResult:
 
 
 class StateHandler:
-    """How values of one type are saved, restored and made the same on all ranks."""
+    """Handler that saves, restores and synchronizes values of one type."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -56,7 +56,7 @@ class StateHandler:
 
 
 class StateDictHandler(StateHandler):
-    """What is told by its `state_dict` and stays where it is: a scheduler, which holds its optimizer."""
+    """Handler of objects kept in place and read by `state_dict`, such as schedulers."""
 
     def save(self) -> None:
         self.saved = copy.deepcopy(self.value.state_dict())
@@ -145,7 +145,7 @@ def _broadcast_named(value: Any) -> Any:
 
 
 class State:
-    """What a training needs in order to go on: `save`, `restore` and `sync` are a subclass's own.
+    """State that a training needs to go on; a subclass implements `save`, `restore` and `sync`.
 
     bcast_object             what returns rank 0's object on every rank
     get_rank                 for compatibility

@@ -481,11 +481,10 @@ static void await(shared_state *state, uint64_t record) {
 /* ---- streams ---- */
 
 typedef struct operation {
-    enum { COPY, FILL, CALL, RECORD, WAIT, END } kind;
+    enum { COPY, CALL, RECORD, WAIT, END } kind;
     void *target;
     const void *source;
     size_t nbytes;
-    unsigned char octet;
     void (*function)(void *);
     event *of;
     uint64_t record;
@@ -513,7 +512,6 @@ static void perform(stream *on, operation *one) {
     if (one->jitter_us > 0) usleep((useconds_t)(rand_r(&on->seed) % one->jitter_us));
     switch (one->kind) {
         case COPY: memmove(one->target, one->source, one->nbytes); break;
-        case FILL: memset(one->target, one->octet, one->nbytes); break;
         case CALL: one->function(one->target); break;
         case RECORD: complete(one->of->state, one->record); break;
         case WAIT: await(one->of->state, one->record); break;
@@ -643,16 +641,6 @@ EXPORT result cuMemcpyAsync(address target, address source, size_t nbytes, void 
     return found;
 }
 
-EXPORT result cuMemsetD8Async(address target, unsigned char octet, size_t nbytes, void *handle) {
-    NEEDS(check_context);
-    stream *on = stream_of(handle);
-    if (!on) return INVALID_HANDLE;
-    if (!nbytes) return SUCCESS;
-    void *to = stand_in_reach(target, nbytes);
-    if (!to) return INVALID_VALUE;
-    return push(on, (operation){.kind = FILL, .target = to, .octet = octet, .nbytes = nbytes});
-}
-
 /* Run a function on the stream's thread, in order: a kernel. */
 EXPORT result stand_in_enqueue(void *handle, void (*function)(void *), void *argument) {
     NEEDS(check_context);
@@ -702,14 +690,6 @@ EXPORT result cuEventQuery(event *one) {
     if (!is_event(one)) return INVALID_HANDLE;
     uint64_t record = __atomic_load_n(&one->state->recorded, __ATOMIC_ACQUIRE);
     return !record || is_done(one->state, record) ? SUCCESS : NOT_READY;
-}
-
-EXPORT result cuEventSynchronize(event *one) {
-    NEEDS(check_context);
-    if (!is_event(one)) return INVALID_HANDLE;
-    uint64_t record = __atomic_load_n(&one->state->recorded, __ATOMIC_ACQUIRE);
-    if (record) await(one->state, record);
-    return SUCCESS;
 }
 
 /* ---- other processes ---- */

@@ -1,13 +1,14 @@
-"""How ready operations are carried out: each a course that starts collectives and says when to go on.
+"""Horovod's operations: coroutines that start the collectives of ready requests.
 
-A course is a generator. It yields a handle when it has to wait before its next collective, or None when
-there is no room in the fusion buffer yet. It returns its last handle, and what to do once that is complete.
-All ranks start the collectives of one communicator in the same order, because courses follow each other in
-the same order everywhere, each only when the one before it has started its last collective.
+A coroutine yields a handle to wait for before its next collective, or None while the fusion buffer is full.
+It returns its last handle and a function that finishes the results once that handle is complete. All ranks
+run the same coroutines in the same order, each after the one before it has started its last collective. So
+they start the collectives of one communicator in the same order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,32 +19,33 @@ from torch import Tensor
 
 from hpcpar import partition
 from hpcpar.horovod.adasum import adasum
-from hpcpar.horovod.fusion import FusionBuffer, Layout, copy_all, divide, dtype_called, scale
-from hpcpar.horovod.negotiation import Request
+from hpcpar.horovod.fusion import FusedLayout, FusionBuffer, copy_all, divide, dtype_called, scale
+from hpcpar.horovod.negotiation import TensorRequest
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator, Handle
 
 MEMCPY_IN, MEMCPY_OUT = "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"
 
-Course = Generator["Handle | None", None, "tuple[Handle | None, Callable[[], None]]"]
+Coroutine = Generator["Handle | None", None, "tuple[Handle | None, Callable[[], None]]"]
+MakeCoroutine = Callable[["EngineContext", "Sequence[ReadyOp]"], Coroutine]
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """An operation that this rank has asked for, until somebody has taken its result.
+    """An operation that this rank has asked for, until its result is taken.
 
     tensor     what goes in, without its history
-    output     what the result is written to; None: the course makes it
+    output     what the result is written to; None: the operation allocates it
     splits     of an all-to-all: rows for each rank
-    on_ready   of a schedule: what is to be done, instead of a collective
+    on_ready   called instead of a collective, once all ranks have asked
     made, finished   on a GPU: events after which its tensor is there, and its result
     result     once it is done
     error      why it failed
     asked_s    when it was submitted, on this rank's clock
     """
 
-    request: Request
+    request: TensorRequest
     tensor: Tensor | None = None
     output: Tensor | None = None
     splits: Sequence[int] = ()
@@ -56,87 +58,88 @@ class Ticket:
     asked_s: float = 0.0
 
 
-class Item(NamedTuple):
-    """A ready operation: what it is, and this rank's part; None on a rank that has joined."""
+class ReadyOp(NamedTuple):
+    """A ready operation: its request, and this rank's ticket; None on a rank that has joined."""
 
-    request: Request
+    request: TensorRequest
     ticket: Ticket | None
 
     @property
     def given(self) -> Ticket:
-        """This rank's part, of an operation in which no rank has joined."""
+        """This rank's ticket, for operations that ranks without data cannot take part in."""
         assert self.ticket is not None, "only all-reduces are carried out for ranks that have joined"
         return self.ticket
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a course works with.
+class EngineContext:
+    """Communicator, buffers and algorithms that operations use.
 
     buffer      for tensors that travel together from host memory
-    gpu_buffer  gives the one for those that do from this rank's GPU; made when first asked for
-    show        tells the timeline, if there is one, what is being done with these items from now on
+    gpu_buffer  returns the buffer on this rank's GPU; allocated at the first call
+    show        records what is being done with these operations from now on
     allreduce_algorithm, allgather_algorithm   of the catalogue; None: chosen by size
     """
 
     comm: Communicator
     buffer: FusionBuffer
     gpu_buffer: Callable[[], FusionBuffer]
-    show: Callable[[Sequence[Item], str], None]
+    show: Callable[[Sequence[ReadyOp], str], None]
     allreduce_algorithm: str | None = None
     allgather_algorithm: str | None = None
 
-    def buffer_for(self, request: Request) -> FusionBuffer:
-        """Where tensors of such a request travel from."""
+    def buffer_for(self, request: TensorRequest) -> FusionBuffer:
+        """Return the buffer in the memory that the request's tensors are sent from."""
         return self.gpu_buffer() if self._moves_on_gpu(request) else self.buffer
 
-    def zeros(self, request: Request) -> Tensor:
-        """What a rank that has joined brings: where the others have theirs."""
+    def zeros(self, request: TensorRequest) -> Tensor:
+        """Make the zeros that a rank that has joined brings, on the others' kind of device."""
         device = "cuda" if self._moves_on_gpu(request) else "cpu"
         return torch.zeros(request.shape, dtype=travels_as(request), device=device)
 
-    def _moves_on_gpu(self, request: Request) -> bool:
+    def _moves_on_gpu(self, request: TensorRequest) -> bool:
         return request.device == "GPU" and self.comm.shares_devices
 
 
 _NARROW = {"uint8", "int8", "int16"}
 
 
-def travels_as(request: Request) -> torch.dtype:
-    """The type of what is sent: sums that are to be averaged would leave the range of narrow integers."""
+def travels_as(request: TensorRequest) -> torch.dtype:
+    """Return the element type to send: averages of narrow integers are summed in 32 bits."""
     is_narrow = request.op == "average" and request.dtype in _NARROW
     return torch.int32 if is_narrow else dtype_called(request.dtype)
 
 
-def fused_allreduce(room: Room, items: Sequence[Item]) -> Course:
-    """Several tensors of one type and operation as one, through the fusion buffer."""
-    layout = yield from _take(room, items)
-    room.show(items, MEMCPY_IN)
+def fused_allreduce(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """All-reduce tensors of one type and operation in one message, through the fusion buffer."""
+    layout = yield from _take(context, items)
+    context.show(items, MEMCPY_IN)
     _pack(layout, items)
-    room.show(items, "MPI_ALLREDUCE")
+    context.show(items, "MPI_ALLREDUCE")
     op = _op_of(items[0].request)
-    handle = room.comm.start_allreduce(layout.flat, op, algorithm=room.allreduce_algorithm)
+    handle = context.comm.start_allreduce(layout.flat, op, algorithm=context.allreduce_algorithm)
 
     def finish() -> None:
-        room.show(items, MEMCPY_OUT)
-        _unpack(room, layout, items)
+        context.show(items, MEMCPY_OUT)
+        _unpack(context, layout, items)
 
     return handle, finish
 
 
-def allreduce_at_once(room: Room, item: Item) -> bool:
-    """A small tensor's all-reduce without anything else under way; False if there is no room for it."""
+def allreduce_blocking(context: EngineContext, item: ReadyOp) -> None:
+    """All-reduce a small tensor through the fusion buffer, which nothing else uses."""
     request = item.request
-    layout = room.buffer_for(request).take(travels_as(request), (request.shape,))
-    if layout is None:
-        return False
-    _pack(layout, (item,))
-    room.comm.allreduce(layout.flat, _op_of(request), algorithm=room.allreduce_algorithm)
-    _unpack(room, layout, (item,))
-    return True
+    layout = context.buffer_for(request).take(travels_as(request), (request.shape,))
+    assert layout is not None, "a small tensor fits into an empty buffer"
+    context.show([item], MEMCPY_IN)
+    _pack(layout, [item])
+    context.show([item], "MPI_ALLREDUCE")
+    context.comm.allreduce(layout.flat, _op_of(request), algorithm=context.allreduce_algorithm)
+    context.show([item], MEMCPY_OUT)
+    _unpack(context, layout, [item])
 
 
-def _pack(layout: Layout, items: Sequence[Item]) -> None:
+def _pack(layout: FusedLayout, items: Sequence[ReadyOp]) -> None:
     tensors = [_given(item.ticket) for item in items if item.ticket is not None]
     if tensors:
         copy_all(layout.views, tensors)
@@ -145,21 +148,21 @@ def _pack(layout: Layout, items: Sequence[Item]) -> None:
         layout.flat.zero_()
 
 
-def _unpack(room: Room, layout: Layout, items: Sequence[Item]) -> None:
+def _unpack(context: EngineContext, layout: FusedLayout, items: Sequence[ReadyOp]) -> None:
     outputs = [_output_of(item.ticket) for item in items if item.ticket is not None]
     if outputs:
-        _conclude(items[0].request, layout.flat, room.comm.size)
+        _conclude(items[0].request, layout.flat, context.comm.size)
         copy_all(outputs, layout.views)
-    room.buffer_for(items[0].request).give_back(layout)
+    context.buffer_for(items[0].request).give_back(layout)
 
 
-def allreduce(room: Room, items: Sequence[Item]) -> Course:
-    """One large tensor, where it lies."""
+def allreduce(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """All-reduce one large tensor from where it lies."""
     yield from ()
     (item,) = items
     request, ticket = item.request, item.ticket
     if ticket is None:
-        source = target = room.zeros(request)
+        source = target = context.zeros(request)
     else:
         source, target = _given(ticket), _output_of(ticket)
     if source.dtype is not travels_as(request):
@@ -171,26 +174,28 @@ def allreduce(room: Room, items: Sequence[Item]) -> Course:
         source = target.copy_(source)
     scale(source, request.prescale)
     out = None if source is target else target
-    handle = room.comm.start_allreduce(source, _op_of(request), out=out, algorithm=room.allreduce_algorithm)
+    handle = context.comm.start_allreduce(
+        source, _op_of(request), out=out, algorithm=context.allreduce_algorithm
+    )
 
     def finish() -> None:
         if ticket is not None:
-            _conclude(request, target, room.comm.size)
+            _conclude(request, target, context.comm.size)
             if ticket.result is not target:
                 ticket.result.copy_(target)
 
     return handle, finish
 
 
-def adasum_allreduce(room: Room, items: Sequence[Item]) -> Course:
-    """Adasum of each tensor by itself; those of one type travel together. It waits here."""
+def adasum_allreduce(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """Combine each tensor by Adasum; those of one type are sent together. Blocks."""
     yield from ()
     tickets = [item.given for item in items]
     parts = [_given(ticket).reshape(-1) for ticket in tickets]
     flat = torch.cat(parts).cpu() if parts[0].is_cuda else torch.cat(parts)
     scale(flat, items[0].request.prescale)
     counts = [part.numel() for part in parts]
-    adasum(room.comm, flat, partition.offsets(counts))
+    adasum(context.comm, flat, partition.offsets(counts))
     scale(flat, items[0].request.postscale)
     for ticket, part in zip(tickets, torch.split(flat, counts), strict=True):
         output = _output_of(ticket)
@@ -198,35 +203,35 @@ def adasum_allreduce(room: Room, items: Sequence[Item]) -> Course:
     return None, _nothing
 
 
-def fused_broadcast(room: Room, items: Sequence[Item]) -> Course:
-    """Several tensors of one type and root as one, through the fusion buffer."""
+def fused_broadcast(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """Broadcast tensors of one type and root in one message, through the fusion buffer."""
     tickets = [item.given for item in items]
     root = items[0].request.root
-    layout = yield from _take(room, items)
-    if room.comm.rank == root:
-        room.show(items, MEMCPY_IN)
+    layout = yield from _take(context, items)
+    if context.comm.rank == root:
+        context.show(items, MEMCPY_IN)
         copy_all(layout.views, [_given(ticket) for ticket in tickets])
-    room.show(items, "MPI_BCAST")
-    handle = room.comm.start_broadcast(layout.flat, root)
+    context.show(items, "MPI_BCAST")
+    handle = context.comm.start_broadcast(layout.flat, root)
 
     def finish() -> None:
-        room.show(items, MEMCPY_OUT)
+        context.show(items, MEMCPY_OUT)
         copy_all([_output_of(ticket) for ticket in tickets], layout.views)
-        room.buffer_for(items[0].request).give_back(layout)
+        context.buffer_for(items[0].request).give_back(layout)
 
     return handle, finish
 
 
-def broadcast(room: Room, items: Sequence[Item]) -> Course:
-    """One large tensor, where it lies."""
+def broadcast(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """Broadcast one large tensor from where it lies."""
     yield from ()
     (item,) = items
     ticket, root = item.given, item.request.root
     output = _output_of(ticket)
-    if output is not ticket.tensor and room.comm.rank == root:
+    if output is not ticket.tensor and context.comm.rank == root:
         output.copy_(_given(ticket))
     work = output.contiguous()
-    handle = room.comm.start_broadcast(work, root)
+    handle = context.comm.start_broadcast(work, root)
 
     def finish() -> None:
         if work is not output:
@@ -235,9 +240,9 @@ def broadcast(room: Room, items: Sequence[Item]) -> Course:
     return handle, finish
 
 
-def allgather(room: Room, items: Sequence[Item]) -> Course:
-    """Rows of all ranks, one rank's after the other's; first the numbers of rows, of all tensors at once."""
-    comm = room.comm
+def allgather(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """Gather all ranks' rows, in rank order; first the numbers of rows, for all tensors at once."""
+    comm = context.comm
     tickets = [item.given for item in items]
     rows = np.array([_given(ticket).shape[0] for ticket in tickets], dtype=np.int64)
     everyones = np.empty(comm.size * len(rows), dtype=np.int64)
@@ -253,16 +258,16 @@ def allgather(room: Room, items: Sequence[Item]) -> Course:
                 tensor.contiguous().view(-1),
                 counts=None if len(set(counts)) == 1 else counts,
                 out=output.view(-1),
-                algorithm=room.allgather_algorithm,
+                algorithm=context.allgather_algorithm,
             )
         )
     yield from handles[:-1]
     return handles[-1], _nothing
 
 
-def reducescatter(room: Room, items: Sequence[Item]) -> Course:
-    """Each rank gets its rows of the reduction; the first ranks get one more where they do not divide."""
-    comm = room.comm
+def reducescatter(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """Leave each rank its rows of the reduction; the first ranks have one more."""
+    comm = context.comm
     handles, outputs = [], []
     for item in items:
         request, tensor = item.request, _given(item.given)
@@ -286,9 +291,9 @@ def reducescatter(room: Room, items: Sequence[Item]) -> Course:
     return handles[-1], finish
 
 
-def alltoall(room: Room, items: Sequence[Item]) -> Course:
-    """Rows for each rank; first the numbers of rows."""
-    comm, (item,) = room.comm, items
+def alltoall(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """Exchange rows with each rank; first the numbers of rows."""
+    comm, (item,) = context.comm, items
     ticket, tensor = item.given, _given(item.given)
     splits = np.array(ticket.splits, dtype=np.int64)
     received = np.empty_like(splits)
@@ -305,32 +310,32 @@ def alltoall(room: Room, items: Sequence[Item]) -> Course:
     return handle, _nothing
 
 
-def barrier(room: Room, items: Sequence[Item]) -> Course:
-    """All ranks are here: that is what it took to be ready."""
+def barrier(context: EngineContext, items: Sequence[ReadyOp]) -> Coroutine:
+    """Do nothing: all ranks are here once the operation is ready."""
     yield from ()
     return None, _nothing
 
 
-def _take(room: Room, items: Sequence[Item]) -> Generator[None, None, Layout]:
-    """Room in the buffer for these tensors, as soon as there is some."""
+def _take(context: EngineContext, items: Sequence[ReadyOp]) -> Generator[None, None, FusedLayout]:
+    """Allocate space in the fusion buffer for these tensors; yield None until there is some."""
     request = items[0].request
     dtype = travels_as(request)
     shapes = tuple(item.request.shape for item in items)
-    while (layout := room.buffer_for(request).take(dtype, shapes)) is None:
+    while (layout := context.buffer_for(request).take(dtype, shapes)) is None:
         yield None
     return layout
 
 
-def _op_of(request: Request) -> str:
-    """How a communicator calls it; it divides at the end, unless that must wait for the postscale factor."""
+def _op_of(request: TensorRequest) -> str:
+    """Return the communicator's name of the operation; "sum" where this module divides after postscale."""
     if request.op != "average":
         return request.op
     is_plain = request.postscale == 1.0 and dtype_called(request.dtype).is_floating_point
     return "average" if is_plain else "sum"
 
 
-def _conclude(request: Request, total: Tensor, size: int) -> None:
-    """What is left to do with a reduction: × postscale, ÷ ranks."""
+def _conclude(request: TensorRequest, total: Tensor, size: int) -> None:
+    """Multiply a total by the postscale factor, and divide by the ranks for an average."""
     scale(total, request.postscale)
     if request.op == "average" and _op_of(request) == "sum":
         divide(total, size)
@@ -342,7 +347,7 @@ def _given(ticket: Ticket) -> Tensor:
 
 
 def _output_of(ticket: Ticket) -> Tensor:
-    """Where the result goes: what the caller gave, or a new tensor."""
+    """Return the tensor for the result: the caller's, or a new one."""
     if ticket.result is None:
         tensor = _given(ticket)
         ticket.result = ticket.output if ticket.output is not None else torch.empty_like(tensor)
@@ -351,12 +356,9 @@ def _output_of(ticket: Ticket) -> Tensor:
 
 
 def _width(tensor: Tensor) -> int:
-    """Elements of a row."""
-    width = 1
-    for length in tensor.shape[1:]:
-        width *= length
-    return width
+    """Return the number of elements in a row."""
+    return math.prod(tensor.shape[1:])
 
 
 def _nothing() -> None:
-    """All has been done already."""
+    """Finish an operation that left nothing to do."""

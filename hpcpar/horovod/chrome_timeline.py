@@ -1,4 +1,4 @@
-"""What became of each tensor when, as a file for a trace viewer, in the layout of Horovod's timeline.
+"""Horovod's timeline: a Chrome trace of each tensor's negotiation, wait and collective.
 
 A tensor is a process of the trace, named like allreduce.grad_1; its bars are nested:
 
@@ -17,11 +17,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcpar.errors import OperationError
+
+if TYPE_CHECKING:
+    from hpcpar.horovod.negotiation import ReadyRequest
+    from hpcpar.horovod.operations import ReadyOp
 
 MOST_PENDING = 4096
 """Events that wait for a flush; after so many they are written anyway."""
@@ -29,7 +33,7 @@ MOST_PENDING = 4096
 NEGOTIATE = "NEGOTIATE_"
 
 
-class Timeline:
+class ChromeTimeline:
     """Events of one rank, added from any thread: cheap, as nothing is written before `flush`.
 
     kind       what is done to a tensor: allreduce, allgather, broadcast, alltoall, reducescatter …
@@ -64,38 +68,38 @@ class Timeline:
         self.flush()
 
     def negotiate_start(self, name: str, kind: str) -> None:
-        """A tensor was submitted here, or on another rank first."""
+        """Record that a tensor was submitted here, or on another rank first."""
         self._begin(name, NEGOTIATE + kind.upper())
 
     def negotiate_rank_ready(self, name: str, rank: int) -> None:
-        """A rank is known to have submitted it."""
+        """Record that a rank has submitted a tensor."""
         with self._lock:
             self._add(name, "i", str(rank), s="p")
 
     def negotiate_end(self, name: str) -> None:
-        """All ranks have."""
+        """Record that all ranks have submitted a tensor."""
         with self._lock:
             opened = self._open.get(name, ())
             if opened and opened[-1].startswith(NEGOTIATE):
                 self._end_last(name)
 
     def start(self, name: str, kind: str) -> None:
-        """Its turn has come."""
+        """Record the begin of a tensor's operation."""
         self._begin(name, kind.upper())
 
     def activity_start(self, name: str, activity: str) -> None:
-        """A part of the work on it begins, inside the one that has begun and not ended."""
+        """Record the begin of an activity, nested in those that have not ended."""
         if self._open.get(name):
             self._begin(name, activity)
 
     def activity_end(self, name: str) -> None:
-        """The last part that has begun ends."""
+        """Record the end of the innermost activity."""
         with self._lock:
             if len(self._open.get(name, ())) > 1:
                 self._end_last(name)
 
     def end(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """It is done, and so is every part of it that has not ended yet."""
+        """Record the end of a tensor's operation and of its activities."""
         with self._lock:
             while len(self._open.get(name, ())) > 1:
                 self._end_last(name)
@@ -103,7 +107,7 @@ class Timeline:
                 self._end_last(name, args={"dtype": dtype, "shape": list(shape)})
 
     def mark_cycle(self) -> None:
-        """The engine looks for work once more."""
+        """Record the begin of a negotiation round."""
         if self._mark_cycles:
             with self._lock:
                 self._pending.append(
@@ -159,6 +163,77 @@ class Timeline:
             self._file.flush()
             self._separator = ",\n"
         self._pending.clear()
+
+
+class TimelineObserver:
+    """Tells a timeline what one engine does; the engine does the same without one.
+
+    timeline   None: nothing is recorded
+    """
+
+    def __init__(self, timeline: ChromeTimeline | None, size: int) -> None:
+        self.timeline = timeline
+        self._size = size
+        self._shown: set[str] = set()
+
+    def asked(self, name: str, kind: str) -> None:
+        """Record that this rank has asked for an operation."""
+        if self.timeline is not None:
+            self.timeline.negotiate_start(name, kind)
+
+    def cycle(self) -> None:
+        """Record the begin of a negotiation round."""
+        if self.timeline is not None:
+            self.timeline.mark_cycle()
+
+    def ready(self, ready: Sequence[ReadyRequest], is_open: Container[str]) -> None:
+        """Record that all ranks have asked for these, those among them that are open on this rank."""
+        if self.timeline is not None:
+            for name in (found.request.name for found in ready if found.request.name in is_open):
+                for rank in range(self._size):
+                    self.timeline.negotiate_rank_ready(name, rank)
+                self.timeline.negotiate_end(name)
+
+    def activity(self, items: Sequence[ReadyOp], activity: str) -> None:
+        """Record what is being done with these from now on."""
+        if self.timeline is None:
+            return
+        for item in items:
+            name = item.request.name
+            if name in self._shown:
+                self.timeline.activity_end(name)
+            else:
+                self._shown.add(name)
+                self.timeline.start(name, item.request.kind)
+            self.timeline.activity_start(name, activity)
+
+    def done(self, items: Sequence[ReadyOp]) -> None:
+        """Record the end of these."""
+        if self.timeline is None:
+            return
+        for request in (item.request for item in items):
+            if request.name in self._shown:
+                self._shown.discard(request.name)
+                self.timeline.activity_end(request.name)
+                self.timeline.end(request.name, request.dtype, request.shape)
+        self.timeline.flush()
+
+    # In the timeline each gradient is an all-reduce of its own, as in Horovod's, though buckets are shared.
+
+    def bucket_leaves(self, names: Sequence[str]) -> None:
+        """Record that the collective of these gradients' bucket starts."""
+        if self.timeline is not None:
+            for name in names:
+                self.timeline.negotiate_end(name)
+                self.timeline.start(name, "allreduce")
+                self.timeline.activity_start(name, "MPI_ALLREDUCE")
+
+    def bucket_done(self, gradients: Sequence[tuple[str, str, Sequence[int]]]) -> None:
+        """Record that these gradients (name, dtype, shape) have been waited for."""
+        if self.timeline is not None:
+            for name, dtype, shape in gradients:
+                self.timeline.end(name, dtype, shape)
+            self.timeline.flush()
 
 
 def _metadata(kind: str, process: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from hpcpar.errors import OperationError
-from hpcpar.horovod import timeline as module
-from hpcpar.horovod.timeline import Timeline
+from hpcpar.horovod import chrome_timeline as module
+from hpcpar.horovod.chrome_timeline import ChromeTimeline
 
 Event = dict[str, Any]
 
 
-def allreduce(timeline: Timeline, name: str) -> None:
+def allreduce(timeline: ChromeTimeline, name: str) -> None:
     """What the engine tells about one all-reduce of two ranks."""
     timeline.negotiate_start(name, "allreduce")
     timeline.negotiate_rank_ready(name, 1)
@@ -42,7 +42,7 @@ def of_process(events: list[Event], name: str) -> list[tuple[str, str]]:
 
 
 def test_an_allreduce_is_drawn_in_nested_bars_of_a_process_with_its_name(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=False)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=False)
     allreduce(timeline, "allreduce.grad")
     timeline.close()
     events = json.loads((tmp_path / "trace.json").read_text())
@@ -68,7 +68,7 @@ def test_an_allreduce_is_drawn_in_nested_bars_of_a_process_with_its_name(tmp_pat
 
 
 def test_every_tensor_is_one_process_however_often_it_comes(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=False)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=False)
     for name in ("allreduce.a", "broadcast.b", "allreduce.a"):
         allreduce(timeline, name)
     timeline.close()
@@ -81,7 +81,7 @@ def test_every_tensor_is_one_process_however_often_it_comes(tmp_path: Path) -> N
 
 def test_the_first_event_says_when_time_0_was(tmp_path: Path) -> None:
     before = time.time() * 1e6
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=False)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=False)
     after = time.time() * 1e6
     timeline.close()
     first = json.loads((tmp_path / "trace.json").read_text())[0]
@@ -90,7 +90,7 @@ def test_the_first_event_says_when_time_0_was(tmp_path: Path) -> None:
 
 
 def test_times_are_microseconds(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=False)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=False)
     timeline.start("allreduce.a", "allreduce")
     time.sleep(0.02)
     timeline.end("allreduce.a", "float32", ())
@@ -101,7 +101,7 @@ def test_times_are_microseconds(tmp_path: Path) -> None:
 
 def test_what_was_flushed_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    timeline = Timeline(path, mark_cycles=True)
+    timeline = ChromeTimeline(path, mark_cycles=True)
     at_first = json.loads(path.read_text() + "]")
     allreduce(timeline, "allreduce.a")
     timeline.mark_cycle()
@@ -118,7 +118,7 @@ def test_what_was_flushed_can_be_read_while_the_run_goes_on(tmp_path: Path) -> N
 def test_cycles_are_marked_across_all_processes_only_when_asked_for(
     tmp_path: Path, mark_cycles: bool
 ) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=mark_cycles)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=mark_cycles)
     timeline.mark_cycle()
     timeline.mark_cycle()
     timeline.close()
@@ -127,7 +127,7 @@ def test_cycles_are_marked_across_all_processes_only_when_asked_for(
 
 
 def test_what_has_not_ended_ends_with_what_it_is_part_of(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=False)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=False)
     timeline.start("allgather.a", "allgather")
     timeline.activity_start("allgather.a", "QUEUE")
     timeline.end("allgather.a", "int64", (2,))
@@ -144,7 +144,7 @@ def test_what_has_not_ended_ends_with_what_it_is_part_of(tmp_path: Path) -> None
 
 
 def test_a_timeline_that_begins_in_the_middle_leaves_out_what_has_no_beginning(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=False)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=False)
     timeline.negotiate_end("allreduce.a")
     timeline.activity_end("allreduce.a")
     timeline.activity_start("allreduce.a", "MPI_ALLREDUCE")
@@ -160,7 +160,7 @@ def test_a_timeline_that_begins_in_the_middle_leaves_out_what_has_no_beginning(t
 
 
 def test_after_close_nothing_more_is_written(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=True)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=True)
     timeline.close()
     text = (tmp_path / "trace.json").read_text()
     allreduce(timeline, "allreduce.a")
@@ -172,7 +172,7 @@ def test_after_close_nothing_more_is_written(tmp_path: Path) -> None:
 
 def test_many_events_are_written_without_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_PENDING", 10)
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=True)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=True)
     for _ in range(25):
         timeline.mark_cycle()
     seen = (tmp_path / "trace.json").read_text().count("CYCLE_START")
@@ -182,7 +182,7 @@ def test_many_events_are_written_without_a_flush(tmp_path: Path, monkeypatch: py
 
 
 def test_threads_may_add_events_at_once(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=False)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=False)
 
     def work(number: int) -> None:
         for _ in range(200):
@@ -200,7 +200,7 @@ def test_threads_may_add_events_at_once(tmp_path: Path) -> None:
 
 
 def test_names_with_quotes_and_newlines_stay_readable(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "trace.json", mark_cycles=False)
+    timeline = ChromeTimeline(tmp_path / "trace.json", mark_cycles=False)
     allreduce(timeline, 'allreduce."a"\nβ')
     timeline.close()
     assert of_process(json.loads((tmp_path / "trace.json").read_text()), 'allreduce."a"\nβ')
@@ -208,5 +208,5 @@ def test_names_with_quotes_and_newlines_stay_readable(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(OperationError) as caught:
-        Timeline(tmp_path / "missing" / "trace.json", mark_cycles=False)
+        ChromeTimeline(tmp_path / "missing" / "trace.json", mark_cycles=False)
     assert f"{tmp_path / 'missing' / 'trace.json'}: No such file or directory" in str(caught.value)
