@@ -191,7 +191,7 @@ class Calls:
                 f"{what} was asked for on communicator {self.name!r}, which has been freed: make all calls "
                 "before `free()`"
             )
-        if self.runtime.is_forked:
+        if self.runtime.is_forked and self.runtime.transport.size > 1:  # alone, it is a job of its own
             raise OperationError(
                 f"{what} was asked for in a process forked from rank {self.rank} of {self.name!r}, which "
                 f"cannot be that rank, too: make the call in the rank itself, and return to it what is to be "
@@ -485,7 +485,8 @@ class Calls:
 
     def _divided(self, arguments: Arguments) -> list[Action]:
         """Divide an average by the number of ranks, and multiply by a factor."""
-        if arguments.averaged is None or (arguments.op != "average" and arguments.factor == 1.0):
+        is_divided = arguments.op == "average" and self.size > 1
+        if arguments.averaged is None or not (is_divided or arguments.factor != 1.0):
             return []
         return [partial(finish, arguments.op, arguments.averaged, self.size, arguments.factor)]
 

@@ -56,7 +56,9 @@ class Progress:
         with self._lock:
             try:
                 self._inside = get_ident()
-                compiled.advance()
+                # Another thread may have brought it to its end already.
+                if compiled.advance() and compiled in self.under_way:
+                    self.under_way.remove(compiled)
             finally:
                 self._inside = None
 

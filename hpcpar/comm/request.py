@@ -60,7 +60,8 @@ def memory_of(array: Any) -> Memory | None:
     an array elsewhere that has the same ones is the same memory.
     """
     if isinstance(array, np.ndarray):
-        if not (array.size and array.flags.carray):
+        is_masked = type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray)
+        if is_masked or not (array.size and array.flags.carray):
             return None
         # A quarter of the cost of array.ctypes.data.
         return ctypes.addressof(_first_byte(array)), array.size, array.dtype

@@ -513,3 +513,16 @@ def test_an_error_of_one_rank_is_everybodys_when_memory_is_allocated_or_given_ba
         return raised, sums(comm)
 
     assert run_loopback(2, work, **OPTIONS) == [([True, True], True)] * 2
+
+
+def test_processors_that_reorder_stores_have_fences(monkeypatch):
+    monkeypatch.setattr(shared_memory, "keeps_order", lambda: False)
+    fences = []
+
+    def work(comm):
+        fence = comm._calls.segment.fence
+        comm._calls.segment.fence = lambda: fences.append(comm.rank) or fence()
+        return sums(comm)
+
+    assert run_loopback(2, work, **OPTIONS) == [True] * 2
+    assert set(fences) == {0, 1}

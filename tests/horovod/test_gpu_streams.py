@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpcpar.comm.calls import Calls
 from hpcpar.comm.compiled import Handle
 from hpcpar.horovod import operations
 from hpcpar.horovod.engine import Engine
@@ -54,7 +55,7 @@ class Notes:
 
 def noted(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Notes:
     notes = engine._queue.gpu = Notes()  # type: ignore[assignment]
-    copy_all, wait = operations.copy_all, Handle.wait
+    copy_all, wait, run = operations.copy_all, Handle.wait, Calls.run
 
     def copy(targets: Any, sources: Any) -> None:
         notes.note("copied")
@@ -64,7 +65,12 @@ def noted(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Notes:
         notes.note("ordered")
         return wait(handle)
 
+    def blocked(calls: Calls, *arguments: Any) -> Any:
+        notes.note("ordered")
+        return run(calls, *arguments)
+
     monkeypatch.setattr(operations, "copy_all", copy)
+    monkeypatch.setattr(Calls, "run", blocked)
     monkeypatch.setattr(Handle, "wait", waited)
     return notes
 

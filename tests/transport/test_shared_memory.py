@@ -14,7 +14,7 @@ import pytest
 
 from hpcpar.errors import SharedMemoryError
 from hpcpar.transport import shared_memory
-from hpcpar.transport.shared_memory import PREFIX, attach, create, hindrance, remove
+from hpcpar.transport.shared_memory import PREFIX, attach, create, hindrance, keeps_order, remove
 
 
 @pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE, mmap.PAGESIZE + 1])
@@ -99,20 +99,19 @@ def test_a_file_that_is_not_there_is_an_error_that_thinks_of_containers(tmp_path
         attach(str(tmp_path / "hpcpar-gone"))
 
 
-def test_memory_can_be_shared_where_stores_are_seen_in_order_and_there_is_a_place_for_it(tmp_path):
-    assert hindrance("x86_64", tmp_path) is None
+def test_memory_can_be_shared_where_there_is_a_place_for_it(tmp_path):
+    assert hindrance(tmp_path) is None
 
 
-def test_a_processor_that_may_reorder_stores_hinders(tmp_path):
-    assert hindrance("aarch64", tmp_path) == (
-        "aarch64 processors may reorder stores, and Python cannot forbid it"
-    )
+@pytest.mark.parametrize(("machine", "in_order"), [("x86_64", True), ("aarch64", False), ("ppc64le", False)])
+def test_processors_that_may_reorder_stores_are_known(machine, in_order):
+    assert keeps_order(machine) is in_order
 
 
 def test_a_place_that_cannot_be_written_to_hinders(tmp_path, monkeypatch):
-    assert hindrance("x86_64", tmp_path / "elsewhere") == f"{tmp_path / 'elsewhere'} cannot be written to"
+    assert hindrance(tmp_path / "elsewhere") == f"{tmp_path / 'elsewhere'} cannot be written to"
     monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "nowhere")
-    assert hindrance("x86_64") == f"{tmp_path / 'nowhere'} cannot be written to"
+    assert hindrance() == f"{tmp_path / 'nowhere'} cannot be written to"
 
 
 def test_what_a_killed_job_left_is_removed_an_hour_later(tmp_path):
