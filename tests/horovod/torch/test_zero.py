@@ -884,7 +884,8 @@ def test_the_next_optimizer_does_not_meet_what_one_rank_had_begun_for_the_last(
     train(again, its_optimizer, part)
     assert calls[0] > calls[1], "rank 0 has begun what the others have not"
     assert_as_alone(again, alone()[0])
-    assert [operation for operation in engine._comm._runtime.progress.under_way if operation.comm == lent.name] == []
+    under_way = engine._comm._runtime.progress.under_way
+    assert [call for call in under_way if call.comm == lent.name] == []
 
 
 # New starts
