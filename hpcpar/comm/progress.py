@@ -19,8 +19,8 @@ from hpcpar.transport.interface import Transport
 
 ATTEMPTS_BETWEEN_LOOKS = 128
 
-LOOKS = 8
-"""Looks at a word of shared memory between two pauses of a wait; a look costs 40 ns."""
+LOOKS = 40
+"""Looks at a word of shared memory between two pauses of a wait; a look costs 60 ns."""
 
 
 class Progress:

@@ -533,9 +533,15 @@ class SharedStep:
                 words[own] = call.stamp | self._read
             self._state = READ
         if self._readers:
+            most = call.stamp | ENDED
             for rank, phase in self._readers:
-                if not call.has_come(rank, phase):
-                    return False
+                header, least = call.headers[rank], call.stamp | phase
+                for _ in range(looks):
+                    if least <= words[header] <= most:
+                        break
+                else:
+                    if not call.has_come(rank, phase):
+                        return False
         if not self._is_elsewhere_done:
             return False
         if self._is_last and self._state == READ:
