@@ -147,7 +147,7 @@ def obstacle(wheels: Wheels, environ: Mapping[str, str], *, several_nodes: bool 
 
 
 def has_driver() -> bool:
-    """Whether a CUDA driver is here. It is not started: that would settle which devices it shows."""
+    """True if a CUDA driver is here. It is not started: that would settle which devices it shows."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -156,7 +156,7 @@ def has_driver() -> bool:
 
 
 def gpu_is_visible(environ: Mapping[str, str]) -> bool:
-    """Whether this process may find a GPU: nothing hides them, and there is a driver."""
+    """True if this process may find a GPU: nothing hides them, and there is a driver."""
     first = environ.get("CUDA_VISIBLE_DEVICES", "all").partition(",")[0].strip()
     return first not in HIDDEN and has_driver()
 
@@ -169,7 +169,7 @@ def has_fabric() -> bool:
 
 
 def spans_nodes(environ: Mapping[str, str]) -> bool:
-    """Whether this job has, or may have, ranks on several nodes; the same answer on all of them."""
+    """True if this job has, or may have, ranks on several nodes; the same answer on all of them."""
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ["OMPI_COMM_WORLD_SIZE"]
     for name in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
@@ -181,7 +181,7 @@ def spans_nodes(environ: Mapping[str, str]) -> bool:
 def variables(
     environ: Mapping[str, str], wheels: Wheels | None = None, *, several_nodes: bool | None = None
 ) -> dict[str, str]:
-    """What makes ranks that are started with it CUDA-aware; empty where nothing is to be done.
+    """Variables that make ranks started with them CUDA-aware; empty where nothing is to be done.
 
     The user's own settings win; on LD_LIBRARY_PATH the wheel's UCX comes first.
     """
@@ -217,7 +217,7 @@ def load(environ: MutableMapping[str, str] = os.environ) -> Wheels | None:
 
 
 def are_joined(loaded: Collection[str]) -> bool:
-    """Whether the UCX in a process, whose libraries these are, is the wheel's."""
+    """True if the UCX in a process, whose libraries these are, is the wheel's."""
     wheels = find()
     own = wheels and os.path.realpath(wheels.directory)
     return any(
@@ -227,6 +227,6 @@ def are_joined(loaded: Collection[str]) -> bool:
 
 
 def exports(wheels: Wheels) -> str:
-    """What to type where MPI was loaded before hpcpar could see to it, or somebody else starts the ranks."""
+    """Commands to type where MPI was loaded before hpcpar, or where somebody else starts the ranks."""
     words = " ".join(f"{name}={value}" for name, value in VARIABLES.items())
     return f'export LD_LIBRARY_PATH="{wheels.directory}:$LD_LIBRARY_PATH" {words}'

@@ -1,4 +1,4 @@
-"""How n things are divided among p: the only place in the house that rounds."""
+"""Division of n things among p: the only place in the package that rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def counts(n: int, p: int) -> tuple[int, ...]:
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each of consecutive pieces starts, and at last where they end.
+    """Start of each of consecutive pieces, and at last their end.
 
     offsets((3, 3, 2, 2)) == (0, 3, 6, 8, 10)
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """How often one call was made, each time with the same messages and bytes."""
+    """Count of one call that is made again and again with the same messages and bytes."""
 
     messages: int
     nbytes_sent: int
@@ -17,7 +17,7 @@ class Tally:
 
 
 class TrafficRow:
-    """What one rank did in one kind of collective.
+    """Traffic of one rank in one kind of collective.
 
     seconds_waited   time its program stood still in it: blocking calls, and waits for handles; of short calls
                      through shared memory, which cost no more than a look at the clock, the waiting alone
@@ -91,7 +91,7 @@ class Traffic:
         return row
 
     def rows(self) -> list[TrafficRow]:
-        """Of all collectives that were completed at least once, or waited for."""
+        """Rows of all collectives that were completed at least once, or waited for."""
         return [row for row in self._rows.values() if row.calls or row.seconds_waited]
 
     def nbytes_sent(self, collective: str | None = None) -> int:

@@ -178,7 +178,7 @@ class Calls:
         return Communicator.face_of(self.unchecked(label))
 
     def unchecked(self, label: str | None) -> Calls:
-        """The same calls without agreement in checked mode, counted under another name."""
+        """These calls without agreement in checked mode, counted under another name."""
         view = copy.copy(self)
         view.checked = False
         view.label = label
@@ -404,7 +404,7 @@ class Calls:
         cut: Offsets,
         whole: HostBuffer,
     ) -> Layout | None:
-        """What the ranks of a node know of each other's schedules; None where they use messages."""
+        """The schedules of a node's ranks, as each of them knows them; None where they use messages."""
         if self.segment is None or not (self.is_all_shared or self._is_in_part(arguments, algorithm, whole)):
             return None
         return Layout(
@@ -657,7 +657,7 @@ class Calls:
         self.runtime.forget(self.name)
 
     def asked(self, number: int) -> str | None:
-        """What this rank has done, or does, in a call of that number, for ranks that ask."""
+        """Words of the call of that number, for ranks that ask; None: there was none, or long ago."""
         count = self.count[0]
         return self.history[number % HISTORY] if count - HISTORY <= number < count else None
 

@@ -427,7 +427,7 @@ def _alltoall(calls: Calls, request: Request, root: int | None, buffer: Any, out
 def _received_counts(
     calls: Calls, sent: tuple[int, ...], expected: tuple[int, ...] | None, described: str
 ) -> tuple[int, ...]:
-    """What the other ranks will send here: asked when unknown, and in checked mode always."""
+    """Elements that each rank will send here: asked when unknown, and in checked mode always."""
     if expected is not None and not calls.checked:
         return expected
     if calls.checked:  # before anything is asked: another rank's arguments may be wrong

@@ -233,7 +233,7 @@ class Communicator:
 
     @property
     def trace(self) -> Trace | None:
-        """Where this communicator and its relatives note what moved when."""
+        """Record of what moved when, of this communicator and its relatives; None: nobody asks."""
         return self._runtime.trace
 
     @trace.setter
@@ -357,7 +357,7 @@ class Communicator:
 
     @property
     def calls(self) -> int:
-        """How many collectives have been begun: the same on all ranks, if they make the same calls."""
+        """Number of collectives begun: the same on all ranks, if they make the same calls."""
         return self._calls.count[0]
 
     def abandon(self) -> None:
@@ -396,7 +396,7 @@ class Communicator:
 
 
 def _whole(what: str, number: int, *, least: int) -> int:
-    """What MPI can split by; OperationError for anything else."""
+    """A whole number that MPI can split by; OperationError for anything else."""
     try:
         found = operator.index(number)
     except TypeError:

@@ -66,7 +66,7 @@ def device_steps(
 
 
 class Course:
-    """What the steps of one call have in common.
+    """State that the steps of one call share.
 
     missing          ranks whose token is waited for just now
     received_nbytes  what has been pulled, or has come by messages whose length MPI tells
@@ -86,7 +86,7 @@ class Course:
         self.received_nbytes = 0
 
     def is_pulled(self, peer: int) -> bool:
-        """Whether messages between this rank and a peer are pulled."""
+        """True if messages between this rank and a peer are pulled."""
         return self._reach(peer) == "pull"
 
     def use_device(self) -> None:
@@ -110,7 +110,7 @@ class Course:
         self._readings.append(Reading(peer, octets, self._mailroom.ask(peer, self._tag, Kind.READ, number)))
 
     def can_show(self, octets: DeviceOctets) -> bool:
-        """Whether other processes can be shown these bytes where they are."""
+        """True if other processes can be shown these bytes where they are."""
         return not octets.size or self.queue.cuda.is_exportable(octets.address)
 
     def expect(self, peer: int) -> Ticket:
@@ -118,7 +118,7 @@ class Course:
         return self._mailroom.ask(peer, self._tag, Kind.READY)
 
     def shown(self, peer: int, token: Token, nbytes: int) -> DeviceOctets:
-        """What a peer shows, as seen from here; the queue waits until it is there."""
+        """Bytes that a peer shows, as seen from here; the queue waits until they are there."""
         if token.nbytes != nbytes:
             raise MismatchError(
                 f"rank {self._transport.world_ranks[peer]} sends {token.nbytes:,} bytes, but this rank "

@@ -1,4 +1,4 @@
-"""How the ranks of a job reach each other's device memory: found out together, once.
+"""Ways in which ranks reach each other's device memory: found out together, once.
 
 pull     ranks of one node of which each can open the other's memory (CUDA IPC), as a trial has shown
 mpi      the rest, where MPI takes device pointers, as a probe or the user says
@@ -58,11 +58,11 @@ class Devices:
         self._turns = itertools.count()
 
     def reach(self, world_rank: int) -> Reach:
-        """How messages between this rank and another one travel; the same as seen from there."""
+        """Way of messages between this rank and another one; the same as seen from there."""
         return self.reaches[world_rank]
 
     def queue(self, ordinal: int | None) -> Queue:
-        """What the next call, or message, uses on a device; None: for an array that lies on none."""
+        """Queue of the next call, or message, on a device; None: for an array that lies on none."""
         if ordinal is None:
             ordinal = self.ordinal
         for queue in queues_of_thread().values():
@@ -81,7 +81,7 @@ class Devices:
 
 @cache
 def _imports(cuda: CudaDriver) -> Imports:
-    """What a process has open is the process's: the driver refuses to map two owners of one place."""
+    """Memory opened by this process: one registry, since the driver maps an owner once."""
     return Imports(cuda)
 
 
@@ -106,7 +106,7 @@ def _open_shown(imports: Imports, descriptor: bytes, queues: Collection[Queue]) 
 
 
 def lead_caller(buffer: DeviceBuffer) -> None:
-    """What the caller gives to the stream in which it works just now waits for the buffer's queue."""
+    """Make the caller's current stream wait for the buffer's queue."""
     buffer.queue.lead(buffer.elements())
 
 
@@ -193,7 +193,7 @@ def _tell(comm: Communicator, problems: Sequence[str], asked: str) -> None:
 
 
 def _try_pulling(comm: Communicator, cuda: CudaDriver, here: Sequence[int]) -> bool:
-    """Whether this rank can read what each rank of its node shows it. Collective.
+    """True if this rank can read what each rank of its node shows it. Collective.
 
     Every rank fills a small allocation with its own number, and reads everybody's.
     """

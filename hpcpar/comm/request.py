@@ -1,4 +1,4 @@
-"""What a caller asks for: one immutable value, which is the cache's key and what ranks compare."""
+"""A caller's request: one immutable value, which is the cache's key and what ranks compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all communicators of a job have in common on one rank."""
+"""State that all communicators of a job share on one rank."""
 
 from __future__ import annotations
 

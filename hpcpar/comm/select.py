@@ -35,7 +35,7 @@ class Table:
     rules: Mapping[str, Mapping[str, Rules]]
 
     def name(self, collective: str, nbytes: int, dtype: str = ANY) -> str | None:
-        """What to use; None where the table has nothing to say."""
+        """Name of the algorithm to use; None where the table has nothing to say."""
         by_dtype = self.rules.get(collective, {})
         rules = by_dtype.get(dtype) or by_dtype.get(ANY)
         return None if rules is None else next(name for limit, name in rules if nbytes <= limit)
@@ -127,7 +127,7 @@ def built_in(nodes: Sequence[int], *, shared_memory: bool = False) -> Table:
 
 
 def built_in_on_device(nodes: Sequence[int], *, all_pull: bool) -> Table:
-    """The same for arrays on GPUs: nobody is far away where all ranks read each other's memory in place."""
+    """Rules for arrays on GPUs: nobody is far away where all ranks read each other's memory."""
     return BUILT_IN_IN_PLACE if all_pull else built_in(nodes)
 
 
@@ -166,7 +166,7 @@ NATIVES = {c: _native(c) for c in ("allreduce", "reduce_scatter", "allgather", "
 
 
 def named_algorithm(collective: str, name: str) -> Algorithm:
-    """As the registry's `find`, and "native" too; OperationError with a list of what there is."""
+    """Find an algorithm by name, "native" too; OperationError with a list of what there is."""
     if name == NATIVE and collective in NATIVES:
         return NATIVES[collective]
     return find(collective, name)

@@ -118,7 +118,7 @@ def release(comm: Communicator, segment: ShmSegment | None, array: Any) -> None:
 
 
 def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """As a tuple; OperationError where it is none."""
+    """A shape as a tuple; OperationError where it is none."""
     try:
         lengths = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
     except TypeError:
@@ -129,7 +129,7 @@ def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _fence(comm: Communicator) -> Callable[[], None] | None:
-    """What orders this rank's accesses to the memory; None on processors that keep them in order."""
+    """Fence between this rank's accesses to the memory; None on processors that need none."""
     return None if shared_memory.keeps_order() else comm._transport.memory_fence()
 
 

@@ -114,7 +114,7 @@ class ShmSegment:
             self.words[headers[self.rank]] = ENDED
 
     def body(self, slot: int, rank: int) -> Octets:
-        """What a local rank sends in a slot."""
+        """Bytes that a local rank sends in a slot."""
         begin = self.headers[slot][rank] * WORD_NBYTES + LINE_NBYTES
         return self.octets[begin : begin + self.post_nbytes]
 

@@ -28,7 +28,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What one host tells another.
+    """Message of one host to another.
 
     number   of these bytes among all that the one who offers them has offered
     nbytes   how many bytes are offered
@@ -98,7 +98,7 @@ class Mailroom:
         self._numbers = itertools.count()
 
     def next_number(self) -> int:
-        """Of bytes that are to be offered: one that none before them had."""
+        """A new number for bytes that are to be offered."""
         return next(self._numbers)
 
     def send(self, peer: int, tag: int, token: Token) -> None:

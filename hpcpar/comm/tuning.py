@@ -49,7 +49,7 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured on one kind of job.
+    """Measured rules for one kind of job.
 
     mpi              vendor and version, as `transport.mpi.library_facts()` has them
     ranks_per_node   of the node with the most
@@ -83,7 +83,7 @@ class Tuning:
         return self._measured(nodes, "cpu", built_in(nodes, shared_memory=shared_memory))
 
     def table_on_device(self, nodes: Sequence[int], *, all_pull: bool) -> Table:
-        """The same for arrays on GPUs; `all_pull`: every rank can read every other one's memory."""
+        """Table for arrays on GPUs; `all_pull`: every rank can read every other one's memory."""
         return self._measured(nodes, "cuda", built_in_on_device(nodes, all_pull=all_pull))
 
     def _measured(self, nodes: Sequence[int], device: str, otherwise: Table) -> Table:
@@ -100,7 +100,7 @@ class Tuning:
 
 
 def read_together(comm: Communicator, asked: str | None, own_file: Path | None, mpi: str) -> Tuning:
-    """What rank 0 finds, for all ranks: they must choose alike, whatever their nodes' disks hold. Collective.
+    """Give all ranks what rank 0 finds, whatever their nodes' disks hold: they choose alike. Collective.
 
     asked      HPCPAR_TUNING
     own_file   what is read, if it is there, when nothing is asked for
@@ -224,7 +224,7 @@ def merge(entries: Iterable[Entry], new: Entry) -> list[Entry]:
 
 
 def entries_in(path: Path) -> list[Entry]:
-    """What is in a file, if it is there.
+    """Entries of a file, if it is there.
 
     errors   ConfigError when it cannot be read or understood
     """

@@ -21,7 +21,7 @@ ANSWER_WITHIN_S = 1.0
 
 
 class Waited(Protocol):
-    """What the watch needs to know of an operation."""
+    """Interface of an operation that the watch looks at."""
 
     @property
     def name(self) -> str: ...
@@ -32,7 +32,7 @@ class Waited(Protocol):
 
 
 class History(Protocol):
-    """What a communicator can tell of its calls."""
+    """Interface of a communicator that tells of its calls."""
 
     def asked(self, number: int) -> str | None:
         """The call of that number in words; None: there was none, or long ago."""
@@ -96,12 +96,12 @@ class Watch:
         self._begun[comm] = number
 
     def has_begun(self, rank: int, comm: str, number: int) -> bool:
-        """Whether a rank has told that it has begun such a call, or a later one of that communicator."""
+        """True if a rank has told that it has begun such a call, or a later one of that communicator."""
         told: int = self._answers.get(rank, {}).get("begun", {}).get(comm, -1)
         return told >= number
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has told that it has come to its end."""
+        """True if a rank has told that it has come to its end."""
         return bool(self._answers.get(rank, {}).get("left"))
 
     def leave(self) -> None:

@@ -16,7 +16,7 @@ MOST_RETIRED = 64
 
 
 class ServedSteps:
-    """What this rank does in each optimizer's step after it has joined, and on which communicator.
+    """Work of this rank in each optimizer's step after it has joined, and on which communicator.
 
     serve   functions by the name of the step
     """

@@ -1,1 +1,1 @@
-"""What runs the steps of a compiled collective: messages, shared memory, GPUs, MPI's own collectives."""
+"""Executors of a compiled collective's steps: messages, shared memory, GPUs, MPI's own collectives."""

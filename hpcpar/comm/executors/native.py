@@ -60,7 +60,7 @@ class Participants:
 
 
 class Posted(Protocol):
-    """What native calls and device steps have in common."""
+    """Interface that native calls and device steps share."""
 
     def post(self) -> Exchange: ...
 

@@ -75,7 +75,7 @@ CLAIMING, COPYING, RECEIVING, READ, DONE = range(5)
 
 
 class Source(NamedTuple):
-    """Where a message lies in its sender's memory.
+    """Place of a message in its sender's memory.
 
     rank     number of the sender among the local ranks
     phase    state that its header must have reached
@@ -248,7 +248,7 @@ class Group:
         self._by_bases: dict[tuple[int, ...], list[Action]] = {}
 
     def actions(self) -> list[Action]:
-        """What reads and reduces these messages, once all of them are there."""
+        """Actions that read and reduce these messages, once all of them are there."""
         if self.call.is_short:
             slot = self.call.slot
             found = self.by_slot[slot]
@@ -720,7 +720,7 @@ class _Matching:
         self._taken: dict[tuple[str, int], int] = {}
 
     def sources(self, step: PlannedStep) -> list[Source]:
-        """Where the messages lie that a step receives, in the order of its receives."""
+        """Places of the messages that a step receives, in the order of its receives."""
         return [self._source(message.peer, step.index) for message in step.receives]
 
     def _source(self, peer: int, index: int) -> Source:
@@ -786,7 +786,7 @@ class _Matching:
         return found
 
     def _position(self, kind: str, peer: int, index: int) -> int:
-        """How many messages to, or from, that peer come before this one, of a step that has one each."""
+        """Count the messages to, or from, that peer before this one."""
         before = 0
         for number, step in enumerate(self._layout.schedule(self._call.rank)):
             parts: Sequence[Send | Receive]
