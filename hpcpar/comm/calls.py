@@ -63,9 +63,6 @@ IN_PART_FROM_NBYTES = 64 * KiB
 """On several nodes, arrays from this size on use shared memory within each node; shorter ones travel by
 persistent messages, which start sooner."""
 
-HISTORY = 64
-"""Calls that a rank can tell of when others ask what it has done."""
-
 FRESH_TAGS = COLLECTIVE_TAGS // 2
 """Below: tags of calls with fresh requests; from here to COLLECTIVE_TAGS: tags of persistent ones."""
 
@@ -94,7 +91,6 @@ class Calls:
         self.label: str | None = None
         self.cache: dict[Request, CompiledCollective] = {}
         self.count = [0]  # shared with unchecked views, so that every call has a number of its own
-        self.history = [""] * HISTORY
         self.segment: ShmSegment | None = None
         self.shares_in_part = self.reads_private = False
         self.state = {"freed": False}
@@ -105,7 +101,6 @@ class Calls:
         self._table = runtime.tuning.table(transport.nodes)
         self._on_device: tuple[Devices, Tuning, Table] | None = None
         runtime.calls.add(self)
-        runtime.watch.calls[self.name] = self
 
     # Starting ----------------------------------------------------------------------------------------------
 
@@ -144,12 +139,11 @@ class Calls:
             compiled = self._compiled(request, buffer, out)
         if self.checked:
             self.require_same(compiled.described)
-        count, history = self.count, self.history
+        count = self.count
         number = count[0]
         compiled.begin(number, (buffer, out))
         # No call of a function from here on: a signal handler finds the call either not begun, or begun.
         count[0] = number + 1
-        history[number % HISTORY] = compiled.described
         compiled.last_used = number
         self.latest = compiled
         program = compiled.program
@@ -655,11 +649,6 @@ class Calls:
         self.segment = None
         self.state["freed"] = True
         self.runtime.forget(self.name)
-
-    def asked(self, number: int) -> str | None:
-        """Words of the call of that number, for ranks that ask; None: there was none, or long ago."""
-        count = self.count[0]
-        return self.history[number % HISTORY] if count - HISTORY <= number < count else None
 
 
 def _beyond(step: PlannedStep, segment: ShmSegment) -> PlannedStep | None:

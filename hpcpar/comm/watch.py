@@ -7,7 +7,6 @@ stopped, or dead, and the chain of answers ends at the culprit.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -31,13 +30,6 @@ class Waited(Protocol):
     def progress(self) -> str: ...
 
 
-class History(Protocol):
-    """Interface of a communicator that tells of its calls."""
-
-    def asked(self, number: int) -> str | None:
-        """The call of that number in words; None: there was none, or long ago."""
-
-
 class Watch:
     """One rank's eye on its peers. Ranks are world ranks here.
 
@@ -55,7 +47,6 @@ class Watch:
         self._begun: dict[str, int] = {}
         self._looked_s = 0.0
         self._asked_s = 0.0
-        self.calls: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
         self.inspectors: list[Callable[[tuple[int, ...]], None]] = []
 
     def look(self, operation: Waited, waited_s: float) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,54 +175,6 @@ def flat(array: Any) -> Any:
         return np.asarray(array).reshape(-1) if isinstance(array, np.matrix) else array.reshape(-1)
     is_flat = array.dim() == 1 and not array.requires_grad
     return array if is_flat else array.detach().reshape(-1)
-
-
-_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
-
-
-def fingerprint(array: Any) -> tuple[Any, ...] | None:
-    """Memory, length and element type, by which a call on an array is recognised.
-
-    None for arrays that are not used in place: on devices, not contiguous, read-only, masked.
-    """
-    if isinstance(array, np.ndarray):
-        if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
-            return None
-        if not (array.size and array.flags.carray and array.dtype in _NUMPY_NAMES):
-            return None
-        # A quarter of what array.ctypes.data costs.
-        return ctypes.addressof(_first_byte(array)), array.size, array.dtype
-    if is_torch(array):
-        try:
-            if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
-                return None
-            return array.data_ptr(), array.numel(), array.dtype
-        except RuntimeError:  # sparse, mkldnn and vmap's tensors have neither; `bind` refuses them
-            return None
-    return None
-
-
-Mark = tuple[Callable[[], Any], int, int, Any]
-"""A torch tensor as it was: a weak reference, address, length, element type."""
-
-
-def mark(tensor: Any) -> Mark | None:
-    """Remember a tensor for `is_still`; None for other arrays and for complex ones."""
-    if not is_torch(tensor) or tensor.is_complex():
-        return None
-    return weakref.ref(tensor), tensor.data_ptr(), tensor.numel(), tensor.dtype
-
-
-def is_still(mark: Mark, tensor: Any) -> bool:
-    """True for the marked tensor with its memory in place; half of the cost of a fingerprint."""
-    reference, address, count, dtype = mark
-    return (
-        reference() is tensor is not None  # the reference to one that is gone gives None
-        and tensor.data_ptr() == address
-        and tensor.numel() == count
-        and tensor.dtype is dtype
-        and tensor.is_contiguous()
-    )
 
 
 def is_torch(array: Any) -> bool:

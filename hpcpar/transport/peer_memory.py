@@ -12,9 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpcpar.errors import PeerFailedError
 from hpcpar.transport.interface import Octets
 
@@ -83,44 +80,6 @@ def reading(pid: int, stretches: Sequence[Stretch], targets: Sequence[Octets]) -
 def stretch_of(octets: Octets) -> Stretch:
     """Address and bytes of an array."""
     return octets.__array_interface__["data"][0], octets.size
-
-
-def within(stretches: Sequence[Stretch], offset: int, nbytes: int) -> list[Stretch]:
-    """A run of bytes of the stretches, from an offset on."""
-    found: list[Stretch] = []
-    for address, length in stretches:
-        start, stop = min(offset, length), min(offset + nbytes, length)
-        if start < stop:
-            found.append((address + start, stop - start))
-        offset -= start
-        nbytes -= stop - start
-    return found
-
-
-def listing(stretches: Sequence[Stretch]) -> NDArray[np.uint64]:
-    """Memory for `listed` on another process to read."""
-    return np.array(
-        [len(stretches), *(number for stretch in stretches for number in stretch)], dtype=np.uint64
-    )
-
-
-def listed(pid: int, address: int) -> list[Stretch]:
-    """The stretches that a `listing` there names.
-
-    errors   PeerFailedError if it is not there
-    """
-    length = np.empty(1, dtype=np.uint64)
-    _read_now(pid, address, length)
-    numbers = np.empty(2 * int(length[0]), dtype=np.uint64)
-    _read_now(pid, address + length.nbytes, numbers)
-    found: list[int] = numbers.tolist()
-    return list(zip(found[::2], found[1::2], strict=True))
-
-
-def _read_now(pid: int, address: int, target: NDArray[np.uint64]) -> None:
-    octets = target.view(np.uint8)
-    for call in reading(pid, [(address, octets.size)], [octets]):
-        call()
 
 
 def _fill(pid: int, here: _Range, there: _Range, nbytes: int) -> None:

@@ -13,12 +13,9 @@ from hpcpar.transport.buffers import (
     DTYPES,
     bind,
     empty_like,
-    fingerprint,
     flat,
     from_octets,
-    is_still,
     itemsize_of_dtype,
-    mark,
 )
 
 NUMPY_DTYPES = [name for name in DTYPES if name != "bfloat16"]
@@ -218,51 +215,6 @@ def test_no_bytes_are_no_elements_of_any_type():
     for array in (np.empty(0), torch.empty(0, dtype=torch.bfloat16)):
         host = bind(array, writable=False).host
         assert host.scratch(0).count == host.copy().count == 0
-
-
-def test_a_marked_tensor_is_known_again_while_nothing_about_it_changes():
-    tensor = torch.zeros(6)
-    seen = mark(tensor)
-    tensor += 1
-    assert is_still(seen, tensor)
-    assert mark(np.zeros(6)) is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tensor: tensor.clone(),
-        lambda tensor: tensor.view(6),
-        lambda tensor: setattr(tensor, "data", torch.zeros(6)),
-        lambda tensor: setattr(tensor, "data", tensor.data[:4]),
-        lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
-        lambda tensor: setattr(tensor, "data", tensor.data.view(2, 3).t()),
-        lambda tensor: tensor.resize_(600),
-        lambda tensor: tensor.set_(torch.zeros(6)),
-    ],
-)
-def test_a_marked_tensor_that_has_changed_is_another_one(change):
-    tensor = torch.zeros(6)
-    seen, kept = mark(tensor), tensor.data  # kept, so that the memory cannot come to the same place again
-    changed = change(tensor)
-    assert not is_still(seen, tensor if changed is None or changed is tensor else changed)
-    assert kept.numel() == 6
-
-
-def test_a_tensor_that_has_gone_is_not_one_at_the_same_place():
-    tensor = torch.zeros(6)
-    seen, memory = mark(tensor), tensor.data
-    del tensor
-    assert not is_still(seen, memory)
-    assert not is_still(seen, torch.zeros(6))
-
-
-@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
-def test_a_fingerprint_tells_memory_length_and_type(make):
-    array = make(6)
-    assert fingerprint(array) == fingerprint(array[:]) == fingerprint(array.reshape(2, 3))
-    assert len({fingerprint(x) for x in (array, array[1:], array[:5], make(6))}) == 4
-    assert fingerprint(array[::2]) is None
 
 
 @pytest.mark.parametrize("dtype", ["float64", np.int16, np.dtype("complex64"), torch.bfloat16, torch.float32])

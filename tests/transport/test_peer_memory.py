@@ -13,7 +13,7 @@ import pytest
 
 from hpcpar.errors import PeerFailedError
 from hpcpar.transport import peer_memory
-from hpcpar.transport.peer_memory import can_read, listed, listing, reading, stretch_of, within
+from hpcpar.transport.peer_memory import can_read, reading, stretch_of
 
 SAMPLE = bytes(range(200, 216))
 
@@ -120,28 +120,6 @@ def test_stretches_and_targets_may_be_cut_differently(lengths, at_once_nbytes, m
     for call in reading(os.getpid(), [stretch_of(source) for source in sources], targets):
         call()
     assert b"".join(target.tobytes() for target in targets) == SAMPLE
-
-
-def test_a_part_of_stretches_is_found_wherever_it_begins_and_ends():
-    stretches = [(100, 5), (200, 1), (300, 4)]
-    addresses = [address + at for address, nbytes in stretches for at in range(nbytes)]
-    for offset in range(11):
-        for nbytes in range(11 - offset):
-            found = within(stretches, offset, nbytes)
-            bytes_found = [address + at for address, length in found for at in range(length)]
-            assert bytes_found == addresses[offset : offset + nbytes]
-            assert all(length for _, length in found)
-
-
-@pytest.mark.parametrize("stretches", [[], [(2**47, 3)], [(5, 2**40), (7, 0), (2**62, 1)]])
-def test_a_list_of_stretches_is_read_as_it_was_made(stretches):
-    made = listing(stretches)
-    assert listed(os.getpid(), made.ctypes.data) == stretches
-
-
-def test_a_list_that_is_not_there_is_an_error():
-    with pytest.raises(PeerFailedError, match="Bad address"):
-        listed(os.getpid(), 16)
 
 
 def test_nothing_beside_the_target_is_written():
