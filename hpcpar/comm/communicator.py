@@ -360,13 +360,20 @@ class Communicator:
         """Number of collectives begun: the same on all ranks, if they make the same calls."""
         return self._calls.count[0]
 
+    @property
+    def calls_of_lent(self) -> list[int]:
+        """The same of this communicator and of those that it has lent."""
+        return [self.calls, *(calls for lent in self._lent for calls in lent.comm.calls_of_lent)]
+
     def abandon(self) -> None:
         """Give up what is under way here because other ranks will never come to it.
 
-        Nobody may use the communicator afterwards. Not collective; memory that messages may still come to
-        is kept.
+        Nobody may use it, or a communicator that it has lent, afterwards. Not collective; memory that
+        messages may still come to is kept.
         """
         self._calls.abandoned.extend(self._runtime.progress.give_up(self.name))
+        for lent in self._lent:
+            lent.comm.abandon()
 
     def __enter__(self) -> Communicator:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
 
 IN_USE = -1
-"""Told by a rank, instead of the number of calls, of a communicator whose borrower it still has."""
+"""Told by a rank, instead of a digest of the numbers of calls, of a communicator whose borrower it has."""
 
 
 @dataclass(eq=False)
@@ -36,7 +37,10 @@ def lend(owner: Communicator, lent: list[Lent], purpose: str, label: str | None)
         return Loan(owner)
     agreed = -1
     if lent:
-        calls = [IN_USE if each.loan() is not None else each.comm.calls for each in lent]
+        calls = [
+            IN_USE if each.loan() is not None else crc32(repr(each.comm.calls_of_lent).encode())
+            for each in lent
+        ]
         of_ranks = owner.unchecked("agreement").allgather(np.array(calls, dtype=np.int64))
         of_ranks = of_ranks.reshape(owner.size, -1)
         gone = (of_ranks != IN_USE).all(axis=0)

@@ -188,16 +188,19 @@ def test_what_is_lent_is_lent_again_when_its_borrower_is_gone_on_all_ranks() -> 
     assert run_loopback(2, body) == [[True] * 5] * 2
 
 
-def test_what_a_borrower_left_in_the_middle_of_a_call_is_not_lent_again() -> None:
-    def body(comm: Communicator) -> bool:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_borrower_left_in_the_middle_of_a_call_is_not_lent_again(depth: int) -> None:
+    def body(comm: Communicator) -> tuple[bool, int]:
         loan = comm.lend("gradients")
         left = loan.comm
+        called = left if depth == 1 else left.lend("gradients").comm
         if comm.rank == 0:
-            left.start_allreduce(np.ones(4))
+            called.start_allreduce(np.ones(4))
         del loan
-        return comm.lend("gradients").comm is not left
+        is_another = comm.lend("gradients").comm is not left
+        return is_another, len(comm._runtime.progress.under_way)
 
-    assert run_loopback(2, body) == [True] * 2
+    assert run_loopback(2, body) == [(True, 0)] * 2
 
 
 def test_a_model_that_has_one_is_not_copied_and_what_to_do_instead_is_said() -> None:
