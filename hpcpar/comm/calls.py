@@ -36,7 +36,7 @@ from hpcpar.comm.plan import (
     received_elsewhere,
 )
 from hpcpar.comm.reductions import finish
-from hpcpar.comm.request import NO_ARRAY, Request, is_used_in_place, rank_of
+from hpcpar.comm.request import NO_ARRAY, NUMBERS, Key, Request, is_used_in_place, rank_of, scaling_of
 from hpcpar.comm.runtime import Runtime
 from hpcpar.comm.select import ANY, NATIVE, Table, choose, segments_for
 from hpcpar.comm.shm_segment import ShmSegment
@@ -89,7 +89,7 @@ class Calls:
         self.name, self.traffic = runtime.register(name)
         self.checked = runtime.check
         self.label: str | None = None
-        self.cache: dict[Request, CompiledCollective] = {}
+        self.cache: dict[Key, CompiledCollective] = {}
         self.count = [0]  # shared with unchecked views, so that every call has a number of its own
         self.segment: ShmSegment | None = None
         self.shares_in_part = self.reads_private = False
@@ -104,10 +104,10 @@ class Calls:
 
     # Starting ----------------------------------------------------------------------------------------------
 
-    def run(self, request: Request, buffer: Any = None, out: Any = None) -> Any:
+    def run(self, key: Key, buffer: Any = None, out: Any = None) -> Any:
         """Start a call and wait for it; its result."""
         try:
-            compiled = self._started(request, buffer, out)
+            compiled = self._started(key, buffer, out)
             self.progress.run(compiled)
         except BaseException:
             self._go_on()
@@ -116,10 +116,10 @@ class Calls:
         result = compiled.result
         return (buffer if out is None else out) if result is None else result(buffer, out)
 
-    def start(self, request: Request, buffer: Any = None, out: Any = None) -> Handle:
+    def start(self, key: Key, buffer: Any = None, out: Any = None) -> Handle:
         """Start a call, and bring it as far as it goes without waiting."""
         try:
-            compiled = self._started(request, buffer, out)
+            compiled = self._started(key, buffer, out)
             result = compiled.result
             found = (buffer if out is None else out) if result is None else result(buffer, out)
             handle = compiled.handle = Handle(self.progress, compiled, found)
@@ -130,13 +130,13 @@ class Calls:
         self.latest = None
         return handle
 
-    def _started(self, request: Request, buffer: Any, out: Any) -> CompiledCollective:
+    def _started(self, key: Key, buffer: Any, out: Any) -> CompiledCollective:
         try:
-            compiled = self.cache.get(request)
+            compiled = self.cache.get(key)
         except TypeError:  # an argument without a hash, which is refused when it is validated
             compiled = None
         if compiled is None or compiled.is_under_way:
-            compiled = self._compiled(request, buffer, out)
+            compiled = self._compiled(Request(*key), buffer, out)
         if self.checked:
             self.require_same(compiled.described)
         count = self.count
@@ -202,7 +202,8 @@ class Calls:
             root = request.root
             if root is not None or request.collective in ROOTED:
                 root = rank_of(root, self.size, f"the root of {request.collective}", self.name)
-            arguments = COLLECTIVES[request.collective](self, request, root, buffer, out)
+            scaled = request._replace(scaling=scaling_of(request.scaling))
+            arguments = COLLECTIVES[request.collective](self, scaled, root, buffer, out)
         except MismatchError:  # which all ranks have
             raise
         except Exception as error:
@@ -216,6 +217,7 @@ class Calls:
         compiled = self._bound(request, arguments, described, buffer, out)
         is_cacheable = (
             arguments.is_cacheable
+            and all(type(factor) in NUMBERS for factor in request.scaling[:2])  # arrays' content may change
             and request.input is not None
             and request.output is not None
             and all(
@@ -359,6 +361,12 @@ class Calls:
                     elsewhere[step.index] = MessageStep(
                         self.transport, beyond, spaces, op, fresh_tag, scratch, tags=CALLS_TOLD_APART
                     )
+            if (
+                arguments.lent is not None
+                and not elsewhere
+                and call.lend(arguments.lent, arguments.own, planned)
+            ):
+                compiled.first = []
             compiled.steps = shared_steps(call, planned, op, elsewhere)
         elif (
             self.size > 1
@@ -486,10 +494,10 @@ class Calls:
 
     # Messages ----------------------------------------------------------------------------------------------
 
-    def run_message(self, request: Request, array: Any) -> Any:
+    def run_message(self, key: Key, array: Any) -> Any:
         """Start a point-to-point message and wait for it; the array."""
         try:
-            compiled = self._message_started(request, array)
+            compiled = self._message_started(key, array)
             self.progress.run(compiled)
         except BaseException:
             self._go_on()
@@ -497,11 +505,11 @@ class Calls:
         self.latest = None
         return array
 
-    def start_message(self, request: Request, array: Any) -> Handle:
+    def start_message(self, key: Key, array: Any) -> Handle:
         """Start a point-to-point message, and bring it as far as it goes without waiting."""
         try:
-            compiled = self._message_started(request, array)
-            found = array if request.collective == "recv" else None
+            compiled = self._message_started(key, array)
+            found = array if key[0] == "recv" else None
             handle = compiled.handle = Handle(self.progress, compiled, found)
             self.progress.add(compiled)
         except BaseException:
@@ -510,13 +518,13 @@ class Calls:
         self.latest = None
         return handle
 
-    def _message_started(self, request: Request, array: Any) -> CompiledCollective:
+    def _message_started(self, key: Key, array: Any) -> CompiledCollective:
         try:
-            compiled = self.cache.get(request)
+            compiled = self.cache.get(key)
         except TypeError:
             compiled = None
         if compiled is None or compiled.is_under_way:
-            compiled = self._message(request, array)
+            compiled = self._message(Request(*key), array)
         # Ranks make different numbers of these: they take no call number.
         number = self.count[0]
         compiled.begin(number, (array, None))

@@ -50,7 +50,8 @@ class Arguments:
     described     what all ranks must agree on, beside the collective's name, root and algorithm
     spaces        memory by space
     offsets       where the chunks of each space start; None: as the algorithm cuts the data
-    own           elements of the data that are this rank's share of a reduce-scatter
+    own           elements of the data that are this rank's share of a reduce-scatter or an all-gather
+    lent          holds the same as `own` will once `first` is done, and may be read instead
     uneven        the ranks' pieces differ in size
     same_everywhere   every rank passes the same offsets
     first, last   actions before and after; `at_end` come after the division of an average
@@ -65,6 +66,7 @@ class Arguments:
     op: str = "sum"
     root: int | None = None
     own: tuple[int, int] = (0, 0)
+    lent: HostBuffer | None = None
     uneven: bool = False
     same_everywhere: bool = True
     first: list[Action] = field(default_factory=list)
@@ -303,13 +305,15 @@ def _allgather(calls: Calls, request: Request, root: int | None, shard: Any, out
     edges = partition.offsets(pieces)
     gathered = empty_like(shard, edges[-1]) if out is None else out
     target = _view_out(calls, gathered, edges[-1], source.host)
-    own = target.host.part(edges[calls.rank], edges[calls.rank + 1])
+    own = edges[calls.rank], edges[calls.rank + 1]
     return Arguments(
         f"{source.host.dtype}, counts={list(pieces)}",
         {"data": target.host},
         (("data", edges),),
+        own=own,
+        lent=None if overlap(source.host, target.host) else source.host,
         uneven=_uneven(pieces),
-        first=copy_to(own, source.host),
+        first=copy_to(target.host.part(*own), source.host),
         at_end=_written_back(target),
         result=None if out is not None else _always(gathered),
         is_cacheable=out is not None,

@@ -19,16 +19,24 @@ from hpcpar.transport.interface import Transport
 
 ATTEMPTS_BETWEEN_LOOKS = 128
 
+ATTEMPTS_ALONE = 128
+"""Attempts of a blocking call before it joins what is under way, and its wait is watched."""
+
 LOOKS = 40
-"""Looks at a word of shared memory between two pauses of a wait; a look costs 60 ns."""
+"""Looks of a blocking call at a word of shared memory before it pauses, where each rank has its own core.
+A look costs 60 ns."""
 
 
 class Progress:
-    """All calls of one rank that are under way, on every communicator of a job."""
+    """All calls of one rank that are under way, on every communicator of a job.
+
+    looks   of a blocking call at a word of shared memory before it pauses
+    """
 
     def __init__(self, transport: Transport, watch: Watch) -> None:
         self._transport = transport
         self._watch = watch
+        self.looks = 1
         self.under_way: list[CompiledCollective] = []
         self._lock = threading.Lock()
         self._inside: int | None = None
@@ -64,39 +72,32 @@ class Progress:
 
     def run(self, compiled: CompiledCollective) -> None:
         """Bring a started call to its end; its error is raised here."""
-        if not self.under_way:
-            self._run_alone(compiled)
+        if not self.under_way:  # the usual case: a few looks, without the list
+            if self._inside is not None:
+                self.require_outside("a collective")
+            lock, looks = self._lock, self.looks
+            started_s = 0.0
+            try:
+                for attempt in range(ATTEMPTS_ALONE):
+                    with lock:
+                        self._inside = get_ident()
+                        is_over = compiled.advance(looks)
+                        self._inside = None
+                    if is_over:
+                        break
+                    if attempt == 0:
+                        started_s = time.perf_counter()
+                    self._transport.pause(attempt)
+            finally:
+                if self._inside is not None:
+                    self._leave()
+                if started_s:
+                    compiled.row.seconds_waited += time.perf_counter() - started_s
         if compiled.is_under_way:
             self.under_way.append(compiled)
             self.wait(compiled)
         if compiled.error is not None:
             raise compiled.error
-
-    def _run_alone(self, compiled: CompiledCollective) -> None:
-        """The usual case: nothing else is under way. Returns early where the wait gets long."""
-        lock, pause = self._lock, self._transport.pause
-        if self._inside is not None:
-            self.require_outside("a collective")
-        try:
-            with lock:
-                self._inside = get_ident()
-                is_over = compiled.advance(LOOKS)
-                self._inside = None
-            if is_over:
-                return
-            started_s = time.perf_counter()
-            for attempt in range(ATTEMPTS_BETWEEN_LOOKS):
-                pause(attempt)
-                with lock:
-                    self._inside = get_ident()
-                    is_over = compiled.advance(LOOKS)
-                    self._inside = None
-                if is_over:
-                    break
-            compiled.row.seconds_waited += time.perf_counter() - started_s
-        finally:
-            if self._inside is not None:
-                self._leave()
 
     def _leave(self) -> None:
         """After an error of a signal handler: this thread is not inside of a call any more."""

@@ -3,19 +3,22 @@
     slot 0     rank 0: header, body     rank 1: header, body     …
     slot 1     …
     …          SLOTS of them: call number c of the communicator uses slot c mod SLOTS
+    ended      rank 0: one word for each slot     rank 1: …     the last call that the rank has ended there
 
 A header is one cache line of 64-bit words, which its rank alone writes:
 
     word 0     state:  number of the call | digest of the request | phase
     word 1…4   bases:  where element 0 of the rank's data, output, work space and send copy would lie
 
-`executors/shared_memory.py` has the protocol. A body holds what its rank sends in a short call.
+`executors/shared_memory.py` has the protocol. A body holds what its rank sends in a short call. The words of
+a rank's ended calls are one cache line, too, so that a look at it tells of all slots.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import and_, ge
 
 import numpy as np
 
@@ -29,8 +32,8 @@ LINE_NBYTES = 64
 SLOTS = 8
 """Calls that can be under way in shared memory at once; the next one waits for the oldest."""
 
-LARGEST_POST_NBYTES = 64 * KiB
-BODIES_NBYTES = 16 * MiB
+LARGEST_POST_NBYTES = 256 * KiB
+BODIES_NBYTES = 32 * MiB
 """All bodies of a communicator on one node; with many ranks each has a shorter one."""
 
 NUMBER_SHIFT, DIGEST_SHIFT = 40, 16
@@ -38,8 +41,8 @@ NUMBER_MASK = (1 << 20) - 1
 DIGEST_MASK = (1 << NUMBER_SHIFT - DIGEST_SHIFT) - 1
 PHASE_MASK = (1 << DIGEST_SHIFT) - 1
 
-ENDED = PHASE_MASK - 1
-"""Phase of a call in which its rank needs nothing more of others."""
+UNUSED = NUMBER_MASK << NUMBER_SHIFT
+"""State before the first call."""
 FAILED = PHASE_MASK
 """Phase of a call that its rank cannot complete: ranks that wait for it need not."""
 
@@ -58,7 +61,7 @@ def post_nbytes(local_size: int) -> int:
 
 def segment_nbytes(local_size: int, post: int) -> int:
     """Bytes of the whole segment."""
-    return SLOTS * local_size * _stride(local_size, post)
+    return SLOTS * local_size * (_stride(local_size, post) + WORD_NBYTES)
 
 
 def _stride(local_size: int, post: int) -> int:
@@ -78,6 +81,9 @@ class ShmSegment:
     fence         orders memory accesses on processors that reorder them; None where none is needed
     arrays        arrays of `allocate_shared`, by number; all ranks here have the same
     headers       for each slot and local rank, the first word of the header
+    used          for each slot, one more than the number of the last call that used it
+    free          for each slot, True if all ranks are known to have ended that call
+    ended         first of the words in which this rank tells the same of its own calls
     """
 
     def __init__(
@@ -103,6 +109,10 @@ class ShmSegment:
             [(slot * self.size + r) * stride // WORD_NBYTES for r in range(self.size)]
             for slot in range(SLOTS)
         ]
+        self.used = [0] * SLOTS
+        self.free = [True] * SLOTS
+        self._told = SLOTS * self.size * stride // WORD_NBYTES
+        self.ended = self._told + SLOTS * rank
         self.arrays: dict[int, Segment] = {}
         self._own: dict[int, weakref.ref[Octets]] = {}
         self._made = 0
@@ -111,7 +121,22 @@ class ShmSegment:
     def start_slots(self) -> None:
         """Mark all own slots as free. Each rank does so before the barrier after which all use them."""
         for headers in self.headers:
-            self.words[headers[self.rank]] = ENDED
+            self.words[headers[self.rank]] = UNUSED
+        for slot in range(SLOTS):
+            self.words[self.ended + slot] = 0
+
+    def find_free_slots(self) -> None:
+        """Look which slots all ranks have done with."""
+        told, used = self.words[self._told : self._told + SLOTS * self.size].tolist(), self.used
+        free: Iterable[bool] = map(ge, told, used)
+        for at in range(SLOTS, len(told), SLOTS):
+            free = map(and_, free, map(ge, told[at : at + SLOTS], used))
+        self.free[:] = free
+
+    def using(self, slot: int) -> list[int]:
+        """Local ranks that have not ended the last call in a slot."""
+        told = self.words[self._told : self._told + SLOTS * self.size].tolist()
+        return [rank for rank, ended in enumerate(told[slot::SLOTS]) if ended < self.used[slot]]
 
     def body(self, slot: int, rank: int) -> Octets:
         """Bytes that a local rank sends in a slot."""

@@ -7,7 +7,9 @@ state word goes up as the rank proceeds through the steps k = 0, 1, … of its s
     2k+1     what this rank sends in step k can be read. It receives: for each source it waits for 2j+1, where
              j is the source's step that sends the message, compares the digest, reads, and reduces  ──>  2k+2
     2k+2     this rank has read all of step k. (Long arrays: it waits until all readers of what it sent in
-             step k have said so.)  ──>  2k+3, the next step, or after the last one  ──>  ENDED
+             step k have said so.)  ──>  2k+3, the next step, or after the last one  ──>  ended
+
+That it has ended a call, a rank tells in a word apart, which only those look at who need the slot.
 
 *   Short: what a rank sends is copied into its body, and read there. Nobody waits for readers, and 2k+2 is
     not written: the body is used again SLOTS calls later, when all ranks have ended this call.
@@ -41,13 +43,13 @@ from hpcpar.comm.plan import Edges, Message, Offsets, Plan, PlannedStep, Run, ov
 from hpcpar.comm.shm_segment import (
     DIGEST_MASK,
     DIGEST_SHIFT,
-    ENDED,
     FAILED,
     LINE_NBYTES,
     NUMBER_MASK,
     NUMBER_SHIFT,
     PHASE_MASK,
     PRIVATE,
+    SHARED,
     SLOTS,
     ShmSegment,
 )
@@ -58,7 +60,7 @@ from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.interface import Octets
 from hpcpar.units import KiB
 
-MOVED_NBYTES = 16 * KiB
+MOVED_NBYTES = 64 * KiB
 """Longer messages that are only moved are copied once, by the kernel. What is reduced is read anyway, so it
 may be as long as a body."""
 
@@ -165,38 +167,59 @@ class SharedCall:
         self.words = segment.words
         self._digest = (crc32(described.encode()) & DIGEST_MASK) << DIGEST_SHIFT
         self.spaces: dict[str, HostBuffer] = {str(name): buffer for name, buffer in spaces.items()}
+        self.lent: tuple[HostBuffer, int] | None = None
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
         self.number, self.slot, self.stamp = -1, 0, 0
         self.headers: Sequence[int] = segment.headers[0]
+        self.header = self.headers[segment.rank]
 
     def begin(self, number: int) -> None:
         self.number = number
         self.slot = slot = number % SLOTS
         self.stamp = (number & NUMBER_MASK) << NUMBER_SHIFT | self._digest
-        self.headers = self.segment.headers[slot]
+        self.headers = headers = self.segment.headers[slot]
+        self.header = headers[self.segment.rank]
 
-    def is_free(self) -> bool:
-        """True when all ranks have ended the call that used the slot before: the one in the own header."""
-        words, headers = self.words, self.headers
-        before = words[headers[self.segment.rank]]
-        if before & PHASE_MASK != ENDED:
+    def lend(self, lent: HostBuffer, own: tuple[int, int], planned: Plan) -> bool:
+        """Send from `lent` what the data will hold in `own`, and copy it there while the peers read.
+
+        returns   False if more is sent than that
+        """
+        sent = {message.runs for step in planned.steps for message in step.sends}
+        is_mapped = self.segment.base_of(lent.address, lent.octets.size) & SHARED  # an offset, from 0 on
+        if sent != {(("data", *own),)} or (is_mapped and not self.is_short):
             return False
-        before >>= NUMBER_SHIFT
-        for header in headers:
-            state = words[header]
-            number = state >> NUMBER_SHIFT
-            if (number != before or state & PHASE_MASK != ENDED) and number != self.number & NUMBER_MASK:
-                if state & PHASE_MASK == FAILED:
-                    raise self._mismatch(headers.index(header))
+        self.lent = lent, own[0]
+        return True
+
+    def sent(self, run: Run) -> Octets:
+        """Bytes of a range that this rank sends."""
+        if self.lent is None:
+            return octets_of(self.spaces, run)  # type: ignore[arg-type]
+        lent, at = self.lent
+        return lent.part(run[1] - at, run[2] - at).octets
+
+    def claim(self) -> bool:
+        """True when all ranks have ended the call that used the slot before. May be repeated."""
+        segment, slot = self.segment, self.slot
+        if segment.used[slot] == self.number + 1:
+            return True
+        if not segment.free[slot]:
+            segment.find_free_slots()
+            if not segment.free[slot]:
+                for rank, header in enumerate(self.headers):
+                    if self.words[header] & PHASE_MASK == FAILED:
+                        raise self._mismatch(rank)
                 return False
+        segment.used[slot] = self.number + 1
+        segment.free[slot] = False
         return True
 
     def publish_bases(self) -> None:
         """Write where the own arrays lie, before the first state that lets others read them."""
-        own = self.headers[self.segment.rank]
         for word, base in self.bases:
-            self.words[own + word] = base
+            self.words[self.header + word] = base
         if self.table:
             at = self.segment.table_word(self.slot, self.segment.rank)
             for number, value in enumerate(self.table):
@@ -209,7 +232,7 @@ class SharedCall:
         """
         state = self.words[self.headers[rank]]
         least = self.stamp | phase
-        if least <= state <= self.stamp | ENDED:
+        if least <= state < self.stamp | FAILED:
             return True
         if (
             state >> NUMBER_SHIFT == self.stamp >> NUMBER_SHIFT
@@ -222,7 +245,7 @@ class SharedCall:
 
     def fail(self) -> None:
         """Tell all who wait for this rank that the call cannot be completed."""
-        self.words[self.headers[self.segment.rank]] = self.stamp | FAILED
+        self.words[self.header] = self.stamp | FAILED
 
     def _mismatch(self, rank: int) -> MismatchError:
         self.fail()
@@ -462,7 +485,6 @@ class SharedStep:
     ) -> None:
         self._call = call
         self._words = call.words
-        self._own_rank = call.segment.rank
         self._fence = call.segment.fence
         self._readable = 2 * index + 1
         self._read = 2 * index + 2
@@ -477,14 +499,14 @@ class SharedStep:
         self._is_first = is_first
         self._is_last = is_last
         self._is_held = is_held
-        self._tells = not call.is_short and (not is_last or bool(readers))
+        self._tells = not call.is_short
         self._state = CLAIMING
-        self._number = 0
         self._at = 0
         self._actions: Iterator[Action] | None = None
 
     def begin(self, number: int) -> None:
-        self._number = number
+        if self._is_first:
+            self._call.begin(number)
         self._state = CLAIMING
         self._at = 0
         self._actions = None
@@ -493,29 +515,26 @@ class SharedStep:
             self._is_elsewhere_done = False
 
     def advance(self, looks: int) -> bool:
-        call, words = self._call, self._words
-        if self._state == CLAIMING:
-            if self._is_first:
-                if call.number != self._number:
-                    call.begin(self._number)
-                if not call.is_free():
-                    return False
-                if call.bases or call.table:
-                    call.publish_bases()
-            if self._before:
-                self._actions = iter(self._before)
-            self._state = COPYING
-        own = call.headers[self._own_rank]
-        if self._state == COPYING:
+        call, words, fence = self._call, self._words, self._fence
+        if self._state < RECEIVING:
+            if self._state == CLAIMING:
+                if self._is_first:
+                    if not call.claim():
+                        return False
+                    if call.bases or call.table:
+                        call.publish_bases()
+                if self._before:
+                    self._actions = iter(self._before)
+                self._state = COPYING
             if self._actions is not None:
                 for action in self._actions:
                     action()
                 self._actions = None
             for action in self._posts[call.slot]:
                 action()
-            if self._fence is not None:
-                self._fence()
-            words[own] = call.stamp | self._readable
+            if fence is not None:
+                fence()
+            words[call.header] = call.stamp | self._readable
             for action in self._beside:  # the peers need not wait for these
                 action()
             self._state = RECEIVING
@@ -528,45 +547,46 @@ class SharedStep:
             if self._at < self._count and not self._receive(looks):
                 return False
             if self._tells:
-                if self._fence is not None:
-                    self._fence()
-                words[own] = call.stamp | self._read
+                if fence is not None:
+                    fence()
+                words[call.header] = call.stamp | self._read
             self._state = READ
-        if self._readers:
-            most = call.stamp | ENDED
-            for rank, phase in self._readers:
-                header, least = call.headers[rank], call.stamp | phase
-                for _ in range(looks):
-                    if least <= words[header] <= most:
-                        break
-                else:
-                    if not call.has_come(rank, phase):
-                        return False
+        if self._readers and not self._is_reached(self._readers, looks):
+            return False
         if not self._is_elsewhere_done:
             return False
         if self._is_last and self._state == READ:
-            if self._fence is not None:
-                self._fence()
-            words[own] = call.stamp | ENDED
+            if fence is not None:
+                fence()
+            words[call.segment.ended + call.slot] = call.number + 1
         self._state = DONE
+        return True
+
+    def _is_reached(self, waits: Sequence[tuple[int, int]], looks: int) -> bool:
+        """True when all these local ranks have reached these phases."""
+        call, words = self._call, self._words
+        headers, stamp = call.headers, call.stamp
+        failed = stamp | FAILED
+        for rank, phase in waits:
+            header, least = headers[rank], stamp | phase
+            if least <= words[header] < failed:
+                continue
+            for _ in range(looks):
+                if least <= words[header] < failed:
+                    break
+            else:
+                if not call.has_come(rank, phase):
+                    return False
         return True
 
     def _receive(self, looks: int) -> bool:
         """Read and reduce all that has come; True when that is everything."""
         call, groups = self._call, self._groups
-        words, headers, stamp = self._words, call.headers, call.stamp
-        most = stamp | ENDED
         while self._at < self._count:
             if self._actions is None:
                 group = groups[self._at]
-                for rank, phase in group.waits:
-                    header, least = headers[rank], stamp | phase
-                    for _ in range(looks):
-                        if least <= words[header] <= most:
-                            break
-                    else:
-                        if not call.has_come(rank, phase):
-                            return False
+                if not self._is_reached(group.waits, looks):
+                    return False
                 if self._fence is not None:
                     self._fence()
                 self._actions = iter(group.by_slot[call.slot] or group.actions())
@@ -581,13 +601,7 @@ class SharedStep:
         states = [self._words[header] for header in call.headers]
         missing: set[int] = set()
         if self._state == CLAIMING:
-            before, now = states[self._own_rank] >> NUMBER_SHIFT, call.stamp >> NUMBER_SHIFT
-            missing = {
-                ranks[r]
-                for r, state in enumerate(states)
-                if state >> NUMBER_SHIFT != now
-                and (state >> NUMBER_SHIFT != before or state & PHASE_MASK != ENDED)
-            }
+            missing = {ranks[r] for r in call.segment.using(call.slot)}
         waits = [wait for group in self._groups[self._at :] for wait in group.waits]
         if self._state == READ:
             waits = list(self._readers)
@@ -595,7 +609,7 @@ class SharedStep:
             missing = {
                 ranks[rank]
                 for rank, phase in waits
-                if not call.stamp | phase <= states[rank] <= call.stamp | ENDED
+                if not call.stamp | phase <= states[rank] < call.stamp | FAILED
             }
         if self._elsewhere is not None and not self._is_elsewhere_done:
             missing |= set(self._elsewhere.waiting_for())
@@ -641,13 +655,16 @@ def shared_steps(
         post_actions: list[list[Action]] = [[]] * SLOTS
         if call.is_short and index in posts:
             space, start, stop, at = posts[index]
-            source = octets_of(spaces, (space, start, stop))  # type: ignore[arg-type]
+            source = call.sent((space, start, stop))
             post_actions = [
                 [copying(segment.body(slot, segment.rank)[at : at + source.size], source)]
                 for slot in range(SLOTS)
             ]
         elif not call.is_short:
             before = [*before, *matching.send_copies(local)]
+        if call.lent is not None and step.sends:
+            lent, at = call.lent
+            beside = [*beside, copying(spaces["data"].part(at, at + lent.count).octets, lent.octets)]
         beyond = elsewhere.get(index)
         sent_beyond = [run for m in step.sends if m.peer not in segment.local for run in m.runs]
         bound.append(
@@ -780,6 +797,9 @@ class _Matching:
             if name not in BASE_OF or not buffer.octets.size:
                 continue
             base = segment.base_of(buffer.address, buffer.octets.size)
+            if name == "data" and self._call.lent is not None:
+                lent, at = self._call.lent
+                base = segment.base_of(lent.address, lent.octets.size) - at * itemsize
             if name == "copy" and self._copy is not None:
                 base -= self._copy[1] * itemsize
             found.append((BASE_OF[name], base))
