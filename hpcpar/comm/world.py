@@ -135,7 +135,7 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
         if info.size > 1 and parent_is_the_rank():
             _refuse_child(info)
         _bootstrap = pmi_selection.choose(info, mpi.library_version())
-        pmi_selection.clear_stale(_bootstrap)
+        pmi_selection.remove_variables(_bootstrap.stale)
         try:
             ranks_here = info.local_size or 1
             room_nbytes = shared_space.room_within_ranks(ranks_here)

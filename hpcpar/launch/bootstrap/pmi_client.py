@@ -19,6 +19,7 @@ import hmac
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import socket
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch.bootstrap import pmi_server
+from hpcpar.launch.bootstrap.pmi_selection import remove_variables
 from hpcpar.launch.bootstrap.secret import VARIABLE, secret_file, step_key, step_name, user_secret
 from hpcpar.launch.crosscheck import leave_it_to_another_rank
 from hpcpar.launch.environment import RankInfo
@@ -71,7 +73,7 @@ def connected(
     ports = port_row(key, environ)
     address = start_server(info, key, ports, timeout_s, environ) if info.rank == 0 else None
     connection = _Search(info, key, ports, time.monotonic() + timeout_s, environ, address).join()
-    _remove_launcher_variables(environ)  # srun's offer, which the library would try to take
+    remove_variables(LAUNCHER_VARIABLES, environ)  # srun's offer, which the library would try to take
     # MPI reads PMI_FD in this process; programs that it starts do not get the connection.
     descriptor = connection.detach()
     rank, size = str(info.rank), str(info.size)
@@ -81,13 +83,8 @@ def connected(
     try:
         yield
     finally:
-        _remove_launcher_variables(environ)
+        remove_variables(LAUNCHER_VARIABLES, environ)
         environ[CONNECTED] = step
-
-
-def _remove_launcher_variables(environ: MutableMapping[str, str]) -> None:
-    for name in [name for name in environ if name.startswith(LAUNCHER_VARIABLES)]:
-        del environ[name]
 
 
 def _let_go(descriptor: int, identity: int) -> None:
@@ -108,12 +105,12 @@ def port_row(key: bytes, environ: Mapping[str, str]) -> tuple[int, ...]:
     first, last = PORTS
     text = environ.get("HPCPAR_PMI_PORTS")
     if text:
-        words = text.split("-")
-        if len(words) > 2 or not all(word.isascii() and word.isdigit() for word in words):
+        found = re.fullmatch("([0-9]+)(?:-([0-9]+))?", text)
+        if found is None:
             raise ConfigError(
                 f"HPCPAR_PMI_PORTS={text!r} is not understood: set it to first-last, as 50000-50100"
             )
-        first, last = int(words[0]), int(words[-1])
+        first, last = int(found[1]), int(found[2] or found[1])
     if not 0 < first <= last < 65536:
         raise ConfigError(f"HPCPAR_PMI_PORTS={text!r}: ports lie between 1 and 65535, the lower one first")
     shuffled = random.Random(pmi_server.proof(key, "port"))

@@ -110,9 +110,9 @@ def choose(
     return Bootstrap("server", f"own PMI-1 server: {cause}, {name} speaks PMI-1")
 
 
-def clear_stale(bootstrap: Bootstrap, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove variables that the MPI library would trip over."""
-    for name in [name for name in environ if name.startswith(bootstrap.stale)]:
+def remove_variables(prefixes: tuple[str, ...], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove variables that the MPI library, or a child of this rank, would trip over."""
+    for name in [name for name in environ if name.startswith(prefixes)]:
         del environ[name]
 
 

@@ -147,7 +147,7 @@ class Server:
             for stranger in self.strangers:
                 stranger.close()
         else:  # stay for a while, to tell those who come late
-            asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, self.over.set)
+            loop.call_later(REFUSAL_GRACE_S, self.over.set)
         await self.over.wait()
         if self.refusal and self.missing():
             self.run_end_command()  # somebody may be on the way who would look for us in vain
@@ -382,11 +382,7 @@ def main() -> None:
         os._exit(0)  # the rank that started us waits for this, and has no child to look after then
     os.chdir("/")  # hold no file system that someone may want to unmount
     raise_descriptor_limit(2 * int(order["size"]) + 128)
-
-    async def serve() -> None:
-        await Server(order, starter).run(listener)
-
-    asyncio.run(serve())
+    asyncio.run(Server(order, starter).run(listener))
 
 
 if __name__ == "__main__":

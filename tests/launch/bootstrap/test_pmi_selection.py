@@ -11,10 +11,10 @@ from hpcpar.errors import ConfigError
 from hpcpar.launch.bootstrap.pmi_selection import (
     Bootstrap,
     choose,
-    clear_stale,
     loaded_libraries,
     name_hint,
     own_library,
+    remove_variables,
     srun_plugins,
 )
 from hpcpar.launch.environment import RankInfo
@@ -173,7 +173,7 @@ def test_an_mpich_without_pmix_gets_rid_of_variables_that_it_would_abort_over(
     found = choose(info, MPICH, environ=environ, loaded=[LIBMPI])
     assert found.kind == "launcher"
     kept = dict(environ)
-    clear_stale(found, kept)
+    remove_variables(found.stale, kept)
     assert not [name for name in kept if name.startswith("PMIX_")]
     assert {name for name in environ if name.startswith("PMI_")} <= set(kept)
 
