@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ from hpcpar.units import MiB
 
 if TYPE_CHECKING:
     import torch
+
+Action = Callable[[], object]
 
 FLOAT_BLOCK_COUNT = 256 * 1024
 """Elements of a block of float32 scratch: 1 MiB."""
@@ -118,21 +120,11 @@ def silently(function: Callable[..., Any], a: Any, b: Any, out: Any) -> None:
     _THREAD.run(function, a, b, out=out)
 
 
-def silent(function: Callable[..., Any], a: Any, b: Any, out: Any) -> Callable[[], None]:
-    """`silently` as a call without arguments, for one thread at a time; half of the cost for few elements."""
-    if function in (np.minimum, np.maximum):  # these want to be given `out` by name, which costs as much
-        return partial(silently, function, a, b, out)
+def silent(function: Callable[..., Any], a: Any, b: Any, out: Any) -> Action:
+    """`silently` as a call without arguments, for one thread at a time; it runs no Python code."""
+    if function in (np.minimum, np.maximum):  # these want to be given `out` by name, which costs more
+        return partial(_silent_run(), function, a, b, out=out)
     return partial(_silent_run(), function, a, b, out)
-
-
-def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Join calls into one."""
-    return calls[0] if len(calls) == 1 else partial(_each, calls)
-
-
-def _each(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def float_blocks(count: int) -> FloatBlocks:

@@ -18,6 +18,7 @@ from hpcpar import partition
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.algorithms.step import Space
 from hpcpar.comm import agree
+from hpcpar.comm.blocks import Action
 from hpcpar.comm.collectives import COLLECTIVES, ROOTED, Arguments, copy_to, view
 from hpcpar.comm.compiled import CompiledCollective, ExecutorStep, Handle, Turn
 from hpcpar.comm.device_steps import device_steps
@@ -35,12 +36,12 @@ from hpcpar.comm.plan import (
     plan,
     received_elsewhere,
 )
-from hpcpar.comm.reductions import finish
+from hpcpar.comm.reductions import finishing
 from hpcpar.comm.request import NO_ARRAY, NUMBERS, Key, Request, is_used_in_place, rank_of, scaling_of
-from hpcpar.comm.runtime import Runtime
+from hpcpar.comm.runtime import RECENT, Runtime
 from hpcpar.comm.select import ANY, NATIVE, Table, choose, segments_for
 from hpcpar.comm.shm_segment import ShmSegment
-from hpcpar.comm.spaces import Action, Spaces, copying, itemsize_of
+from hpcpar.comm.spaces import Spaces, copying, itemsize_of
 from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
 from hpcpar.errors import MismatchError, OperationError
@@ -87,6 +88,7 @@ class Calls:
         self.progress = runtime.progress
         self.rank, self.size = transport.rank, transport.size
         self.name, self.traffic = runtime.register(name)
+        self.comm_id, self.recent = runtime.identify(transport.world_ranks)
         self.checked = runtime.check
         self.label: str | None = None
         self.cache: dict[Key, CompiledCollective] = {}
@@ -144,6 +146,7 @@ class Calls:
         compiled.begin(number, (buffer, out))
         # No call of a function from here on: a signal handler finds the call either not begun, or begun.
         count[0] = number + 1
+        self.recent[number % RECENT] = number, compiled.described
         compiled.last_used = number
         self.latest = compiled
         program = compiled.program
@@ -318,7 +321,7 @@ class Calls:
         self, request: Request, described: str, by: str, planned: Plan, spaces: Spaces
     ) -> CompiledCollective:
         itemsize = itemsize_of(spaces)
-        return CompiledCollective(
+        compiled = CompiledCollective(
             request.collective,
             self.name,
             self.runtime,
@@ -328,6 +331,8 @@ class Calls:
             by=by,
             traffic=(planned.messages, planned.sent * itemsize, planned.received * itemsize),
         )
+        compiled.comm_id = self.comm_id
+        return compiled
 
     def _bind_steps(
         self,
@@ -440,7 +445,8 @@ class Calls:
         if not short and not segment.pids:
             return None
         described = f"{compiled.described}, by {layout.algorithm.name}"
-        call = SharedCall(segment, layout, self.rank, spaces, described, is_short=short)
+        tell = partial(self.runtime.watch.note_mismatch, self.comm_id)
+        call = SharedCall(segment, layout, self.rank, spaces, described, is_short=short, tell=tell)
         if layout.is_uneven:
             call.table = arguments.table(segment.ranks)
         return call
@@ -490,7 +496,7 @@ class Calls:
         is_divided = arguments.op == "average" and self.size > 1
         if arguments.averaged is None or not (is_divided or arguments.factor != 1.0):
             return []
-        return [partial(finish, arguments.op, arguments.averaged, self.size, arguments.factor)]
+        return finishing(arguments.op, arguments.averaged, self.size, arguments.factor)
 
     # Messages ----------------------------------------------------------------------------------------------
 
@@ -548,7 +554,7 @@ class Calls:
         step = PlannedStep((), () if receives else (message,), (message,) if receives else ())
         planned, spaces = counted((step,)), {space: host}
         compiled = self._new(request, what, "", planned, spaces)
-        compiled.collective = what
+        compiled.collective, compiled.comm_id = what, None
         compiled.expected_nbytes = host.octets.size if receives else None
         compiled.last = [] if binding.write_back is None or not receives else [binding.write_back]
         if isinstance(host, DeviceBuffer):

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcpar import partition
+from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import Result
 from hpcpar.comm.half_precision import Compressed, CompressedOnDevice, Factors, Rescaling
 from hpcpar.comm.plan import Offsets
-from hpcpar.comm.reductions import require_op, scale
+from hpcpar.comm.reductions import require_op, scaling
 from hpcpar.comm.request import PLAIN, Request, is_used_in_place, typed
-from hpcpar.comm.spaces import Action, Spaces, copying
+from hpcpar.comm.spaces import Spaces, copying
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, bind, empty_like, flat
 from hpcpar.transport.gpu.memory import DeviceBuffer, Queue, bind_device, is_on_device
@@ -255,7 +256,7 @@ def _factors(request: Request, host: HostBuffer) -> tuple[Rescaling, Factors]:
 
 
 def _prescaled(data: HostBuffer, factors: Factors) -> list[Action]:
-    return [] if factors.before == 1.0 else [partial(scale, data, factors.before)]
+    return [] if factors.before == 1.0 else scaling(data, factors.before)
 
 
 def _reduce_scatter(calls: Calls, request: Request, root: int | None, buffer: Any, out: Any) -> Arguments:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcpar.comm.accounting import Tally, Trace, TrafficRow
-from hpcpar.comm.spaces import Action
+from hpcpar.comm.blocks import Action
+from hpcpar.comm.watch import Call
 from hpcpar.errors import HpcparError, MismatchError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class CompiledCollective:
     first, last      actions on memory before the first and after the last step
     result           of the caller's arrays; None: the second one, or the first where there is no second
     expected_nbytes  what point-to-point receives must bring, no more and no less
+    comm_id          of the communicator, as ranks tell each other; None for a point-to-point message
     is_cached        in the cache: holds no references to the caller's arrays while it is idle
     """
 
@@ -77,6 +79,7 @@ class CompiledCollective:
         "by",
         "collective",
         "comm",
+        "comm_id",
         "described",
         "error",
         "expected_nbytes",
@@ -127,6 +130,7 @@ class CompiledCollective:
         self.turn: Turn | None = None
         self.program: MessageProgram | None = None
         self.expected_nbytes: int | None = None
+        self.comm_id: int | None = None
         self.is_cached = False
         self.nbytes = 0
         self.last_used = 0
@@ -236,6 +240,11 @@ class CompiledCollective:
     def name(self) -> str:
         """The call in words, for errors: "allreduce (call 7 of 'world')"."""
         return f"{self.collective} (call {self.number} of {self.comm!r})"
+
+    @property
+    def call(self) -> Call | None:
+        """This call, to be compared with another rank's of the same number."""
+        return None if self.comm_id is None else Call(self.comm_id, self.number, self.described)
 
     def waiting_for(self) -> tuple[int, ...]:
         """World ranks whose part is missing."""

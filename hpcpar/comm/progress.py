@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 
 from hpcpar.comm.compiled import CompiledCollective, Handle
@@ -39,16 +39,19 @@ class Progress:
         self.looks = 1
         self.under_way: list[CompiledCollective] = []
         self._lock = threading.Lock()
-        self._inside: int | None = None
+        # Threads that hold the lock or are about to: set before, so that a handler in between knows it.
+        self._inside: set[int] = set()
+        # Advanced first: an exception of a handler may have left it between two uses of common scratch.
+        self._latest: CompiledCollective | None = None
 
     @property
     def is_inside(self) -> bool:
         """True in a call that a signal handler or a finalizer makes inside of another call's progress."""
-        return self._inside == get_ident()
+        return get_ident() in self._inside
 
     def require_outside(self, what: str) -> None:
         """Refuse a call that would have to wait for the one that it interrupts."""
-        if self._inside == get_ident():
+        if get_ident() in self._inside:
             raise OperationError(
                 f"{what} was asked for by a signal handler or a finalizer, in the middle of another call of "
                 f"the same thread, which it would wait for: note in the handler that it is due, and make the "
@@ -59,38 +62,44 @@ class Progress:
         """Take a started call under way, and bring it as far as it goes without waiting."""
         # First into the list: an exception in between leaves it where `poke` finds it.
         self.under_way.append(compiled)
-        if self._inside == get_ident():
-            return
-        with self._lock:
-            try:
-                self._inside = get_ident()
-                # Another thread may have brought it to its end already.
-                if compiled.advance() and compiled in self.under_way:
-                    self.under_way.remove(compiled)
-            finally:
-                self._inside = None
+        if get_ident() not in self._inside:
+            self._advance([compiled])
+
+    def _advance(self, calls: Sequence[CompiledCollective]) -> None:
+        latest, thread = self._latest, get_ident()
+        try:
+            self._inside.add(thread)
+            with self._lock:
+                for compiled in calls if latest is None else [latest, *calls]:
+                    self._latest = compiled
+                    # Another thread may have brought it to its end already.
+                    if compiled.advance() and compiled in self.under_way:
+                        self.under_way.remove(compiled)
+                self._latest = None
+        finally:
+            self._inside.discard(thread)
 
     def run(self, compiled: CompiledCollective) -> None:
         """Bring a started call to its end; its error is raised here."""
         if not self.under_way:  # the usual case: a few looks, without the list
-            if self._inside is not None:
+            thread, lock, looks = get_ident(), self._lock, self.looks
+            if thread in self._inside:
                 self.require_outside("a collective")
-            lock, looks = self._lock, self.looks
             started_s = 0.0
             try:
+                self._inside.add(thread)
                 for attempt in range(ATTEMPTS_ALONE):
                     with lock:
-                        self._inside = get_ident()
+                        self._latest = compiled
                         is_over = compiled.advance(looks)
-                        self._inside = None
+                        self._latest = None
                     if is_over:
                         break
                     if attempt == 0:
                         started_s = time.perf_counter()
                     self._transport.pause(attempt)
             finally:
-                if self._inside is not None:
-                    self._leave()
+                self._inside.discard(thread)
                 if started_s:
                     compiled.row.seconds_waited += time.perf_counter() - started_s
         if compiled.is_under_way:
@@ -99,23 +108,10 @@ class Progress:
         if compiled.error is not None:
             raise compiled.error
 
-    def _leave(self) -> None:
-        """After an error of a signal handler: this thread is not inside of a call any more."""
-        if self._inside == get_ident():
-            self._inside = None
-
     def poke(self) -> None:
         """Advance everything that is under way; never blocks. Does nothing inside of another call."""
-        if not self.under_way or self._inside == get_ident():
-            return
-        with self._lock:
-            try:
-                self._inside = get_ident()
-                for compiled in list(self.under_way):
-                    if compiled.advance():
-                        self.under_way.remove(compiled)
-            finally:
-                self._inside = None
+        if self.under_way and get_ident() not in self._inside:
+            self._advance(list(self.under_way))
 
     def wait(self, compiled: CompiledCollective, handle: Handle | None = None) -> None:
         """Return when the call has ended. A StallError, or an error of a handler, is raised here."""
@@ -130,7 +126,7 @@ class Progress:
                 attempt += 1
                 self._transport.pause(attempt)
                 if attempt % ATTEMPTS_BETWEEN_LOOKS == 0:
-                    self._watch.look(compiled, time.perf_counter() - started_s)
+                    self._watch.look(compiled, time.perf_counter() - started_s, compiled.call)
         finally:
             compiled.row.seconds_waited += time.perf_counter() - started_s
 

@@ -15,6 +15,9 @@ as they have no other form on the way: p - 1 times in a ring, ⌈log₂p⌉ time
 |error| <= hops·u·Σ|piece|. Only where one rank has the pieces of several in hand (the direct algorithms,
 shared memory) does `fold` make 16-bit sums better; no step-wise algorithm gains from it.
 
+`combining`, `folding`, `scaling` and `finishing` give the calls that do it, none of which runs Python code: a
+signal handler runs between two of them, never inside of one.
+
 Float32 and float64 are added by NumPy, at the speed of a copy at every size, and with a third of torch's
 cost of a call; the 16-bit types by torch, which is vectorised for them where NumPy is not (35 times as fast).
 """
@@ -31,11 +34,10 @@ import numpy as np
 from hpcpar.comm.blocks import (
     BLOCK_NBYTES,
     FLOAT_BLOCK_COUNT,
+    Action,
     cut,
     float_blocks,
-    in_turn,
     silent,
-    silently,
     spans,
     tensor,
 )
@@ -47,9 +49,9 @@ from hpcpar.units import KiB
 Op = Literal["sum", "average", "min", "max", "product", "and", "or"]
 OPS: tuple[str, ...] = get_args(Op)
 
-Function = Callable[[Any, Any, Any], Any]
+Function = Callable[..., Any]
+Prepare = Callable[[Any, Any, Any], Action]
 """(left operand, right operand, result)"""
-Rescale = Callable[[Any], None]
 Block = tuple[Any, Sequence[Any]]
 """A block of the result, and that block of every source."""
 
@@ -108,46 +110,35 @@ def require_scale(factor: float, dtype: str) -> None:
 
 def combine(op: str, target: HostBuffer, incoming: HostBuffer) -> None:
     """target = target (op) incoming, element by element; each rounded once to the type of the elements."""
-    prepare_combine(op, target, target, incoming)()
+    _run(combining(op, target, target, incoming))
 
 
-def prepare_combine(op: str, into: HostBuffer, one: HostBuffer, other: HostBuffer) -> Callable[[], None]:
-    """into = one (op) other as `combine` does it, as a call for memory that is combined again and again.
+def combining(op: str, into: HostBuffer, one: HostBuffer, other: HostBuffer) -> list[Action]:
+    """into = one (op) other as `combine` does it, for memory that is combined again and again.
 
     into   may be one of the two
     """
     if not into.count:
-        return _do_nothing
+        return []
     if isinstance(into, DeviceBuffer):
-        return partial(_fold_on_device, op, into, (one, other))
+        return [partial(_fold_on_device, op, into, (one, other))]
     if into.dtype not in _HALVES or (_is_numpy(into) and into.count <= _FEW):
-        function, arrays = NUMPY[op], (into.elements, one.elements, other.elements)
-        if _are_numbers(op, into.dtype, arrays):
-            return partial(_add_numbers, *(memoryview(array) for array in arrays))
+        function, total = NUMPY[op], into.elements
         if into.count == 1:
             # NumPy takes one element that is source and result for an overlap, and copies: 0.5 µs.
-            return partial(_combine_one, function, *arrays, np.empty_like(into.elements))
-        return silent(function, one.elements, other.elements, into.elements)
-    return partial(_torch_function(op), tensor(one), tensor(other), tensor(into))
+            aside = np.empty_like(total)
+            return [silent(function, one.elements, other.elements, aside), _copying(total, aside)]
+        return [silent(function, one.elements, other.elements, total)]
+    return [_by_torch(op)(tensor(one), tensor(other), tensor(into))]
 
 
-def _are_numbers(op: str, dtype: str, arrays: Sequence[Any]) -> bool:
-    """True for arrays of one number each, which `_add_numbers` takes."""
-    is_sum = NUMPY[op] is np.add and dtype in ("float32", "float64") and len(arrays[0]) == 1
-    return is_sum and all(array.flags.aligned for array in arrays)  # memoryviews cannot tell types of others
+def _run(actions: Sequence[Action]) -> None:
+    for action in actions:
+        action()
 
 
-def _add_numbers(total: memoryview, one: memoryview, other: memoryview) -> None:
-    """One number, such as a loss, by Python itself: 0.1 µs.
-
-    The sum is formed in float64 and rounded again, which for float32 changes nothing (53 >= 2·24 + 2).
-    """
-    total[0] = one[0] + other[0]
-
-
-def _combine_one(function: Function, total: Any, one: Any, other: Any, aside: Any) -> None:
-    silently(function, one, other, aside)
-    total[...] = aside
+def _copying(target: Any, source: Any) -> Action:
+    return partial(target.__setitem__, ..., source)
 
 
 def fold(
@@ -162,54 +153,64 @@ def fold(
     cost     each source is read once and `into` written once, beyond the caches
     errors   OperationError for no sources, or a factor without meaning for the element type
     """
-    prepare_fold(op, into, sources, factor=factor, divisor=divisor)()
+    _run(folding(op, into, sources, factor=factor, divisor=divisor))
 
 
-def prepare_fold(
+def folding(
     op: str, into: HostBuffer, sources: Sequence[HostBuffer], *, factor: float = 1.0, divisor: int = 1
-) -> Callable[[], None]:
-    """`fold` as a call without arguments, for memory that is folded again and again."""
+) -> list[Action]:
+    """`fold` as calls without arguments, for memory that is folded again and again."""
     if not sources:
         raise OperationError(f"fold({op!r}) of no sources: give at least one")
     require_scale(factor, into.dtype)
     if not into.count:
-        return _do_nothing
+        return []
     if isinstance(into, DeviceBuffer):
-        return partial(_fold_on_device, op, into, sources, factor=factor, divisor=divisor)
+        return [partial(_fold_on_device, op, into, sources, factor=factor, divisor=divisor)]
     scaled = factor != 1.0 or divisor != 1
     if len(sources) == 2 and not scaled:
-        return prepare_combine(op, into, *sources)
-    rescale = partial(_rescale, factor=factor, divisor=divisor) if scaled else None
+        return combining(op, into, *sources)
     chosen = op in ("min", "max")  # one of the pieces as it is, so there is nothing to round
+    actions: list[Action] = []
     if into.dtype in _HALVES and (scaled or (len(sources) > 2 and not chosen)):
-        blocks = _blocks(into, sources, FLOAT_BLOCK_COUNT)
-        return partial(_fold_in_float32, NUMPY[op], blocks, rescale)
-    blocks = _blocks(into, sources, BLOCK_NBYTES // into.itemsize)
-    is_short = len(blocks) == 1 and into.octets.size <= CHAINED_NBYTES
-    if is_short and len(sources) > 1 and not scaled and into.dtype not in _HALVES:
-        total, pieces = blocks[0]
-        return in_turn(_chain(NUMPY[op], total, pieces))
-    if _aliases_later(into, sources):
-        return partial(_fold_aside, _function(op, into), blocks, rescale)
-    return partial(_fold_in_place, _function(op, into), blocks, rescale)
+        for result, pieces in _blocks(into, sources, FLOAT_BLOCK_COUNT):
+            actions += _folding_in_float32(NUMPY[op], result, pieces, factor, divisor)
+        return actions
+    by: Prepare = _by_torch(op) if into.dtype in _HALVES else partial(silent, NUMPY[op])
+    for total, pieces in _blocks(into, sources, BLOCK_NBYTES // into.itemsize):
+        actions += _accumulating(by, total, pieces)
+        actions += _rescaling(total, factor, divisor)
+    return actions
 
 
-def _chain(function: Function, total: Any, pieces: Sequence[Any]) -> list[Callable[[], None]]:
-    """Fold one block by one prepared call per piece, which costs half of what a loop over them does."""
+def _accumulating(by: Prepare, total: Any, pieces: Sequence[Any]) -> list[Action]:
+    """total = pieces[0] (op) pieces[1] (op) …; a piece may lie in the memory of the total."""
+    if len(pieces) == 1:
+        return [] if _is_same(total, pieces[0]) else [_copying(total, pieces[0])]
+    is_short = total.nbytes <= CHAINED_NBYTES
     # NumPy copies a single element that is source and result, and adds it by another loop, which takes the
     # other operand's NaN: ranks that differ in which source is the result would differ in their bits.
-    is_apart = len(total) == 1 or any(piece is not pieces[0] and _is_same(piece, total) for piece in pieces)
-    between = (np.empty_like(total), np.empty_like(total)) if is_apart else (total, total)
-    results = [between[number % 2] for number in range(len(pieces) - 1)]
-    calls = [
-        silent(function, so_far, piece, result)
+    is_apart = len(total) == 1 or any(_is_same(piece, total) for piece in pieces[1 if is_short else 2 :])
+    results = [total] * (len(pieces) - 1)
+    if is_apart:
+        between = [_empty_like(total) for _ in range(2 if len(total) == 1 else 1)]
+        results = [between[number % len(between)] for number in range(len(pieces) - 1)]
+    actions = [
+        by(so_far, piece, result)
         for so_far, piece, result in zip([pieces[0], *results], pieces[1:], results, strict=False)
     ]
-    return [*calls, partial(np.copyto, total, results[-1])] if is_apart else calls
+    return [*actions, _copying(total, results[-1])] if is_apart else actions
+
+
+def _empty_like(elements: Any) -> Any:
+    return np.empty_like(elements) if isinstance(elements, np.ndarray) else elements.new_empty(len(elements))
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    return bool(a.__array_interface__["data"] == b.__array_interface__["data"])
+    """True for two arrays, or two tensors, that begin at the same address."""
+    if isinstance(a, np.ndarray):
+        return bool(a.__array_interface__["data"] == b.__array_interface__["data"])
+    return bool(a.data_ptr() == b.data_ptr())
 
 
 def scale(target: HostBuffer, factor: float) -> None:
@@ -221,11 +222,15 @@ def scale(target: HostBuffer, factor: float) -> None:
                    digits are lost. A product out of range becomes the nearest number of the type.
     errors         OperationError on bool, and for a factor that is not finite on integers
     """
+    _run(scaling(target, factor))
+
+
+def scaling(target: HostBuffer, factor: float) -> list[Action]:
+    """`scale` as calls without arguments."""
     require_scale(factor, target.dtype)
     if isinstance(target, DeviceBuffer):
-        fold("sum", target, (target,), factor=factor)
-    elif target.count:
-        _rescale(_arithmetic(target), factor=factor)
+        return folding("sum", target, (target,), factor=factor)
+    return _rescaling(_arithmetic(target), factor, 1) if target.count else []
 
 
 def finish(op: str, total: HostBuffer, size: int, factor: float = 1.0) -> None:
@@ -233,13 +238,17 @@ def finish(op: str, total: HostBuffer, size: int, factor: float = 1.0) -> None:
 
     16-bit types are rounded once for both.
     """
+    _run(finishing(op, total, size, factor))
+
+
+def finishing(op: str, total: HostBuffer, size: int, factor: float = 1.0) -> list[Action]:
+    """`finish` as calls without arguments."""
     divisor = size if op == "average" else 1
     if not total.count or (factor == 1.0 and divisor == 1):
-        return
+        return []
     if isinstance(total, DeviceBuffer) or (total.dtype in _HALVES and factor != 1.0):
-        fold(op, total, (total,), factor=factor, divisor=divisor)
-    else:
-        _rescale(_arithmetic(total), factor=factor, divisor=divisor)
+        return folding(op, total, (total,), factor=factor, divisor=divisor)
+    return _rescaling(_arithmetic(total), factor, divisor)
 
 
 def _fold_on_device(
@@ -264,24 +273,16 @@ def _is_numpy(buffer: HostBuffer) -> bool:
     return isinstance(buffer.elements, np.ndarray)
 
 
-def _do_nothing() -> None:
-    """Nothing to do for no elements."""
-
-
 def _arithmetic(buffer: HostBuffer) -> Any:
     """The elements as what is quick and exact with them: torch for the 16-bit types, else NumPy."""
     return tensor(buffer) if buffer.dtype in _HALVES else buffer.elements
 
 
-def _function(op: str, like: HostBuffer) -> Function:
-    return _torch_function(op) if like.dtype in _HALVES else partial(silently, NUMPY[op])
-
-
-def _torch_function(op: str) -> Function:
+def _by_torch(op: str) -> Prepare:
     import torch
 
     function = getattr(torch, _TORCH[op])
-    return lambda a, b, out: function(a, b, out=out)
+    return lambda a, b, out: partial(function, a, b, out=out)
 
 
 def _blocks(into: HostBuffer, sources: Sequence[HostBuffer], block_count: int) -> list[Block]:
@@ -290,81 +291,59 @@ def _blocks(into: HostBuffer, sources: Sequence[HostBuffer], block_count: int) -
     return list(zip(results, zip(*pieces, strict=True), strict=True))
 
 
-def _aliases_later(into: HostBuffer, sources: Sequence[HostBuffer]) -> bool:
-    """True if a source that is read after the first write lies in the memory of the result."""
-    if len(sources) <= 2 or into is sources[0]:
-        return False
-    return any(source.address == into.address for source in sources[2:])
+def _folding_in_float32(
+    function: Function, result: Any, pieces: Sequence[Any], factor: float, divisor: int
+) -> list[Action]:
+    """`fold` of a block of 16-bit elements: NumPy's function on float32, rounded once at the end."""
+    total, incoming = float_blocks(len(result))
+    actions: list[Action] = [partial(total.tensor.copy_, pieces[0])]
+    for piece in pieces[1:]:
+        actions.append(partial(incoming.tensor.copy_, piece))
+        actions.append(silent(function, total.array, incoming.array, total.array))
+    return [*actions, *_rescaling(total.array, factor, divisor), partial(result.copy_, total.tensor)]
 
 
-def _fold_in_place(function: Function, blocks: list[Block], rescale: Rescale | None) -> None:
-    """`fold` in the elements' own type, partial results in the memory of the result."""
-    for total, pieces in blocks:
-        _accumulate(function, total, pieces)
-        if rescale is not None:
-            rescale(total)
-
-
-def _fold_aside(function: Function, blocks: list[Block], rescale: Rescale | None) -> None:
-    """Fold with partial results elsewhere, because a later source lies in the memory of the result."""
-    for result, pieces in blocks:
-        total = result.copy() if isinstance(result, np.ndarray) else result.clone()
-        _fold_in_place(function, [(total, pieces)], rescale)
-        result[...] = total
-
-
-def _accumulate(function: Function, total: Any, pieces: Sequence[Any]) -> None:
-    if len(pieces) == 1:
-        total[...] = pieces[0]
-        return
-    function(pieces[0], pieces[1], total)
-    for piece in pieces[2:]:
-        function(total, piece, total)
-
-
-def _fold_in_float32(function: Function, blocks: list[Block], rescale: Rescale | None) -> None:
-    """`fold` of 16-bit elements: NumPy's function on float32, rounded once at the end."""
-    for result, pieces in blocks:
-        total, incoming = float_blocks(len(result))
-        total.tensor.copy_(pieces[0])
-        for piece in pieces[1:]:
-            incoming.tensor.copy_(piece)
-            silently(function, total.array, incoming.array, total.array)
-        if rescale is not None:
-            rescale(total.array)
-        result.copy_(total.tensor)
-
-
-def _rescale(elements: Any, *, factor: float = 1.0, divisor: int = 1) -> None:
+def _rescaling(elements: Any, factor: float, divisor: int) -> list[Action]:
     """elements = elements × factor ÷ divisor, in place."""
-    if isinstance(elements, np.ndarray):
-        if elements.dtype.kind in "iu":
-            _rescale_integers(elements, factor / divisor)
-            return
-        if factor != 1.0:
-            silently(np.multiply, elements, factor, elements)
-        if divisor != 1:
-            silently(np.true_divide, elements, divisor, elements)
-        return
+    if isinstance(elements, np.ndarray) and elements.dtype.kind in "iu":
+        return _rescaling_integers(elements, factor / divisor)
+    actions: list[Action] = []
     if factor != 1.0:
-        elements.mul_(factor)
+        by_numpy = isinstance(elements, np.ndarray)
+        actions.append(
+            silent(np.multiply, elements, factor, elements) if by_numpy else partial(elements.mul_, factor)
+        )
     if divisor != 1:
-        elements.div_(divisor)
+        by_numpy = isinstance(elements, np.ndarray)
+        actions.append(
+            silent(np.true_divide, elements, divisor, elements)
+            if by_numpy
+            else partial(elements.div_, divisor)
+        )
+    return actions
 
 
-def _rescale_integers(elements: Any, factor: float) -> None:
+def _rescaling_integers(elements: Any, factor: float) -> list[Action]:
     if factor == 1.0:
-        return
+        return []
     limits = np.iinfo(elements.dtype)
     # The largest number of the type that float64 has too: 2^63 - 1 itself would become 2^63.
     highest = float(limits.max)
     if int(highest) > limits.max:
         highest = math.nextafter(highest, 0.0)
+    actions: list[Action] = []
+    most = min(len(elements), FLOAT_BLOCK_COUNT)
+    scratch, is_beyond = np.empty(most, np.float64), np.empty(most, np.bool_)
     for start, stop in spans(len(elements)):
-        part = elements[start:stop]
-        scaled = part.astype(np.float64)
-        silently(np.multiply, scaled, factor, scaled)
-        beyond = scaled > highest
-        np.clip(scaled, float(limits.min), highest, out=scaled)
-        part[...] = np.trunc(scaled)
-        part[beyond] = limits.max
+        part, scaled, beyond = elements[start:stop], scratch[: stop - start], is_beyond[: stop - start]
+        actions += [
+            _copying(scaled, part),
+            silent(np.multiply, scaled, factor, scaled),
+            partial(np.greater, scaled, highest, beyond),
+            silent(np.minimum, scaled, highest, scaled),
+            silent(np.maximum, scaled, float(limits.min), scaled),
+            partial(np.trunc, scaled, scaled),
+            _copying(part, scaled),
+            partial(part.__setitem__, beyond, limits.max),
+        ]
+    return actions

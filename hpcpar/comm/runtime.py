@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.devices import Devices
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
     from hpcpar.comm.calls import Calls
 
 
+RECENT = 64
+"""Calls of a communicator that a rank can tell others of."""
+
+
+class RecentCalls(list[tuple[int, str]]):
+    """The latest calls of a communicator: (number, request in words) at place `number % RECENT`."""
+
+
 @dataclass(eq=False)
 class Runtime:
     """Shared by a world and all communicators that are split from it.
@@ -31,6 +41,8 @@ class Runtime:
     shares_memory, post_nbytes   as `Communicator.share_memory` was asked for
     devices        GPUs, after `Communicator.share_devices`
     end_job        as `Communicator.end_job`, for ranks that are processes
+    recent         what communicators have called lately, by their number
+    made           communicators of the same world ranks that there have been
     is_forked      this process is a fork of the rank that made it, and must not communicate
     """
 
@@ -48,9 +60,12 @@ class Runtime:
     end_job: Callable[[str, int], None] | None = None
     is_forked: bool = False
     calls: weakref.WeakSet[Calls] = field(default_factory=weakref.WeakSet)
+    recent: weakref.WeakValueDictionary[int, RecentCalls] = field(default_factory=weakref.WeakValueDictionary)
+    made: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.transport, self.watch)
+        self.watch.recent = self._recent
         _RUNTIMES.add(self)
 
     def register(self, name: str) -> tuple[str, Traffic]:
@@ -60,6 +75,20 @@ class Runtime:
             number += 1
             unique = f"{name}#{number}"
         return unique, self.traffics.setdefault(unique, Traffic())
+
+    def identify(self, world_ranks: tuple[int, ...]) -> tuple[int, RecentCalls]:
+        """A number of a new communicator, the same on all of its ranks; and what it will have called.
+
+        All ranks that two communicators have in common make them in the same order.
+        """
+        self.made[world_ranks] += 1
+        comm_id = crc32(repr((world_ranks, self.made[world_ranks])).encode())
+        return comm_id, self.recent.setdefault(comm_id, RecentCalls([(-1, "")] * RECENT))
+
+    def _recent(self, comm_id: int, number: int) -> str | None:
+        recent = self.recent.get(comm_id)
+        found, described = (-1, "") if recent is None else recent[number % RECENT]
+        return described if found == number else None
 
     def forget(self, name: str) -> None:
         """Drop an account, and so free its name."""

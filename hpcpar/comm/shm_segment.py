@@ -81,7 +81,9 @@ class ShmSegment:
     fence         orders memory accesses on processors that reorder them; None where none is needed
     arrays        arrays of `allocate_shared`, by number; all ranks here have the same
     headers       for each slot and local rank, the first word of the header
-    used          for each slot, one more than the number of the last call that used it
+    begun         for each slot, one more than the number of the last call on it that has been begun
+    before        the same of the call before that one
+    used          the same of the last call that has claimed the slot
     free          for each slot, True if all ranks are known to have ended that call
     ended         first of the words in which this rank tells the same of its own calls
     """
@@ -109,7 +111,7 @@ class ShmSegment:
             [(slot * self.size + r) * stride // WORD_NBYTES for r in range(self.size)]
             for slot in range(SLOTS)
         ]
-        self.used = [0] * SLOTS
+        self.begun, self.before, self.used = [0] * SLOTS, [0] * SLOTS, [0] * SLOTS
         self.free = [True] * SLOTS
         self._told = SLOTS * self.size * stride // WORD_NBYTES
         self.ended = self._told + SLOTS * rank

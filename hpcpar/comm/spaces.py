@@ -7,16 +7,16 @@ takes its actions from an iterator performs each of them exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
 import numpy as np
 
 from hpcpar.algorithms.step import Space
-from hpcpar.comm.blocks import _each
+from hpcpar.comm.blocks import Action
 from hpcpar.comm.plan import Message, PlannedStep, Run, overlapping
-from hpcpar.comm.reductions import prepare_combine, prepare_fold
+from hpcpar.comm.reductions import combining, folding
 from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.interface import Octets
 from hpcpar.units import KiB
@@ -27,8 +27,6 @@ COPIED_BY_PYTHON_NBYTES = 16 * KiB
 _ALL = slice(None)
 
 Spaces = dict[Space, HostBuffer]
-
-Action = Callable[[], object]
 
 
 def itemsize_of(spaces: Spaces) -> int:
@@ -93,21 +91,10 @@ def folds(spaces: Spaces, landed: Sequence[tuple[Message, Octets]], op: str) -> 
             # Operands are never swapped: every rank combines them in one order.
             operands = (*incoming[:own_turn], own, *incoming[own_turn:])
             if len(operands) == 2:
-                actions.append(prepare_combine(op, target, *operands))
+                actions += combining(op, target, *operands)
             else:
-                actions.append(prepare_fold(op, target, operands))
-    return flattened(actions)
-
-
-def flattened(actions: Iterable[Action]) -> list[Action]:
-    """Resolve actions that are sequences of others."""
-    found: list[Action] = []
-    for action in actions:
-        if isinstance(action, partial) and action.func is _each:
-            found += flattened(action.args[0])
-        else:
-            found.append(action)
-    return found
+                actions += folding(op, target, operands)
+    return actions
 
 
 def packing(spaces: Spaces, message: Message, packed: Octets) -> Iterator[tuple[Octets, Octets]]:

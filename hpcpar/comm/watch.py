@@ -2,15 +2,18 @@
 
 A rank answers while it waits in hpcpar itself. So silence means: busy with something else,
 stopped, or dead, and the chain of answers ends at the culprit.
+
+A question tells which call its rank waits in. Messages of different calls never meet (their tags differ), so
+a rank that has made another call under this number says so, and all ranks of the communicator hear of it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from hpcpar.errors import PeerLeftError, StallError
+from hpcpar.errors import MismatchError, PeerLeftError, StallError
 from hpcpar.transport.interface import Transport
 from hpcpar.units import format_duration
 
@@ -30,10 +33,22 @@ class Waited(Protocol):
     def progress(self) -> str: ...
 
 
+class Call(NamedTuple):
+    """A collective as ranks tell each other of it.
+
+    comm_id   the same on all ranks of a communicator, and only there
+    """
+
+    comm_id: int
+    number: int
+    described: str
+
+
 class Watch:
     """One rank's eye on its peers. Ranks are world ranks here.
 
     timeout_s   how long a wait may last before it is called a stall
+    recent      tells what this rank has called under a number on a communicator; None: nothing, or long ago
     inspectors  called at each look with the ranks that are missing: to say more of a wait, or to end it by
                 an error
     """
@@ -47,12 +62,16 @@ class Watch:
         self._begun: dict[str, int] = {}
         self._looked_s = 0.0
         self._asked_s = 0.0
+        self.recent: Callable[[int, int], str | None] = lambda comm_id, number: None
+        self._mismatches: dict[int, tuple[int, str]] = {}
+        self._raised: dict[int, int] = {}
         self.inspectors: list[Callable[[tuple[int, ...]], None]] = []
 
-    def look(self, operation: Waited, waited_s: float) -> None:
+    def look(self, operation: Waited, waited_s: float, call: Call | None = None) -> None:
         """Called now and then by a rank that has waited for `waited_s` seconds.
 
-        errors   PeerLeftError, StallError
+        call     the collective that is waited for, if it is one
+        errors   MismatchError, PeerLeftError, StallError
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < SECONDS_BETWEEN_LOOKS:
@@ -69,6 +88,8 @@ class Watch:
         # Answers of an earlier look: what such a rank still had under way has arrived since.
         gone = [rank for rank in missing if self.has_left(rank)]
         self._read_mail()
+        if call is not None:
+            self._require_same(call)
         if gone:
             raise PeerLeftError(
                 f"{_ranks(gone)} came to the end of the program while rank {self._rank} "
@@ -80,7 +101,37 @@ class Watch:
         if waited_s > ASK_AFTER_S and now_s - self._asked_s > ASK_AFTER_S:
             self._asked_s = now_s
             for rank in missing[:4]:
-                self._transport.control_send(rank, {"kind": "ask"})
+                self._transport.control_send(rank, {"kind": "ask", "call": call})
+
+    def _require_same(self, call: Call) -> None:
+        """Raise the MismatchError that this or another rank has found in such a call, or in one before."""
+        number, text = self._mismatches.pop(call.comm_id, (call.number + 1, ""))
+        if number <= call.number and number > self._raised.get(call.comm_id, -1):
+            self._raised[call.comm_id] = number
+            raise MismatchError(text)
+
+    def _compare(self, rank: int, call: Call) -> None:
+        """Tell all others of another rank's call unless this rank's of the same number is the same."""
+        own = self.recent(call.comm_id, call.number)
+        if own in (None, call.described):
+            return
+        text = (
+            f"rank {rank} called {call.described}, but rank {self._rank} called {own}: all ranks of a "
+            f"communicator must make the same calls in the same order, with arrays of the same size and type"
+        )
+        self._mismatches[call.comm_id] = call.number, text
+        self._tell(call.comm_id, call.number, text)
+
+    def note_mismatch(self, comm_id: int, number: int, text: str) -> None:
+        """Tell the others of a difference that this rank has found, and raises an error for."""
+        self._raised[comm_id] = number
+        self._tell(comm_id, number, text)
+
+    def _tell(self, comm_id: int, number: int, text: str) -> None:
+        for other in self._transport.world_ranks:
+            if other != self._rank:
+                told = {"kind": "mismatch", "comm_id": comm_id, "number": number, "text": text}
+                self._transport.control_send(other, told)
 
     def begin(self, comm: str, number: int) -> None:
         """Note a call that MPI carries out as a whole, for those who ask: which, of which communicator."""
@@ -109,7 +160,11 @@ class Watch:
 
     def _read_mail(self) -> None:
         for rank, message in self._transport.control_receive():
-            if message["kind"] == "ask":
+            if message["kind"] == "mismatch":
+                self._mismatches.setdefault(message["comm_id"], (message["number"], message["text"]))
+            elif message["kind"] == "ask":
+                if message.get("call") is not None:
+                    self._compare(rank, Call(*message["call"]))
                 self._transport.control_send(rank, {"kind": "answer", "begun": self._begun, **self._state})
             else:
                 self._answers[rank] = message

@@ -36,10 +36,16 @@ class Exchange(Protocol):
 
 
 class Prepared(Exchange, Protocol):
-    """An exchange of fixed buffers, peers and tag that can be had again and again, one at a time."""
+    """An exchange that has yet to be started; a persistent one again and again, one at a time."""
 
-    def start(self) -> None:
-        """Post all messages; not before the last round is complete."""
+    def start(self) -> object:
+        """Post all messages; not before the last round is complete.
+
+        Over MPI no Python code runs in between: a signal handler finds all of them posted, or none.
+        """
+
+    def rewind(self) -> None:
+        """Make ready for the next start."""
 
     def free(self) -> None:
         """Release what the transport holds for it."""
@@ -113,8 +119,13 @@ class Transport(Protocol):
         sends: Sequence[tuple[Octets, int]],
         receives: Sequence[tuple[Octets, int]],
         tag: int,
+        *,
+        persistent: bool,
     ) -> Prepared:
-        """Set up an exchange to be started later and often; the caller keeps the memory alive meanwhile."""
+        """Set up an exchange to be started later, and often if it is persistent.
+
+        The caller keeps the memory alive meanwhile.
+        """
 
     def memory_fence(self) -> Callable[[], None]:
         """A call that orders this rank's earlier memory accesses before its later ones."""

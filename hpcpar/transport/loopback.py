@@ -53,6 +53,9 @@ class _Prepared(_Exchange):
         super().__init__([], [])
         self._messages = (transport, sends, receives, tag)
 
+    def rewind(self) -> None:
+        self._receives, self._open = [], []
+
     def start(self) -> None:
         transport, sends, receives, tag = self._messages
         posted_sends, self._receives = transport.post(sends, receives, tag)
@@ -124,7 +127,12 @@ class LoopbackTransport:
         return _Exchange(*self.post(sends, receives, tag))
 
     def prepare(
-        self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
+        self,
+        sends: Sequence[tuple[Octets, int]],
+        receives: Sequence[tuple[Octets, int]],
+        tag: int,
+        *,
+        persistent: bool,
     ) -> Prepared:
         return _Prepared(self, sends, receives, tag)
 

@@ -13,8 +13,10 @@ import pickle
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain, starmap
+from typing import Any
 
 import mpi4py
 
@@ -41,8 +43,6 @@ if not _mpi4py_settled:
 cuda_wheels.load()
 
 from mpi4py import MPI  # noqa: E402
-
-T = TypeVar("T")
 
 MAX_MESSAGE_NBYTES = 2**30
 """Longer messages travel in pieces: MPI counts are 32-bit in most libraries' data paths."""
@@ -141,36 +141,59 @@ def memory_kinds() -> str | None:
         info.Free()
 
 
-class _Exchange:
-    """MPI requests under way, receives first.
+NOT_COMPLETE = -12345
+"""Tag in a status that no test has filled in yet."""
 
+
+class _Exchange:
+    """MPI requests, receives first: fresh ones, or persistent ones that are started again and again.
+
+    calls          make the requests, one after the other
     keep_lengths   only for point-to-point, whose lengths are checked
+    start          posts all messages by one call of C
     """
 
     def __init__(
         self,
-        requests: Sequence[MPI.Request],
+        calls: Iterable[MPI.Request],
         peers: Sequence[int],
         receives: int,
         *,
         keep_lengths: bool,
+        persistent: bool = False,
     ) -> None:
+        self._requests: list[Any] = []
         self._peers = peers
-        statuses = [MPI.Status() if keep_lengths else None for _ in requests]
-        self._parts = list(zip(requests, statuses, peers, strict=True))
+        self._statuses = [MPI.Status() if keep_lengths else None for _ in peers]
         self._receives = receives
-        self._open = self._parts.copy()
+        self._open: list[tuple[Any, MPI.Status | None, int]] | None = None
+        self.start: Callable[[], object] = partial(self._requests.extend, calls)
+        if persistent:
+            self.start()
+            self.start = partial(MPI.Prequest.Startall, self._requests)
+            _persistent.add(self)
+        self.rewind()
+
+    def rewind(self) -> None:
+        for status in self._statuses:
+            if status is not None:
+                status.Set_tag(NOT_COMPLETE)
+        self._open = None
+
+    def _parts(self) -> list[tuple[Any, MPI.Status | None, int]]:
+        """(request, status, peer) of all that have not been seen to be complete."""
+        if self._open is None:
+            self._open = list(zip(self._requests, self._statuses, self._peers, strict=True))
+        return self._open
 
     def test(self) -> bool:
         # One by one: MPI_Testall would put an error into a status, and say only that it did.
-        open_parts = self._open
+        parts = self._parts()
         try:
-            while open_parts:
-                request, status, _ = open_parts[-1]
-                # A null request is complete already: an exception of a signal handler came before the pop.
-                if request and not request.Test(status):
+            while parts:
+                if not _is_complete(*parts[-1][:2]):
                     return False
-                open_parts.pop()
+                parts.pop()
         except MPI.Exception as error:
             self._open = []
             raise _explain(error, self._peers) from error
@@ -179,42 +202,33 @@ class _Exchange:
     def waiting_for(self) -> tuple[int, ...]:
         # Not by Get_status: MPICH 5.0.2 then ends a persistent request that is complete, without its status.
         try:
-            self._open = [part for part in self._open if not part[0].Test(part[1])]
+            found = [part for part in self._parts() if not _is_complete(*part[:2])]
         except MPI.Exception as error:
             self._open = []
             raise _explain(error, self._peers) from error
-        return tuple(sorted({peer for _, _, peer in self._open}))
+        self._open = found
+        return tuple(sorted({peer for _, _, peer in found}))
 
     def received_nbytes(self) -> int:
-        statuses = (status for _, status, _ in self._parts[: self._receives])
+        statuses = self._statuses[: self._receives]
         return sum(0 if status is None else status.Get_count(MPI.BYTE) for status in statuses)
-
-
-class _Prepared(_Exchange):
-    """Persistent requests: set up once, then half as dear to start as fresh ones."""
-
-    def __init__(
-        self, requests: Sequence[MPI.Prequest], peers: Sequence[int], receives: int, *, keep_lengths: bool
-    ) -> None:
-        super().__init__(requests, peers, receives, keep_lengths=keep_lengths)
-        self._requests = requests
-        self._open = []
-        _prepared.add(self)
-
-    def start(self) -> None:
-        for request in self._requests:
-            request.Start()
-        self._open = self._parts.copy()
 
     def free(self) -> None:
         for request in self._requests:
             if request != MPI.REQUEST_NULL:
                 request.Free()
-        self._requests, self._parts = (), []
-        _prepared.discard(self)
+        self._requests.clear()
+        _persistent.discard(self)
 
 
-_prepared: weakref.WeakSet[_Prepared] = weakref.WeakSet()
+def _is_complete(request: Any, status: MPI.Status | None) -> bool:
+    """Test a request, unless a test has found it complete before an exception of a signal handler."""
+    if not request or (status is not None and status.Get_tag() != NOT_COMPLETE):
+        return True
+    return bool(request.Test(status))
+
+
+_persistent: weakref.WeakSet[_Exchange] = weakref.WeakSet()
 """MPI wants every persistent request back before it is finalized."""
 
 
@@ -346,7 +360,9 @@ class _Control:
 
     def farewell(self) -> Exchange:
         request = self._comm.Ibarrier()
-        return _Exchange([request], [self._comm.rank], 1, keep_lengths=False)
+        exchange = _Exchange([request], [self._comm.rank], 1, keep_lengths=False)
+        exchange.start()
+        return exchange
 
 
 def ranks_in_world(comm: MPI.Comm) -> tuple[int, ...]:
@@ -401,36 +417,33 @@ class MpiTransport:
     def start(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
     ) -> Exchange:
-        comm = self._comm
-        return self._post(_Exchange, comm.Irecv, comm.Isend, sends, receives, tag)
+        exchange = self.prepare(sends, receives, tag, persistent=False)
+        exchange.start()
+        return exchange
 
     def prepare(
-        self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
-    ) -> Prepared:
-        comm = self._comm
-        return self._post(_Prepared, comm.Recv_init, comm.Send_init, sends, receives, tag)
-
-    def _post(
         self,
-        kind: Callable[..., T],
-        receive: Callable[..., MPI.Request],
-        send: Callable[..., MPI.Request],
         sends: Sequence[tuple[Octets, int]],
         receives: Sequence[tuple[Octets, int]],
         tag: int,
-    ) -> T:
-        requests: list[MPI.Request] = []
-        peers: list[int] = []
-        for octets, source in receives:
-            for piece in self._pieces(octets):
-                requests.append(receive([piece, MPI.BYTE], source, tag))
-                peers.append(source)
-        count = len(requests)
-        for octets, to in sends:
-            for piece in self._pieces(octets):
-                requests.append(send([piece, MPI.BYTE], to, tag))
-                peers.append(to)
-        return kind(requests, peers, count, keep_lengths=tag >= COLLECTIVE_TAGS)
+        *,
+        persistent: bool,
+    ) -> Prepared:
+        comm = self._comm
+        coming, going = self._arguments(receives, tag), self._arguments(sends, tag)
+        return _Exchange(
+            chain(
+                starmap(comm.Recv_init if persistent else comm.Irecv, coming),
+                starmap(comm.Send_init if persistent else comm.Isend, going),
+            ),
+            [peer for _, peer, _ in (*coming, *going)],
+            len(coming),
+            keep_lengths=tag >= COLLECTIVE_TAGS,
+            persistent=persistent,
+        )
+
+    def _arguments(self, messages: Sequence[tuple[Octets, int]], tag: int) -> list[tuple[Any, int, int]]:
+        return [([piece, MPI.BYTE], peer, tag) for octets, peer in messages for piece in self._pieces(octets)]
 
     def _pieces(self, octets: Octets) -> Sequence[Octets]:
         limit = self._max_message_nbytes
@@ -481,7 +494,7 @@ class MpiTransport:
         """
         if MPI.Is_finalized():
             return _Exchange([], [], 0, keep_lengths=False)
-        for prepared in list(_prepared):
+        for prepared in list(_persistent):
             prepared.free()
         _free_fence_window()
         return self._control.farewell()

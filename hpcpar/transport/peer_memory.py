@@ -40,6 +40,23 @@ if _read is not None:
     _read.argtypes = [ctypes.c_int, *_ranges, *_ranges, ctypes.c_ulong]
 
 
+def _require_all(found: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    pid, here = arguments[0], arguments[1]
+    if found != here.nbytes:
+        reason = os.strerror(ctypes.get_errno()) if found < 0 else f"only {found} were there"
+        raise PeerFailedError(
+            f"{here.nbytes} bytes could not be read from process {pid} of this node: {reason}"
+        )
+    return found
+
+
+_fill: Any = None
+"""The same, but anything less than all bytes is an error. No signal handler runs inside of a call of C."""
+if _read is not None:
+    _fill = ctypes.CDLL(None, use_errno=True)["process_vm_readv"]
+    _fill.restype, _fill.argtypes, _fill.errcheck = _read.restype, _read.argtypes, _require_all
+
+
 def allow() -> None:
     """Let other processes of this user read this one's memory, where that needs to be said."""
     if _read is not None:
@@ -70,7 +87,7 @@ def reading(pid: int, stretches: Sequence[Stretch], targets: Sequence[Octets]) -
         while at < end:
             address, nbytes = left.pop()
             taken = min(nbytes, end - at, MOST_AT_ONCE_NBYTES)
-            calls.append(partial(_fill, pid, _Range(at, taken), _Range(address, taken), taken))
+            calls.append(partial(_fill, pid, _Range(at, taken), 1, _Range(address, taken), 1, 0))
             at += taken
             if taken < nbytes:
                 left.append((address + taken, nbytes - taken))
@@ -80,10 +97,3 @@ def reading(pid: int, stretches: Sequence[Stretch], targets: Sequence[Octets]) -
 def stretch_of(octets: Octets) -> Stretch:
     """Address and bytes of an array."""
     return octets.__array_interface__["data"][0], octets.size
-
-
-def _fill(pid: int, here: _Range, there: _Range, nbytes: int) -> None:
-    found = _read(pid, here, 1, there, 1, 0)
-    if found != nbytes:
-        reason = os.strerror(ctypes.get_errno()) if found < 0 else f"only {found} were there"
-        raise PeerFailedError(f"{nbytes} bytes could not be read from process {pid} of this node: {reason}")

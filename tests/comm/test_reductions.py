@@ -16,10 +16,10 @@ from hpcpar.comm import reductions, run_loopback
 from hpcpar.comm.blocks import FLOAT_BLOCK_COUNT
 from hpcpar.comm.reductions import (
     combine,
+    combining,
     finish,
     fold,
-    prepare_combine,
-    prepare_fold,
+    folding,
     require_scale,
     scale,
 )
@@ -105,11 +105,11 @@ def test_a_nan_on_either_side_is_a_nan_in_the_result(op, dtype):
 def test_a_prepared_combine_works_on_the_memory_as_it_is_when_called():
     for dtype in ("float32", "bfloat16", "float16"):
         target, incoming = host([1.0] * 100, dtype), host([2.0] * 100, dtype)
-        again = prepare_combine("sum", target, target, incoming)
-        again()
-        again()
+        again = combining("sum", target, target, incoming)
+        [action() for action in again]
+        [action() for action in again]
         incoming.elements[...] = 10
-        again()
+        [action() for action in again]
         assert exact(target).tolist() == [15.0] * 100
 
 
@@ -242,10 +242,10 @@ def test_a_prepared_fold_works_on_the_memory_as_it_is_when_called():
     for dtype in ("float32", "bfloat16"):
         sources = [host([float(number)] * 10, dtype) for number in range(3)]
         into = sources[0].scratch(10)
-        again = prepare_fold("average", into, sources, divisor=3)
-        again()
+        again = folding("average", into, sources, divisor=3)
+        [action() for action in again]
         sources[2].elements[...] = 8
-        again()
+        [action() for action in again]
         assert exact(into).tolist() == [3.0] * 10
 
 

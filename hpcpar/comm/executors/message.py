@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import Turn
 from hpcpar.comm.plan import Message, PlannedStep, lands_in_place
 from hpcpar.comm.spaces import (
-    Action,
     ScratchPool,
     Spaces,
     copies_of,
@@ -29,7 +29,7 @@ from hpcpar.comm.spaces import (
     octets_of,
     packing,
 )
-from hpcpar.transport.interface import Exchange, Octets, Prepared, Transport
+from hpcpar.transport.interface import Octets, Prepared, Transport
 from hpcpar.units import MiB
 
 PERSISTENT_NBYTES = 4 * MiB
@@ -74,8 +74,8 @@ class MessageStep:
         self._landing = landing
         self._landed_nbytes = 0
         self._lent: list[Octets] = []
-        self._exchange: Exchange | None = None
-        self._prepared: Prepared | None = None
+        self._exchange: Prepared | None = None
+        self._is_persistent = landing is not None
         self._state = POSTING
         self._actions: Iterator[Action] | None = None
         self._before: list[Action] = []
@@ -85,12 +85,15 @@ class MessageStep:
         self._is_bound = False
         if landing is not None:
             self._bind()
-            self._prepared = transport.prepare(*self._messages, tag)
+            self._exchange = transport.prepare(*self._messages, tag, persistent=True)
 
     def begin(self, number: int) -> None:
         self._state = POSTING
         self._actions = None
-        if self._prepared is None:
+        if self._is_persistent:
+            assert self._exchange is not None
+            self._exchange.rewind()
+        else:
             self._exchange = None
             self._tag = self._first_tag + number % self._tags
 
@@ -117,15 +120,12 @@ class MessageStep:
     def _post(self) -> None:
         if not self._is_bound:
             self._bind()
+        if self._exchange is None:
+            self._exchange = self._transport.prepare(*self._messages, self._tag, persistent=False)
         if self._actions is None:
-            self._actions = iter(self._before)
+            self._actions = iter([*self._before, self._exchange.start])
         for action in self._actions:
             action()
-        if self._prepared is not None:
-            self._prepared.start()
-            self._exchange = self._prepared
-        elif self._exchange is None:
-            self._exchange = self._transport.start(*self._messages, self._tag)
         for action in self._beside:  # may be repeated: nothing else writes or reads there
             action()
         self._state = WAITING
@@ -179,8 +179,8 @@ class MessageStep:
         return 0 if self._exchange is None else self._exchange.received_nbytes()
 
     def free(self) -> None:
-        if self._prepared is not None:
-            self._prepared.free()
+        if self._is_persistent and self._exchange is not None:
+            self._exchange.free()
 
 
 def landing_nbytes(steps: Sequence[PlannedStep], itemsize: int) -> int:

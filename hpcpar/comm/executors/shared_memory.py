@@ -27,7 +27,7 @@ rank that finds another request there fails, marks its header as FAILED, and who
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -38,6 +38,7 @@ import numpy as np
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Space, Step
 from hpcpar.algorithms.topology import Nodes
+from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import ExecutorStep
 from hpcpar.comm.plan import Edges, Message, Offsets, Plan, PlannedStep, Run, overlapping, runs_of
 from hpcpar.comm.shm_segment import (
@@ -53,7 +54,7 @@ from hpcpar.comm.shm_segment import (
     SLOTS,
     ShmSegment,
 )
-from hpcpar.comm.spaces import Action, Spaces, copies_of, copying, folds, octets_of
+from hpcpar.comm.spaces import Spaces, copies_of, copying, folds, octets_of
 from hpcpar.errors import MismatchError
 from hpcpar.transport import peer_memory
 from hpcpar.transport.buffers import HostBuffer
@@ -147,6 +148,7 @@ class SharedCall:
 
     described   the request in words, for errors
     is_short    what is sent is copied into the body
+    tell        called with the number of a call, and in words how another rank's differs: tells all ranks
     """
 
     def __init__(
@@ -158,7 +160,9 @@ class SharedCall:
         described: str,
         *,
         is_short: bool,
+        tell: Callable[[int, str], None],
     ) -> None:
+        self._tell = tell
         self.segment = segment
         self.layout = layout
         self.rank = rank
@@ -168,6 +172,7 @@ class SharedCall:
         self._digest = (crc32(described.encode()) & DIGEST_MASK) << DIGEST_SHIFT
         self.spaces: dict[str, HostBuffer] = {str(name): buffer for name, buffer in spaces.items()}
         self.lent: tuple[HostBuffer, int] | None = None
+        self._before = 0
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
         self.number, self.slot, self.stamp = -1, 0, 0
@@ -178,8 +183,15 @@ class SharedCall:
         self.number = number
         self.slot = slot = number % SLOTS
         self.stamp = (number & NUMBER_MASK) << NUMBER_SHIFT | self._digest
-        self.headers = headers = self.segment.headers[slot]
-        self.header = headers[self.segment.rank]
+        segment = self.segment
+        self.headers = headers = segment.headers[slot]
+        self.header = headers[segment.rank]
+        if (
+            segment.begun[slot] != number + 1
+        ):  # else a handler's exception has left the same call before it began
+            segment.before[slot] = segment.begun[slot]
+            segment.begun[slot] = number + 1
+        self._before = segment.before[slot]
 
     def lend(self, lent: HostBuffer, own: tuple[int, int], planned: Plan) -> bool:
         """Send from `lent` what the data will hold in `own`, and copy it there while the peers read.
@@ -203,8 +215,9 @@ class SharedCall:
     def claim(self) -> bool:
         """True when all ranks have ended the call that used the slot before. May be repeated."""
         segment, slot = self.segment, self.slot
-        if segment.used[slot] == self.number + 1:
-            return True
+        used = segment.used[slot]
+        if used != self._before:  # it has claimed the slot itself, or has to wait for the call before it
+            return used == self.number + 1
         if not segment.free[slot]:
             segment.find_free_slots()
             if not segment.free[slot]:
@@ -243,17 +256,19 @@ class SharedCall:
             raise self._mismatch(rank)
         return False
 
-    def fail(self) -> None:
-        """Tell all who wait for this rank that the call cannot be completed."""
+    def failed(self, text: str) -> MismatchError:
+        """Tell all that the call cannot be completed; the error for this rank."""
         self.words[self.header] = self.stamp | FAILED
+        self._tell(self.number, text)
+        return MismatchError(text)
 
     def _mismatch(self, rank: int) -> MismatchError:
-        self.fail()
-        return MismatchError(
+        text = (
             f"rank {self.segment.ranks[rank]} does something else in the same call, or with another number "
             f"or type of elements, from another root or by another algorithm, or has heard so from a third "
-            f"rank; this rank does {self.described}. HPCPAR_CHECK=1 tells what each rank asks for"
+            f"rank; rank {self.rank} does {self.described}. HPCPAR_CHECK=1 tells what each rank asks for"
         )
+        return self.failed(text)
 
 
 class Group:
@@ -375,8 +390,7 @@ class Group:
             word = segment.table_word(self.call.slot, source.rank) + 2 * segment.rank
             start, told = self.call.words[word], self.call.words[word + 1]
             if told != count:
-                self.call.fail()
-                raise MismatchError(
+                raise self.call.failed(
                     f"rank {segment.ranks[source.rank]} sends {told} elements to rank {self.call.rank}, "
                     f"which expects {count} of it in {self.call.described}: send_counts and receive_counts "
                     f"must fit"
@@ -464,6 +478,7 @@ class SharedStep:
 
     index       position in the rank's schedule
     readers     local ranks that read what this step sends, and the phase in which they have done so
+    glances     local ranks that this rank does not wait for in the whole call, and looks at once
     elsewhere   messages of the same step to and from other nodes
     is_held     what comes from local ranks is reduced only when the messages to other nodes have left
     """
@@ -477,6 +492,7 @@ class SharedStep:
         beside: Sequence[Action],
         groups: Sequence[Group],
         readers: Sequence[tuple[int, int]],
+        glances: Sequence[int],
         elsewhere: ExecutorStep | None,
         *,
         is_first: bool,
@@ -494,6 +510,7 @@ class SharedStep:
         self._groups = groups
         self._count = len(groups)
         self._readers = readers if not call.is_short else ()
+        self._glances = glances
         self._elsewhere = elsewhere
         self._is_elsewhere_done = elsewhere is None
         self._is_first = is_first
@@ -556,6 +573,8 @@ class SharedStep:
         if not self._is_elsewhere_done:
             return False
         if self._is_last and self._state == READ:
+            for rank in self._glances:
+                call.has_come(rank, 0)
             if fence is not None:
                 fence()
             words[call.segment.ended + call.slot] = call.number + 1
@@ -643,6 +662,8 @@ def shared_steps(
         steps = {0: PlannedStep((), (), ())}
     matching = _Matching(call)
     posts = layout.posts(call.rank, segment.ranks) if call.is_short else {}
+    receives = any(step.receives for step in steps.values())
+    glances = [] if receives or not call.is_short else [r for r in range(segment.size) if r != segment.rank]
     bound: list[SharedStep] = []
     for number, (index, step) in enumerate(steps.items()):
         before, beside = copies_of(step, spaces)  # type: ignore[arg-type]
@@ -676,6 +697,7 @@ def shared_steps(
                 beside,
                 _groups(call, local, matching, op),
                 matching.readers(local),
+                glances,
                 beyond,
                 is_first=number == 0,
                 is_last=number == len(steps) - 1,

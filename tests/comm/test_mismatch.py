@@ -1,0 +1,82 @@
+"""Ranks that make different calls: a MismatchError on every rank, with defaults as shipped, at every size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.comm.shm_segment import SLOTS
+from hpcpar.errors import MismatchError
+from hpcpar.units import KiB, MiB
+
+USUAL_NBYTES = [64, 256 * KiB, 4 * MiB]
+
+Call = Callable[[Communicator, int, bool], Any]
+"""Of a communicator and a number of elements; True: make the call that the other ranks do not make."""
+
+
+def ones(count: int, dtype: str = "float32") -> np.ndarray:
+    return np.ones(count, dtype)
+
+
+CALLS: dict[str, Call] = {
+    "one element more": lambda comm, n, other: comm.allreduce(ones(n + other)),
+    "one element more, gathered": lambda comm, n, other: comm.allgather(ones(n + other)),
+    "one element more, to a root": lambda comm, n, other: comm.reduce(ones(n + other)),
+    "type": lambda comm, n, other: comm.allreduce(ones(n, "int32" if other else "float32")),
+    "operation": lambda comm, n, other: comm.allreduce(ones(n), "max" if other else "sum"),
+    "root": lambda comm, n, other: comm.broadcast(ones(n), root=int(other)),
+    "algorithm": lambda comm, n, other: comm.allreduce(ones(n), algorithm="ring" if other else "direct"),
+    "collective": lambda comm, n, other: comm.reduce_scatter(ones(n)) if other else comm.allreduce(ones(n)),
+}
+
+
+def told(comm: Communicator, call: Call, count: int, who: int) -> str:
+    """Make the call, and then others: a rank that waits for nobody hears of it in one of those."""
+    try:
+        call(comm, count, comm.rank == who)
+        for _ in range(SLOTS + 1):
+            comm.barrier()
+    except MismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("nbytes", USUAL_NBYTES)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("difference", CALLS)
+def test_a_difference_is_told_to_every_rank_that_shares_memory(difference, size, nbytes):
+    found = run_loopback(
+        size, lambda comm: told(comm, CALLS[difference], nbytes // 4, size - 1), shared_memory=True
+    )
+    assert all("something else in the same call" in text for text in found), found
+
+
+@pytest.mark.parametrize("difference", ["operation", "root", "one element more, to a root"])
+def test_a_difference_between_nodes_is_told_to_every_rank_and_names_both_calls(difference):
+    found = run_loopback(3, lambda comm: told(comm, CALLS[difference], 100, 1))
+    assert all("rank 1 called" in text or "but rank 1 called" in text for text in found), found
+    assert all("rank 0 called" in text or "rank 2 called" in text for text in found), found
+
+
+def test_ranks_of_nodes_that_went_on_after_a_difference_are_right():
+    def body(comm: Communicator) -> tuple[str, float]:
+        found = told(comm, CALLS["operation"], 100, 1)
+        with comm.split(0, comm.rank) as again:
+            return found, float(again.allreduce(np.ones(3))[0])
+
+    for text, total in run_loopback(2, body):
+        assert "rank 1 called allreduce(float32[100], op=max)" in text
+        assert total == 2.0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("nbytes", USUAL_NBYTES)
+def test_one_element_more_over_mpi_is_told_to_every_rank(nbytes, any_world):
+    with any_world.split(0, any_world.rank) as comm:
+        found = any_world.allgather_object(told(comm, CALLS["one element more"], nbytes // 4, 1))
+    assert comm.size == 1 or "nothing" not in found
