@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import ctypes.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +98,7 @@ def choose(
         return Bootstrap("launcher", f"{offer}; what {name} speaks is not known here")
     if asked == "auto":
         stale = {"pmi2": ("PMIX_",), "pmix": ("PMI_",)}.get(info.pmi, ()) if library == "mpich" else ()
-        if info.pmi == "pmi2" and library == "mpich" and _over_ucx(mpi_library):
+        if info.pmi == "pmi2" and library == "mpich" and re.search("^MPICH Device.*ucx", mpi_library, re.M):
             why = (
                 f"own PMI-1 server: srun offers --mpi=pmi2, whose lines may be too short for {name} over UCX"
             )
@@ -126,9 +128,7 @@ def _not_srun(
         return Bootstrap("launcher", "torchrun brings no MPI up")
     if library == "openmpi" and _major(mpi_library) >= 5 and info.launcher == "hydra" and info.size > 1:
         return Bootstrap("none", "PMI-1 is all that Hydra speaks")
-    if library != "mpich" or not pmix:
-        return Bootstrap("launcher", why)
-    if _has(libraries, "libpmix") and not pmi_1:
+    if library != "mpich" or not pmix or (_has(libraries, "libpmix") and not pmi_1):
         return Bootstrap("launcher", why)
     of_slurm = pmix.startswith("slurm.pmix.")
     if not pmi_1 and (info.size > 1 or (info.launcher == "single" and not of_slurm)):
@@ -149,12 +149,6 @@ def _srun_speaks(
     if pmi == "none" and _has(libraries, "libpmi"):
         return "and {} is linked with Slurm's libpmi"
     return None
-
-
-def _over_ucx(mpi_library: str) -> bool:
-    """ "MPICH Device: ch4:ucx ofi" -> True"""
-    devices = (line for line in mpi_library.splitlines() if line.startswith("MPICH Device"))
-    return any("ucx" in line for line in devices)
 
 
 def _has(libraries: Collection[str], stem: str) -> bool:
@@ -200,11 +194,8 @@ def srun_plugins(environ: Mapping[str, str] = os.environ) -> tuple[str, ...] | N
     srun = shutil.which("srun", path=environ.get("PATH"))
     if srun is None:
         return None
-    try:
-        said = subprocess.run(
-            [srun, "--mpi=list"], capture_output=True, text=True, timeout=10, check=False, env=dict(environ)
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    said = _run([srun, "--mpi=list"], environ, 10.0)
+    if said is None:
         return None
     # One plugin on a line, with sentences before and after; older versions speak on standard error.
     lines = [line.removeprefix("srun:").strip() for line in (said.stdout + said.stderr).splitlines()]
@@ -228,18 +219,19 @@ def own_library(environ: Mapping[str, str] = os.environ, executable: str = sys.e
 
 def library_version(environ: Mapping[str, str] = os.environ, executable: str = sys.executable) -> str:
     """Return what MPI_Get_library_version of that library says; "" where there is none."""
-    try:
-        said = subprocess.run(
-            [executable, "-c", ASK],
-            capture_output=True,
-            text=True,
-            timeout=ASK_LIMIT_S,
-            check=False,
-            env=dict(environ),
+    said = _run([executable, "-c", ASK], environ, ASK_LIMIT_S)
+    return said.stdout if said is not None and said.returncode == 0 else ""
+
+
+def _run(
+    command: list[str], environ: Mapping[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str] | None:
+    """Run a command for what it prints; None where it cannot be started or takes longer."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, check=False, env=dict(environ)
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return said.stdout if said.returncode == 0 else ""
+    return None
 
 
 def name_hint(problem: str) -> str:

@@ -83,19 +83,17 @@ def _create(path: Path) -> None:
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(descriptor, secrets.token_hex(32).encode() + b"\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        try:
-            with suppress(FileExistsError):
-                os.link(draft, path)
-        finally:
-            os.unlink(draft)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{secrets.token_hex(32)}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(draft, path)
     except OSError as error:
         raise LaunchError(f"{path} cannot be made ({error.strerror}). {_way_out()}") from error
+    finally:
+        with suppress(OSError):
+            os.unlink(draft)
 
 
 def _read(path: Path) -> bytes | None:
