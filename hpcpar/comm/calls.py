@@ -25,7 +25,8 @@ from hpcpar.comm.device_steps import device_steps
 from hpcpar.comm.devices import Devices, lead_caller
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
-from hpcpar.comm.executors.shared_memory import Layout, SharedCall, is_short, shared_steps
+from hpcpar.comm.executors.shared_binding import Layout, is_short, shared_steps
+from hpcpar.comm.executors.shared_memory import SharedCall
 from hpcpar.comm.plan import (
     NOT_COUNTED,
     Message,

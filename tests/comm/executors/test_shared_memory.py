@@ -15,7 +15,7 @@ import torch
 from hpcpar import partition
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, calls, run_loopback, select
-from hpcpar.comm.executors import shared_memory
+from hpcpar.comm.executors import shared_reads
 from hpcpar.comm.shm_segment import SLOTS
 from hpcpar.errors import StallError
 from hpcpar.transport import loopback
@@ -34,7 +34,7 @@ USUAL = {"shared_memory": True}
 @pytest.fixture(autouse=True)
 def sums_in_pieces(monkeypatch):
     """Let short arrays, too, be summed in several pieces where they are read from private memory."""
-    monkeypatch.setattr(shared_memory, "SUMMED_AT_ONCE_NBYTES", 10_000)
+    monkeypatch.setattr(shared_reads, "SUMMED_AT_ONCE_NBYTES", 10_000)
 
 
 def values(rank, count, call):

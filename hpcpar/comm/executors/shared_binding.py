@@ -1,0 +1,306 @@
+"""Bind a plan to the memory of a node: for each message of this rank, the step of its peer that it meets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hpcpar.algorithms.registry import Algorithm
+from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.algorithms.topology import Nodes
+from hpcpar.comm.blocks import Action
+from hpcpar.comm.compiled import ExecutorStep
+from hpcpar.comm.executors.shared_memory import SharedCall, SharedStep
+from hpcpar.comm.executors.shared_reads import BASE_OF, Group, Source
+from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, runs_of
+from hpcpar.comm.shm_segment import LINE_NBYTES, SLOTS, ShmSegment
+from hpcpar.comm.spaces import copies_of, copying, octets_of
+from hpcpar.units import KiB
+
+MOVED_NBYTES = 64 * KiB
+"""Longer messages that are only moved are copied once, by the kernel. What is reduced is read anyway, so it
+may be as long as a body."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that the ranks of a node know of each other's schedules.
+
+    algorithm, size, root, segments, nodes   which schedules
+    edges       where the chunks lie, on every rank; without "input" where that is each rank's own affair
+    itemsize    bytes of an element
+    """
+
+    algorithm: Algorithm
+    size: int
+    root: int
+    segments: int
+    nodes: Nodes
+    offsets: Offsets
+    itemsize: int
+    is_uneven: bool
+
+    def schedule(self, rank: int) -> tuple[Step, ...]:
+        return self.algorithm.schedule(
+            rank, self.size, root=self.root, segments=self.segments, nodes=self.nodes
+        )
+
+    def posts(self, rank: int, local: Sequence[int]) -> dict[int, tuple[Space, int, int, int]]:
+        """For each step in which a rank sends to local ones: (space, start, stop, byte in the body)."""
+        edges, at = dict(self.offsets), 0
+        found: dict[int, tuple[Space, int, int, int]] = {}
+        for index, step in enumerate(self.schedule(rank)):
+            sends = [send for send in step.sends if send.to in local and send.chunks]
+            if not sends:
+                continue
+            space = sends[0].space
+            start = min(edges[space][chunk] for send in sends for chunk in send.chunks)
+            stop = max(edges[space][chunk + 1] for send in sends for chunk in send.chunks)
+            if any(send.space != space for send in sends):
+                raise AssertionError(f"{self.algorithm.name} sends from two spaces in one step")
+            found[index] = space, start, stop, at
+            at += -(-((stop - start) * self.itemsize) // LINE_NBYTES) * LINE_NBYTES
+        return found
+
+    def post_nbytes(self, local: Sequence[int]) -> int:
+        """Bytes that the body of the busiest rank would need."""
+        most = 0
+        for rank in local:
+            for _, start, stop, at in self.posts(rank, local).values():
+                most = max(most, at + (stop - start) * self.itemsize)
+        return most
+
+
+def is_short(segment: ShmSegment, layout: Layout, nbytes: int, *, combines: bool) -> bool:
+    """True if a call's messages are copied into the bodies. The same on every rank of the node."""
+    if layout.is_uneven or nbytes > (segment.post_nbytes if combines else MOVED_NBYTES):
+        return False
+    return layout.post_nbytes(segment.ranks) <= segment.post_nbytes
+
+
+def shared_steps(
+    call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, ExecutorStep]
+) -> list[SharedStep]:
+    """Bind a plan to the memory of the node.
+
+    elsewhere   for each step, by index, its messages to and from other nodes
+    """
+    segment, layout, spaces = call.segment, call.layout, call.spaces
+    steps = {step.index: step for step in planned.steps}
+    if not steps:  # takes part, so that the others see its end
+        steps = {0: PlannedStep((), (), ())}
+    matching = _Matching(call)
+    posts = layout.posts(call.rank, segment.ranks) if call.is_short else {}
+    receives = any(step.receives for step in steps.values())
+    glances = [] if receives or not call.is_short else [r for r in range(segment.size) if r != segment.rank]
+    bound: list[SharedStep] = []
+    for number, (index, step) in enumerate(steps.items()):
+        before, beside = copies_of(step, spaces)  # type: ignore[arg-type]
+        local = PlannedStep(
+            step.copies,
+            tuple(message for message in step.sends if message.peer in segment.local),
+            tuple(message for message in step.receives if message.peer in segment.local),
+            index,
+        )
+        post_actions: list[list[Action]] = [[]] * SLOTS
+        if call.is_short and index in posts:
+            space, start, stop, at = posts[index]
+            source = call.sent((space, start, stop))
+            post_actions = [
+                [copying(segment.body(slot, segment.rank)[at : at + source.size], source)]
+                for slot in range(SLOTS)
+            ]
+        elif not call.is_short:
+            before = [*before, *matching.send_copies(local)]
+        if call.lent is not None and step.sends:
+            lent, at = call.lent
+            beside = [*beside, copying(spaces["data"].part(at, at + lent.count).octets, lent.octets)]
+        beyond = elsewhere.get(index)
+        sent_beyond = [run for m in step.sends if m.peer not in segment.local for run in m.runs]
+        bound.append(
+            SharedStep(
+                call,
+                index,
+                before,
+                post_actions,
+                beside,
+                _groups(call, local, matching, op),
+                matching.readers(local),
+                glances,
+                beyond,
+                is_first=number == 0,
+                is_last=number == len(steps) - 1,
+                is_held=any(
+                    overlapping(run, other)
+                    for message in local.receives
+                    for run in message.runs
+                    for other in sent_beyond
+                ),
+            )
+        )
+    if not call.is_short:
+        call.bases = matching.bases()
+    return bound
+
+
+def _groups(call: SharedCall, step: PlannedStep, matching: _Matching, op: str) -> list[Group]:
+    groups: list[Group] = []
+    by_ranges = groupby(step.receives, key=lambda message: (message.runs, message.combine))
+    sources = iter(matching.sources(step))
+    for (_, combine), alike in by_ranges:
+        messages = list(alike)
+        found = [next(sources) for _ in messages]
+        if combine:
+            groups.append(Group(call, messages, found, op))
+        else:
+            groups += [Group(call, [m], [s], op) for m, s in zip(messages, found, strict=True)]
+    return groups
+
+
+class _Matching:
+    """Find, for each message of this rank's schedule, the step of the peer's that it meets.
+
+    The k-th message from one rank to another meets the k-th receive that the other posts from it.
+    """
+
+    def __init__(self, call: SharedCall) -> None:
+        self._call = call
+        self._layout = call.layout
+        self._edges: dict[Space, Edges] = dict(call.layout.offsets)
+        self._copy: tuple[Space, int, int] | None = None
+        self._sends: dict[int, list[tuple[int, Send]]] = {}
+        self._receives: dict[int, list[int]] = {}
+        own = self._layout.schedule(call.rank)
+        local = set(call.segment.ranks)
+        copied = [
+            (send.space, chunk)
+            for step in own
+            for send in step.sends
+            if send.to in local and _is_overwritten(step, send)
+            for chunk in send.chunks
+        ]
+        if copied and not call.is_short:
+            space = copied[0][0]
+            start = min(self._edges[space][chunk] for _, chunk in copied)
+            stop = max(self._edges[space][chunk + 1] for _, chunk in copied)
+            self._copy = space, start, stop
+            call.spaces["copy"] = call.spaces[space].scratch(stop - start)
+        self._taken: dict[tuple[str, int], int] = {}
+
+    def sources(self, step: PlannedStep) -> list[Source]:
+        """Places of the messages that a step receives, in the order of its receives."""
+        return [self._source(message.peer, step.index) for message in step.receives]
+
+    def _source(self, peer: int, index: int) -> Source:
+        layout, call = self._layout, self._call
+        position = self._position("receive", peer, index)
+        sent = self._sends_to_me(peer)
+        number, send = sent[position]
+        step = layout.schedule(peer)[number]
+        local = call.segment.local[peer]
+        phase = 2 * number + 1
+        if not send.chunks:  # a barrier's
+            return Source(local, phase, "data", (), 0)
+        if layout.is_uneven and send.space == "input":
+            return Source(local, phase, "input", None, 0)
+        runs, _ = runs_of(send, self._edges)
+        if call.is_short:
+            space, start, _, at = layout.posts(peer, call.segment.ranks)[number]
+            return Source(local, phase, space, runs, at - start * layout.itemsize)
+        space_name: str = "copy" if _is_overwritten(step, send) else send.space
+        return Source(local, phase, space_name, runs, 0)
+
+    def readers(self, step: PlannedStep) -> list[tuple[int, int]]:
+        """Who reads what a step sends, and the phase in which that is done."""
+        found = []
+        for message in step.sends:
+            position = self._position("send", message.peer, step.index)
+            number = self._receives_from_me(message.peer)[position]
+            found.append((self._call.segment.local[message.peer], 2 * number + 2))
+        return found
+
+    def send_copies(self, step: PlannedStep) -> list[Action]:
+        """Copy what a step both sends and receives into."""
+        if self._copy is None:
+            return []
+        space, begin, _ = self._copy
+        itemsize, spaces = self._layout.itemsize, self._call.spaces
+        original = self._layout.schedule(self._call.rank)[step.index]
+        runs = {
+            run
+            for send in original.sends
+            if send.to in self._call.segment.local and _is_overwritten(original, send)
+            for run in runs_of(send, self._edges)[0]
+        }
+        return [
+            copying(
+                spaces["copy"].octets[(start - begin) * itemsize : (stop - begin) * itemsize],
+                octets_of(spaces, (space, start, stop)),  # type: ignore[arg-type]
+            )
+            for _, start, stop in sorted(runs)
+        ]
+
+    def bases(self) -> list[tuple[int, int]]:
+        """(word of the header, base) of each space of this rank."""
+        segment, itemsize = self._call.segment, self._layout.itemsize
+        found = []
+        for name, buffer in self._call.spaces.items():
+            if name not in BASE_OF or not buffer.octets.size:
+                continue
+            base = segment.base_of(buffer.address, buffer.octets.size)
+            if name == "data" and self._call.lent is not None:
+                lent, at = self._call.lent
+                base = segment.base_of(lent.address, lent.octets.size) - at * itemsize
+            if name == "copy" and self._copy is not None:
+                base -= self._copy[1] * itemsize
+            found.append((BASE_OF[name], base))
+        return found
+
+    def _position(self, kind: str, peer: int, index: int) -> int:
+        """Count the messages to, or from, that peer before this one."""
+        before = 0
+        for number, step in enumerate(self._layout.schedule(self._call.rank)):
+            parts: Sequence[Send | Receive]
+            if kind == "send":
+                parts = [send for send in step.sends if send.to == peer]
+            else:
+                parts = [receive for receive in step.receives if receive.source == peer]
+            if number == index:
+                taken = self._taken.get((f"{kind} {index}", peer), 0)
+                self._taken[f"{kind} {index}", peer] = taken + 1
+                # The plan has left out messages of no elements.
+                there = [at for at, part in enumerate(parts) if not part.chunks or self._count(part)]
+                return before + there[taken]
+            before += len(parts)
+        raise AssertionError(f"no step {index}")
+
+    def _count(self, part: Send | Receive) -> int:
+        return runs_of(part, self._edges)[1]
+
+    def _sends_to_me(self, peer: int) -> list[tuple[int, Send]]:
+        if peer not in self._sends:
+            self._sends[peer] = [
+                (number, send)
+                for number, step in enumerate(self._layout.schedule(peer))
+                for send in step.sends
+                if send.to == self._call.rank
+            ]
+        return self._sends[peer]
+
+    def _receives_from_me(self, peer: int) -> list[int]:
+        if peer not in self._receives:
+            self._receives[peer] = [
+                number
+                for number, step in enumerate(self._layout.schedule(peer))
+                for receive in step.receives
+                if receive.source == self._call.rank
+            ]
+        return self._receives[peer]
+
+
+def _is_overwritten(step: Step, send: Send) -> bool:
+    """True if a step receives into chunks that it sends."""
+    return any(
+        receive.space == send.space and set(receive.chunks) & set(send.chunks) for receive in step.receives
+    )
