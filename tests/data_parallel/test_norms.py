@@ -67,8 +67,7 @@ def average(size: int) -> list[Tensor]:
     return [sum(each) / size for each in zip(*(gradients(rank) for rank in range(size)), strict=True)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "size"), checkered(STAGES, [1, 2, 3, 4]))
 def test_the_norm_of_shards_is_that_of_the_whole(stage: int, size: int) -> None:
     def body(comm: Communicator) -> tuple[list[float], list[float]]:
         optimizer = averaged(comm, stage, gradients(comm.rank))
@@ -94,7 +93,7 @@ def test_the_norm_of_shards_is_that_of_the_whole(stage: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "broken", "kind"), pairwise(STAGES, [math.nan, math.inf, -math.inf], TYPES)
+    ("stage", "broken", "kind"), pairwise(STAGES, [math.nan, -math.inf], [2.0, math.inf])
 )
 def test_a_gradient_that_is_no_number_on_one_rank_is_seen_by_all(
     stage: int, broken: float, kind: float
@@ -281,8 +280,7 @@ def test_a_norm_of_no_positive_power_is_refused(kind: float) -> None:
         GradientNorm([torch.ones(1)], [], Communicator.alone(), sharded=False).of([], kind)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "kind"), checkered([0, 1], TYPES))
 def test_what_two_stages_have_copies_of_counts_once(stage: int, kind: float) -> None:
     # pp × dp = 2 × 2. Parameter 0 is tied: both stages have it.
     def body(world: Communicator) -> float:

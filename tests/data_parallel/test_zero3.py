@@ -179,7 +179,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_model_to_the_last_bit(size
         assert same(found.parameters, expected.parameters)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 7])
+@pytest.mark.parametrize("prefetch", [0, 1, 7])
 def test_gathering_ahead_changes_nothing(prefetch: int) -> None:
     assert_follows(Network, prefetch=prefetch, microbatches=2)
 
@@ -293,7 +293,7 @@ class Mixture(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 3])
 def test_experts_may_be_used_by_some_ranks_only(prefetch: int) -> None:
     assert_follows(lambda: Network(Mixture, count=6), prefetch=prefetch)
 
@@ -312,7 +312,7 @@ class Leaving(Network):
         return self.head(kept)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 3])
 def test_what_a_unit_has_made_may_be_left_out_by_some_ranks(prefetch: int) -> None:
     inputs = [batch(10 * step, rank)[0, 0] > 0 for step in range(STEPS) for rank in range(2)]
     assert 0 < sum(inputs) < len(inputs)
@@ -507,7 +507,7 @@ class Dropping(Network):
         return self.head(hidden)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, 2])
 def test_units_may_be_called_in_another_order_in_every_forward(prefetch: int) -> None:
     assert_follows(Dropping, prefetch=prefetch)
 
@@ -845,14 +845,15 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*USES, *(f"in place: {name}" for name in WRITES)])
-def test_what_is_not_there_cannot_be_used(name: str) -> None:
+def test_what_is_not_there_cannot_be_used() -> None:
     _, parameter = absent()
-    use = USES[name] if name in USES else WRITES[name.removeprefix("in place: ")]
-    with pytest.raises(ShardedParameterError) as caught, torch.no_grad():
-        use(parameter)
-    assert "layers.1.inner.weight was used by" in str(caught.value)
-    assert "outside of its unit 'layers.1', where a rank has only a shard of it" in str(caught.value)
+    for name, use in [*USES.items(), *WRITES.items()]:
+        with pytest.raises(ShardedParameterError) as caught, torch.no_grad():
+            use(parameter)
+        assert "layers.1.inner.weight was used by" in str(caught.value), name
+        assert "outside of its unit 'layers.1', where a rank has only a shard of it" in str(caught.value), (
+            name
+        )
 
 
 def test_what_says_nothing_about_values_can_be_asked() -> None:

@@ -38,8 +38,10 @@ def train(file: Path, start: list[str], *options: str) -> tuple[dict[str, Any], 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Three epochs on one rank."""
-    found, _ = train(tmp_path_factory.mktemp("alone") / "one.pt", ["hpcpar.horovod"], "--epochs", "3")
+    """Four epochs on one rank, after which most digits are recognised."""
+    found, said = train(tmp_path_factory.mktemp("alone") / "one.pt", ["hpcpar.horovod"], "--epochs", "4")
+    assert found["accuracy"] > 0.9
+    assert f"held-out accuracy {found['accuracy']:.4f} on 1 ranks" in said
     return found
 
 
@@ -47,15 +49,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_losses_and_parameters_are_those_of_one_rank(alone: dict[str, Any], tmp_path: Path) -> None:
     ranks = 3
     start = ["hpcpar", "run", "-np", str(ranks), "--as-horovod"]
-    together, said = train(tmp_path / "ranks.pt", start, "--epochs", "3")
+    together, said = train(tmp_path / "ranks.pt", start, "--epochs", "4")
     assert f"on {ranks} ranks" in said
     assert together["losses"] == pytest.approx(alone["losses"], abs=1e-6, rel=0)
     assert together["accuracy"] == alone["accuracy"]
     for name, parameter in alone["model"].items():
         assert (together["model"][name] - parameter).abs().max().item() < 1e-6, name
-
-
-def test_most_digits_are_recognised(tmp_path: Path) -> None:
-    found, said = train(tmp_path / "one.pt", ["hpcpar.horovod"])
-    assert found["accuracy"] > 0.95
-    assert f"held-out accuracy {found['accuracy']:.4f} on 1 ranks" in said

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -19,7 +18,7 @@ from torch import Tensor
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.horovod import negotiation
 from hpcpar.horovod.chrome_timeline import ChromeTimeline
-from hpcpar.horovod.engine import BUFFER_NBYTES, Engine, EngineGroup
+from hpcpar.horovod.engine import Engine, EngineGroup
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import TensorRequest
 from hpcpar.horovod.operations import Ticket
@@ -28,17 +27,6 @@ from hpcpar.launch.horovod_settings import HorovodSettings
 T = TypeVar("T")
 
 SIZES = (1, 2, 3, 4)
-TYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
 
 
 def engine_over(comm: Communicator, engine_group: EngineGroup | None = None, **knobs: Any) -> Engine:
@@ -120,150 +108,6 @@ def test_whatever_is_fused_is_right(size, knobs):
             assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_every_operation_of_every_type_is_right_fused_and_alone(dtype):
-    size, shapes = 3, [(7,), (2, 3), (), (0,), (700_000 // dtype.itemsize,)]
-    cases = list(product(("sum", "average", "min", "max", "product"), enumerate(shapes)))
-
-    def work(engine: Engine) -> list[Tensor]:
-        return all_of(
-            engine,
-            [
-                ticket("allreduce", brought(engine.rank, shape, dtype, k), f"{op} {k}", op=op)
-                for op, (k, shape) in cases
-            ],
-        )
-
-    combine = {"min": torch.amin, "max": torch.amax, "product": torch.prod}
-    for found in with_engines(size, work):
-        for x, (op, (k, shape)) in zip(found, cases, strict=True):
-            inputs = torch.stack([brought(rank, shape, dtype, k) for rank in range(size)])
-            expected = combine[op](inputs, 0).to(dtype) if op in combine else inputs.sum(0, dtype=dtype)
-            if op == "average" and dtype.is_floating_point:
-                expected = expected / size
-            elif op == "average":
-                expected = torch.div(expected, size, rounding_mode="trunc")
-            assert x.dtype == dtype
-            assert torch.equal(x, expected), (op, shape)
-
-
-@pytest.mark.smoke
-def test_an_average_over_three_ranks_divides_exactly():
-    """A product by the reciprocal differs for a third of these."""
-    values = torch.arange(1.0, 401.0)
-    assert (values * 3 * torch.tensor(1 / 3) != values).any() or (values / 3 != values * (1 / 3)).any()
-
-    def work(engine: Engine) -> list[Tensor]:
-        own = values * (engine.rank + 1)
-        return all_of(engine, [ticket("allreduce", x, str(len(x)), op="average") for x in (own, own[:7])])
-
-    for whole, part in with_engines(3, work):
-        assert torch.equal(whole, values * 6 / 3)
-        assert torch.equal(part, (values * 6 / 3)[:7])
-
-
-@pytest.mark.parametrize("numel", [6, 200_000])
-def test_integers_are_scaled_and_truncated_before_and_after(numel):
-    size = 3
-    of_ranks = [torch.arange(numel) % 7 * (-1) ** rank + rank for rank in range(size)]
-
-    def work(engine: Engine) -> list[Tensor]:
-        own = of_ranks[engine.rank]
-        tickets = [
-            ticket("allreduce", own, "before", prescale=0.5),
-            ticket("allreduce", own, "after", postscale=0.5),
-            ticket("allreduce", own, "both", op="average", prescale=1.7, postscale=0.3),
-            ticket("allreduce", own.clone(), "in place", prescale=0.5, in_place=True),
-        ]
-        found = all_of(engine, tickets)
-        assert torch.equal(own, (torch.arange(numel) % 7 * (-1) ** engine.rank + engine.rank))
-        return found
-
-    def scaled(x: Tensor, factor: float) -> Tensor:
-        return (x.double() * factor).trunc().long()
-
-    before = sum(scaled(x, 0.5) for x in of_ranks)
-    both = torch.div(scaled(sum(scaled(x, 1.7) for x in of_ranks), 0.3), size, rounding_mode="trunc")
-    for found in with_engines(size, work):
-        assert torch.equal(found[0], before)
-        assert torch.equal(found[1], scaled(sum(of_ranks), 0.5))
-        assert torch.equal(found[2], both)
-        assert torch.equal(found[3], before)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 64, 32, 64)], ids=["fused", "alone"])
-def test_any_order_of_memory_is_taken(shape):
-    def forms(values: Tensor) -> list[Tensor]:
-        wide = torch.zeros(*shape[:-1], 2 * shape[-1])
-        wide[..., ::2] = values
-        return [
-            values.to(memory_format=torch.channels_last),
-            values.transpose(1, 3).contiguous().transpose(1, 3),
-            wide[..., ::2],
-        ]
-
-    def work(engine: Engine) -> list[Tensor]:
-        values = brought(engine.rank, shape)
-        news = all_of(engine, [ticket("allreduce", x, f"new {k}") for k, x in enumerate(forms(values))])
-        in_place = forms(values)
-        tickets = [ticket("allreduce", x, str(k), in_place=True) for k, x in enumerate(in_place)]
-        assert all(a is b for a, b in zip(all_of(engine, tickets), in_place, strict=True))
-        return news + in_place
-
-    for found in with_engines(2, work):
-        for k, x in enumerate(found):
-            assert torch.equal(x, total(2, shape)), k
-
-
-def test_a_tensor_larger_than_the_buffer_and_more_tensors_than_it_holds_are_reduced():
-    large = BUFFER_NBYTES // 4 + 1000
-    many, count = 40, 100_000
-
-    def work(engine: Engine) -> list[float]:
-        own = torch.ones(large)
-        rest = [ticket("allreduce", torch.full((count,), float(k)), str(k)) for k in range(many)]
-        found = all_of(engine, [ticket("allreduce", own, "large"), *rest])
-        assert all(x.min() == x.max() for x in found)
-        return [x[0].item() for x in found]
-
-    for found in with_engines(2, work):
-        assert found == [2.0, *(2.0 * k for k in range(many))]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_other_kinds_are_right_among_fused_ones(size):
-    def work(engine: Engine) -> list[Any]:
-        rank = engine.rank
-        exchange = ticket("alltoall", torch.arange(size) + 10 * rank, "x")
-        exchange.splits = [1] * size
-        tickets = [
-            ticket("allreduce", torch.ones(3), "a"),
-            ticket("allgather", torch.full((rank,), rank), "g"),
-            ticket("broadcast", torch.full((4,), rank), "b", root=size - 1),
-            ticket("broadcast", torch.full((300_000,), rank), "large", root=0),
-            ticket("reducescatter", torch.arange(size + 1), "r"),
-            exchange,
-            ticket("allreduce", torch.ones(3, dtype=torch.int32), "c"),
-        ]
-        random.Random(rank).shuffle(tickets)
-        found = dict(zip([one.request.name for one in tickets], all_of(engine, tickets), strict=True))
-        return [found[name] for name in sorted(found)]
-
-    for rank, (a, c, gathered, exchanged, b, large, part) in enumerate(with_engines(size, work)):
-        names = ["allreduce.a", "allreduce.c", "allgather.g", "alltoall.x", "broadcast.b", "broadcast.large"]
-        found = dict(
-            zip(sorted([*names, "reducescatter.r"]), (a, c, gathered, exchanged, b, large, part), strict=True)
-        )
-        assert found["allreduce.a"].tolist() == [size] * 3
-        assert found["allreduce.c"].tolist() == [size] * 3
-        assert found["allgather.g"].tolist() == [r for r in range(size) for _ in range(r)]
-        assert found["alltoall.x"][0].tolist() == [10 * r + rank for r in range(size)]
-        assert found["broadcast.b"].tolist() == [size - 1] * 4
-        assert found["broadcast.large"].sum() == 0
-        rows = [[0, 1], *[[r + 1] for r in range(1, size)]]
-        assert found["reducescatter.r"].tolist() == [size * row for row in rows[rank]]
-
-
 @pytest.mark.parametrize("which", ["hierarchical_allreduce", "hierarchical_allgather"])
 def test_ranks_on_several_nodes_may_reduce_and_gather_by_node(which):
     def work(engine: Engine) -> list[Any]:
@@ -282,10 +126,10 @@ def test_ranks_on_several_nodes_may_reduce_and_gather_by_node(which):
         assert gathered.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
-def test_nothing_is_kept_of_ten_thousand_unnamed_operations():
+def test_nothing_is_kept_of_thousands_of_unnamed_operations():
     def work(engine: Engine) -> list[dict[str, int]]:
         seen = []
-        for count in (1000, 9000):
+        for count in (1000, 2000):
             for _ in range(count):
                 name, serial = engine.unnamed("allreduce")
                 own = torch.ones(2)
@@ -304,7 +148,7 @@ def test_nothing_is_kept_of_ten_thousand_unnamed_operations():
     for early, late in with_engines(2, work):
         assert late == early, "what the engine holds does not grow"
     gc.collect()
-    assert len(gc.get_objects()) - before < 5000
+    assert len(gc.get_objects()) - before < 2000
 
 
 def sizes_of(owner: object, name: str = "engine", seen: set[int] | None = None) -> dict[str, int]:

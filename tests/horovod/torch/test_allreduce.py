@@ -18,7 +18,8 @@ from tests.grid import checkered
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SHAPES = ((), (1,), (17,), (17, 17), (2, 3, 4, 5), (0,), (3, 0, 2))
+SHAPES = ((), (1,), (17,), (17, 17), (2, 3, 4, 5), (0,), (3, 0, 2), (300_000,))
+"""The last is longer than what is fused, in every type."""
 
 REDUCE = {"Sum": torch.add, "Min": torch.minimum, "Max": torch.maximum, "Product": torch.mul}
 
@@ -130,10 +131,11 @@ def test_scaled_integers_are_multiplied_in_float64_and_truncated(hvd, assert_sam
         torch.tensor([rank, 3, 5, sign * 7, sign * (rank + 1)], dtype=dtype) for rank in range(hvd.size())
     ]
     checks = []
-    for factor in (0.5, 0.3, 1.7):
-        found = hvd.allreduce(of_ranks[hvd.rank()], op=hvd.Sum, **{which: factor})
-        scaled = [(x.double() * factor).trunc().to(dtype) for x in of_ranks]
-        total = sum(of_ranks)
+    for factor, times in ((0.5, 1), (0.3, 60_000), (1.7, 1)):  # fused, alone, fused
+        brought = [x.repeat(times) for x in of_ranks]
+        found = hvd.allreduce(brought[hvd.rank()], op=hvd.Sum, **{which: factor})
+        scaled = [(x.double() * factor).trunc().to(dtype) for x in brought]
+        total = sum(brought)
         after = (total.double() * factor).trunc().to(dtype)
         checks.append((f"{which} {factor}", found, sum(scaled) if which == "prescale_factor" else after))
     assert_same(checks)

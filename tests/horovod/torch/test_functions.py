@@ -14,6 +14,7 @@ from torch import nn
 import hpcpar.horovod.torch as hvd
 from hpcpar.errors import PeerFailedError
 from hpcpar.horovod.torch import functions
+from tests.grid import pairwise
 
 
 @pytest.fixture(autouse=True)
@@ -176,10 +177,8 @@ def wrapped(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.O
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("steps_elsewhere", [0, 1], ids=["fresh elsewhere", "another state elsewhere"])
-@pytest.mark.parametrize("wrap", [lambda optimizer, model: optimizer, wrapped], ids=["plain", "wrapped"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_and_options_become_the_roots(name: str, wrap: Any, steps_elsewhere: int) -> None:
+@pytest.mark.parametrize(("name", "wraps", "steps_elsewhere"), pairwise(OPTIMIZERS, [False, True], [0, 1]))
+def test_state_and_options_become_the_roots(name: str, wraps: bool, steps_elsewhere: int) -> None:
     expected_model = model_of(last())
     expected = OPTIMIZERS[name](expected_model.parameters())
     train(expected_model, expected, 3)
@@ -188,7 +187,7 @@ def test_state_and_options_become_the_roots(name: str, wrap: Any, steps_elsewher
     train(model, optimizer, 3 if hvd.rank() == last() else steps_elsewhere)
     if hvd.rank() != last():
         optimizer.param_groups[0]["lr"] = 7
-    optimizer = wrap(optimizer, model)
+    optimizer = wrapped(optimizer, model) if wraps else optimizer
     parameters = copy.deepcopy(model.state_dict())
     hvd.broadcast_optimizer_state(optimizer, root_rank=last())
     found = state_of(optimizer)

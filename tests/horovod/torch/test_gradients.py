@@ -27,13 +27,17 @@ from hpcpar.errors import OperationError
 from hpcpar.horovod.basics import the_context
 from hpcpar.horovod.torch.compression import Compressor
 from tests.grid import pairwise
+from tests.horovod.torch.training import (
+    ROUNDING,
+    ROWS,
+    STEPS,
+    assert_as_alone,
+    distance,
+    errors_everywhere,
+    model_of,
+)
 
 pytestmark = pytest.mark.mpi
-
-ROUNDING = 1e-12
-"""Sums in another order, over a few steps of values near 1."""
-ROWS = 2
-STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +51,6 @@ def sgd(parameters: Any) -> Optimizer:
 
 def adamw(parameters: Any) -> Optimizer:
     return AdamW(parameters, lr=0.01)
-
-
-def model_of(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def rows_of(number: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -105,32 +104,6 @@ def alone(make: Callable[[Any], Optimizer] = sgd, seed: int = 0, **options: Any)
     model = model_of(seed)
     train(model, make(model.parameters()), all_ranks(), **options)
     return model
-
-
-def bits(model: nn.Module) -> bytes:
-    return b"".join(parameter.detach().contiguous().numpy().tobytes() for parameter in model.parameters())
-
-
-def distance(model: nn.Module, reference: nn.Module) -> float:
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max((own - other).abs().max().item() for own, other in pairs)
-
-
-def assert_as_alone(model: nn.Module, reference: nn.Module, bound: float = ROUNDING) -> None:
-    """The parameters are those of one process, and on all ranks the same to the last bit."""
-    told = hvd.allgather_object((distance(model, reference), bits(model)))
-    assert max(worst for worst, _ in told) <= bound
-    assert len({own for _, own in told}) == 1, "ranks differ"
-
-
-def errors_everywhere(call: Callable[[], Any]) -> list[tuple[tuple[str, ...], str]]:
-    """On every rank: the names of the error's types, and its message."""
-    try:
-        call()
-        told: tuple[tuple[str, ...], str] = ((), "")
-    except Exception as error:
-        told = tuple(kind.__name__ for kind in type(error).__mro__), str(error)
-    return hvd.allgather_object(told)
 
 
 def sum_of_ranks() -> float:
@@ -208,14 +181,6 @@ def test_every_gradient_is_an_allreduce_in_the_timeline(tmp_path: Path) -> None:
     assert of_tensor == dict.fromkeys(of_tensor, 3 * step)
 
 
-def test_default_arguments_warn_of_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model, optimizer = wrapped()
-        train(model, optimizer, here())
-    assert_as_alone(model, alone())
-
-
 # Compression
 
 
@@ -259,15 +224,6 @@ def test_compressed_gradients_are_off_by_their_last_places_only(
     assert all(other == told[0] for other in told)
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_training_with_compression_stays_near_training_without(name: str) -> None:
-    options = {"compression": getattr(hvd.Compression, name), "backward_passes_per_step": 2}
-    model, optimizer = wrapped(lambda parameters: SGD(parameters, lr=0.1), **options)
-    train(model, optimizer, here(), passes=2)
-    reference = alone(lambda parameters: SGD(parameters, lr=0.1), passes=2)
-    assert_as_alone(model, reference, STEPS * 0.1 * 8 * torch.finfo(NARROW[name]).eps)
-
-
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
 def test_an_average_of_what_fits_into_float16_fits_and_a_spike_is_held_at_its_end(predivide: float) -> None:
     spike = 7e4 if hvd.rank() == 0 else 6e4
@@ -284,12 +240,6 @@ def test_infinity_stays_infinity_so_that_scalers_see_it() -> None:
     gradient = torch.tensor([float("inf") if hvd.rank() == 0 else 1.0, float("nan"), 1.0])
     found = reduced(gradient, compression=hvd.Compression.fp16)
     assert [[str(value) for value in average.tolist()] for average in found] == [["inf", "nan", "1.0"]] * 2
-
-
-def test_bfloat16_has_room_for_what_float16_has_not() -> None:
-    found = reduced(torch.tensor([7e4, -1e30]), compression=hvd.Compression.bf16, op=hvd.Sum)
-    for total in found:
-        assert total.tolist() == pytest.approx([7e4 * hvd.size(), -1e30 * hvd.size()], rel=0.02)
 
 
 class Recording(Compressor):
@@ -531,23 +481,6 @@ def test_sparse_on_one_rank_and_dense_on_another_is_dense_as_dense_ones(needs_tw
     optimizer.step()
     assert parameter.grad.layout is torch.strided
     assert parameter.tolist() == (-values).tolist()
-
-
-def test_sparse_gradients_can_be_summed() -> None:
-    parameter = nn.Parameter(torch.zeros(4, 2, dtype=torch.float64))
-    optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=1.0), op=hvd.Sum)
-    found = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.embedding(torch.tensor([0, 1 + hvd.rank() % 3, 0]), parameter, sparse=True).sum().backward()
-        optimizer.synchronize()
-        optimizer.synchronize()
-        found.append(parameter.grad.to_dense()[:, 0].tolist())
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    others = [sum(1.0 for rank in all_ranks() if 1 + rank % 3 == row) for row in (1, 2, 3)]
-    assert found == [[2.0 * hvd.size(), *others]] * 2
-    assert parameter[:, 0].tolist() == [-2 * value for value in found[0]]
 
 
 @pytest.mark.parametrize("name", NARROW)

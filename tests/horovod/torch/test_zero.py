@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim import LBFGS, SGD, Optimizer
 
 import hpcpar
 import hpcpar.horovod.torch as hvd
@@ -28,17 +27,31 @@ from hpcpar.errors import OperationError
 from hpcpar.horovod import basics
 from hpcpar.horovod.torch import elastic
 from hpcpar.horovod.torch.readiness import BucketGate
+from tests.horovod.torch.training import (
+    OPTIMIZERS,
+    REDUCTIONS,
+    ROUNDING,
+    STEPS,
+    Branches,
+    Make,
+    Share,
+    assert_as_alone,
+    assert_errors,
+    backward,
+    batch,
+    bits,
+    distance,
+    error_of,
+    errors_everywhere,
+    model_of,
+    of_ranks,
+    part,
+    train,
+    whole,
+)
+from tests.horovod.torch.training import alone as alone_by
+from tests.horovod.torch.training import wrapped as wrapped_by
 
-ROUNDING = 1e-12
-"""Sums in another order, over a few steps of values near 1."""
-ROWS = 2
-STEPS = 4
-
-Make = Callable[[Any], Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "SGD": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "AdamW": lambda parameters: AdamW(parameters, lr=0.01, weight_decay=0.1),
-}
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 every_stage = pytest.mark.parametrize("stage", [1, 2])
 
@@ -53,113 +66,12 @@ def _small_buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(context, "knobs", replace(context.knobs, fusion_threshold_nbytes=300))
 
 
-def model_of(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+def alone(make: Make = OPTIMIZERS["AdamW"], **options: Any) -> tuple[nn.Sequential, Optimizer]:
+    return alone_by(make, **options)
 
 
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    """All ranks' rows, and what they should become."""
-    generator = torch.Generator().manual_seed(number)
-    rows = ROWS * hvd.size()
-    return (
-        torch.randn(rows, 6, generator=generator, dtype=torch.float64),
-        torch.randn(rows, 3, generator=generator, dtype=torch.float64),
-    )
-
-
-def of_ranks(ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    return lambda rows: torch.cat([rows[ROWS * rank : ROWS * (rank + 1)] for rank in ranks])
-
-
-def whole(rows: Tensor) -> Tensor:
-    return rows
-
-
-def part(rows: Tensor) -> Tensor:
-    return of_ranks([hvd.rank()])(rows)
-
-
-def backward(
-    model: nn.Module, share: Callable[[Tensor], Tensor], number: int, reduction: str = "mean"
-) -> Tensor:
-    x, y = batch(number)
-    dtype = next(model.parameters()).dtype
-    loss = F.mse_loss(model(share(x).to(dtype)), share(y).to(dtype), reduction=reduction)
-    if reduction == "sum":
-        loss = loss / 10  # so that steps are no larger than with the mean, and rounding neither
-    loss.backward()
-    return loss
-
-
-def train(
-    model: nn.Module,
-    optimizer: Optimizer,
-    share: Callable[[Tensor], Tensor],
-    *,
-    steps: range = range(STEPS),
-    passes: int = 1,
-    reduction: str = "mean",
-) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        for number in range(passes):
-            backward(model, share, 10 * step + number, reduction)
-        optimizer.step()
-
-
-def alone(make: Make = OPTIMIZERS["AdamW"], seed: int = 0, **options: Any) -> tuple[nn.Sequential, Optimizer]:
-    """One process that has all ranks' rows."""
-    model = model_of(seed)
-    optimizer = make(model.parameters())
-    train(model, optimizer, whole, **options)
-    return model, optimizer
-
-
-def wrapped(
-    stage: int | None, make: Make = OPTIMIZERS["AdamW"], seed: int = 0, **options: Any
-) -> tuple[nn.Sequential, Any]:
-    model = model_of(seed)
-    optimizer = make(model.parameters())
-    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), zero_stage=stage, **options)
-
-
-def bits(model: nn.Module) -> bytes:
-    return b"".join(p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in model.parameters())
-
-
-def distance(model: nn.Module, reference: nn.Module) -> float:
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max((own - other).abs().max().item() for own, other in pairs)
-
-
-def assert_as_alone(model: nn.Module, reference: nn.Module, bound: float = ROUNDING) -> None:
-    """The parameters are those of one process, and on all ranks the same to the last bit."""
-    told = hvd.allgather_object((distance(model, reference), bits(model)))
-    assert max(far for far, _ in told) <= bound
-    assert len({own for _, own in told}) == 1, "ranks differ"
-
-
-def error_of(call: Callable[[], Any]) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
-
-
-def errors_everywhere(call: Callable[[], Any]) -> list[tuple[tuple[str, ...], str]]:
-    """On every rank: the names of the error's types, and its message."""
-    error = error_of(call)
-    names = () if error is None else tuple(kind.__name__ for kind in type(error).__mro__)
-    return hvd.allgather_object((names, str(error)))
-
-
-def assert_errors(told: list[tuple[tuple[str, ...], str]], kind: str, *words: str) -> None:
-    for kinds, text in told:
-        assert kind in kinds, text
-        for word in words:
-            assert word in text
+def wrapped(stage: int | None, make: Make = OPTIMIZERS["AdamW"], **options: Any) -> tuple[nn.Sequential, Any]:
+    return wrapped_by(make, zero_stage=stage, **options)
 
 
 # Equality with one process
@@ -170,7 +82,7 @@ def assert_errors(told: list[tuple[tuple[str, ...], str]], kind: str, *words: st
 @every_optimizer
 @pytest.mark.parametrize(("passes", "op"), [(1, "Average"), (3, "Sum")])
 def test_training_is_that_of_one_process_with_all_rows(stage: int, make: Make, passes: int, op: str) -> None:
-    reduction = {"Average": "mean", "Sum": "sum"}[op]
+    reduction = REDUCTIONS[op]
     model, optimizer = wrapped(stage, make, op=getattr(hvd, op), backward_passes_per_step=passes)
     train(model, optimizer, part, passes=passes, reduction=reduction)
     buckets = len(optimizer.sharded.blocks)
@@ -252,24 +164,12 @@ def test_with_precision_masters_follow_what_is_broadcast_after_wrapping(stage: i
 
 @pytest.mark.mpi
 @every_stage
-@every_optimizer
-def test_it_is_an_instance_of_its_own_class_of_the_same_name(stage: int, make: Make) -> None:
-    model, optimizer = wrapped(stage, make)
-    kind = type(make(model.parameters()))
-    assert isinstance(optimizer, kind)
-    assert type(optimizer).__name__ == kind.__name__
-    assert optimizer.defaults == make(model.parameters()).defaults
-    assert "lr" in repr(optimizer)
-
-
-@pytest.mark.mpi
-@every_stage
 @pytest.mark.parametrize(("passes", "op"), [(1, "Sum"), (2, "Average")])
 @pytest.mark.parametrize("is_explicit", [True, False], ids=["after synchronize", "at once"])
 def test_gradients_are_clipped_by_the_optimizer(stage: int, passes: int, op: str, is_explicit: bool) -> None:
-    reduction = {"Average": "mean", "Sum": "sum"}[op]
+    reduction = REDUCTIONS[op]
 
-    def steps(model: nn.Module, optimizer: Any, share: Callable[[Tensor], Tensor]) -> list[float]:
+    def steps(model: nn.Module, optimizer: Any, share: Share) -> list[float]:
         norms = []
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -373,25 +273,6 @@ def test_named_gradients_are_the_shards_of_the_average(stage: int) -> None:
 
 @pytest.mark.mpi
 @every_stage
-def test_a_step_after_synchronize_warns_and_reduces_nothing_twice(stage: int) -> None:
-    model, optimizer = wrapped(stage, op=hvd.Sum)
-    told = []
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(model, part, 10 * step, "sum")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.synchronize()
-            optimizer.synchronize()
-            optimizer.step()
-        told.append([str(warning.message) for warning in caught])
-    assert_as_alone(model, alone(steps=range(3), reduction="sum")[0])
-    assert [len(messages) for messages in told] == [1] * 3
-    assert "skip_synchronize" in told[0][0]
-
-
-@pytest.mark.mpi
-@every_stage
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_number_of_passes_can_change_and_a_step_may_come_early(stage: int, passes: int) -> None:
     model, optimizer = wrapped(stage, backward_passes_per_step=3)
@@ -433,77 +314,6 @@ def test_gradients_last_until_somebody_forgets_them(stage: int, zero: str) -> No
 
 
 @pytest.mark.mpi
-@every_stage
-def test_zero_grad_while_gradients_are_under_way_is_an_error_and_training_goes_on(stage: int) -> None:
-    model, optimizer = wrapped(stage)
-    train(model, optimizer, part, steps=range(2))
-    optimizer.zero_grad()
-    backward(model, part, 20)
-    told = errors_everywhere(optimizer.zero_grad)
-    optimizer.step()
-    train(model, optimizer, part, steps=range(3, 4))
-    assert_as_alone(model, alone(steps=range(4))[0])
-    assert_errors(told, "AssertionError", "step()", "synchronize()")
-
-
-@pytest.mark.mpi
-def test_more_backwards_than_declared_are_an_error_everywhere_and_training_goes_on(needs_two: None) -> None:
-    model, optimizer = wrapped(1, backward_passes_per_step=2)
-    for number in range(2):
-        backward(model, part, number)
-    told = errors_everywhere(lambda: backward(model, part, 2))
-    optimizer.step()
-    train(model, optimizer, part, passes=2)
-    same = hvd.allgather_object(bits(model))
-    assert_errors(told, "AssertionError", "computed more than backward_passes_per_step times")
-    assert len(set(same)) == 1
-
-
-class Branches(nn.Module):
-    """Layers of which each rank uses some: "ab" are a and b."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.a, self.b, self.c, self.never = (nn.Linear(6, 3).double() for _ in range(4))
-
-    def forward(self, x: Tensor, used: str) -> Tensor:
-        return sum((getattr(self, name)(x) for name in used), start=torch.zeros(len(x), 3).double())
-
-
-def uses(step: int, rank: int) -> str:
-    """Which layers a rank uses: all kinds of differences between ranks and steps."""
-    last = hvd.size() - 1
-    return ["ab" if rank == 0 else "a", "abc" if rank == last else "b", "" if rank == 0 else "ac", "abc"][
-        step
-    ]
-
-
-def branch_steps(model: Branches, optimizer: Optimizer, ranks: range) -> None:
-    """Train on the mean of the ranks' losses."""
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank in ranks:
-            x, y = (of_ranks([rank])(rows) for rows in batch(step))
-            if uses(step, rank):
-                (F.mse_loss(model(x, uses(step, rank)), y) / len(ranks)).backward()
-        optimizer.step()
-
-
-@pytest.mark.mpi
-@every_stage
-@every_optimizer
-def test_parameters_without_a_gradient_on_some_ranks_or_all_are_as_in_one_process(
-    stage: int, make: Make
-) -> None:
-    model, reference = Branches(), Branches()
-    optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), zero_stage=stage)
-    branch_steps(model, optimizer, range(hvd.rank(), hvd.rank() + 1))
-    branch_steps(reference, make(reference.parameters()), range(hvd.size()))
-    assert_as_alone(model, reference)
-
-
-@pytest.mark.mpi
 def test_a_rank_without_a_backward_may_average_something_else_before_the_step() -> None:
     model, optimizer = wrapped(1, OPTIMIZERS["SGD"])
     reference = model_of()
@@ -528,23 +338,11 @@ def test_a_rank_without_a_backward_may_average_something_else_before_the_step() 
 
 
 @pytest.mark.mpi
-@every_stage
-def test_gradients_put_there_by_hand_are_reduced(stage: int) -> None:
-    model, optimizer = wrapped(stage, lambda parameters: SGD(parameters, lr=1.0))
-    reference = model_of()
-    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
-        parameter.grad = torch.full_like(parameter, float(hvd.rank()))
-        other.data -= (hvd.size() - 1) / 2
-    optimizer.step()
-    assert_as_alone(model, reference)
-
-
-@pytest.mark.mpi
 @pytest.mark.parametrize(("stage", "as_number"), [(1, False), (2, True)])
 def test_a_step_with_a_closure_is_that_of_one_process_and_returns_its_loss(
     stage: int, as_number: bool
 ) -> None:
-    def steps(model: nn.Module, optimizer: Optimizer, share: Callable[[Tensor], Tensor]) -> list[float]:
+    def steps(model: nn.Module, optimizer: Optimizer, share: Share) -> list[float]:
         losses = []
         for step in range(3):
 
@@ -564,41 +362,6 @@ def test_a_step_with_a_closure_is_that_of_one_process_and_returns_its_loss(
     expected = steps(reference, OPTIMIZERS["AdamW"](reference.parameters()), whole)
     assert_as_alone(model, reference)
     assert losses == pytest.approx(expected, abs=ROUNDING)
-
-
-@pytest.mark.mpi
-@every_stage
-@pytest.mark.parametrize(
-    ("schedule", "before"),
-    [("StepLR", True), ("OneCycleLR", False)],
-    ids=["made before wrapping", "made after wrapping"],
-)
-def test_learning_rate_schedulers_work_and_warn_of_nothing(stage: int, schedule: str, before: bool) -> None:
-    make = OPTIMIZERS["SGD"]
-    scheduled: Callable[[Optimizer], Any] = {
-        "StepLR": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
-        "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6),
-    }[schedule]
-
-    def steps(model: nn.Module, optimizer: Any, scheduler: Any, share: Callable[[Tensor], Tensor]) -> None:
-        for step in range(5):
-            train(model, optimizer, share, steps=range(step, step + 1))
-            scheduler.step()
-            if step == 2:
-                optimizer.load_state_dict(optimizer.state_dict())
-
-    model, reference = model_of(), model_of()
-    base, other = make(model.parameters()), make(reference.parameters())
-    scheduler = scheduled(base) if before else None
-    optimizer = hvd.DistributedOptimizer(base, model.named_parameters(), zero_stage=stage)
-    scheduler = scheduler or scheduled(optimizer)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        steps(model, optimizer, scheduler, part)
-    steps(reference, other, scheduled(other), whole)
-    assert_as_alone(model, reference)
-    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
-    assert [str(warning.message) for warning in told] == []
 
 
 @pytest.mark.mpi
@@ -647,29 +410,6 @@ def test_groups_have_options_of_their_own_and_more_may_be_added(stage: int, make
 
 @pytest.mark.mpi
 @every_stage
-@every_optimizer
-def test_state_dicts_go_to_and_fro_between_stages_and_the_plain_optimizer(stage: int, make: Make) -> None:
-    model, optimizer = wrapped(stage, make)
-    train(model, optimizer, part, steps=range(2))
-    saved = model.state_dict(), optimizer.state_dict()
-    plain = model_of(1)
-    other = make(plain.parameters())
-    plain.load_state_dict(saved[0])
-    other.load_state_dict(copy.deepcopy(saved[1]))
-    train(plain, other, whole, steps=range(2, 4))
-    again, its_optimizer = wrapped(3 - stage, make, seed=2)
-    train(again, its_optimizer, part, steps=range(1))
-    again.load_state_dict(saved[0])
-    its_optimizer.load_state_dict(copy.deepcopy(saved[1]))
-    train(again, its_optimizer, part, steps=range(2, 4))
-    reference, truth = alone(make)
-    assert_as_alone(plain, reference)
-    assert_as_alone(again, reference)
-    assert saved[1]["param_groups"] == truth.state_dict()["param_groups"]
-
-
-@pytest.mark.mpi
-@every_stage
 def test_state_from_before_wrapping_is_kept_and_must_be_that_of_all_ranks(
     stage: int, needs_two: None
 ) -> None:
@@ -714,36 +454,6 @@ def test_it_cannot_be_copied_and_says_what_to_do(stage: int, copied: Callable[[A
 
 
 # Process sets
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(("stage", "op"), [(1, "Sum"), (2, "Average")])
-def test_ranks_outside_of_the_process_set_train_by_themselves(stage: int, op: str, halves: list[Any]) -> None:
-    reduction = {"Average": "mean", "Sum": "sum"}[op]
-    chosen = halves[0]
-    model, optimizer = wrapped(stage, OPTIMIZERS["SGD"], process_set=chosen, op=getattr(hvd, op))
-    own = chosen.ranks if chosen.included() else [hvd.rank()]
-    train(model, optimizer, part, reduction=reduction)
-    reference = model_of()
-    train(reference, OPTIMIZERS["SGD"](reference.parameters()), of_ranks(own), reduction=reduction)
-    told = hvd.allgather_object((bits(model), distance(model, reference)))
-    assert max(far for _, far in told) <= ROUNDING
-    assert len({told[rank][0] for rank in chosen.ranks}) == 1
-    assert len({own for own, _ in told}) == 1 + hvd.size() - len(chosen.ranks)
-
-
-@pytest.mark.mpi
-@every_stage
-def test_process_sets_train_side_by_side_with_different_numbers_of_steps(stage: int, half: Any) -> None:
-    steps = range(2 + 3 * (min(half.ranks) % 2))
-    model, optimizer = wrapped(stage, process_set=half, backward_passes_per_step=2)
-    train(model, optimizer, part, passes=2, steps=steps)
-    reference = model_of()
-    make = OPTIMIZERS["AdamW"]
-    train(reference, make(reference.parameters()), of_ranks(half.ranks), passes=2, steps=steps)
-    told = hvd.allgather_object(bits(model))
-    assert distance(model, reference) <= ROUNDING
-    assert len({told[rank] for rank in half.ranks}) == 1
 
 
 # What does not go together
@@ -921,41 +631,3 @@ def test_elastic_training_goes_on_from_the_last_commit(stage: int, fault: str) -
     train(reference, OPTIMIZERS["AdamW"](reference.parameters()), whole, steps=range(6))
     # float32, and Adam divides by the root of small sums.
     assert_as_alone(model, reference, 1e-4)
-
-
-NEW_START = """
-import torch
-import hpcpar.horovod.torch as hvd
-
-def train(steps, optimizer, parameter):
-    for step in steps:
-        optimizer.zero_grad()
-        (parameter * (step + hvd.rank() + 1)).sum().backward()
-        optimizer.step()
-    return parameter.tolist()
-
-hvd.init()
-ends = []
-for stage in (1, 2):
-    parameter = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    base = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
-    optimizer = hvd.DistributedOptimizer(base, [("p", parameter)], zero_stage=stage)
-    ends.append(train(range(2), optimizer, parameter))
-    hvd.shutdown()
-    hvd.init()
-    ends.append(train(range(2, 4), optimizer, parameter))
-tell(ends=ends)
-"""
-
-
-def test_an_optimizer_goes_on_after_shutdown_and_a_new_init(job: Callable[..., Any]) -> None:
-    told = job(2, NEW_START)
-    parameter = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    optimizer = SGD([parameter], lr=1.0, momentum=0.5)
-    expected = []
-    for step in range(4):
-        optimizer.zero_grad()
-        (parameter * (step + 1.5)).sum().backward()
-        optimizer.step()
-        expected.append(parameter.tolist())
-    assert [of_rank["ends"] for of_rank in told] == [[expected[1], expected[3]] * 2] * 2
