@@ -7,7 +7,7 @@ import pytest
 
 from hpcpar import partition
 from hpcpar.algorithms.registry import ALGORITHMS
-from hpcpar.comm import calls, run_loopback, select
+from hpcpar.comm import compiling, run_loopback, select
 
 PLACED = {
     collective: [name for name, algorithm in by_name.items() if algorithm.placed]
@@ -124,7 +124,7 @@ def test_what_lies_in_several_stretches_of_memory_is_read_there(collective):
 def test_what_is_near_goes_through_memory_and_what_is_far_by_messages(
     group, nodes, truths, assert_true, monkeypatch
 ):
-    monkeypatch.setattr(calls, "IN_PART_FROM_NBYTES", 0)
+    monkeypatch.setattr(compiling, "IN_PART_FROM_NBYTES", 0)
 
     def work(comm):
         assert comm.share_memory(post_nbytes=1024)
@@ -138,8 +138,8 @@ def test_ranks_on_nodes_that_exchange_very_different_amounts_go_the_same_way():
     def work(comm):
         assert comm.share_memory()
         # Rank 0 alone has as much to send as goes through memory.
-        sent = [calls.IN_PART_FROM_NBYTES // 8 if comm.rank == 0 else 1] * comm.size
-        received = [calls.IN_PART_FROM_NBYTES // 8 if rank == 0 else 1 for rank in range(comm.size)]
+        sent = [compiling.IN_PART_FROM_NBYTES // 8 if comm.rank == 0 else 1] * comm.size
+        received = [compiling.IN_PART_FROM_NBYTES // 8 if rank == 0 else 1 for rank in range(comm.size)]
         found = comm.alltoall(np.full(sum(sent), comm.rank), send_counts=sent, receive_counts=received)
         return np.array_equal(found, np.repeat(np.arange(comm.size), received))
 

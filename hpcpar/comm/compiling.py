@@ -1,0 +1,361 @@
+"""Compile a request: choose the algorithm, plan, and bind the plan to memory by an executor."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+
+from hpcpar import partition
+from hpcpar.algorithms.registry import Algorithm
+from hpcpar.algorithms.step import Space
+from hpcpar.comm.blocks import Action
+from hpcpar.comm.collectives import Arguments, copy_to, view
+from hpcpar.comm.compiled import CompiledCollective, ExecutorStep, Turn
+from hpcpar.comm.device_steps import device_steps
+from hpcpar.comm.devices import lead_caller
+from hpcpar.comm.executors import native
+from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
+from hpcpar.comm.executors.shared_binding import Layout, is_short, shared_steps
+from hpcpar.comm.executors.shared_memory import SharedCall
+from hpcpar.comm.plan import (
+    NOT_COUNTED,
+    Message,
+    Offsets,
+    Plan,
+    PlannedStep,
+    counted,
+    plan,
+    received_elsewhere,
+)
+from hpcpar.comm.reductions import finishing
+from hpcpar.comm.request import Request, is_used_in_place, rank_of
+from hpcpar.comm.select import NATIVE, segments_for
+from hpcpar.comm.shm_segment import ShmSegment
+from hpcpar.comm.spaces import Spaces, copying, itemsize_of
+from hpcpar.transport.buffers import HostBuffer
+from hpcpar.transport.gpu.memory import DeviceBuffer
+from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall
+from hpcpar.units import KiB, MiB
+
+if TYPE_CHECKING:
+    from hpcpar.comm.calls import Calls
+
+KEPT_COPY_NBYTES = 4 * MiB
+"""A call that works on a larger copy of its input is not kept."""
+
+IN_PART_FROM_NBYTES = 64 * KiB
+"""On several nodes, arrays from this size on use shared memory within each node; shorter ones travel by
+persistent messages, which start sooner."""
+
+FRESH_TAGS = COLLECTIVE_TAGS // 2
+"""Below: tags of calls with fresh requests; from here to COLLECTIVE_TAGS: tags of persistent ones."""
+
+CALLS_TOLD_APART = 256
+"""Calls with fresh requests that may be under way at once."""
+
+
+NOTHING = HostBuffer(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8), "uint8", 1)
+"""Data of a barrier."""
+
+
+def compile_message(calls: Calls, request: Request, array: Any) -> CompiledCollective:
+    """Compile one point-to-point message. From the second time on it uses a persistent request."""
+    receives = request.collective == "recv"
+    whom = "the sender" if receives else "the receiver"
+    binding = view(calls, array, writable=receives)
+    host = binding.host
+    peer = rank_of(request.peer, calls.size, whom, calls.name)
+    tag = COLLECTIVE_TAGS + calls.user_tag(request.tag)
+    what = f"recv from rank {peer}" if receives else f"send to rank {peer}"
+    calls.require_usable(what)
+    space: Space = "output" if receives else "input"
+    message = Message(peer, ((space, 0, host.count),), host.count)
+    step = PlannedStep((), () if receives else (message,), (message,) if receives else ())
+    planned, spaces = counted((step,)), {space: host}
+    compiled = _new(calls, request, what, "", planned, spaces)
+    compiled.collective, compiled.comm_id = what, None
+    compiled.expected_nbytes = host.octets.size if receives else None
+    compiled.last = [] if binding.write_back is None or not receives else [binding.write_back]
+    if isinstance(host, DeviceBuffer):
+        _bind_device_steps(calls, compiled, planned, spaces, "sum", tag)
+        return compiled
+    # Not planned.steps: a message of no elements travels, too.
+    compiled.program = MessageProgram(
+        calls.transport, [step], spaces, "sum", calls.runtime.scratch, Signature(tag, [None])
+    )
+    if request.input is not None and is_used_in_place(array) and request not in calls.cache:
+        compiled.is_cached = True
+        calls.keep(request, compiled)
+    return compiled
+
+
+def compile_collective(
+    calls: Calls, request: Request, arguments: Arguments, described: str, buffer: Any, out: Any
+) -> CompiledCollective:
+    spaces = arguments.spaces
+    whole = next(iter(spaces.values()), NOTHING)
+    algorithm = calls.choose(
+        request.collective,
+        whole.octets.size,
+        uneven=arguments.uneven,
+        named=request.algorithm,
+        dtype=whole.dtype,
+        op=arguments.op,
+        same_everywhere=arguments.same_everywhere,
+        on_device=isinstance(whole, DeviceBuffer),
+    )
+    first, last = list(arguments.first), list(arguments.last)
+    if algorithm.name == NATIVE:
+        compiled = _by_mpi(calls, request, arguments, described, first, last)
+        return compiled
+    segments = segments_for(algorithm, whole.octets.size)
+    offsets = arguments.offsets
+    if offsets is not None and segments > 1:
+        offsets = tuple((space, partition.refined(edges, segments)) for space, edges in offsets)
+    chunks = max(1, algorithm.chunks(calls.size, segments, calls.transport.nodes))
+    cut = offsets or (("data", partition.offsets(partition.counts(whole.count, chunks))),)
+    work_chunks = algorithm.work_chunks(calls.size)
+    if work_chunks:
+        cut, spaces = _with_work(cut, spaces, work_chunks)
+    planned = plan(
+        algorithm, calls.rank, calls.size, arguments.root or 0, segments, cut, calls.transport.nodes
+    )
+    kept = arguments.kept
+    copy_nbytes = 0
+    if kept is not None and planned.received:
+        elsewhere, is_filled = None, False
+        if kept.target is not None:
+            # Messages of one step by two executors are two sums: the second one adds to the first.
+            is_filled = calls.shares_in_part
+            elsewhere = received_elsewhere(planned, ("data", *arguments.own), is_filled=is_filled)
+        if elsewhere is not None and kept.target is not None:
+            if is_filled:
+                first += copy_to(kept.target, whole.part(*arguments.own))
+            planned, spaces = elsewhere, {**spaces, "output": kept.target}
+        else:
+            work = whole.scratch(whole.count)
+            copy_nbytes = whole.octets.size
+            spaces = {**spaces, "data": work}
+            first.append(copying(work.octets, whole.octets))
+            if kept.target is not None:
+                last.insert(0, copying(kept.target.octets, work.part(*arguments.own).octets))
+    elif kept is not None and kept.target is not None:
+        last[:0] = copy_to(kept.target, whole.part(*arguments.own))
+    compiled = _new(calls, request, described, algorithm.name, planned, spaces)
+    compiled.result = arguments.result
+    compiled.nbytes = copy_nbytes
+    compiled.first = first
+    compiled.last = [*last, *_divided(calls, arguments), *arguments.at_end]
+    compiled.is_cached = arguments.same_everywhere and copy_nbytes <= KEPT_COPY_NBYTES
+    _bind_steps(calls, compiled, arguments, algorithm, segments, cut, planned, spaces)
+    return compiled
+
+
+def _new(
+    calls: Calls, request: Request, described: str, by: str, planned: Plan, spaces: Spaces
+) -> CompiledCollective:
+    itemsize = itemsize_of(spaces)
+    compiled = CompiledCollective(
+        request.collective,
+        calls.name,
+        calls.runtime,
+        calls.transport.world_ranks,
+        calls.traffic.row(calls.label or request.collective),
+        described=described,
+        by=by,
+        traffic=(planned.messages, planned.sent * itemsize, planned.received * itemsize),
+    )
+    compiled.comm_id = calls.comm_id
+    return compiled
+
+
+def _bind_steps(
+    calls: Calls,
+    compiled: CompiledCollective,
+    arguments: Arguments,
+    algorithm: Algorithm,
+    segments: int,
+    cut: Offsets,
+    planned: Plan,
+    spaces: Spaces,
+) -> None:
+    """Choose the executor, and have it bind the plan to memory."""
+    whole = next(iter(spaces.values()), NOTHING)
+    op, nbytes = arguments.op, whole.octets.size
+    # All ranks have the same words; messages of calls with other words do not meet.
+    digest = crc32(f"{compiled.described} by {algorithm.name}".encode())
+    fresh_tag = digest % (FRESH_TAGS // CALLS_TOLD_APART) * CALLS_TOLD_APART
+    scratch = calls.runtime.scratch
+    if isinstance(whole, DeviceBuffer):
+        _bind_device_steps(
+            calls, compiled, planned, spaces, op, fresh_tag + calls.count[0] % CALLS_TOLD_APART
+        )
+        return
+    layout = _layout(calls, arguments, algorithm, segments, cut, whole)
+    call = None if layout is None else _shared_call(calls, compiled, arguments, layout, spaces, nbytes)
+    if call is not None:
+        elsewhere: dict[int, ExecutorStep] = {}
+        for step in planned.steps:
+            beyond = _beyond(step, call.segment)
+            if beyond is not None:
+                elsewhere[step.index] = MessageStep(
+                    calls.transport, beyond, spaces, op, fresh_tag, scratch, tags=CALLS_TOLD_APART
+                )
+        if arguments.lent is not None and not elsewhere and call.lend(arguments.lent, arguments.own, planned):
+            compiled.first = []
+        compiled.steps = shared_steps(call, planned, op, elsewhere)
+    elif (
+        calls.size > 1
+        and arguments.same_everywhere
+        and nbytes <= PERSISTENT_NBYTES
+        and not _is_in_part(calls, arguments, algorithm, whole)  # here a rank is alone on its node
+    ):
+        program = MessageProgram(
+            calls.transport, planned.steps, spaces, op, scratch, _signature(calls, digest)
+        )
+        compiled.program = program
+        compiled.nbytes += program.nbytes
+    else:
+        compiled.steps = [
+            MessageStep(calls.transport, step, spaces, op, fresh_tag, scratch, tags=CALLS_TOLD_APART)
+            for step in planned.steps
+        ]
+
+
+def _bind_device_steps(
+    calls: Calls, compiled: CompiledCollective, planned: Plan, spaces: Spaces, op: str, tag: int
+) -> None:
+    """Bind a plan to device memory, for one call: a kernel's start hides what could be prepared."""
+    devices, whole = calls.runtime.devices, next(iter(spaces.values()))
+    assert devices is not None, "no array is seen as a device's without them"
+    assert isinstance(whole, DeviceBuffer)
+    steps = device_steps(devices, calls.transport, calls.mailroom, planned, spaces, op, tag)
+    compiled.steps = [native.PostedStep(step) for step in steps]
+    compiled.is_cached = False
+    keep = partial(whole.queue.afterwards, lambda: spaces)
+    compiled.last = [*compiled.last, keep, partial(lead_caller, whole)]
+
+
+def _layout(
+    calls: Calls,
+    arguments: Arguments,
+    algorithm: Algorithm,
+    segments: int,
+    cut: Offsets,
+    whole: HostBuffer,
+) -> Layout | None:
+    """The schedules of a node's ranks, as each of them knows them; None where they use messages."""
+    if calls.segment is None or not (calls.is_all_shared or _is_in_part(calls, arguments, algorithm, whole)):
+        return None
+    return Layout(
+        algorithm,
+        calls.size,
+        arguments.root or 0,
+        segments,
+        calls.transport.nodes,
+        cut,
+        whole.itemsize,
+        is_uneven=not arguments.same_everywhere,
+    )
+
+
+def _is_in_part(calls: Calls, arguments: Arguments, algorithm: Algorithm, whole: HostBuffer) -> bool:
+    """True if nodes use their shared memory, and messages between them. The same on every rank."""
+    is_long = whole.octets.size >= IN_PART_FROM_NBYTES or not arguments.same_everywhere
+    return calls.shares_in_part and calls.reads_private and is_long and not algorithm.ordered
+
+
+def _shared_call(
+    calls: Calls,
+    compiled: CompiledCollective,
+    arguments: Arguments,
+    layout: Layout,
+    spaces: Spaces,
+    nbytes: int,
+) -> SharedCall | None:
+    """The call in shared memory; None where it is too long for a body, and memory cannot be read."""
+    segment = calls.segment
+    assert segment is not None
+    short = calls.is_all_shared and is_short(segment, layout, nbytes, combines=arguments.combines)
+    if not short and not segment.pids:
+        return None
+    described = f"{compiled.described}, by {layout.algorithm.name}"
+    tell = partial(calls.runtime.watch.note_mismatch, calls.comm_id)
+    call = SharedCall(segment, layout, calls.rank, spaces, described, is_short=short, tell=tell)
+    if layout.is_uneven:
+        call.table = arguments.table(segment.ranks)
+    return call
+
+
+def _signature(calls: Calls, digest: int) -> Signature:
+    number = digest % (FRESH_TAGS // TURNS)
+    found = calls.signatures.get(number)
+    if found is None:
+        first = FRESH_TAGS + number * TURNS
+        found = calls.signatures[number] = Signature(first, [Turn() for _ in range(TURNS)])
+    return found
+
+
+def _by_mpi(
+    calls: Calls,
+    request: Request,
+    arguments: Arguments,
+    described: str,
+    first: list[Action],
+    last: list[Action],
+) -> CompiledCollective:
+    """Leave the call to MPI, as one step."""
+    spaces, kept = arguments.spaces, arguments.kept
+    data = next(iter(spaces.values()))
+    if kept is not None:
+        work = data.scratch(data.count)
+        first.append(copying(work.octets, data.octets))
+        if kept.target is not None:
+            last.insert(0, copying(kept.target.octets, work.part(*arguments.own).octets))
+        spaces, data = {**spaces, "data": work}, work
+    asked = NativeCall(
+        request.collective,
+        None,
+        data,
+        op=arguments.op,
+        root=arguments.root or 0,
+        even=not arguments.uneven,
+    )
+    participants = native.Participants(
+        calls.runtime.watch, calls.transport.world_ranks, calls.name, calls.count[0]
+    )
+    step = native.native_step(calls.transport, participants, asked, spaces, arguments.offsets)
+    compiled = _new(calls, request, described, NATIVE, NOT_COUNTED, spaces)
+    compiled.result = arguments.result
+    compiled.steps = [native.PostedStep(step)]
+    compiled.first = first
+    compiled.last = [*last, *_divided(calls, arguments), *arguments.at_end]
+    compiled.row.calls_by_mpi += 1
+    return compiled
+
+
+def _divided(calls: Calls, arguments: Arguments) -> list[Action]:
+    """Divide an average by the number of ranks, and multiply by a factor."""
+    is_divided = arguments.op == "average" and calls.size > 1
+    if arguments.averaged is None or not (is_divided or arguments.factor != 1.0):
+        return []
+    return finishing(arguments.op, arguments.averaged, calls.size, arguments.factor)
+
+
+def _beyond(step: PlannedStep, segment: ShmSegment) -> PlannedStep | None:
+    """The messages of a step to and from other nodes; None: there are none."""
+    sends = tuple(message for message in step.sends if message.peer not in segment.local)
+    receives = tuple(message for message in step.receives if message.peer not in segment.local)
+    return PlannedStep((), sends, receives, step.index) if sends or receives else None
+
+
+def _with_work(offsets: Offsets, spaces: Spaces, chunks: int) -> tuple[Offsets, Spaces]:
+    """Add scratch of `chunks` chunks, each as large as the first chunk of the first space."""
+    edges = offsets[0][1]
+    count = edges[1] - edges[0]
+    work = next(iter(spaces.values())).scratch(count * chunks)
+    work_edges = tuple(range(0, count * chunks + 1, count)) if count else (0,) * (chunks + 1)
+    return (*offsets, ("work", work_edges)), {**spaces, "work": work}
