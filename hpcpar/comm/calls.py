@@ -1,4 +1,4 @@
-"""All calls of one communicator: found in the cache by their request, or validated and compiled; then started.
+"""All calls of one communicator: found in the cache by their request, or compiled; then started.
 
 Request ──> cache ── hit ───────────────────────────────────────────> CompiledCollective
               └── miss ─> bind arguments ─> choose ─> plan ─> executor ────┘

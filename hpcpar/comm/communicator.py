@@ -362,7 +362,7 @@ class Communicator:
 
     @property
     def calls_of_lent(self) -> list[int]:
-        """The same of this communicator and of those that it has lent."""
+        """Numbers of collectives begun here and on the communicators that it has lent."""
         return [self.calls, *(calls for lent in self._lent for calls in lent.comm.calls_of_lent)]
 
     def abandon(self) -> None:

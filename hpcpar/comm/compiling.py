@@ -18,7 +18,7 @@ from hpcpar.comm.device_steps import device_steps
 from hpcpar.comm.devices import lead_caller
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
-from hpcpar.comm.executors.shared_binding import Layout, is_short, shared_steps
+from hpcpar.comm.executors.shared_binding import NodeLayout, is_short, shared_steps
 from hpcpar.comm.executors.shared_memory import SharedCall
 from hpcpar.comm.plan import (
     NOT_COUNTED,
@@ -246,11 +246,11 @@ def _layout(
     segments: int,
     cut: Offsets,
     whole: HostBuffer,
-) -> Layout | None:
+) -> NodeLayout | None:
     """The schedules of a node's ranks, as each of them knows them; None where they use messages."""
     if calls.segment is None or not (calls.is_all_shared or _is_in_part(calls, arguments, algorithm, whole)):
         return None
-    return Layout(
+    return NodeLayout(
         algorithm,
         calls.size,
         arguments.root or 0,
@@ -272,7 +272,7 @@ def _shared_call(
     calls: Calls,
     compiled: CompiledCollective,
     arguments: Arguments,
-    layout: Layout,
+    layout: NodeLayout,
     spaces: Spaces,
     nbytes: int,
 ) -> SharedCall | None:

@@ -35,7 +35,7 @@ class Exchange(Protocol):
         """Bytes that all receives of a complete exchange brought."""
 
 
-class Prepared(Exchange, Protocol):
+class PreparedExchange(Exchange, Protocol):
     """An exchange that has yet to be started; a persistent one again and again, one at a time."""
 
     def start(self) -> object:
@@ -121,7 +121,7 @@ class Transport(Protocol):
         tag: int,
         *,
         persistent: bool,
-    ) -> Prepared:
+    ) -> PreparedExchange:
         """Set up an exchange to be started later, and often if it is persistent.
 
         The caller keeps the memory alive meanwhile.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hpcpar.errors import MismatchError, StallError
-from hpcpar.transport.interface import Exchange, Natives, Octets, Prepared, Transport
+from hpcpar.transport.interface import Exchange, Natives, Octets, PreparedExchange, Transport
 from hpcpar.units import as_timeout
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class LoopbackTransport:
         tag: int,
         *,
         persistent: bool,
-    ) -> Prepared:
+    ) -> PreparedExchange:
         return _Prepared(self, sends, receives, tag)
 
     def post(

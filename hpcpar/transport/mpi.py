@@ -29,7 +29,7 @@ from hpcpar.transport.interface import (
     NativeCall,
     Natives,
     Octets,
-    Prepared,
+    PreparedExchange,
     Transport,
 )
 
@@ -428,7 +428,7 @@ class MpiTransport:
         tag: int,
         *,
         persistent: bool,
-    ) -> Prepared:
+    ) -> PreparedExchange:
         comm = self._comm
         coming, going = self._arguments(receives, tag), self._arguments(sends, tag)
         return _Exchange(

@@ -29,7 +29,7 @@ from hpcpar.comm.spaces import (
     octets_of,
     packing,
 )
-from hpcpar.transport.interface import Octets, Prepared, Transport
+from hpcpar.transport.interface import Octets, PreparedExchange, Transport
 from hpcpar.units import MiB
 
 PERSISTENT_NBYTES = 4 * MiB
@@ -74,7 +74,7 @@ class MessageStep:
         self._landing = landing
         self._landed_nbytes = 0
         self._lent: list[Octets] = []
-        self._exchange: Prepared | None = None
+        self._exchange: PreparedExchange | None = None
         self._is_persistent = landing is not None
         self._state = POSTING
         self._actions: Iterator[Action] | None = None

@@ -24,7 +24,7 @@ may be as long as a body."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """All that the ranks of a node know of each other's schedules.
 
     algorithm, size, root, segments, nodes   which schedules
@@ -72,7 +72,7 @@ class Layout:
         return most
 
 
-def is_short(segment: ShmSegment, layout: Layout, nbytes: int, *, combines: bool) -> bool:
+def is_short(segment: ShmSegment, layout: NodeLayout, nbytes: int, *, combines: bool) -> bool:
     """True if a call's messages are copied into the bodies. The same on every rank of the node."""
     if layout.is_uneven or nbytes > (segment.post_nbytes if combines else MOVED_NBYTES):
         return False

@@ -51,7 +51,7 @@ from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.interface import Octets
 
 if TYPE_CHECKING:
-    from hpcpar.comm.executors.shared_binding import Layout
+    from hpcpar.comm.executors.shared_binding import NodeLayout
     from hpcpar.comm.executors.shared_reads import Group
 
 CLAIMING, COPYING, RECEIVING, READ, DONE = range(5)
@@ -68,7 +68,7 @@ class SharedCall:
     def __init__(
         self,
         segment: ShmSegment,
-        layout: Layout,
+        layout: NodeLayout,
         rank: int,
         spaces: Spaces,
         described: str,
