@@ -100,9 +100,8 @@ class SharedCall:
         segment = self.segment
         self.headers = headers = segment.headers[slot]
         self.header = headers[segment.rank]
-        if (
-            segment.begun[slot] != number + 1
-        ):  # else a handler's exception has left the same call before it began
+        # Equal where an exception of a handler has left a call of this number before it counted.
+        if segment.begun[slot] != number + 1:
             segment.before[slot] = segment.begun[slot]
             segment.begun[slot] = number + 1
         self._before = segment.before[slot]
