@@ -117,12 +117,7 @@ class Buffers:
 
     @classmethod
     def of(
-        cls,
-        case: Case,
-        comm: Communicator,
-        *,
-        shared: bool = False,
-        device: torch.device = ON_HOST,
+        cls, case: Case, comm: Communicator, *, shared: bool = False, device: torch.device = ON_HOST
     ) -> Buffers:
         """Allocate; collective for shared memory. OperationError where the ranks cannot share memory."""
         if shared and not comm.shares_memory:

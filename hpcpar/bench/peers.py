@@ -253,38 +253,20 @@ class GlooPeer:
     def _calls(
         self, case: Case, comm: Communicator, buffers: Buffers
     ) -> dict[tuple[str, Place], tuple[Callable[[], object], Any]]:
-        """Return gloo's calls on these buffers by collective and place, each with its result array."""
+        """Return gloo's call and result array by collective and place."""
         dist, group = self._dist, self.group
         whole, shard, other = (tensor(array) for array in (buffers.whole, buffers.shard, buffers.other))
         own = whole[case.own(comm.rank)]
         # gloo runs allreduce, reduce and broadcast in place only.
         return {
             ("allreduce", "in"): (lambda: dist.all_reduce(whole, group=group), whole),
-            ("reduce_scatter", "out"): (
-                lambda: dist.reduce_scatter_tensor(shard, whole, group=group),
-                shard,
-            ),
-            ("reduce_scatter", "in"): (
-                lambda: dist.reduce_scatter_tensor(own, whole, group=group),
-                own,
-            ),
-            ("allgather", "out"): (
-                lambda: dist.all_gather_into_tensor(whole, shard, group=group),
-                whole,
-            ),
-            ("allgather", "in"): (
-                lambda: dist.all_gather_into_tensor(whole, own, group=group),
-                whole,
-            ),
+            ("reduce_scatter", "out"): (lambda: dist.reduce_scatter_tensor(shard, whole, group=group), shard),
+            ("reduce_scatter", "in"): (lambda: dist.reduce_scatter_tensor(own, whole, group=group), own),
+            ("allgather", "out"): (lambda: dist.all_gather_into_tensor(whole, shard, group=group), whole),
+            ("allgather", "in"): (lambda: dist.all_gather_into_tensor(whole, own, group=group), whole),
             ("broadcast", "in"): (lambda: dist.broadcast(whole, 0, group=group), whole),
-            ("reduce", "in"): (
-                lambda: dist.reduce(whole, 0, group=group),
-                whole if comm.rank == 0 else None,
-            ),
-            ("alltoall", "out"): (
-                lambda: dist.all_to_all_single(other, whole, group=group),
-                other,
-            ),
+            ("reduce", "in"): (lambda: dist.reduce(whole, 0, group=group), whole if comm.rank == 0 else None),
+            ("alltoall", "out"): (lambda: dist.all_to_all_single(other, whole, group=group), other),
         }
 
     def _ping_pong(self, comm: Communicator, sent: Any, received: Any) -> Callable[[], None]:

@@ -58,9 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> list[Call]:
     ],
 )
 def test_what_follows_the_program_belongs_to_it(
-    arguments: list[str],
-    argv: tuple[str, ...],
-    calls: list[Call],
+    arguments: list[str], argv: tuple[str, ...], calls: list[Call]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "-n", "2", *arguments])
@@ -68,9 +66,7 @@ def test_what_follows_the_program_belongs_to_it(
     assert calls == [(2, argv, "auto", [])]
 
 
-def test_the_launcher_and_its_words_are_handed_on(
-    calls: list[Call],
-) -> None:
+def test_the_launcher_and_its_words_are_handed_on(calls: list[Call]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "-n", "2", "--launcher", "mpiexec", "--options", "-ppn 1 -host 'a b'", "x.py"])
     assert calls == [(2, ("x.py",), "mpiexec", ["-ppn", "1", "-host", "a b"])]

@@ -244,9 +244,7 @@ def shell_of_a_step(proc: Path, *, group: int, terminal: int = 34816) -> dict[st
     return task
 
 
-def test_what_is_typed_into_a_steps_shell_is_one_process_and_gets_a_hint(
-    tmp_path: Path,
-) -> None:
+def test_what_is_typed_into_a_steps_shell_is_one_process_and_gets_a_hint(tmp_path: Path) -> None:
     info = detect(shell_of_a_step(tmp_path, group=402), tmp_path)
     assert (info.rank, info.size, info.launcher) == (0, 1, "single")
     assert info.hint is not None
