@@ -161,6 +161,12 @@ class Candidate:
     close: Callable[[], object] = lambda: None
 
 
+def partner(comm: Communicator) -> int | None:
+    """Return this rank's partner in a ping-pong of rank 0 and the last rank; None on the ranks between."""
+    last = comm.size - 1
+    return {0: last, last: 0}.get(comm.rank) if last else None
+
+
 def contribution(rank: int, start: int, stop: int, device: torch.device = ON_HOST) -> torch.Tensor:
     """Return elements start to stop of this rank's input: integers from 1 to 7."""
     return torch.arange(start, stop, device=device) % 3 + (rank % 5 + 1)

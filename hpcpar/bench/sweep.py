@@ -33,6 +33,7 @@ from hpcpar.bench.measure import (
     Timing,
     copy_candidate,
     measure,
+    partner,
     row,
     usable,
     wrong_elements,
@@ -167,8 +168,8 @@ def _ours(case: Case, comm: Communicator, b: Buffers, place: Place, name: str | 
 
 
 def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
-    first, peer = comm.rank == 0, comm.size - 1 if comm.rank == 0 else 0
-    if comm.size == 1 or comm.rank not in (0, comm.size - 1):
+    first, peer = comm.rank == 0, partner(comm)
+    if peer is None:
         return Candidate(CHOSEN, lambda: None, lambda: None)
 
     def there_and_back() -> None:
@@ -269,17 +270,9 @@ def run(
 
 def header(options: Options, comm: Communicator, mpi: str, peers: dict[str, str]) -> dict[str, Any]:
     """Describe the job and the options for the head of the results."""
-    return about(
-        "collectives",
-        comm,
-        mpi,
-        {
-            "dtype": options.dtype,
-            "arrays": f"{options.kind}, {'shared' if options.shared else 'ordinary'} memory",
-            "rounds": options.rounds,
-        },
-        peers,
-    )
+    memory = "shared" if options.shared else "ordinary"
+    what = {"dtype": options.dtype, "arrays": f"{options.kind}, {memory} memory", "rounds": options.rounds}
+    return about("collectives", comm, mpi, what, peers)
 
 
 def about(

@@ -167,8 +167,8 @@ def sound_claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> 
 
 
 def _from_step(environ: Mapping[str, str], proc: Path) -> RankInfo:
-    *position, pmi = slurm.task(environ)
-    return RankInfo(*position, "slurm", pmi, slurm.forgotten_srun(environ, proc))
+    task = slurm.task(environ)
+    return RankInfo(*task[:6], "slurm", task.pmi, slurm.forgotten_srun(environ, proc))
 
 
 def _from_launcher(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:

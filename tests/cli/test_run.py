@@ -19,6 +19,7 @@ from hpcpar.launch import supervise
 from hpcpar.launch.horovod_settings import HorovodSettings
 from hpcpar.launch.hosts import Host
 from hpcpar.launch.launch_command import LaunchOptions
+from tests import command
 
 REPOSITORY = Path(__file__).parents[2]
 HAS_MPIEXEC = bool(
@@ -94,14 +95,7 @@ world.barrier()
 
 
 def job(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpcpar", "run", *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    return command.run(sys.executable, "-m", "hpcpar", "run", *arguments, PYTHONPATH=str(REPOSITORY))
 
 
 @pytest.mark.skipif(not HAS_MPIEXEC, reason="needs mpiexec")

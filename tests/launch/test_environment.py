@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from tests.launch.proc_tree import add_process
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+from tests.command import run
 
 # As recorded from `srun --mpi=… -N2 --ntasks-per-node=2` of Slurm 22.05, task 3.
 STEP = {
@@ -260,14 +260,7 @@ def test_what_a_steps_script_starts_is_a_rank_on_a_terminal_or_not(tmp_path: Pat
 
 def test_the_documentation_shows_the_table_that_is_read() -> None:
     root = Path(__file__).parents[2]
-    made = subprocess.run(
-        [sys.executable, "docs/launchers.py"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    made = run(sys.executable, "docs/launchers.py", directory=root)
     assert made.stdout == (root / "docs" / "launchers.md").read_text("utf-8")
     for launcher in LAUNCHERS:
         assert f"| {launcher.called} | `{launcher.marker}` |" in made.stdout

@@ -164,9 +164,9 @@ def listen(ports: Sequence[int]) -> socket.socket:
     errors: dict[int, str] = {}
     for port in ports:
         for family in (socket.AF_INET6, socket.AF_INET):
-            options = {"family": family, "dualstack_ipv6": family == socket.AF_INET6}
+            both, backlog = family == socket.AF_INET6, pmi_server.BACKLOG
             try:
-                return socket.create_server(("", port), backlog=pmi_server.BACKLOG, **options)
+                return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
             except ValueError:  # this system has no IPv6
                 continue
             except OSError as error:

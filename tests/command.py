@@ -1,0 +1,23 @@
+"""Run a command of a test, and return its status and its two outputs as text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+
+def run(
+    *command: str | Path, directory: Path | None = None, timeout_s: float = 100.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run it with `variables` added to this process's environment; whatever its status, no error."""
+    return subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
