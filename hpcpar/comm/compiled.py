@@ -67,7 +67,7 @@ class CompiledCollective:
     program          messages: chooses steps and turn by the tag that the call gets
     first, last      actions on memory before the first and after the last step
     result           of the caller's arrays; None: the second one, or the first where there is no second
-    written          place among the caller's arrays of the torch tensor that is written to; None: there is none
+    written          which of the arrays is a torch tensor that is written to; None: neither
     expected_nbytes  what point-to-point receives must bring, no more and no less
     comm_id          of the communicator, as ranks tell each other; None for a point-to-point message
     is_cached        in the cache: holds no references to the caller's arrays while it is idle
