@@ -21,3 +21,8 @@ def run(
         timeout=timeout_s,
         check=False,
     )
+
+
+def variables(text: str) -> dict[str, str]:
+    """Parse an environment: variables("PMI_RANK=2 PMI_SIZE=4") == {"PMI_RANK": "2", "PMI_SIZE": "4"}."""
+    return dict(word.split("=", 1) for word in text.split())

@@ -20,6 +20,7 @@ from hpcpar.launch.horovod_settings import HorovodSettings
 from hpcpar.launch.hosts import Host
 from hpcpar.launch.launch_command import LaunchOptions
 from tests import command
+from tests.command import variables
 
 REPOSITORY = Path(__file__).parents[2]
 HAS_MPIEXEC = bool(
@@ -170,18 +171,12 @@ def test_horovods_options_become_variables_of_the_ranks(
     )
     call(*words.split(), "python", "train.py")
     assert calls[0][1] == ("python", "train.py")
-    assert asked[0].variables == {
-        "HOROVOD_FUSION_THRESHOLD": "33554432",
-        "HOROVOD_CYCLE_TIME": "3.5",
-        "HOROVOD_TIMELINE": "t.json",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5.0",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9.0",
-        "HOROVOD_STALL_CHECK_DISABLE": "1",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
-        "HOROVOD_HIERARCHICAL_ALLGATHER": "1",
-        "HOROVOD_LOG_LEVEL": "debug",
-    }
+    assert asked[0].variables == variables(
+        "HOROVOD_FUSION_THRESHOLD=33554432 HOROVOD_CYCLE_TIME=3.5 HOROVOD_TIMELINE=t.json "
+        "HOROVOD_TIMELINE_MARK_CYCLES=1 HOROVOD_STALL_CHECK_TIME_SECONDS=5.0 "
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=9.0 HOROVOD_STALL_CHECK_DISABLE=1 "
+        "HOROVOD_HIERARCHICAL_ALLREDUCE=1 HOROVOD_HIERARCHICAL_ALLGATHER=1 HOROVOD_LOG_LEVEL=debug"
+    )
     HorovodSettings.from_environ(asked[0].variables)
     assert "hpcpar run: HOROVOD_CYCLE_TIME=3.5\n" in capsys.readouterr().err
 
@@ -224,13 +219,10 @@ def test_what_is_switched_off_goes_before_the_environment(calls: list[Call], ask
         "mpi-threads-disable",
     )
     call("-np", "2", *(f"--no-{name}" for name in names), "--stall-check", "x.py")
-    assert asked[0].variables == {
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
-        "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
-        "MPI4PY_RC_THREADS": "1",
-        "HOROVOD_STALL_CHECK_DISABLE": "0",
-    }
+    assert asked[0].variables == variables(
+        "HOROVOD_HIERARCHICAL_ALLREDUCE=0 HOROVOD_HIERARCHICAL_ALLGATHER=0 HOROVOD_TIMELINE_MARK_CYCLES=0 "
+        "MPI4PY_RC_THREADS=1 HOROVOD_STALL_CHECK_DISABLE=0"
+    )
     assert HorovodSettings.from_environ(asked[0].variables) == HorovodSettings()
     call("-np", "2", "--mpi-threads-disable", "x.py")
     assert asked[1].variables == {"MPI4PY_RC_THREADS": "0"}
@@ -309,19 +301,12 @@ def test_a_config_file_is_read_and_the_command_line_goes_before_it(
     path.write_text(CONFIG)
     call("-np", "2", "--cycle-time-ms", "1", "--config-file", str(path), "--stall-check", "x.py", "-v")
     assert calls[0][1] == ("x.py", "-v")
-    assert asked[0].variables == {
-        "HOROVOD_FUSION_THRESHOLD": "33554432",
-        "HOROVOD_CYCLE_TIME": "1.0",
-        "HOROVOD_CACHE_CAPACITY": "2048",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
-        "HOROVOD_TIMELINE": "t.json",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
-        "HOROVOD_STALL_CHECK_DISABLE": "0",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "9.0",
-        "MPI4PY_RC_THREADS": "0",
-        "HOROVOD_NUM_NCCL_STREAMS": "2",
-        "HOROVOD_LOG_LEVEL": "info",
-    }
+    assert asked[0].variables == variables(
+        "HOROVOD_FUSION_THRESHOLD=33554432 HOROVOD_CYCLE_TIME=1.0 HOROVOD_CACHE_CAPACITY=2048 "
+        "HOROVOD_HIERARCHICAL_ALLREDUCE=1 HOROVOD_TIMELINE=t.json HOROVOD_TIMELINE_MARK_CYCLES=0 "
+        "HOROVOD_STALL_CHECK_DISABLE=0 HOROVOD_STALL_CHECK_TIME_SECONDS=9.0 MPI4PY_RC_THREADS=0 "
+        "HOROVOD_NUM_NCCL_STREAMS=2 HOROVOD_LOG_LEVEL=info"
+    )
 
 
 @pytest.mark.parametrize(
