@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+
+Output = Callable[..., str]
+"""The fixture of `tests/cli/conftest.py`."""
 
 
 def run(

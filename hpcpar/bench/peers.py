@@ -237,8 +237,10 @@ class GlooPeer:
         whole, shard, other = (tensor(array) for array in (buffers.whole, buffers.shard, buffers.other))
         if case.collective == "send":
             peer = partner(comm)
-            run = (lambda: None) if peer is None else partial(self._ping_pong, comm.rank, peer, whole, other)
-            return [Candidate(self.name, run, lambda: None if peer is None else other)]
+            if peer is None:
+                return [Candidate(self.name, lambda: None, lambda: None)]
+            ping_pong = partial(self._ping_pong, comm.rank, peer, whole, other)
+            return [Candidate(self.name, ping_pong, lambda: other)]
         own = whole[case.own(comm.rank)]
         at_root = whole if comm.rank == 0 else None
         # gloo runs allreduce, reduce and broadcast in place only.

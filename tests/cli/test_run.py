@@ -20,7 +20,7 @@ from hpcpar.launch.horovod_settings import HorovodSettings
 from hpcpar.launch.hosts import Host
 from hpcpar.launch.launch_command import LaunchOptions
 from tests import command
-from tests.command import variables
+from tests.command import Output, variables
 
 REPOSITORY = Path(__file__).parents[2]
 HAS_MPIEXEC = bool(
@@ -28,6 +28,7 @@ HAS_MPIEXEC = bool(
 )
 
 
+COMMAND = ("run",)
 Call = tuple[int, Sequence[str], str, Sequence[str]]
 Asked = list[LaunchOptions]
 
@@ -132,13 +133,6 @@ def call(*arguments: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", *arguments])
     assert caught.value.code == 4
-
-
-def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["run", *arguments])
-    assert caught.value.code == 1
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spelling", ["-n", "-np", "--ranks", "--num-proc"])
@@ -256,10 +250,8 @@ CANNOT = {
 
 
 @pytest.mark.parametrize("words", CANNOT)
-def test_options_that_ask_for_what_cannot_be_done_say_why(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = error(capsys, "-np", "2", *words.split(), "x.py")
+def test_options_that_ask_for_what_cannot_be_done_say_why(words: str, output: Output) -> None:
+    said = output("-np", "2", *words.split(), "x.py", status=1)
     assert said.startswith("Error: --")
     assert CANNOT[words] in said
 
@@ -321,19 +313,19 @@ def test_a_config_file_is_read_and_the_command_line_goes_before_it(
     ],
 )
 def test_a_config_file_that_cannot_be_followed_is_refused(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, said: str, tmp_path: Path, output: Output
 ) -> None:
     pytest.importorskip("yaml")
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    assert said in error(capsys, "-np", "2", "--config-file", str(path), "x.py")
+    assert said in output("-np", "2", "--config-file", str(path), "x.py", status=1)
 
 
 def test_a_config_file_without_a_yaml_package_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    output: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    assert "`pip install pyyaml`" in error(capsys, "-np", "2", "--config-file", "config.yaml", "x.py")
+    assert "`pip install pyyaml`" in output("-np", "2", "--config-file", "config.yaml", "x.py", status=1)
 
 
 def test_the_version_is_ours_and_horovods(capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,16 +340,16 @@ def test_a_horovod_script_is_run_as_one(calls: list[Call]) -> None:
     assert calls[0][1] == ["python", "-m", "hpcpar.horovod", "train.py", "--lr", "1"]
 
 
-def test_mistakes_are_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "say -n 4, or name hosts" in error(capsys, "x.py")
-    assert "there is no option --glue" in error(capsys, "-np", "2", "--glue", "x.py")
-    assert "there is no option -margs" in error(capsys, "-n", "2", "-margs", "x")
-    assert "both --hosts and --hostfile" in error(capsys, "-H", "a", "--hostfile", "b", "x.py")
-    assert '--options "-genv \'FOO" cannot be divided into words: No closing quotation' in error(
-        capsys, "-n", "2", "--options", "-genv 'FOO", "x.py"
+def test_mistakes_are_one_line_that_says_what_to_do(output: Output) -> None:
+    assert "say -n 4, or name hosts" in output("x.py", status=1)
+    assert "there is no option --glue" in output("-np", "2", "--glue", "x.py", status=1)
+    assert "there is no option -margs" in output("-n", "2", "-margs", "x", status=1)
+    assert "both --hosts and --hostfile" in output("-H", "a", "--hostfile", "b", "x.py", status=1)
+    assert '--options "-genv \'FOO" cannot be divided into words: No closing quotation' in output(
+        "-n", "2", "--options", "-genv 'FOO", "x.py", status=1
     )
-    assert "3 ranks were asked for, but the hosts have 2 slots" in error(
-        capsys, "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "x.py"
+    assert "3 ranks were asked for, but the hosts have 2 slots" in output(
+        "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "x.py", status=1
     )
 
 
