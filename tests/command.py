@@ -30,3 +30,10 @@ def run(
 def variables(text: str) -> dict[str, str]:
     """Parse an environment: variables("PMI_RANK=2 PMI_SIZE=4") == {"PMI_RANK": "2", "PMI_SIZE": "4"}."""
     return dict(word.split("=", 1) for word in text.split())
+
+
+def write_script(path: Path, does: str) -> Path:
+    """Write an executable shell script."""
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+    return path

@@ -29,7 +29,7 @@ COLOURS: dict[Kind, str] = {"F": "blue", "B": "yellow", "W": "green"}
 
 
 class Drawn(NamedTuple):
-    """A schedule with its proof and its times, priced or measured."""
+    """Schedule with its proof and its times, priced or measured."""
 
     title: str
     schedule: Schedule
@@ -182,7 +182,7 @@ def stages_per_rank(schedule: Schedule) -> int:
 
 
 def as_measured(path: Path, memory_limit: int | None, *, alone: bool) -> list[Drawn]:
-    """A run's timetable; what its ranks did is proved like any schedule.
+    """Prove and draw a run's timetable like any schedule.
 
     alone   nothing is beside it: what was to be expected of its actions' times comes first
     """

@@ -17,7 +17,7 @@ YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
 
 TOKEN = "HPCPAR_RUN_TOKEN"
-"""By this the ranks of a `horovod.run` show that they are its own."""
+"""Token by which the ranks of a `horovod.run` show that they are its own."""
 
 ASKED_RANKS = "HPCPAR_RUN_RANKS"
 """The number of ranks that `hpcpar run` was asked for, which `hpcpar.init()` compares with what there is."""

@@ -44,7 +44,7 @@ def has_ended(pid: int) -> bool:
 
 @contextmanager
 def paused(pid: int) -> Iterator[None]:
-    """What happens meanwhile the process sees at once, afterwards."""
+    """Stop a process meanwhile: it sees all at once, afterwards."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -150,7 +150,7 @@ class Node:
         return any(self.directory.glob("watching-*"))
 
     def lines(self) -> list[str]:
-        """What the sentinel has said, once it has gone."""
+        """Return the lines of the sentinel, once it has gone."""
         await_sentinels(self.directory, patience_s=15)
         assert not self.is_watched(), "the sentinel is still there"
         self.error.seek(0)

@@ -25,6 +25,7 @@ from hpcpar.launch.launch_command import (
     under_horovod,
     words_for,
 )
+from tests.command import write_script
 
 PYTHON = "/venv/bin/python"
 SLURM = {"SLURM_JOB_ID": "12"}
@@ -244,9 +245,7 @@ def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:
 
 
 def test_a_launcher_is_asked_whose_it_is_whatever_wheels_are_there(tmp_path: Path) -> None:
-    fake = tmp_path / "mpiexec"
-    fake.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
-    fake.chmod(0o755)
+    fake = write_script(tmp_path / "mpiexec", "echo 'mpiexec (Open MPI) 5.0.11'")
     assert launcher_kind(str(fake)) == "openmpi"
     assert launcher_kind("/usr/bin/srun") == "srun"
     assert launcher_kind(str(tmp_path / "none")) == ""
@@ -260,9 +259,7 @@ def test_a_launcher_is_asked_whose_it_is_whatever_wheels_are_there(tmp_path: Pat
 @pytest.fixture
 def in_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     """An allocation whose srun knows no pmix, on a machine with Open MPI."""
-    srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\nprintf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n'\n")
-    srun.chmod(0o755)
+    write_script(tmp_path / "srun", "printf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n'")
     monkeypatch.setattr(launch_command, "own_library", lambda environ: "openmpi")
     return SLURM | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
 
@@ -375,8 +372,7 @@ def test_the_srun_inside_of_an_mpiexec_brings_no_pmi_and_shares_the_cores_of_our
 def batch_job(tmp_path: Path) -> dict[str, dict[str, str]]:
     """Variables of a job of two hosts with two slots each, by batch system."""
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
-    (tmp_path / "flux").write_text("#!/bin/sh\necho 2\n")
-    (tmp_path / "flux").chmod(0o755)
+    write_script(tmp_path / "flux", "echo 2")
     return {
         "PBS": {"PBS_NODEFILE": str(tmp_path / "nodes")},
         "LSF": {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 2"},
@@ -387,10 +383,8 @@ def batch_job(tmp_path: Path) -> dict[str, dict[str, str]]:
 def prepared(
     tmp_path: Path, n: int, environ: Mapping[str, str], says: str, options: LaunchOptions = NO_OPTIONS
 ) -> tuple[list[str], dict[str, str]]:
-    """What `hpcpar run` starts by an mpiexec that says this as its version."""
-    fake = tmp_path / "mpiexec"
-    fake.write_text(f"#!/bin/sh\necho '{says}'\n")
-    fake.chmod(0o755)
+    """Prepare a job for an mpiexec that says this as its version."""
+    fake = write_script(tmp_path / "mpiexec", f"echo '{says}'")
     return prepare(
         n, ["a.py"], options, str(tmp_path), say=print, environ=environ, which=lambda name: str(fake)
     )

@@ -21,7 +21,7 @@ import pytest
 
 from hpcpar.launch.sentinel import Guard, end_command_for, start
 from hpcpar.launch.sentinel_process import ending_signal
-from tests.command import run
+from tests.command import run, write_script
 from tests.launch.sentinel_nodes import FOR_MPIEXEC, Node, await_that, has_ended, paused
 
 MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")
@@ -341,9 +341,7 @@ def test_a_sentinel_that_cannot_start_is_a_warning_and_an_idle_guard(
 
 
 def test_only_a_step_of_plain_srun_needs_a_command_to_end_it(tmp_path: Path) -> None:
-    scancel = tmp_path / "scancel"
-    scancel.write_text("#!/bin/sh\n")
-    scancel.chmod(0o755)
+    scancel = write_script(tmp_path / "scancel", "")
     environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}
     assert end_command_for("slurm", environ) == (str(scancel), "12.3")
     assert end_command_for("hydra", environ) == ()

@@ -29,7 +29,7 @@ def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
 
 
 class Heard:
-    """What a listener tells, in order."""
+    """Records what a listener tells, in order."""
 
     def __init__(self) -> None:
         self.firsts: list[signal.Signals] = []
@@ -43,7 +43,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 def listener(heard: Heard) -> Iterator[SignalListener]:
-    """Of SIGUSR1 and SIGTERM."""
+    """A listener for SIGUSR1 and SIGTERM."""
     with SignalListener((USR1, TERM), heard.firsts.append, heard.seconds.append) as listener:
         yield listener
 

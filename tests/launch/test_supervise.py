@@ -1,4 +1,4 @@
-"""What `hpcpar run` makes of a job's signals and of its end."""
+"""`hpcpar run`: a job's signals and its end."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hpcpar.launch import launch_command, supervise
 from hpcpar.launch.hosts import Host
 from hpcpar.launch.launch_command import NO_OPTIONS, LaunchOptions, Which, cuda_aware
 from hpcpar.launch.supervise import StopSignal, await_sentinels, run, verdict
+from tests.command import write_script
 
 UCX = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
 
@@ -107,9 +108,7 @@ def test_the_end_waits_for_sentinels_but_not_for_ever(tmp_path: Path) -> None:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Which:
     """An mpiexec that runs the program once, whatever the number of ranks."""
-    fake = tmp_path / "mpiexec"
-    fake.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
-    fake.chmod(0o755)
+    fake = write_script(tmp_path / "mpiexec", 'shift 2\nexec "$@"')
     return lambda name: str(fake) if name == "mpiexec" else None
 
 
@@ -193,7 +192,7 @@ sys.exit(supervise.run(1, ["x.py"], say=lambda line: print(line, file=sys.stderr
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_hangup_that_is_ignored_already_stays_so(before: signal.Handlers, tmp_path: Path) -> None:
-    """As `nohup hpcpar run` has it."""
+    """`nohup hpcpar run` ignores it."""
     ours = signal.signal(signal.SIGHUP, before)
     try:
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
@@ -205,11 +204,10 @@ def test_a_hangup_that_is_ignored_already_stays_so(before: signal.Handlers, tmp_
 
 
 def test_options_reach_the_job(tmp_path: Path) -> None:
-    fake = tmp_path / "mpiexec"
-    fake.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo HYDRA && exit\necho words "$@" > $OUT\nshift 4\nexec "$@"\n'
+    fake = write_script(
+        tmp_path / "mpiexec",
+        '[ "$1" = --version ] && echo HYDRA && exit\necho words "$@" > $OUT\nshift 4\nexec "$@"',
     )
-    fake.chmod(0o755)
     out, files = tmp_path / "words", tmp_path / "files"
     options = LaunchOptions(
         hosts=(Host("a", 1), Host("b", 1)), output_directory=str(files), variables={"HOROVOD_CYCLE_TIME": "3"}

@@ -1,4 +1,4 @@
-"""Whatever plugin srun has and whatever library is loaded: a world of all ranks, or a word on what to do."""
+"""Every plugin of srun with every MPI library: a world of all ranks, or a word on what to do."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ BY_THE_SERVER = set(itertools.product(("mpich-wheel", "machine's-mpich"), STARTS
 AT_ONCE = 3
 
 ENDS_WITHIN_S = 60
-"""What is at once on a busy machine: ranks wait ten times as long for each other."""
+"""Limit for "at once" on a busy machine: ranks wait ten times as long for each other."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a start gave: its exit status, what was written, and how long it took."""
+    """Exit status, output and time of a start."""
 
     status: int
     output: str

@@ -47,7 +47,7 @@ SETTLE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """The means by which MPI_COMM_WORLD comes about.
+    """Means by which MPI_COMM_WORLD comes about.
 
     kind      "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": launcher and library
               cannot meet

@@ -1,4 +1,4 @@
-"""Who connects the ranks, for every library and every plugin of srun."""
+"""The bootstrap that is selected, for every library and every plugin of srun."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hpcpar.launch.bootstrap.pmi_selection import (
     srun_plugins,
 )
 from hpcpar.launch.environment import RankInfo
+from tests.command import write_script
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Tue\n"
 OPENMPI_5 = "Open MPI v5.0.11, package: Open MPI runner, ident: 5.0.11"
@@ -129,16 +130,12 @@ def test_the_libraries_of_this_process_are_found() -> None:
 @pytest.mark.parametrize("stream", ["", " >&2"])
 def test_sruns_plugins_are_read_from_its_list(tmp_path: Path, stream: str) -> None:
     text = "MPI plugin types are...\\n\\tpmix\\n\\tnone\\n\\tpmi2\\nspecific pmix plugin versions: pmix_v4"
-    srun = tmp_path / "srun"
-    srun.write_text(f"#!/bin/sh\nprintf '{text}\\n'{stream}\n")
-    srun.chmod(0o755)
+    write_script(tmp_path / "srun", f"printf '{text}\\n'{stream}")
     assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("pmix", "none", "pmi2")
 
 
 def test_older_srun_names_itself_on_every_line(tmp_path: Path) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\nprintf 'srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n' >&2\n")
-    srun.chmod(0o755)
+    write_script(tmp_path / "srun", "printf 'srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n' >&2")
     assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("none", "pmi2")
 
 
@@ -213,10 +210,7 @@ def test_an_mpich_with_pmix_keeps_the_protocol_of_its_launcher() -> None:
 
 
 def python_that(tmp_path: Path, does: str) -> str:
-    script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\n{does}\n")
-    script.chmod(0o755)
-    return str(script)
+    return str(write_script(tmp_path / "python", does))
 
 
 @pytest.mark.parametrize(
