@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,3 +38,11 @@ def write_script(path: Path, does: str) -> Path:
     path.write_text(f"#!/bin/sh\n{does}\n")
     path.chmod(0o755)
     return path
+
+
+def until(condition: Callable[[], object], what: str = "what was awaited", limit_s: float = 60.0) -> None:
+    """Wait until a condition is true; AssertionError when the time is over."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"after {limit_s:g} s it has not happened: {what}"
+        time.sleep(0.01)

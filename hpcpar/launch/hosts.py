@@ -19,17 +19,7 @@ _SLOTS = re.compile(r"\bslots\s*=\s*(?P<slots>\d+)")
 _MOST_SLOTS = re.compile(r"\bmax[-_]slots\s*=\s*\d+")
 _OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 
-_VERSIONS = (
-    ("intel", "Intel(R) MPI"),
-    ("mpich", "HYDRA"),
-    ("openmpi", "Open MPI"),
-    ("openmpi", "OpenRTE"),
-    ("openmpi", "PRRTE"),
-)
-
-
-KINDS = ("mpich", "intel", "openmpi")
-"""MPI libraries whose mpiexec can be told of hosts."""
+_VERSIONS = {"intel": r"Intel\(R\) MPI", "mpich": "HYDRA", "openmpi": "Open MPI|OpenRTE|PRRTE"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +128,7 @@ def place(hosts: Sequence[Host], n: int) -> tuple[Host, ...]:
 
 def kind_of(version: str) -> str:
     """Recognise a launcher by its version: "mpich" (Hydra), "intel", "openmpi", or "" if not known."""
-    return next((kind for kind, mark in _VERSIONS if mark in version), "")
+    return next((kind for kind, mark in _VERSIONS.items() if re.search(mark, version)), "")
 
 
 def host_options(

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,13 +25,6 @@ FOR_MPIEXEC = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 """Open MPI's, without `hpcpar run`, refuses root, and more ranks than cores."""
-
-
-def await_that(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"after {patience_s:g} s it is still not true that {what}"
-        time.sleep(0.01)
 
 
 def has_ended(pid: int) -> bool:
@@ -55,6 +48,7 @@ def paused(pid: int) -> Iterator[None]:
 RANK = """
 import os, signal, sys, time
 from hpcpar.launch.sentinel import Guard, start
+from tests.command import until
 
 rank, size, address, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], eval(sys.argv[4])
 if not address:
