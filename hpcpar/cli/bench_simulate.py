@@ -32,21 +32,17 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
 
 
 @click.command()
-@click.option("--collective", type=click.Choice(COLLECTIVES), default="allreduce", show_default=True)
-@click.option("--ranks", type=click.IntRange(min=2), default=16384, show_default=True)
-@click.option("--ranks-per-node", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--min-bytes", callback=_nbytes, default="8", show_default=True, help="As 8, 64K or 1M.")
-@click.option("--max-bytes", callback=_nbytes, default="1G", show_default=True)
-@click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="Between sizes.")
-@click.option(
-    "--alpha-intra", type=NOT_NEGATIVE, default=1e-6, show_default=True, help="Seconds per message."
-)
-@click.option("--beta-intra", type=NOT_NEGATIVE, default=1e-11, show_default=True, help="Seconds per byte.")
-@click.option(
-    "--alpha-inter", type=NOT_NEGATIVE, default=5e-6, show_default=True, help="Seconds per message."
-)
-@click.option("--beta-inter", type=NOT_NEGATIVE, default=4e-11, show_default=True, help="Seconds per byte.")
-@click.option("--gamma", type=NOT_NEGATIVE, default=2e-12, show_default=True, help="Seconds per byte summed.")
+@click.option("--collective", type=click.Choice(COLLECTIVES), default="allreduce")
+@click.option("--ranks", type=click.IntRange(min=2), default=16384)
+@click.option("--ranks-per-node", type=click.IntRange(min=1), default=8)
+@click.option("--min-bytes", callback=_nbytes, default="8", help="As 8, 64K or 1M.")
+@click.option("--max-bytes", callback=_nbytes, default="1G")
+@click.option("--factor", type=click.IntRange(min=2), default=4, help="Between sizes.")
+@click.option("--alpha-intra", type=NOT_NEGATIVE, default=1e-6, help="Seconds per message.")
+@click.option("--beta-intra", type=NOT_NEGATIVE, default=1e-11, help="Seconds per byte.")
+@click.option("--alpha-inter", type=NOT_NEGATIVE, default=5e-6, help="Seconds per message.")
+@click.option("--beta-inter", type=NOT_NEGATIVE, default=4e-11, help="Seconds per byte.")
+@click.option("--gamma", type=NOT_NEGATIVE, default=2e-12, help="Seconds per byte summed.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw time against bytes and ranks here.")
 @click.option(
     "--picture-bytes", callback=_nbytes, help="The size drawn against ranks; default: midway of the sizes."

@@ -57,10 +57,10 @@ class ScheduleOptions(NamedTuple):
 @click.option("--microbatches", type=NUMBER, help=f"Of a step; {MICROBATCHES} unless a file says.")
 @click.option("--stages-per-rank", type=NUMBER, help="As the schedule allows.")
 @click.option("--memory-limit", type=NUMBER, help="Chunks of activations that a rank may keep at once.")
-@click.option("--forward", type=SECONDS, default=1.0, show_default=True, help="Seconds of F on a rank.")
-@click.option("--backward", type=SECONDS, default=1.0, show_default=True, help="Of B without the W.")
-@click.option("--weight", type=SECONDS, default=1.0, show_default=True, help="Of W; a whole B has both.")
-@click.option("--hop", type=SECONDS, default=0.0, show_default=True, help="From one rank to another.")
+@click.option("--forward", type=SECONDS, default=1.0, help="Seconds of F on a rank.")
+@click.option("--backward", type=SECONDS, default=1.0, help="Of B without the W.")
+@click.option("--weight", type=SECONDS, default=1.0, help="Of W; a whole B has both.")
+@click.option("--hop", type=SECONDS, default=0.0, help="From one rank to another.")
 @click.option(
     "--measured",
     type=FILE,

@@ -26,7 +26,7 @@ RANK_PID = "HPCPAR_RANK_PID"
 """The process that is a rank already, for those that it starts."""
 
 CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
-"""Uses of device pointers that an MPI may support; see `hpcpar.launch.cuda_aware`."""
+"""Uses of device pointers that HPCPAR_CUDA_AWARE may name; hpcpar itself needs the first alone."""
 
 
 @dataclass(frozen=True, slots=True)

