@@ -52,17 +52,10 @@ def simulate(
     collective: str,
     ranks: int,
     ranks_per_node: int,
-    min_bytes: int,
-    max_bytes: int,
-    factor: int,
-    alpha_intra: float,
-    beta_intra: float,
-    alpha_inter: float,
-    beta_inter: float,
-    gamma: float,
     picture: Path | None,
     picture_bytes: int | None,
     json_file: Path | None,
+    **given: Any,
 ) -> None:
     """Price every algorithm of a collective at any number of ranks, without running it.
 
@@ -70,14 +63,16 @@ def simulate(
     receives at once. `hpcpar bench fit` finds the parameters of a machine; the defaults are of eight GPUs
     on a node at 100 GB/s, and of one 200 Gbit/s port between nodes for each.
     """
+    min_bytes, max_bytes = given["min_bytes"], given["max_bytes"]
     if min_bytes > max_bytes:
         raise click.BadParameter(f"--min-bytes {min_bytes} is above --max-bytes {max_bytes}")
     try:
         require_writable(json_file, picture=picture)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
-    topology = Topology(ranks_per_node, Link(alpha_intra, beta_intra), Link(alpha_inter, beta_inter), gamma)
-    sizes = tuple(_rising(min_bytes, max_bytes, factor))
+    intra, inter = (Link(given[f"alpha_{where}"], given[f"beta_{where}"]) for where in ("intra", "inter"))
+    topology = Topology(ranks_per_node, intra, inter, given["gamma"])
+    sizes = tuple(_rising(min_bytes, max_bytes, given["factor"]))
     by_size: Table = {nbytes: estimates(collective, ranks, nbytes, topology) for nbytes in sizes}
     click.echo(heading(collective, ranks, topology))
     click.echo(table(by_size))

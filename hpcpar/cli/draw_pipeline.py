@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -75,17 +75,10 @@ class ScheduleOptions(NamedTuple):
 def pipeline(
     schedules: tuple[str, ...],
     every: bool,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    memory_limit: int | None,
-    forward: float,
-    backward: float,
-    weight: float,
-    hop: float,
     measured: Path | None,
     output: Path | None,
     until: float | None,
+    **given: Any,
 ) -> None:
     """Draw pipeline schedules: who does the forward (F) and backward (B, W) of which microbatch when.
 
@@ -102,12 +95,11 @@ def pipeline(
     if schedules and every:
         raise click.UsageError("--all draws every name: leave the names out")
     try:
-        asked = ScheduleOptions(
-            ranks, microbatches, stages_per_rank, memory_limit, Durations(forward, backward, weight, hop)
-        )
+        times_s = [given.pop(name) for name in ("forward", "backward", "weight", "hop")]
+        asked = ScheduleOptions(**given, durations=Durations(*times_s))
         drawn = all_that_can(asked) if every else [priced(made(name, asked), asked) for name in schedules]
         if measured is not None:
-            drawn += as_measured(measured, memory_limit, alone=not drawn)
+            drawn += as_measured(measured, asked.memory_limit, alone=not drawn)
     except (HpcparError, OSError) as error:
         raise click.ClickException(str(error)) from error
     for each in drawn:
