@@ -68,13 +68,13 @@ def test_the_first_of_several_losses_is_named_even_if_the_sentinel_wakes_after_a
     tmp_path: Path, nodes: list[Node]
 ) -> None:
     named = []
-    for attempt in range(10):
+    for attempt in range(4):
         directory = tmp_path / str(attempt)
         directory.mkdir()
         node = Node(directory, 4)
         nodes.append(node)
         node.join()
-        first = attempt % 4
+        first = attempt
         os.kill(node.sentinel_pid, signal.SIGSTOP)
         node.kill(first)
         for rank in range(4):
@@ -84,7 +84,7 @@ def test_the_first_of_several_losses_is_named_even_if_the_sentinel_wakes_after_a
         named += [
             line.startswith(f"hpcpar: rank {first} (pid {pid} on node7) was lost") for line in node.lines()
         ]
-    assert named == [True] * 10
+    assert named == [True] * 4
 
 
 def test_ranks_that_finish_are_not_lost(node: Node) -> None:
