@@ -39,9 +39,6 @@ class Form(NamedTuple):
     in_place: bool = False
 
 
-ONE, GROUP = Form(), Form(is_group=True)
-
-
 class _Outstanding(NamedTuple):
     """Operations of one handle.
 
