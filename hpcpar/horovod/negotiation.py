@@ -310,6 +310,18 @@ def shortcoming(request: TensorRequest) -> str | None:
     return None
 
 
+def _shape(request: TensorRequest) -> str:
+    return "" if request.kind in UNEVEN else str(list(request.shape))
+
+
+def _dimensions(request: TensorRequest) -> int:
+    return len(request.shape) if request.kind in UNEVEN else 0
+
+
+def _row_shape(request: TensorRequest) -> str:
+    return str(list(request.shape[1:])) if request.kind in UNEVEN else ""
+
+
 def _root(request: TensorRequest) -> int:
     return request.root
 
@@ -317,21 +329,9 @@ def _root(request: TensorRequest) -> int:
 _ASPECTS: tuple[tuple[str, Callable[[TensorRequest], object], str], ...] = (
     ("operations", lambda request: request.kind, "asked for {}"),
     ("data types", lambda request: request.dtype, "sent {}"),
-    (
-        "tensor shapes",
-        lambda request: str(list(request.shape)) if request.kind not in UNEVEN else "",
-        "sent a tensor of shape {}",
-    ),
-    (
-        "numbers of dimensions",
-        lambda request: len(request.shape) if request.kind in UNEVEN else 0,
-        "sent a tensor of {} dimensions",
-    ),
-    (
-        "tensor shapes after the first dimension",
-        lambda request: str(list(request.shape[1:])) if request.kind in UNEVEN else "",
-        "sent {}",
-    ),
+    ("tensor shapes", _shape, "sent a tensor of shape {}"),
+    ("numbers of dimensions", _dimensions, "sent a tensor of {} dimensions"),
+    ("tensor shapes after the first dimension", _row_shape, "sent {}"),
     ("root ranks", _root, "named root {}"),
     ("reduction operations", lambda request: request.op, "asked for {}"),
     ("prescale factors", lambda request: request.prescale, "gave {}"),

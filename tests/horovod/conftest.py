@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,6 +51,22 @@ def hvd() -> ModuleType:
         module.shutdown()
     module.init(process_sets="dynamic")
     return module
+
+
+@pytest.fixture
+def small_buckets(hvd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make buckets so small that the models of tests have several."""
+    from hpcpar.horovod.basics import the_context
+
+    context = the_context()
+    monkeypatch.setattr(context, "knobs", replace(context.knobs, fusion_threshold_nbytes=300))
+
+
+@pytest.fixture
+def by_stage(hvd: ModuleType, request: pytest.FixtureRequest) -> None:
+    """Have small buckets where a test has a `stage` of ZeRO; `None` averages whole gradients."""
+    if "stage" in request.fixturenames and request.node.callspec.params["stage"]:
+        request.getfixturevalue("small_buckets")
 
 
 @pytest.fixture

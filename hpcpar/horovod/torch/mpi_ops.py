@@ -171,8 +171,7 @@ def _public(name: str, doc: str) -> Callable[..., Any]:
     place = len(others)
     if function is not None and any(each.name == "op" for each in others):
         place = 1 + [each.name for each in others].index("name")
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        compression = inspect.Parameter("compression", kind, default=Compression.none, annotation=Any)
+        compression = others[0].replace(name="compression", default=Compression.none, annotation=Any)
         shown.insert(place, compression)
     if not form.is_group:
         first = first.replace(name="tensor", annotation="Tensor")
