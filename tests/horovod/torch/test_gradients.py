@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from tests.horovod.torch.training import (
     adamw,
     all_ranks,
     assert_as_alone,
+    backward,
     distance,
     errors_everywhere,
     expected_sum,
@@ -386,6 +388,18 @@ def compare_two(steps: Callable[[Any, list[Any], list[int]], None]) -> None:
     pairs = list(zip((sgd, adamw), references, strict=True))
     steps(references, [make(model.parameters()) for make, model in pairs], all_ranks())
     assert_as_alone(models, references)
+
+
+@pytest.mark.parametrize("stage", [None, 1])
+def test_buckets_that_wait_for_late_ranks_are_not_taken_for_written_to(stage: int | None) -> None:
+    model, optimizer = wrapped(zero_stage=stage)
+    for step in range(2):
+        optimizer.zero_grad()
+        time.sleep(0.2 * hvd.rank())
+        backward(model, part, 10 * step)
+        hvd.barrier()  # rank 0's buckets leave here, after it has handed them over
+        optimizer.step()
+    assert_as_alone(model, model_alone(steps=range(2)))
 
 
 def test_two_optimizers_may_be_interleaved() -> None:
