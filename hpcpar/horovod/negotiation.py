@@ -188,7 +188,7 @@ class Negotiation:
         return self._batches.setdefault(batch.requests, batch)
 
     def conclude(self, common: bytes) -> list[ReadyRequest] | None:
-        """The AND of all records is here: what is ready; None if the ranks must tell each other more.
+        """Return what is ready by the AND of all records; None if the ranks must tell each other more.
 
         It is this rank's own only if all are the same, and then it is so on every rank. A rank that asks for
         the same as not long ago is given the same list.

@@ -185,7 +185,7 @@ class RpcServer:
 
 
 def _renamed(name: str, value: Any, older: Any, default: Any = None) -> Any:
-    """The value of an argument that may come under its older name, too."""
+    """Return the value of an argument that may come under its older name."""
     if older is None:
         return value
     was = name.replace("num_proc", "np")

@@ -1,4 +1,4 @@
-"""What the tests of Horovod's API share: one initialization, process sets, jobs of their own."""
+"""Fixtures of the tests of Horovod's API: one initialization, process sets, jobs of their own."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def half(halves: list[Any]) -> Any:
 
 @pytest.fixture
 def needs_two(hvd: ModuleType) -> None:
-    """What takes two ranks that disagree."""
+    """Skip on one rank: it cannot disagree with itself."""
     if hvd.size() < 2:
         pytest.skip("one rank cannot disagree with itself")
 
 
 @pytest.fixture
 def brought() -> Callable[..., torch.Tensor]:
-    """What a rank brings: small whole numbers, so that sums and products are exact in every type.
+    """Inputs of a rank: small whole numbers, so that sums and products are exact in every type.
 
     `brought(rank, shape, dtype=…, salt=…)`: 1, 2 or 3, others for another salt.
     """

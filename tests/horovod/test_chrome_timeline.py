@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def allreduce(timeline: ChromeTimeline, name: str) -> None:
-    """What the engine tells about one all-reduce of two ranks."""
+    """Draw one all-reduce of two ranks, as the engine does."""
     timeline.negotiate(name, "allreduce")
     timeline.ready(name, (1, 0))
     for activity in ACTIVITIES:

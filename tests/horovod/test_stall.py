@@ -255,7 +255,7 @@ tell(sums=sums)
 
 
 def test_a_rank_that_is_busy_is_named_while_it_is_and_all_goes_on_unless_it_is_switched_off(job, tmp_path):
-    """Whether a program polls, waits the short way of one small all-reduce, or waits the long way."""
+    """A program may poll, wait for one small all-reduce by blocking calls, or wait for the queue."""
     told = job(2, LATE, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
     assert [of_rank["sums"] for of_rank in told] == [[2.0, 1.0, 2.0] * 2] * 2
     warned = (tmp_path / "warnings").read_text()

@@ -42,7 +42,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The reduced tensor as the original's dtype has it."""
+        """Return the reduced tensor in the original's dtype."""
         return tensor
 
 
@@ -89,7 +89,7 @@ class Compression:
 
 
 def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in `dtype`, finite where it is finite."""
+    """Return the tensor in `dtype`; finite values stay finite."""
     limit = torch.finfo(dtype).max
     if tensor.device.type == "cpu":
         if tensor.numel() == 0:

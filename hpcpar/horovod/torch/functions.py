@@ -95,7 +95,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, on every rank of the process set; what other ranks pass is ignored. Collective.
+    """Return the root's object on every rank of the process set; other ranks' are ignored. Collective.
 
     obj         what pickle can carry, or cloudpickle where that is installed (functions, lambdas)
     root_rank   a rank of the whole job, also with a process set
@@ -116,7 +116,7 @@ def broadcast_object(
 def allgather_object(
     obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
-    """The objects of all ranks of the process set, in rank order, on every one of them. Collective.
+    """Return the objects of all ranks of the process set, in rank order, on each of them. Collective.
 
     errors   PeerFailedError on every rank when one cannot pickle its object
     """
@@ -136,7 +136,7 @@ def allgather_object(
 
 
 def _named(params: Any) -> list[Named]:
-    """(name, tensor) pairs, those of a dict sorted by name; ValueError when they are something else."""
+    """Return (name, tensor) pairs, those of a dict sorted by name; ValueError for anything else."""
     if isinstance(params, Mapping):
         pairs: list[tuple[Any, Any]] = sorted(params.items())
     elif isinstance(params, list | tuple):
@@ -235,7 +235,7 @@ class _Slot:
 
 
 def _tree(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's own tensors, not copies; state that no parameter has goes by its own key."""
+    """Return the optimizer's own tensors, not copies; state that no parameter has goes by its own key."""
     positions = {parameter: position for position, parameter in enumerate(_parameters(optimizer))}
     return {
         "state": {positions.get(key, key): values for key, values in optimizer.state.items()},
@@ -325,7 +325,7 @@ def _mapped(function: Callable[[Any, Any], Any], tree: Any, other: Any = None) -
 
 
 def _pickled(value: Any) -> tuple[torch.Tensor, Exception | None]:
-    """The pickle as bytes; or the reason why there is none, as bytes and as an exception."""
+    """Return the pickle as bytes; or the reason why there is none, as bytes and as an exception."""
     try:
         return _octets(_pickler().dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), None
     except Exception as failure:  # whatever an object's own code raises; the other ranks must hear of it

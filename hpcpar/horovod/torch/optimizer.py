@@ -52,7 +52,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     shared_parameters: bool = False,
     elementwise: bool = False,
 ) -> Optimizer:
-    """The optimizer, made to average gradients over all ranks before each step.
+    """Wrap an optimizer so that it averages gradients over all ranks before each step.
 
     optimizer        any torch optimizer. Its groups, state, defaults and hooks stay its own
     named_parameters names for all of its parameters; None: numbers
@@ -231,7 +231,7 @@ class _AveragingOptimizer(_Distributed):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on reduced gradients; collective.
+        """Take a step on reduced gradients; collective.
 
         closure   computes the loss with its backward; the average of all ranks' losses is what the wrapped
                   optimizer sees, so that all take the same path. One that returns None does so on all
@@ -328,7 +328,7 @@ class _AdasumOptimizer(_Distributed):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, then Adasum of the changes of all ranks; collective."""
+        """Take the wrapped optimizer's step, then combine all ranks' changes by Adasum; collective."""
         if self._is_alone:
             return self._step_locally(closure)
         self._new_parameters()

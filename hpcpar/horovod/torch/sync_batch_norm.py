@@ -89,5 +89,5 @@ class _Members:
 
 
 def _members_of(ranks: list[int] | None) -> _Members:
-    """All ranks; or a process set that has to be registered again where it is read."""
+    """Unpickle: all ranks, or a process set that has to be registered again."""
     return _Members(global_process_set if ranks is None else ProcessSet(ranks))

@@ -114,14 +114,14 @@ class Wrapped(Optimizer):
             )
 
     def _step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, on this rank's own gradients."""
+        """Take the wrapped optimizer's step on this rank's own gradients."""
         # Schedulers that were made with it ask whether it has stepped.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         return super().step(closure) if closure is not None else super().step()
 
 
 def _named(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """The name of every parameter of the optimizer; ValueError unless each has one of its own."""
+    """Return the name of every parameter; ValueError unless each has one of its own."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return {

@@ -233,7 +233,7 @@ class ShardedOptimizer(Wrapped):
     # --- starts and ends --------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The engine ends. What this rank holds of the optimizer's state stays."""
+        """Let go of an engine that ends; this rank's shard of the optimizer's state stays."""
         self._is_closed = True
         self.sharded.leave()
 
@@ -322,7 +322,7 @@ class ShardedOptimizer(Wrapped):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on reduced gradients, each rank's on its shards; collective.
+        """Take a step on reduced gradients, each rank on its shards; collective.
 
         closure   computes the loss with its backward; the average of all ranks' losses is returned
         """
@@ -338,7 +338,7 @@ class ShardedOptimizer(Wrapped):
     # --- states -----------------------------------------------------------------------------------
 
     def state_dict(self, root: int | None = None) -> dict[str, Any]:
-        """The wrapped optimizer's, of whole parameters. Collective: all ranks call it, also if one saves it.
+        """Return the state of whole parameters. Collective: all ranks call it, also if one saves it.
 
         root   the only rank that gets it, by its place in the process set; None: all do
         """

@@ -26,7 +26,7 @@ REDUCE = {"Sum": torch.add, "Min": torch.minimum, "Max": torch.maximum, "Product
 
 
 def total_of(inputs: list[Tensor], op: str) -> Tensor:
-    """What all ranks' tensors come to, of the same type."""
+    """Reduce all ranks' tensors; the result has their type."""
     if op != "Average":
         return reduce(REDUCE[op], inputs)
     return quotient(reduce(torch.add, inputs), len(inputs))
@@ -40,7 +40,7 @@ def quotient(total: Tensor, size: int) -> Tensor:
 
 @pytest.fixture
 def inputs(hvd: ModuleType, brought: Any) -> Any:
-    """Of all ranks, what each of them brings."""
+    """Make the inputs of all ranks."""
 
     def make(
         shape: Any, dtype: torch.dtype = torch.float32, salt: int = 0, ranks: Any = None
@@ -233,7 +233,7 @@ def test_a_name_may_be_used_in_every_step(hvd):
 
 
 def test_what_has_changed_about_a_tensor_since_its_last_step_is_seen(hvd, assert_same):
-    """The same tensor under the same name is not looked at again, unless anything about it is another."""
+    """A tensor under its old name may differ in anything."""
     tensor = torch.zeros(4)
     checks: list[tuple[str, Any, Any]] = []
 
@@ -367,7 +367,7 @@ def test_groups_and_single_operations_mix(hvd, assert_same):
 
 
 def laid_out(values: Tensor) -> dict[str, Tensor]:
-    """The same 4-dimensional tensor in several orders of memory."""
+    """Return a 4-dimensional tensor in several orders of memory."""
     wide = torch.zeros(*values.shape[:-1], 2 * values.shape[-1], dtype=values.dtype)
     wide[..., ::2] = values
     return {
@@ -429,7 +429,7 @@ def test_more_small_tensors_than_the_fusion_buffer_holds_are_all_right(hvd):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mixture_of_sizes_types_and_operations_is_right(hvd, inputs, assert_same, seed):
-    """The same on all ranks, each in an order of its own; with sizes around what is sent alone."""
+    """Ranks ask in orders of their own, for sizes around the limit of fusion."""
     chance = random.Random(seed)
     sizes = (0, 1, 7, 1000, 16_384, 65_536, 131_071, 131_072, 200_000)
     programme = []

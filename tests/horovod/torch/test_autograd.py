@@ -26,7 +26,7 @@ def leaf(values: Tensor) -> Tensor:
 
 @pytest.fixture
 def weight(brought: Any) -> Any:
-    """What comes back to a rank's result: other small numbers on every rank."""
+    """Gradients of a rank's result: other small numbers on every rank."""
     return lambda rank, shape, dtype=torch.float32, salt=0: brought(rank, shape, dtype, salt + 50)
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong: on every rank, with words that name both sides, and the library works on afterwards."""
+"""Errors: on every rank, with words that name both sides; the library works on afterwards."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ NOT_SCATTERED: dict[str, tuple[Call, str]] = {
     "reducescatter with Adasum": (lambda: hvd.reducescatter(ones(2), op=hvd.Adasum), "adasum"),
     "group of reducescatters with Max": (lambda: hvd.grouped_reducescatter([ones(2)], op=hvd.Max), "max"),
 }
-"""The same for HorovodInternalError."""
+"""Case -> a call that raises HorovodInternalError, and words of the error."""
 
 
 @pytest.mark.parametrize("who", ["all ranks", "one rank"])

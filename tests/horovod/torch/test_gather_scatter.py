@@ -179,7 +179,7 @@ def test_a_parameter_can_be_broadcast_in_place(hvd):
 
 
 def exchanged(of_ranks: list[Tensor], splits: list[list[int]], rank: int) -> Tensor:
-    """What comes to a rank, of everything that everyone sends."""
+    """Return the rows that come to a rank."""
     return torch.cat([torch.split(x[: sum(s)], s)[rank] for x, s in zip(of_ranks, splits, strict=True)])
 
 

@@ -1,4 +1,4 @@
-"""How DistributedOptimizer's gradients travel: compressed, grouped, beside others, of optimizers that go.
+"""Reduction of DistributedOptimizer's gradients: compressed, grouped, beside others, of optimizers that go.
 
 What ranks find is gathered first and asserted after, so that no rank fails alone while others wait.
 """
@@ -123,7 +123,7 @@ def test_every_gradient_is_an_allreduce_in_the_timeline(tmp_path: Path) -> None:
 
 
 def reduced(gradient: Tensor, **options: Any) -> list[Tensor]:
-    """What ranks see of their gradients after synchronize, in the first step and in a later one."""
+    """Return the gradients after synchronize, in the first step and in a later one."""
     parameter = nn.Parameter(torch.zeros_like(gradient))
     optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=1.0), **options)
     found = []
@@ -453,7 +453,7 @@ def test_one_loss_may_go_through_the_models_of_two_optimizers() -> None:
 
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
-    """What there is already is not looked at by each collection: it would take most of the time."""
+    """Keep older objects out of each collection, which would take most of the time."""
     gc.collect()
     gc.freeze()
     yield
@@ -462,7 +462,7 @@ def frozen_heap() -> Iterator[None]:
 
 @pytest.fixture
 def without_garbage(frozen_heap: None) -> Iterator[None]:
-    """What was dropped before is gone, on all ranks alike."""
+    """Collect what was dropped before, on all ranks alike."""
     gc.collect()
     yield
     gc.collect()

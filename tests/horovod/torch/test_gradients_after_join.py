@@ -320,7 +320,7 @@ class Program:
         scale: float = 1.0,
         after_epoch: Callable[[list[Any]], None] = lambda models: None,
     ) -> None:
-        """What these ranks do of it."""
+        """Run the part of these ranks."""
         for epoch, counts in enumerate(self.steps_of):
             for step in range(max(counts[rank] for rank in ranks)):
                 for optimizer in optimizers:

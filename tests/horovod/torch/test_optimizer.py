@@ -300,7 +300,7 @@ def test_gradients_put_there_by_hand_are_reduced_like_autograds(taken: int, stag
 
 
 def frozen(step: int) -> tuple[bool, bool]:
-    """Whether the first and the last layer are frozen in a step."""
+    """Return True for each of the first and last layer that is frozen in a step."""
     return ((False, True), (False, False), (True, False), (True, False), (False, False), (False, True))[step]
 
 

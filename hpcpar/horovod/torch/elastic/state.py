@@ -204,7 +204,7 @@ class State:
         self._hosts_changed = max(self._hosts_changed, update_res)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Functions to call after each new start, on every rank, in this order."""
+        """Call these functions after each new start, on every rank, in this order."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
