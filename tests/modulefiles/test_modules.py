@@ -68,6 +68,16 @@ def openmpi_modules(tmp_path: Path) -> Path:
     return tree / "modulefiles"
 
 
+@pytest.fixture
+def over_openmpi(tmp_path: Path) -> Path:
+    """Module files in `site` of an hpcpar over the site's own Open MPI; the directory that it is in."""
+    install = installer()
+    setup = install.Installation(tmp_path / "site", "1.0", "own", needs=("openmpi/4.1",))
+    facts = {"library": "Open MPI v4.1.4", "torch": "2.13.0", "python": "3.11", "summary": "x"}
+    install.write_module_files(setup, {**facts, "srun_mpi": "pmix"})
+    return Path(setup.root)
+
+
 def wheel(directory: Path, name: str, text: str) -> None:
     """A package of one module, which pip installs without building it and without a network."""
     about = f"{name}-1.dist-info"
@@ -190,12 +200,8 @@ def test_of_two_mpis_only_one_is_loaded(
 # Environment Modules' own setting: whether `prereq` loads what is missing, or refuses.
 @pytest.mark.parametrize("auto_handling", ["0", "1"])
 def test_over_the_sites_own_mpi_its_module_comes_and_goes_with_ours(
-    modules: ModuleSystem, openmpi_modules: Path, tmp_path: Path, auto_handling: str
+    modules: ModuleSystem, openmpi_modules: Path, over_openmpi: Path, tmp_path: Path, auto_handling: str
 ) -> None:
-    install = installer()
-    setup = install.Installation(tmp_path / "site", "1.0", "own", needs=("openmpi/4.1",))
-    facts = {"library": "Open MPI v4.1.4", "torch": "2.13.0", "python": "3.11", "summary": "x"}
-    install.write_module_files(setup, {**facts, "srun_mpi": "pmix"})
     shown = "echo ${HPCPAR_ROOT:+loaded} ${SITE_MPI:-none} ${SLURM_MPI_TYPE:-none} ${MPI4PY_LIBMPI:-none}"
 
     def there_and_back(first: str) -> list[str]:
@@ -212,18 +218,14 @@ def test_over_the_sites_own_mpi_its_module_comes_and_goes_with_ours(
 
 
 def test_another_version_of_the_sites_mpi_is_replaced_or_refused(
-    modules: ModuleSystem, openmpi_modules: Path, tmp_path: Path
+    modules: ModuleSystem, openmpi_modules: Path, over_openmpi: Path, tmp_path: Path
 ) -> None:
-    install = installer()
-    setup = install.Installation(tmp_path / "site", "1.0", "own", needs=("openmpi/4.1",))
-    facts = {"library": "Open MPI v4.1.4", "torch": "2.13.0", "python": "3.11", "summary": "x"}
-    install.write_module_files(setup, {**facts, "srun_mpi": "pmix"})
     script = f"""
     module use {openmpi_modules} {tmp_path}/site/modulefiles
     module load openmpi/5.0; module load hpcpar; echo $SITE_MPI ${{HPCPAR_ROOT:-none}}
     """
     last = modules.run(script, tmp_path).stdout.splitlines()[-1]
-    assert last == (f"4.1 {setup.root}" if modules.name == "Lmod" else "5.0 none")
+    assert last == (f"4.1 {over_openmpi}" if modules.name == "Lmod" else "5.0 none")
 
 
 def test_over_the_sites_own_mpi_ranks_meet_by_it(openmpi_modules: Path, tmp_path: Path) -> None:
