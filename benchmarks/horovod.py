@@ -110,7 +110,7 @@ class Rank:
         distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
     def peers(self, case: str) -> dict[str, Measure]:
-        """By name, what one round of each peer does; built in the same order on all ranks."""
+        """Return one round of each peer, in the same order on all ranks."""
         if case == "sync":
             return self.synchronous()
         if case == "async":
@@ -153,7 +153,7 @@ class Rank:
         return {peer: self.step(case, peer, make)[0] for peer in ("hvd", "ddp", "alone")}
 
     def step(self, case: str, peer: str, make: MakeOptimizer) -> tuple[Measure, nn.Module]:
-        """A training step of one peer, and its model; all start from the same parameters."""
+        """Return a training step of one peer, and its model; all start from the same parameters."""
         model, inputs, targets, loss_of = (llama if case == "llama" else resnet)(self.rank)
         module, optimizer = model, make(model.parameters())
         if peer == "ddp":
@@ -171,7 +171,7 @@ class Rank:
         return step, model
 
     def check(self, case: str) -> float:
-        """Untimed: the largest difference of what was computed from what it should be, relative."""
+        """Return the largest relative difference from the correct result; untimed."""
         hvd = self.hvd
         if case in ("sync", "async"):
             mine = [torch.full((KIB,), float(self.rank + i)) for i in range(TENSORS)]
@@ -188,7 +188,6 @@ class Rank:
         return ((ends[0] - ends[1]).abs().max() / ends[1].abs().max()).item()
 
     def measure(self, case: str) -> list[Samples]:
-        """Timed: the peers in turn, every round in another order, which is the same on all ranks."""
         peers = self.peers(case)
         calls = CALLS.get(case, 1)
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
@@ -239,7 +238,6 @@ Work = tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
 
 
 def llama(rank: int) -> Work:
-    """The model of benchmarks/training.py, on tokens of this rank's own."""
     from hpcpar.models import Llama, LlamaConfig, next_token_loss
 
     config = LlamaConfig.preset("5m")
@@ -292,7 +290,7 @@ class ResNet20(nn.Sequential):
 
 
 def work(options: argparse.Namespace) -> None:
-    """A rank of a job; rank 0 leaves the figures in the folder."""
+    """Run a rank of a job; rank 0 leaves the figures in the folder."""
     # This file's own name would hide Horovod from the import.
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]
     if options.worker == "hpcpar":
@@ -317,8 +315,6 @@ def work(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Library:
-    """A library to measure: what starts it, and with which variables."""
-
     name: str
     worker: str
     python: str
@@ -327,7 +323,7 @@ class Library:
 
 
 def libraries(options: argparse.Namespace) -> list[Library]:
-    """Ours, and Horovod as installed and at its quickest for short messages, where there is one."""
+    """Return ours, and Horovod as installed and at its quickest for short messages, where there is one."""
     found = [Library("hpcpar", "hpcpar", sys.executable)]
     looked = subprocess.run(
         [options.horovod_python, "-c", "import horovod.torch as hvd; hvd.init"],
@@ -344,7 +340,7 @@ def libraries(options: argparse.Namespace) -> list[Library]:
 
 
 def job(library: Library, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one library's job to its end; what its rank 0 has left."""
+    """Run one library's job, and return what its rank 0 has left."""
     from hpcpar.launch import supervise
     from hpcpar.launch.settings import env
 
@@ -372,7 +368,7 @@ def job(library: Library, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, dict[str, float]], list[Samples]]:
-    """All libraries, turn by turn: differences by library and case, and samples joined over the turns."""
+    """Measure all libraries in turn: differences by library and case, and samples joined over the turns."""
     differences: dict[str, dict[str, float]] = {}
     joined: dict[tuple[str, str, str], Samples] = {}
     found = libraries(options)
@@ -392,7 +388,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, dict[str, float]], l
 
 
 def ratio(samples: Samples, all_samples: Sequence[Samples]) -> float:
-    """How many times as long as the case's measure of comparison in the same jobs, median of the rounds."""
+    """Return the median ratio to the case's peer of comparison in the same rounds."""
     other = next(
         each
         for each in all_samples

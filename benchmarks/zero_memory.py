@@ -64,8 +64,6 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of training: a stage, and where the state is."""
-
     stage: int
     name: str = "plain"
     offload: str | None = None
@@ -98,7 +96,7 @@ class Result:
         }
 
     def faults(self) -> list[str]:
-        """What is not as it should be: nothing."""
+        """Return what contradicts the formula."""
         found = [
             f"rank {each.rank}: {float(each.unexplained_nbytes):.0f} bytes are neither formula nor padding"
             for each in self.report.of_ranks
@@ -183,7 +181,6 @@ def build(
 
 
 def measure(comm: Communicator, variant: Variant, options: argparse.Namespace) -> Result:
-    """Build, train, measure; collective."""
     before = settled_nbytes(comm)
     model, optimizer = build(comm, variant, options)
     generator = torch.Generator().manual_seed(comm.rank)
@@ -205,7 +202,7 @@ def measure(comm: Communicator, variant: Variant, options: argparse.Namespace) -
 
 
 def settled_nbytes(comm: Communicator) -> int | None:
-    """Memory of this process, its share of what is shared, when all ranks have given back what is free."""
+    """Return this process's memory with its share of shared memory, when all ranks have freed theirs."""
     gc.collect()
     give_freed_memory_back()
     comm.barrier()
@@ -215,7 +212,6 @@ def settled_nbytes(comm: Communicator) -> int | None:
 
 
 def describe(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the header of the results."""
     return header(
         world,
         model=options.model,
@@ -228,7 +224,7 @@ def describe(world: Communicator, options: argparse.Namespace) -> dict[str, Any]
 
 
 def table(results: list[Result]) -> Table:
-    """For people: bytes of the rank that needs most."""
+    """Format the bytes of the rank that needs most."""
     shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("stage", no_wrap=True)
     headings = (

@@ -163,7 +163,7 @@ def test_a_call_that_returns_other_memory_than_it_should_is_wrong() -> None:
 
 @pytest.mark.mpi
 def test_a_soak_over_mpi_finds_every_result_right(any_world: Communicator) -> None:
-    report = run(Options(400, seed=1), any_world)
+    report = run(Options(400, seed=1, name_algorithms=True), any_world)
     everyone = any_world.allgather_object(report)
     assert all(other.wrong == 0 for other in everyone), report.described
     assert all(nbytes > 0 for nbytes in report.end_nbytes)

@@ -101,7 +101,6 @@ def assign(
 
 
 def bucket_of(members: Sequence[int], extents: Sequence[Extent], shards: int = 1) -> Bucket:
-    """The bucket of these members, which are of one kind."""
     first = extents[members[0]]
     edges = offsets([extents[member].numel for member in members])
     return Bucket(tuple(members), edges, first.itemsize, first.kind, -edges[-1] % shards)

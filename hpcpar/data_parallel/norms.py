@@ -67,7 +67,6 @@ class GradientNorm:
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int, int]]]:
-        """Ranges (parameter, start, stop) in each flat gradient."""
         return [
             [
                 (piece.member, piece.offset, piece.end)

@@ -407,7 +407,9 @@ def test_several_messages_between_two_ranks_in_one_step_keep_their_order(size, s
 @pytest.mark.parametrize(("seed", "size", "post_nbytes"), pairwise([1, 2], SIZES, [1024, None]))
 def test_random_programs_equal_the_serial_computation(seed, size, post_nbytes, quick_looks):
     options = {"shared_memory": True, "post_nbytes": post_nbytes}
-    report, *_ = run_loopback(size, lambda comm: soak.run(soak.Options(300, seed), comm), **options)
+    report, *_ = run_loopback(
+        size, lambda comm: soak.run(soak.Options(300, seed, name_algorithms=True), comm), **options
+    )
     assert report.wrong == 0, report.described
 
 
