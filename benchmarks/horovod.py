@@ -37,7 +37,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from common import append_json, at_least, in_turn, output_file, print_header
+from common import add_options, append_json, at_least, in_turn, print_header, quartiles
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
@@ -60,17 +60,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-n", "--ranks", type=at_least(1), default=2)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--turns", type=at_least(1), default=2, help="jobs of each library (default: 2)")
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=15, help="turns of each peer in a job (default: 15)"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="torch threads per rank (default: 1)")
+    add_options(parser, rounds=15, threads=1, json=None)
     parser.add_argument(
         "--horovod-python", default=sys.executable, help="a Python that may have real Horovod (default: this)"
     )
     parser.add_argument(
         "--horovod-launcher", help='what starts its ranks, as "mpirun -n 2" (default: as for ours)'
     )
-    parser.add_argument("--json", type=output_file, help="append one JSON line for each case and peer")
     parser.add_argument("--worker", choices=("hpcpar", "horovod"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -90,10 +86,6 @@ class Samples:
     seconds: list[float]
     cpu_s: list[float]
     per_round: int
-
-    def quartiles_s(self) -> tuple[float, float]:
-        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return first, third
 
 
 # ---------------------------------------------------------------------------------------------- a rank
@@ -201,20 +193,14 @@ class Rank:
             distributed.barrier()
         everyone: list[Any] = [None] * self.size
         distributed.all_gather_object(everyone, taken)
-        return [
-            Samples(
-                case,
-                self.options.worker,
-                name,
-                [max(s for s, _ in ranks) for ranks in zip(*(rank[name] for rank in everyone), strict=True)],
-                [
-                    sum(c for _, c in ranks) / self.size
-                    for ranks in zip(*(rank[name] for rank in everyone), strict=True)
-                ],
-                calls,
-            )
-            for name in peers
-        ]
+        found = []
+        for name in peers:
+            rounds = [
+                zip(*ranks, strict=True) for ranks in zip(*(rank[name] for rank in everyone), strict=True)
+            ]
+            slowest_s, cpu_s = zip(*((max(s), statistics.mean(c)) for s, c in rounds), strict=True)
+            found.append(Samples(case, self.options.worker, name, [*slowest_s], [*cpu_s], calls))
+        return found
 
 
 def repeated(call: Callable[[], object], times: int) -> Measure:
@@ -345,15 +331,8 @@ def job(library: Library, options: argparse.Namespace) -> dict[str, Any]:
     from hpcpar.launch.settings import env
 
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            library.python,
-            str(Path(__file__).resolve()),
-            "--worker",
-            library.worker,
-            "--folder",
-            folder,
-        ]
-        words += ["--rounds", str(options.rounds), "--threads", str(options.threads)]
+        words = [library.python, str(Path(__file__).resolve()), "--worker", library.worker]
+        words += ["--folder", folder, "--rounds", str(options.rounds), "--threads", str(options.threads)]
         words += ["--cases", *options.cases]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         with env(PYTHONPATH=path, OMP_NUM_THREADS=str(options.threads), **dict(library.variables)):
@@ -412,8 +391,8 @@ def report(
     for case in CASES:
         for each in (each for each in samples if each.case == case):
             unit, scale = ("us", 1e6) if case in ("sync", "async") else ("ms", 1e3)
-            low, high = each.quartiles_s()
-            median, cpu = statistics.median(each.seconds), statistics.median(each.cpu_s)
+            low, median, high = quartiles(each.seconds)
+            cpu = statistics.median(each.cpu_s)
             times = ratio(each, samples)
             spread = f"{low * scale:.1f}-{high * scale:.1f}"
             print(

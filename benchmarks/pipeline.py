@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import training
-from common import at_least, give_up, header, output_file
+from common import add_options, at_least, give_up, header
 from pipeline_peers import (
     PHASES,
     PIPELINE,
@@ -79,22 +79,15 @@ def arguments() -> argparse.Namespace:
     parts = parser.add_subparsers(dest="part", required=True)
     job = argparse.ArgumentParser(add_help=False)
     job.add_argument("--microbatches", type=at_least(1), default=8, help="of a step (default: 8)")
-    job.add_argument("--threads", type=int, default=1, help="torch threads per rank (default: 1)")
-    job.add_argument("--json", type=output_file, help="append JSON lines to this file")
+    add_options(job, threads=1, json=None)
     model = argparse.ArgumentParser(add_help=False)
     # The rest is as of this preset: twice as many heads as of keys, ffn of 3 times the hidden size.
     model.set_defaults(model="5m", forward_only=False)
     model.add_argument("--hidden", type=int, default=256, help="a multiple of 64 (default: 256)")
     model.add_argument("--layers", type=int, default=8, help="(default: 8)")
     model.add_argument("--vocabulary", type=int, default=8192, help="(default: 8192)")
-    model.add_argument(
-        "--sequence", type=at_least(1), default=128, help="tokens of a sequence (default: 128)"
-    )
-    model.add_argument("--batch", type=at_least(1), default=1, help="sequences of a microbatch (default: 1)")
     model.add_argument("--dtype", default="float32", choices=("float32", "float64"))
-    model.add_argument(
-        "--stages-per-rank", type=at_least(1), default=2, help="of the interleaved schedules (default: 2)"
-    )
+    add_options(model, sequence=128, batch=1, stages_per_rank=2)
     catalogued = argparse.ArgumentParser(add_help=False)
     catalogued.add_argument(
         "--schedules",
@@ -108,13 +101,7 @@ def arguments() -> argparse.Namespace:
     )
 
     peers = parts.add_parser("peers", parents=[job, model], help="beside torch.distributed.pipelining")
-    peers.add_argument("--rounds", type=at_least(1), default=5, help="turns of each peer (default: 5)")
-    peers.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=1,
-        help="timed steps in a turn, after an untimed one (default: 1)",
-    )
+    add_options(peers, rounds=5, steps=1)
     peers.add_argument(
         "--peers",
         nargs="+",
@@ -125,16 +112,9 @@ def arguments() -> argparse.Namespace:
     sleep = parts.add_parser("sleep", parents=[job, catalogued], help="stages that sleep, beside the price")
     for kind, what in (("forward", "F"), ("backward", "B without W"), ("weight", "W")):
         sleep.add_argument(f"--{kind}-ms", type=float, default=50.0, help=f"{what} of a stage (default: 50)")
-    sleep.add_argument(
-        "--stages-per-rank", type=at_least(1), default=2, help="of the interleaved (default: 2)"
-    )
-    sleep.add_argument(
-        "--steps", type=at_least(1), default=3, help="timed steps, after an untimed one (default: 3)"
-    )
+    add_options(sleep, stages_per_rank=2, steps=3)
     layers = parts.add_parser("layers", parents=[job, model, catalogued], help="a Llama's, beside the price")
-    layers.add_argument(
-        "--steps", type=at_least(1), default=7, help="timed steps, after an untimed one (default: 7)"
-    )
+    add_options(layers, steps=7)
     layers.add_argument(
         "--repeats", type=at_least(1), default=3, help="of each stage alone, before every step (default: 3)"
     )

@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import at_least, give_freed_memory_back, give_up, header, in_turn, output_file
+from common import add_options, give_freed_memory_back, give_up, header, in_turn
 from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
 from training_peers import DATA_PARALLEL, PHASES, Peer, Recipe, Task, absent, build, join_gloo
@@ -103,23 +103,8 @@ def arguments() -> argparse.Namespace:
         help="another hidden size, with heads of 32, twice as many as of keys, and ffn of 3 times it",
     )
     parser.add_argument("--layers", type=int, help="another number of layers")
-    parser.add_argument(
-        "--sequence", type=at_least(1), default=128, help="tokens of a sequence (default: 128)"
-    )
-    parser.add_argument(
-        "--batch", type=at_least(1), default=4, help="sequences per rank; with --tp of all (default: 4)"
-    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"))
-    parser.add_argument("--rounds", type=at_least(1), default=15, help="turns of each peer (default: 15)")
-    parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=4,
-        help="timed steps in a turn, after an untimed one (default: 4)",
-    )
-    parser.add_argument(
-        "--threads", type=int, default=0, help="torch threads per rank (default: cores / ranks here)"
-    )
+    add_options(parser, sequence=128, batch=4, rounds=15, steps=4, threads=None, json=None)
     parser.add_argument(
         "--bucket-mib", type=float, help="of all that have buckets (default: as each has them)"
     )
@@ -134,7 +119,6 @@ def arguments() -> argparse.Namespace:
         metavar="PEER",
         help="by name, see above (default: all that are installed)",
     )
-    parser.add_argument("--json", type=output_file, help="append one JSON line for each peer to this file")
     return parser.parse_args()
 
 

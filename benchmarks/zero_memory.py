@@ -29,15 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    append_json,
-    at_least,
-    give_freed_memory_back,
-    header,
-    output_file,
-    picture_file,
-    print_header,
-)
+from common import add_options, append_json, give_freed_memory_back, header, picture_file, print_header
 from memory_picture import draw
 from rich.console import Console
 from rich.table import Table
@@ -120,9 +112,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of parameters"
     )
-    parser.add_argument("--sequence", type=at_least(1), default=64, help="tokens of a sequence (default: 64)")
-    parser.add_argument("--batch", type=at_least(1), default=1, help="sequences per rank (default: 1)")
-    parser.add_argument("--steps", type=at_least(1), default=3, help="in each stage (default: 3)")
+    add_options(parser, sequence=64, batch=1, steps=3, json=None)
     parser.add_argument("--bucket-mib", type=float, default=1.0, help="of stages 0 to 2 (default: 1)")
     parser.add_argument(
         "--offload",
@@ -134,7 +124,6 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="stages 1 to 3 also with parameters that all ranks have in common",
     )
-    parser.add_argument("--json", type=output_file, help="append one JSON line for each of them to this file")
     parser.add_argument("--picture", type=picture_file, help="draw the bars into this file (PNG, SVG or PDF)")
     return parser.parse_args()
 

@@ -20,10 +20,10 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import (
     DistributedOptimizer,
     broadcast_parameters,
-    fully_shard,
     summon_full_parameters,
 )
 from hpcpar.errors import OperationError
+from tests.data_parallel.staged import ResidualLayer, fill, staged, whole
 from tests.grid import pairwise
 
 STEPS = 10
@@ -42,37 +42,20 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def fill(model: nn.Module, seed: int, scale: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.double().parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(7, 9)
-        self.outer = nn.Linear(9, 7, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.outer(torch.tanh(self.inner(inputs)))
-
-
 class Network(nn.Module):
     """Layers in a list, a head that is tied to the first matrix, a parameter that is never used."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.embed = nn.Linear(5, 7, bias=False)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(ResidualLayer(7, 9) for _ in range(3))
         self.head = nn.Linear(7, 5)
         self.head.weight = nn.Parameter(torch.empty(5, 7))
         self.unembed = nn.Linear(7, 5, bias=False)
         self.embed.weight = nn.Parameter(torch.empty(7, 5))
         self.unembed.weight = self.head.weight
         self.unused = nn.Parameter(torch.empty(3))
-        fill(self, seed, 0.5)
+        fill(self.double(), seed)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.embed(inputs)
@@ -88,7 +71,7 @@ class Branches(nn.Module):
         super().__init__()
         self.branches = nn.ModuleList(nn.Linear(5, 7) for _ in range(4))
         self.head = nn.Linear(7, 5)
-        fill(self, seed, 1.0)
+        fill(self.double(), seed, 1.0)
         self.first_branch = first_branch
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -144,39 +127,21 @@ def train(
     if not is_plain:
         optimizer.wait_for_parameters()
     sent = {name: comm.traffic.nbytes_sent(name) for name in ("allreduce", "reduce_scatter", "allgather")}
-    with summon_full_parameters(model):
-        return Course(losses, norms, [p.detach().clone() for p in model.parameters()], sent)
+    return Course(losses, norms, whole(model), sent)
 
 
 def serial(model: nn.Module, make: Make, steps: int = STEPS) -> Course:
     return train(model, make(list(model.parameters())), Communicator.alone(), steps=steps)
 
 
-def staged(
-    comm: Communicator,
-    stage: int,
-    make: Make,
-    microbatches: int,
-    *,
-    overlap: bool = False,
-    shared: bool = False,
-    steps: int = STEPS,
+def in_stage(
+    comm: Communicator, stage: int, make: Make, microbatches: int, *, steps: int = STEPS, **options: Any
 ) -> tuple[Course, dict[str, int]]:
     """Train in a stage of ZeRO; return what theory says of the bytes sent in a step, too."""
-    model, options = Network(), {"shared_parameters": True} if shared else {}
-    if stage == 3:
-        fully_shard(model, comm, **options)
-        options = {}
-    optimizer = DistributedOptimizer(
-        make(list(model.parameters())),
-        model.named_parameters(),
-        comm,
-        zero_stage=stage,
-        model=model if overlap else None,
-        overlap_allgather=overlap and stage in (1, 2),
-        **LIMITS,
-        **options,
-    )
+    model = Network()
+    if options.pop("overlap", False):
+        options |= {"model": model, "overlap_allgather": stage in (1, 2)}
+    optimizer = staged(model, make(list(model.parameters())), comm, stage, **LIMITS, **options)
     course = train(model, optimizer, comm, steps=steps, microbatches=microbatches)
     return course, optimizer.expected_traffic(1, backwards=microbatches, norms=1)
 
@@ -200,7 +165,7 @@ def test_every_stage_follows_one_process(stage: int, size: int, optimizer: str, 
     make = OPTIMIZERS[optimizer]
     expected = serial(Network(), make)
     assert min(expected.norms) < CLIP < max(expected.norms), "clipping is to be seen at work and at rest"
-    found = run_loopback(size, lambda comm: staged(comm, stage, make, microbatches))
+    found = run_loopback(size, lambda comm: in_stage(comm, stage, make, microbatches))
     assert_same_course([course for course, _ in found], expected)
     for name, theory in found[0][1].items():
         assert sum(course.sent[name] for course, _ in found) == theory, name
@@ -213,7 +178,9 @@ def test_every_stage_on_mpi_follows_one_process(
 ) -> None:
     make = OPTIMIZERS["adamw"]
     expected = serial(Network(), make, STEPS_ON_MPI)
-    course, _ = staged(world, stage, make, microbatches, steps=STEPS_ON_MPI, overlap=True, shared=shared)
+    course, _ = in_stage(
+        world, stage, make, microbatches, steps=STEPS_ON_MPI, overlap=True, shared_parameters=shared
+    )
     assert_same_course(world.allgather_object(course), expected)
 
 
@@ -269,10 +236,8 @@ def labels_of(step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
 def test_sums_times_the_loss_factor_are_the_mean_of_unequal_parts(stage: int) -> None:
     def body(comm: Communicator) -> list[Tensor]:
         model = Branches(seed=0)
-        if stage == 3:
-            fully_shard(model, comm)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, zero_stage=stage)
+        optimizer = staged(model, inner, comm, stage)
         for step in range(len(VALID)):
             parts = [labels_of(step, comm.rank, number) for number in range(2)]
             factor = optimizer.loss_factor(sum((labels != IGNORED).sum() for _, labels in parts))
@@ -283,8 +248,7 @@ def test_sums_times_the_loss_factor_are_the_mean_of_unequal_parts(stage: int) ->
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
-        with summon_full_parameters(model):
-            return [parameter.detach().clone() for parameter in model.parameters()]
+        return whole(model)
 
     model = Branches(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -353,11 +317,7 @@ def test_a_gradient_that_is_withheld_on_one_rank_counts_as_zero(stage: int, by: 
 
         if by == "hook":
             model.weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        if stage == 3:
-            fully_shard(model, comm)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.25), model.named_parameters(), comm, zero_stage=stage
-        )
+        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.25), comm, stage)
         for step in range(2):
             tells = step == 0 or comm.rank == 0
             model(tells or by == "hook").sum().backward()
@@ -377,15 +337,7 @@ def test_a_compiled_step_is_the_step(stage: int) -> None:
     def course(compiled: bool) -> list[Tensor]:
         model, alone = nn.Linear(5, 2, bias=False), Communicator.alone()
         nn.init.ones_(model.weight)
-        if stage == 3:
-            fully_shard(model, alone)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
-            alone,
-            zero_stage=stage,
-            model=model,
-        )
+        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.1), alone, stage, model=model)
 
         def step(inputs: Tensor) -> None:
             optimizer.zero_grad()
@@ -395,7 +347,6 @@ def test_a_compiled_step_is_the_step(stage: int) -> None:
         taken = torch.compile(step, backend="eager") if compiled else step
         for number in range(2):
             taken(torch.full((2, 5), number + 1.0))
-        with summon_full_parameters(model):
-            return [parameter.detach().clone() for parameter in model.parameters()]
+        return whole(model)
 
     torch.testing.assert_close(course(compiled=True), course(compiled=False))
