@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hpcpar.errors import OperationError
 from hpcpar.partition import offsets
@@ -52,6 +53,11 @@ class Bucket:
     @property
     def numel(self) -> int:
         return self.edges[-1] + self.padding
+
+    @property
+    def ranges(self) -> dict[int, tuple[int, int]]:
+        """By member, where it starts and stops, in elements."""
+        return dict(zip(self.members, pairwise(self.edges), strict=True))
 
     @property
     def nbytes(self) -> int:

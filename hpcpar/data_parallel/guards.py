@@ -149,8 +149,7 @@ def refuse_replaced(update: ShardedStep, names: Sequence[str]) -> None:
         if block.flat is None:
             continue
         base, itemsize = block.flat.data_ptr(), block.flat.element_size()
-        edges = block.bucket.edges
-        for member, start, stop in zip(block.bucket.members, edges[:-1], edges[1:], strict=True):
+        for member, (start, stop) in block.bucket.ranges.items():
             if stop > start and update.parameters[member].data_ptr() != base + start * itemsize:
                 raise OperationError(
                     f"the memory of {names[member]} was replaced after its optimizer "

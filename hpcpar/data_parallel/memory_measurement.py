@@ -238,10 +238,9 @@ def _add_state_formula(
     master_nbytes = {id(block): master.element_size() for block, master in update.masters_apart()}
     for block in update.blocks:
         apart = master_nbytes.get(id(block), 0)
-        edges = block.bucket.edges
         whole = sum(
             (stop - start) * (apart + per_element[member])
-            for member, start, stop in zip(block.bucket.members, edges[:-1], edges[1:], strict=True)
+            for member, (start, stop) in block.bucket.ranges.items()
         )
         own = sum(piece.numel * (apart + per_element[piece.member]) for piece in block.shard.pieces)
         line.formula_nbytes += Fraction(whole, parts)

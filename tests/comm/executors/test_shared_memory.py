@@ -121,12 +121,13 @@ def remembered_on(comm, kind, count, times=TIMES):
     return list(remembered(comm, *arrays, times))
 
 
-@pytest.mark.parametrize("count", [5, 2000, 12_000])
-@pytest.mark.parametrize(("kind", "size"), [*product(KINDS, [3]), *product(["torch", "mixed"], [2, 4])])
-@pytest.mark.parametrize("options", [LONG, USUAL], ids=["long", "usual"])
+@pytest.mark.parametrize(
+    ("kind", "count", "size", "is_long"), pairwise(KINDS, [5, 2000, 12_000], SIZES, [True, False])
+)
 def test_remembered_calls_are_right_in_one_piece_in_several_and_read_where_they_lie(
-    kind, count, size, options, quick_looks, assert_true
+    kind, count, size, is_long, quick_looks, assert_true
 ):
+    options = LONG if is_long else USUAL
     for checks in run_loopback(size, lambda comm: remembered_on(comm, kind, count), **options):
         assert_true(checks)
 
@@ -160,9 +161,9 @@ def test_long_messages_over_mpi_are_right(any_world, assert_true):
     assert_true(checks)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("count", [7, 5000])
+@pytest.mark.parametrize(
+    ("size", "dtype", "count"), pairwise(SIZES, [torch.float16, torch.bfloat16, torch.float32], [7, 5000])
+)
 def test_remembered_sums_have_identical_bits_on_all_ranks_and_in_all_calls(count, dtype, size, quick_looks):
     def work(comm):
         fresh = torch.randn(count, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
