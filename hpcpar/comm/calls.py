@@ -25,6 +25,7 @@ from hpcpar.comm.shm_segment import ShmSegment
 from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
 from hpcpar.errors import MismatchError, OperationError
+from hpcpar.transport.buffers import is_torch
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Transport
 from hpcpar.units import MiB
 
@@ -122,6 +123,8 @@ class Calls:
 
     def _go_on(self) -> None:
         """Leave a call, which an error of a signal handler ends, to whoever makes progress next."""
+        if self.segment is not None:
+            self.segment.withdraw(self.count[0])
         latest = self.latest
         if latest is not None and latest.is_under_way and latest not in self.progress.under_way:
             self.progress.under_way.append(latest)
@@ -180,6 +183,8 @@ class Calls:
         words.append("" if request.algorithm is None else f"algorithm={request.algorithm}")
         described = f"{request.collective}({', '.join(filter(None, words))})"
         compiled = compile_collective(self, request, arguments, described, buffer, out)
+        if is_torch(arguments.written):
+            compiled.written = 0 if arguments.written is buffer else 1
         is_cacheable = (
             arguments.is_cacheable
             and all(type(factor) in NUMBERS for factor in request.scaling[:2])  # arrays' content may change
