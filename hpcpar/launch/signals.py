@@ -2,8 +2,7 @@
 
 Python runs a signal's handler in the main thread between two of its instructions: a rank that is blocked
 in a collective would hear of Slurm's warning only afterwards. But at the signal's arrival the interpreter
-writes the signal's number to a wake-up descriptor (`signal.set_wakeup_fd`), and a thread that reads there
-is told within milliseconds, whatever the main thread does.
+writes the signal's number to a wake-up descriptor (`signal.set_wakeup_fd`), which a thread reads:
 
     kernel ── SIGUSR1 ──> main thread, in C: writes 10 ──> socket ──> thread: first(10)
 
