@@ -1,9 +1,9 @@
 """The rank of this process, from the environment alone.
 
 Launchers nest (mpiexec inside a Slurm step inside a batch job), and the inner one's children inherit the
-outer one's variables. So the table runs from the innermost launcher outward, and the first that left its marker
-is believed; unless srun's own task had the same from the start: then srun was called inside that launcher. Once
-MPI has started, `hpcpar.launch.crosscheck` believes whichever launcher agrees with it.
+outer one's variables. So the table runs from the innermost launcher outward, and the first that left its
+marker is believed; unless srun's own task had the same from the start: then srun was called inside that
+launcher. Once MPI has started, `hpcpar.launch.crosscheck` believes whichever launcher agrees with it.
 """
 
 from __future__ import annotations
