@@ -123,7 +123,7 @@ def obstacle(wheels: Wheels, environ: Mapping[str, str], *, several_nodes: bool 
         return f"the job's nodes are of several kinds; if all have GPUs, set {ASKED}=point_to_point"
     if several_nodes is None:
         several_nodes = spans_nodes(environ)
-    if several_nodes and has_fabric():
+    if several_nodes and FABRICS.exists() and any(FABRICS.iterdir()):
         return (
             f"the nodes have InfiniBand, which {wheels.ucx} has not; load the site's CUDA-aware MPI, or set "
             f"{ASKED}=point_to_point to go over TCP"
@@ -144,13 +144,6 @@ def gpu_is_visible(environ: Mapping[str, str]) -> bool:
     """Return whether this process may find a GPU: nothing hides them, and there is a driver."""
     first = environ.get("CUDA_VISIBLE_DEVICES", "all").partition(",")[0].strip()
     return first not in HIDDEN and has_driver()
-
-
-def has_fabric() -> bool:
-    try:
-        return any(FABRICS.iterdir())
-    except OSError:
-        return False
 
 
 def spans_nodes(environ: Mapping[str, str]) -> bool:

@@ -78,8 +78,10 @@ def equations(
         levels = _levels(header, line)
         if levels is not None:
             label = f"{line['collective']} {line['algorithm']}"
-            coefficients = _coefficients(levels, line["nbytes"])
-            found.append(Equation(label, line["nbytes"], coefficients, line["median_s"]))
+            nbytes, (inside, between) = line["nbytes"], levels
+            combined = (inside.combined + between.combined) * nbytes
+            links = (inside.messages, inside.sent * nbytes, between.messages, between.sent * nbytes)
+            found.append(Equation(label, nbytes, (*links, combined), line["median_s"]))
     return found
 
 
@@ -102,12 +104,6 @@ def _levels(header: Mapping[str, Any], line: Mapping[str, Any]) -> TwoLevelCost 
     if ranks % nodes or ranks // nodes != header["ranks_per_node"]:
         return None  # the closed forms are of equally full nodes
     return algorithm.cost_on_nodes(nodes, ranks // nodes, segments)
-
-
-def _coefficients(levels: TwoLevelCost, nbytes: int) -> tuple[float, ...]:
-    inside, between = levels
-    combined = inside.combined + between.combined
-    return (inside.messages, inside.sent * nbytes, between.messages, between.sent * nbytes, combined * nbytes)
 
 
 def solve(found: Sequence[Equation]) -> Fit:

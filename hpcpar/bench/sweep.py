@@ -30,7 +30,6 @@ from hpcpar.bench.measure import (
     Kind,
     Place,
     ResultRow,
-    Timing,
     copy_candidate,
     measure,
     partner,
@@ -131,17 +130,10 @@ def ours(case: Case, comm: Communicator, b: Buffers, place: Place) -> list[Candi
             continue
         if on_two_levels or not algorithm.placed:  # on one level these equal flat algorithms
             found.append(_ours(case, comm, b, place, name))
-    if runs_native(case, comm):
+    has_native = case.collective in NATIVES
+    if has_native and comm.native_obstacle(case.collective, case.nbytes, dtype=case.dtype) is None:
         found.append(_ours(case, comm, b, place, NATIVE))
     return found
-
-
-def runs_native(case: Case, comm: Communicator) -> bool:
-    """Return True where algorithm="native", MPI's own, can do this case."""
-    return (
-        case.collective in NATIVES
-        and comm.native_obstacle(case.collective, case.nbytes, dtype=case.dtype) is None
-    )
 
 
 def _ours(case: Case, comm: Communicator, b: Buffers, place: Place, name: str | None) -> Candidate:
@@ -219,22 +211,19 @@ def measure_case(
     for candidate in found.values():
         candidate.close()
     lines = []
+    factor = 0.5 if case.collective == "send" else 1.0  # a ping-pong sends two messages; the row is for one
     for name in dict.fromkeys(name for name, _ in found):
         chose = chosen_name(case, comm) if name == CHOSEN else ""
         places = [place for place in PLACES[case.collective] if (name, place) in found]
         lines.append(
             tuple(
-                row(case, name, place, _halved(case, timings[name, place]), wrong[name, place], chose)
+                row(case, name, place, timings[name, place].scaled(factor), wrong[name, place], chose)
                 for place in places
             )
         )
     copied = Case(COPY, case.count, case.dtype, case.kind, case.size)
     lines.append((row(copied, MEMORY_COPY, "out", timings[COPY], 0),))
     return lines
-
-
-def _halved(case: Case, timing: Timing) -> Timing:
-    return timing.scaled(0.5) if case.collective == "send" else timing
 
 
 def chosen_name(case: Case, comm: Communicator) -> str:
@@ -333,7 +322,7 @@ def _cells(row: ResultRow | None, longest: bool) -> str:
 def compare(rows: Sequence[ResultRow]) -> list[str]:
     """Summarise the speed of the chosen algorithm over each peer: geometric mean, and the worst size."""
     told = []
-    peers = [name for name in dict.fromkeys(row.algorithm for row in rows) if _is_peer(name)]
+    peers = [name for name in dict.fromkeys(row.algorithm for row in rows) if name in PEERS]
     for place in PLACED:
         times = {(row.algorithm, row.nbytes): row.median_s for row in rows if row.place == place}
         for peer in peers:
@@ -350,10 +339,6 @@ def compare(rows: Sequence[ResultRow]) -> list[str]:
                     f"{len(ratios)} sizes), least {ratios[worst]:.2f} at {format_nbytes(worst)}"
                 )
     return told
-
-
-def _is_peer(name: str) -> bool:
-    return name.split("_")[0] in ("mpi", "gloo")
 
 
 def write_json(path: Path, facts: dict[str, Any], rows: Sequence[Any]) -> None:

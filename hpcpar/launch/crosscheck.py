@@ -94,19 +94,15 @@ def refuse_separate_worlds(info: RankInfo, claims: Sequence[RankInfo]) -> None:
         return
     for other in claims:
         if other.size > 1 and (other.rank, other.size) != (info.rank, info.size):
+            srun, flux = "`srun -n N python …`", "`flux run -n N python …`"
+            one_world = {"slurm": srun, "flux": flux}.get(other.launcher, "one mpiexec")
             raise LaunchError(
                 f"{_started(other)} {other.size} tasks, and each of them an mpiexec of its own: this is rank "
                 f"{info.rank} of {info.size} in the world of task {other.rank}, beside {other.size - 1} more "
                 f"such worlds, which would all do the same work and write the same files. Start one world: "
-                f"{_one_world(other)}, or mpiexec alone; worlds that shall be separate take a launch each, "
+                f"{one_world}, or mpiexec alone; worlds that shall be separate take a launch each, "
                 f"as `srun -n1 mpiexec …`"
             )
-
-
-def _one_world(info: RankInfo) -> str:
-    return {"slurm": "`srun -n N python …`", "flux": "`flux run -n N python …`"}.get(
-        info.launcher, "one mpiexec"
-    )
 
 
 def require_asked_size(asked: int | None, size: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from hpcpar.errors import LaunchError
 from hpcpar.launch import slurm
 from hpcpar.launch.allocation import forgotten_launcher
-from hpcpar.launch.processes import PROC
+from hpcpar.launch.processes import PROC, process
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ def claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> Iterat
             is_within = True
             yield _checked(_from_launcher(launcher, environ))
     if slurm.in_step(environ) and not slurm.in_interactive_shell(environ, proc):
-        name = slurm.task_name(environ, proc)
-        if not is_within or (name and name not in DAEMONS):
+        started = process(environ.get("SLURM_TASK_PID") or "none", proc)
+        if not is_within or (started is not None and started.name not in DAEMONS):
             yield _checked(_from_step(environ, proc))
     for launcher in outside:
         yield _checked(_from_launcher(launcher, environ))

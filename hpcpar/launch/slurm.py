@@ -127,12 +127,6 @@ def came_with_the_step(names: Collection[str], environ: Mapping[str, str], proc:
     return {os.fsencode(f"{name}={environ[name]}") for name in names} <= set(started)
 
 
-def task_name(environ: Mapping[str, str], proc: Path) -> str:
-    """Return the program that srun started as this task; "" where it is not visible."""
-    started = process(environ.get("SLURM_TASK_PID") or "none", proc)
-    return started.name if started else ""
-
-
 def in_interactive_shell(environ: Mapping[str, str], proc: Path) -> bool:
     """Return whether this process was typed into a shell inside of a step (`srun --pty bash`, tmux in it).
 

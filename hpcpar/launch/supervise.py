@@ -136,17 +136,14 @@ def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterato
 
     # Only the main thread is told of signals; a job started in another one is left to the launcher.
     is_told = threading.current_thread() is threading.main_thread()
-    ours = [number for number in FORWARDED if is_told and not _is_ignored_hangup(number)]
+    keeps_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    ours = [each for each in FORWARDED if is_told and not (each == signal.SIGHUP and keeps_hangup)]
     before = {number: signal.signal(number, forward) for number in ours}
     try:
         yield ended_by
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_ignored_hangup(number: signal.Signals) -> bool:
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _terminal_interrupts_us() -> bool:
