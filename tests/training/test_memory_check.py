@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
@@ -13,8 +11,7 @@ from hpcpar.planner.memory import BUILDING, MemoryNeed
 from hpcpar.training import Config, Run, memory_check
 from hpcpar.training.memory_check import memory_need
 from hpcpar.units import KiB
-
-MakeConfig = Callable[..., Config]
+from tests.training.runs import MakeConfig
 
 SIZES = LlamaConfig.preset("llama2-7b")
 PHI = SIZES.parameters()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from hpcpar.errors import CheckpointError, ConfigError, DataError
 from hpcpar.models import Llama
 from hpcpar.training import Config, Run
 from hpcpar.training.model_export import export
-
-MakeConfig = Callable[..., Config]
+from tests.training.runs import MakeConfig
 
 TEXT = "The cät\tsat\n\n on 12 €; \x00 and \x7f were bytes."
 
