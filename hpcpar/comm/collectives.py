@@ -58,6 +58,7 @@ class Arguments:
     first, last   actions before and after; `at_end` come after the division of an average
     averaged      what is divided by the number of ranks, or multiplied by `factor`, at the end
     kept          the data are only read
+    written       the caller's array that receives the result; None: it is a new one, or not on this rank
     result        of the caller's arrays; None: out, or buffer where there is no out
     """
 
@@ -76,6 +77,7 @@ class Arguments:
     averaged: HostBuffer | None = None
     factor: float = 1.0
     kept: Kept | None = None
+    written: Any = None
     result: Result | None = None
     is_cacheable: bool = True
     combines: bool = False
@@ -223,6 +225,7 @@ def _allreduce(calls: Calls, request: Request, root: int | None, buffer: Any, ou
     target = source if out is None else _view_out(calls, out, source.host.count, source.host)
     rescaling, factors = _factors(request, source.host)
     found = Arguments(f"{typed(buffer, source.host)}, op={op}{rescaling}", op=op, combines=True)
+    found.written = buffer if out is None else out
     if rescaling.compression is not None and calls.size > 1:
         return _compressed(calls, found, source.host, target, rescaling.compression, factors)
     found.spaces = {"data": target.host}
@@ -275,6 +278,7 @@ def _reduce_scatter(calls: Calls, request: Request, root: int | None, buffer: An
         uneven=_uneven(pieces),
         factor=factors.after,
         combines=True,
+        written=buffer if out is None else out,
     )
     data = source.host
     if target is None:
@@ -316,6 +320,7 @@ def _allgather(calls: Calls, request: Request, root: int | None, shard: Any, out
         uneven=_uneven(pieces),
         first=copy_to(target.host.part(*own), source.host),
         at_end=_written_back(target),
+        written=out,
         result=None if out is not None else _always(gathered),
         is_cacheable=out is not None,
     )
@@ -332,6 +337,7 @@ def _broadcast(calls: Calls, request: Request, root: int | None, buffer: Any, ou
         typed(buffer, target.host),
         {"data": target.host},
         at_end=[] if is_root else _written_back(target),
+        written=None if is_root else buffer,
     )
 
 
@@ -345,6 +351,7 @@ def _reduce(calls: Calls, request: Request, root: int | None, buffer: Any, out: 
         found.first = copy_to(target.host, source.host)
         found.averaged = target.host
         found.at_end = _written_back(target)
+        found.written = buffer if out is None else out
     else:
         found.kept = Kept()
         found.result = _always(None)
@@ -366,6 +373,7 @@ def _gather(calls: Calls, request: Request, root: int | None, shard: Any, out: A
         uneven=_uneven(pieces),
         first=copy_to(data.part(edges[calls.rank], edges[calls.rank + 1]), source.host),
         at_end=[] if target is None else _written_back(target),
+        written=out if is_root else None,
         result=_always(gathered if is_root else None) if out is None or not is_root else None,
         is_cacheable=False,
     )
@@ -391,6 +399,7 @@ def _scatter(calls: Calls, request: Request, root: int | None, buffer: Any, out:
         uneven=_uneven(pieces),
         last=copy_to(target.host, data.part(edges[calls.rank], edges[calls.rank + 1])),
         at_end=_written_back(target),
+        written=out,
         is_cacheable=False,
     )
 
@@ -424,6 +433,7 @@ def _alltoall(calls: Calls, request: Request, root: int | None, buffer: Any, out
         same_everywhere=is_even,
         first=first,
         at_end=_written_back(target),
+        written=out,
         result=None if out is not None else _always(exchanged),
         is_cacheable=out is not None and is_even,
     )

@@ -17,6 +17,7 @@ from hpcpar.comm.accounting import Tally, Trace, TrafficRow
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.watch import Call
 from hpcpar.errors import HpcparError, MismatchError
+from hpcpar.transport.buffers import count_write
 
 if TYPE_CHECKING:
     from hpcpar.comm.executors.message import MessageProgram
@@ -66,6 +67,7 @@ class CompiledCollective:
     program          messages: chooses steps and turn by the tag that the call gets
     first, last      actions on memory before the first and after the last step
     result           of the caller's arrays; None: the second one, or the first where there is no second
+    written          which of the arrays is a torch tensor that is written to; None: neither
     expected_nbytes  what point-to-point receives must bring, no more and no less
     comm_id          of the communicator, as ranks tell each other; None for a point-to-point message
     is_cached        in the cache: holds no references to the caller's arrays while it is idle
@@ -100,6 +102,7 @@ class CompiledCollective:
         "tally",
         "turn",
         "world_ranks",
+        "written",
     )
 
     def __init__(
@@ -124,6 +127,7 @@ class CompiledCollective:
         self.by = by
         self.tally: Tally = row.open(*traffic)
         self.result = result
+        self.written: int | None = None
         self.steps: Sequence[ExecutorStep] = ()
         self.first: Sequence[Action] = ()
         self.last: Sequence[Action] = ()
@@ -153,6 +157,8 @@ class CompiledCollective:
         self.error = None
         self.handle = None
         self._memory = memory
+        if self.written is not None:
+            count_write(memory[self.written])
         self._index = 0
         self._actions = iter(self.first) if self.first else None
         self._last_actions = None

@@ -332,8 +332,8 @@ class Reducer:
         # rank 0 could be reducing bucket 3 against rank 1's bucket 2.
         while self._departed < len(self._states) and not self._states[self._departed].missing:
             state = self._states[self._departed]
-            state.version = state.flat._version
             state.handle = self._reduction.start(state.flat, state.bucket)
+            state.version = state.flat._version  # with the write of the reduction itself
             self._departed += 1
             if self._departed == len(self._states):
                 used = np.packbits(np.array(self._gave, dtype=bool))
@@ -343,8 +343,8 @@ class Reducer:
     def _written_under_way(self) -> list[str]:
         """The parameters of buckets that somebody wrote to after they had left.
 
-        Transfers write to a host's memory itself, which torch does not count; what comes back to a GPU's by
-        way of the host it does, and sums of short types, which torch works out.
+        A reduction counts as one write when it starts. What comes back to a GPU by way of the host counts
+        again, and so do sums of short types, which torch works out.
         """
         return [
             self.names[member]

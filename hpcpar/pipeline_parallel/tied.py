@@ -83,8 +83,6 @@ class TiedWeights:
             comm.allreduce(flat)
             if flat is not own.grad:
                 own.grad.copy_(flat)
-            # torch does not see transfers, but an optimizer that was averaging this gradient must.
-            torch.autograd.graph.increment_version(own.grad)
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """True if this rank counts a parameter in norms and sums over the pipeline: of copies, the first."""

@@ -182,6 +182,12 @@ def is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def count_write(tensor: Any) -> None:
+    """Let torch's autograd know of a write to a tensor, as every operation in place does."""
+    if not tensor.is_inference():  # those have no count
+        sys.modules["torch"].autograd.graph.increment_version(tensor)
+
+
 def is_cupy(array: Any) -> bool:
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)

@@ -21,7 +21,7 @@ from typing import Any
 import mpi4py
 
 from hpcpar import cuda_wheels
-from hpcpar.errors import MismatchError, PeerFailedError
+from hpcpar.errors import MismatchError, OperationError, PeerFailedError
 from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.interface import (
     COLLECTIVE_TAGS,
@@ -466,7 +466,14 @@ class MpiTransport:
             os.sched_yield()
 
     def split(self, color: int | None, key: int) -> Transport | None:
-        comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        try:
+            comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        except MPI.Exception as error:
+            raise OperationError(
+                f"MPI could not make another communicator ({_last_line(error)}). It has room for about two "
+                f"thousand: call `free()`, on all their ranks, on those that are no longer needed, or keep "
+                f"one and use it again"
+            ) from error
         if comm == MPI.COMM_NULL:
             return None
         return MpiTransport(
@@ -507,6 +514,11 @@ class MpiTransport:
         if not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+def _last_line(error: MPI.Exception) -> str:
+    """The cause: MPICH puts the calls that led to it on the lines before."""
+    return error.Get_error_string().strip().splitlines()[-1]
 
 
 def _explain(error: MPI.Exception, peers: Sequence[int]) -> Exception:

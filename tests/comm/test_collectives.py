@@ -179,6 +179,42 @@ def test_a_parameter_that_requires_a_gradient_can_be_reduced_and_broadcast(excha
     assert run_loopback(2, work, **exchange) == [(True, [[3.0, 3.0], [3.0, 3.0]])] * 2
 
 
+def test_autograd_refuses_what_it_has_saved_and_a_call_has_written_to(exchange):
+    """Every call that writes to a tensor counts as a write; ranks that only send keep what they have."""
+    ones = torch.ones(8)
+    calls = {
+        "allreduce": lambda comm, y: comm.allreduce(y),
+        "start_allreduce": lambda comm, y: comm.start_allreduce(y).wait(),
+        "allreduce of every second": lambda comm, y: comm.allreduce(y[::2]),
+        "allreduce, out": lambda comm, y: comm.allreduce(ones, out=y),
+        "reduce_scatter": lambda comm, y: comm.reduce_scatter(y),
+        "reduce_scatter, out": lambda comm, y: comm.reduce_scatter(ones.repeat(2), out=y),
+        "allgather": lambda comm, y: comm.allgather(ones[:4], out=y),
+        "alltoall": lambda comm, y: comm.alltoall(ones, out=y),
+        "scatter": lambda comm, y: comm.scatter(ones.repeat(2), out=y, root=0),
+        "sendrecv": lambda comm, y: comm.sendrecv(ones, 1 - comm.rank, y, 1 - comm.rank),
+        "broadcast to 1": lambda comm, y: comm.broadcast(y, root=0),
+        "reduce to 1": lambda comm, y: comm.reduce(y, root=1),
+        "reduce to 1, out": lambda comm, y: comm.reduce(ones, root=1, out=y),
+        "gather to 1": lambda comm, y: comm.gather(ones[:4], root=1, out=y),
+    }
+
+    def work(comm):
+        for name, call in calls.items():
+            for _ in range(2):  # compiled, and from the cache
+                saved = torch.ones(8, requires_grad=True).exp()
+                call(comm, saved.detach())
+                if "to 1" in name and comm.rank == 0:
+                    saved.sum().backward()
+                else:
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        saved.sum().backward()
+        with torch.inference_mode():  # tensors without a count
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert run_loopback(2, work, **exchange) == [2.0, 2.0]
+
+
 def alone() -> Communicator:
     return Communicator.alone()
 
