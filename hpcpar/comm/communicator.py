@@ -445,7 +445,9 @@ def run_loopback(
             comm.share_memory(post_nbytes)
         return function(comm)
 
-    results = loopback.run(size, call, nodes=nodes, timeout_s=timeout_s)
-    for comm in held:  # their shared memory goes now, not when the cyclic collector runs
-        comm.free()
-    return results
+    try:
+        return loopback.run(size, call, nodes=nodes, timeout_s=timeout_s)
+    finally:  # their shared memory goes now, not when the cyclic collector runs
+        for comm in held:
+            for calls in list(comm._runtime.calls):
+                calls.free()
