@@ -123,6 +123,8 @@ class Calls:
 
     def _go_on(self) -> None:
         """Leave a call, which an error of a signal handler ends, to whoever makes progress next."""
+        if self.segment is not None:
+            self.segment.withdraw(self.count[0])
         latest = self.latest
         if latest is not None and latest.is_under_way and latest not in self.progress.under_way:
             self.progress.under_way.append(latest)

@@ -127,6 +127,12 @@ class ShmSegment:
         for slot in range(SLOTS):
             self.words[self.ended + slot] = 0
 
+    def withdraw(self, number: int) -> None:
+        """Take back that a call has been begun, if it has: it gets no number, and another call this one."""
+        slot = number % SLOTS
+        if self.begun[slot] == number + 1:
+            self.begun[slot] = self.before[slot]
+
     def find_free_slots(self) -> None:
         """Look which slots all ranks have done with."""
         told, used = self.words[self._told : self._told + SLOTS * self.size].tolist(), self.used

@@ -100,11 +100,8 @@ class SharedCall:
         segment = self.segment
         self.headers = headers = segment.headers[slot]
         self.header = headers[segment.rank]
-        # Equal where an exception of a handler has left a call of this number before it counted.
-        if segment.begun[slot] != number + 1:
-            segment.before[slot] = segment.begun[slot]
-            segment.begun[slot] = number + 1
-        self._before = segment.before[slot]
+        self._before = segment.before[slot] = segment.begun[slot]
+        segment.begun[slot] = number + 1
 
     def lend(self, lent: HostBuffer, own: tuple[int, int], planned: Plan) -> bool:
         """Send from `lent` what the data will hold in `own`, and copy it there while the peers read.

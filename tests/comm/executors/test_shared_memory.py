@@ -16,6 +16,7 @@ from hpcpar import partition
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, calls, run_loopback, select
 from hpcpar.comm.executors import shared_reads
+from hpcpar.comm.executors.shared_memory import SharedStep
 from hpcpar.comm.shm_segment import SLOTS
 from hpcpar.errors import StallError
 from hpcpar.transport import loopback
@@ -728,3 +729,30 @@ def test_a_short_call_counts_the_time_for_which_it_waited():
     waited = run_loopback(2, work, shared_memory=True)
     assert waited[0] > 0.1
     assert waited[0] > waited[1]
+
+
+def test_a_call_that_a_handler_ends_before_it_counts_leaves_its_slot(monkeypatch):
+    """Another call gets its number, by an executor that uses no slot; later ones must not wait for it."""
+    begin, ended = SharedStep.begin, []
+
+    def interrupted(step: SharedStep, number: int) -> None:
+        begin(step, number)
+        if [number] == ended and step._call.rank == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SharedStep, "begin", interrupted)
+
+    def work(comm):
+        data = np.ones(10)
+        comm.allreduce(data)
+        comm.barrier()
+        if comm.rank == 0:
+            ended.append(comm.calls)
+            with pytest.raises(KeyboardInterrupt):
+                comm.allreduce(data)
+        comm._calls.count[0] += 1
+        for _ in range(2 * SLOTS):
+            comm.allreduce(data)
+        return data[0]
+
+    assert run_loopback(2, work, shared_memory=True, timeout_s=20) == [2.0 ** (2 * SLOTS + 1)] * 2
