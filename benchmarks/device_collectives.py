@@ -7,7 +7,7 @@ Strictly in turn, in one call, for every size:
     pull     hpcpar; ranks of a node read each other's memory where it lies (CUDA IPC)
     mpi      hpcpar over a CUDA-aware MPI's messages
     staged   hpcpar through pinned host memory
-    MPI      the library's own collectives on device pointers, where a probe says that it can
+    MPI      the library's own collectives on device pointers, where HPCPAR_CUDA_AWARE says that it can
     gloo     torch.distributed over gloo
     nccl     torch.distributed over NCCL: one rank per GPU; two on one GPU from NCCL 2.30.3 on, with
              NCCL_MULTI_RANK_GPU_ENABLE=1
@@ -58,7 +58,7 @@ from hpcpar.launch import binding
 from hpcpar.units import GB, busbw_factor, parse_nbytes
 
 if TYPE_CHECKING:
-    from hpcpar.launch.cuda_aware import Capabilities
+    from hpcpar.launch.cuda_aware import CudaAwareness
 
 PLACES: dict[str, Place] = {
     "allreduce": "in",
@@ -188,7 +188,7 @@ class Job:
     device: torch.device
     gpus: int
     is_first: bool
-    awareness: Capabilities
+    awareness: CudaAwareness
     ways: dict[str, Communicator]
     said: dict[str, str]
 
@@ -212,22 +212,22 @@ def bind_to_gpu(world: Communicator, wanted: str) -> tuple[torch.device, tuple[s
     return device, tuple(world.allgather_object(identity))
 
 
-def find_awareness(world: Communicator, device: torch.device) -> Capabilities:
-    """What MPI takes device pointers for, as rank 0 finds out by a probe."""
+def find_awareness(world: Communicator, device: torch.device) -> CudaAwareness:
+    """Find out on rank 0 whether MPI takes device pointers."""
     from hpcpar.cli.doctor.facts import find_awareness as find
-    from hpcpar.launch.cuda_aware import Capabilities
+    from hpcpar.launch.cuda_aware import CudaAwareness
     from hpcpar.transport.mpi import library_facts, memory_kinds
 
     if device.type == "cpu":
-        return Capabilities(True, True, True, True, source="no device pointers: --device=cpu")
-    found: Capabilities = world.broadcast_object(
+        return CudaAwareness(True, "no device pointers: --device=cpu")
+    found: CudaAwareness = world.broadcast_object(
         find(library_facts()["library"], memory_kinds()) if world.rank == 0 else None
     )
     return found
 
 
 def open_ways(
-    world: Communicator, options: argparse.Namespace, device: torch.device, awareness: Capabilities
+    world: Communicator, options: argparse.Namespace, device: torch.device, awareness: CudaAwareness
 ) -> tuple[dict[str, Communicator], dict[str, str]]:
     """A communicator for each way that works here, and why others do not. Collective."""
     from hpcpar.transport.mpi import MpiTransport
@@ -288,17 +288,18 @@ def nccl_obstacle(world: Communicator, gpus: int, device: torch.device) -> str |
 
 
 class Builtin:
-    """MPI's own collectives on device pointers: only those that a probe has seen work."""
+    """MPI's own collectives on device pointers: only those that HPCPAR_CUDA_AWARE names."""
 
-    def __init__(self, awareness: Capabilities) -> None:
+    def __init__(self, device: torch.device) -> None:
         from hpcpar.bench.peers import MpiPeer
+        from hpcpar.launch.settings import CAPABILITIES, Settings
 
-        self._awareness = awareness
+        self._asked = CAPABILITIES if device.type == "cpu" else Settings.from_environ().cuda_aware or ()
         self._mpi = MpiPeer()
         self.free = self._mpi.free
 
     def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
-        if not getattr(self._awareness, "reductions" if case.collective in SUMS else "collectives"):
+        if ("reductions" if case.collective in SUMS else "collectives") not in self._asked:
             return []
         found = self._mpi.candidates(case, comm, buffers, place)
         for one in found[1:]:
@@ -312,8 +313,8 @@ def connect(job: Job) -> list[Any]:
 
     wanted, said, found = job.options.peers, job.said, []
     if "mpi" in wanted:
-        found.append(Builtin(job.awareness))
-        said["peer MPI"] = f"its own collectives where it can: {job.awareness}"
+        found.append(Builtin(job.device))
+        said["peer MPI"] = "its own collectives that HPCPAR_CUDA_AWARE names"
     if {"gloo", "nccl"} & set(wanted):
         obstacle = nccl_obstacle(job.world, job.gpus, job.device) if "nccl" in wanted else None
         try:

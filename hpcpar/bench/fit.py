@@ -35,7 +35,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Equation:
-    """One measured line; `coefficients` are what the five parameters are multiplied by."""
+    """Measured line as an equation; `coefficients` multiply the five parameters."""
 
     label: str
     nbytes: int
@@ -84,7 +84,7 @@ def equations(
 
 
 def _levels(header: Mapping[str, Any], line: Mapping[str, Any]) -> TwoLevelCost | None:
-    """The line's critical path within and between nodes; None where no exact form is known."""
+    """Return the line's critical path within and between nodes; None where no exact form is known."""
     nodes, ranks, nothing = header["nodes"], line["ranks"], Cost(0)
     if line["collective"] == "send":
         message = Cost(1, 1)
@@ -107,13 +107,7 @@ def _levels(header: Mapping[str, Any], line: Mapping[str, Any]) -> TwoLevelCost 
 def _coefficients(levels: TwoLevelCost, nbytes: int) -> tuple[float, ...]:
     inside, between = levels
     combined = inside.combined + between.combined
-    return (
-        inside.messages,
-        inside.sent * nbytes,
-        between.messages,
-        between.sent * nbytes,
-        combined * nbytes,
-    )
+    return (inside.messages, inside.sent * nbytes, between.messages, between.sent * nbytes, combined * nbytes)
 
 
 def solve(found: Sequence[Equation]) -> Fit:
@@ -141,7 +135,6 @@ def solve(found: Sequence[Equation]) -> Fit:
 
 
 def _independent(matrix: Array, columns: Sequence[int]) -> list[int]:
-    """Return the linearly independent columns, in order."""
     free: list[int] = []
     for column in columns:
         scaled = matrix[:, [*free, column]]
@@ -152,7 +145,7 @@ def _independent(matrix: Array, columns: Sequence[int]) -> list[int]:
 
 
 def _non_negative(matrix: Array) -> Array:
-    """x >= 0 with the least |matrix·x - 1|²: the best of all choices of what is zero, as there are few."""
+    """Find x >= 0 with the least |matrix·x - 1|², over all choices of the zeros, as there are few."""
     width = matrix.shape[1]
     scale = np.linalg.norm(matrix, axis=0)
     best, least = np.zeros(width), float(len(matrix))
@@ -184,7 +177,6 @@ def report(files: Sequence[Path], *, min_nbytes: int = 0, max_nbytes: int = GiB)
 
 
 def _read(file: Path, *, min_nbytes: int, max_nbytes: int) -> tuple[str, list[Equation]]:
-    """Return the report's lines about a file, and its equations."""
     try:
         header, lines = read_json(file)
         if header["benchmark"] != "collectives" or not lines:
@@ -218,7 +210,6 @@ def _parameter_lines(fit: Fit) -> list[str]:
 
 
 def _error_lines(found: Sequence[Equation], fit: Fit) -> list[str]:
-    """Return the model's error over all lines, and by algorithm."""
     by_label: dict[str, list[tuple[float, int]]] = {}
     for equation, ratio in zip(found, fit.ratios, strict=True):
         by_label.setdefault(equation.label, []).append((ratio, equation.nbytes))

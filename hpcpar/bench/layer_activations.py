@@ -66,7 +66,7 @@ def measure(shape: LayerShape, tp: int) -> list[MeasuredActivations]:
 
 
 def kept_nbytes(shape: LayerShape, way: Technique, tp: int) -> int:
-    """Measured on a layer in bfloat16, between its forward and its backward."""
+    """Measure a layer in bfloat16, between its forward and its backward."""
 
     def work(comm: Communicator) -> int:
         axis = TensorParallel(
@@ -93,7 +93,6 @@ def kept_nbytes(shape: LayerShape, way: Technique, tp: int) -> int:
 
 
 def title(shape: LayerShape, tp: int) -> str:
-    """Describe the measured layer in the paper's letters."""
     return (
         f"Kept by a transformer layer from forward to backward: bfloat16, s={shape.sequence} b={shape.batch} "
         f"h={shape.hidden} a={shape.heads} (5as/h = {shape.core_nbytes / shape.sbh:g}), t={tp}"
@@ -101,7 +100,7 @@ def title(shape: LayerShape, tp: int) -> str:
 
 
 def table(found: list[MeasuredActivations]) -> str:
-    """A line for each way, and the measured bytes as a bar."""
+    """Format a line for each technique, with the measured bytes as a bar."""
     most = max(each.nbytes for each in found)
     lines = [ROW.format("", "formula", "formula bytes", "measured bytes", "beyond", "").rstrip()]
     lines += [

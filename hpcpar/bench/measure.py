@@ -117,12 +117,7 @@ class Buffers:
 
     @classmethod
     def of(
-        cls,
-        case: Case,
-        comm: Communicator,
-        *,
-        shared: bool = False,
-        device: torch.device = ON_HOST,
+        cls, case: Case, comm: Communicator, *, shared: bool = False, device: torch.device = ON_HOST
     ) -> Buffers:
         """Allocate; collective for shared memory. OperationError where the ranks cannot share memory."""
         if shared and not comm.shares_memory:
@@ -164,6 +159,12 @@ class Candidate:
     run: Callable[[], object]
     result: Callable[[], Any]
     close: Callable[[], object] = lambda: None
+
+
+def partner(comm: Communicator) -> int | None:
+    """Return this rank's partner in a ping-pong of rank 0 and the last rank; None on the ranks between."""
+    last = comm.size - 1
+    return {0: last, last: 0}.get(comm.rank) if last else None
 
 
 def contribution(rank: int, start: int, stop: int, device: torch.device = ON_HOST) -> torch.Tensor:

@@ -12,12 +12,13 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
 
-from hpcpar.bench.measure import IN_EQUAL_PIECES, WINDOW, Buffers, Candidate, Case, Place, tensor
+from hpcpar.bench.measure import IN_EQUAL_PIECES, WINDOW, Buffers, Candidate, Case, Place, partner, tensor
 from hpcpar.errors import PeerFailedError
 
 if TYPE_CHECKING:
@@ -41,15 +42,6 @@ TYPES = {
     "uint8": MPI.UINT8_T,
 }
 """Element types that MPI can sum; others move as pairs of bytes."""
-
-
-def farthest(comm: Communicator) -> int:
-    """Return the partner in a ping-pong of rank 0 and the last rank."""
-    return comm.size - 1 if comm.rank == 0 else 0
-
-
-def sends(comm: Communicator) -> bool:
-    return comm.size > 1 and comm.rank in (0, comm.size - 1)
 
 
 class MpiPeer:
@@ -120,9 +112,9 @@ class MpiPeer:
         sent, received = prepared(buffers.whole), prepared(buffers.other)
         names = ("mpi", "mpi_nonblocking", "mpi_persistent")
         window = case.collective == "send_window"
-        if not sends(comm):  # the ranks between do nothing, under the same names
+        peer = partner(comm)
+        if peer is None:  # the ranks between do nothing, under the same names
             return [Candidate(name, lambda: None, lambda: None) for name in (names[1:2] if window else names)]
-        peer = farthest(comm)
         if window:
             return self._window(comm, sent, received, peer, buffers)
         mpi, first = self.comm, comm.rank == 0
@@ -241,69 +233,38 @@ class GlooPeer:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
-        whole, other = tensor(buffers.whole), tensor(buffers.other)
-        calls = self._calls(case, comm, buffers)
+        dist, group = self._dist, self.group
+        whole, shard, other = (tensor(array) for array in (buffers.whole, buffers.shard, buffers.other))
         if case.collective == "send":
-            return [Candidate(self.name, self._ping_pong(comm, whole, other), lambda: _received(comm, other))]
+            peer = partner(comm)
+            if peer is None:
+                return [Candidate(self.name, lambda: None, lambda: None)]
+            ping_pong = partial(self._ping_pong, comm.rank, peer, whole, other)
+            return [Candidate(self.name, ping_pong, lambda: other)]
+        own = whole[case.own(comm.rank)]
+        at_root = whole if comm.rank == 0 else None
+        # gloo runs allreduce, reduce and broadcast in place only.
+        calls: dict[tuple[str, Place], tuple[Callable[[], object], Any]] = {
+            ("allreduce", "in"): (lambda: dist.all_reduce(whole, group=group), whole),
+            ("reduce_scatter", "out"): (lambda: dist.reduce_scatter_tensor(shard, whole, group=group), shard),
+            ("reduce_scatter", "in"): (lambda: dist.reduce_scatter_tensor(own, whole, group=group), own),
+            ("allgather", "out"): (lambda: dist.all_gather_into_tensor(whole, shard, group=group), whole),
+            ("allgather", "in"): (lambda: dist.all_gather_into_tensor(whole, own, group=group), whole),
+            ("broadcast", "in"): (lambda: dist.broadcast(whole, 0, group=group), whole),
+            ("reduce", "in"): (lambda: dist.reduce(whole, 0, group=group), at_root),
+            ("alltoall", "out"): (lambda: dist.all_to_all_single(other, whole, group=group), other),
+        }
         if (case.collective, place) not in calls:
             return []
         run, result = calls[case.collective, place]
         return [Candidate(self.name, run, lambda: result)]
 
-    def _calls(
-        self, case: Case, comm: Communicator, buffers: Buffers
-    ) -> dict[tuple[str, Place], tuple[Callable[[], object], Any]]:
-        """Return gloo's calls on these buffers by collective and place, each with its result array."""
-        dist, group = self._dist, self.group
-        whole, shard, other = (tensor(array) for array in (buffers.whole, buffers.shard, buffers.other))
-        own = whole[case.own(comm.rank)]
-        # gloo runs allreduce, reduce and broadcast in place only.
-        return {
-            ("allreduce", "in"): (lambda: dist.all_reduce(whole, group=group), whole),
-            ("reduce_scatter", "out"): (
-                lambda: dist.reduce_scatter_tensor(shard, whole, group=group),
-                shard,
-            ),
-            ("reduce_scatter", "in"): (
-                lambda: dist.reduce_scatter_tensor(own, whole, group=group),
-                own,
-            ),
-            ("allgather", "out"): (
-                lambda: dist.all_gather_into_tensor(whole, shard, group=group),
-                whole,
-            ),
-            ("allgather", "in"): (
-                lambda: dist.all_gather_into_tensor(whole, own, group=group),
-                whole,
-            ),
-            ("broadcast", "in"): (lambda: dist.broadcast(whole, 0, group=group), whole),
-            ("reduce", "in"): (
-                lambda: dist.reduce(whole, 0, group=group),
-                whole if comm.rank == 0 else None,
-            ),
-            ("alltoall", "out"): (
-                lambda: dist.all_to_all_single(other, whole, group=group),
-                other,
-            ),
-        }
-
-    def _ping_pong(self, comm: Communicator, sent: Any, received: Any) -> Callable[[], None]:
-        dist, peer = self._dist, farthest(comm)
-
-        def run() -> None:
-            if not sends(comm):
-                return
-            if comm.rank == 0:
-                dist.send(sent, peer)
-            dist.recv(received, peer)
-            if comm.rank != 0:
-                dist.send(sent, peer)
-
-        return run
-
-
-def _received(comm: Communicator, other: Any) -> Any:
-    return other if sends(comm) else None
+    def _ping_pong(self, rank: int, peer: int, sent: Any, received: Any) -> None:
+        if rank == 0:
+            self._dist.send(sent, peer)
+        self._dist.recv(received, peer)
+        if rank != 0:
+            self._dist.send(sent, peer)
 
 
 Peer = MpiPeer | GlooPeer

@@ -12,11 +12,7 @@ from hpcpar.units import format_nbytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OUTSTANDING = {
-    "chosen": "tab:red",
-    "mpi": "black",
-    "gloo": "tab:blue",
-}
+OUTSTANDING = {"chosen": "tab:red", "mpi": "black", "gloo": "tab:blue"}
 """Candidates with a colour and a thick line; all others are thin."""
 
 PANEL_INCHES = (7.0, 4.4)

@@ -33,6 +33,7 @@ from hpcpar.bench.measure import (
     Timing,
     copy_candidate,
     measure,
+    partner,
     row,
     usable,
     wrong_elements,
@@ -63,8 +64,9 @@ PLACED: dict[Place, str] = {"out": "out of place", "in": "in place"}
 class Peer(Protocol):
     """Another library that runs collectives."""
 
-    def candidates(self, case: Case, comm: Communicator, buffers: Buffers, place: Place) -> list[Candidate]:
-        """Return its calls that do this case on these buffers."""
+    def candidates(
+        self, case: Case, comm: Communicator, buffers: Buffers, place: Place
+    ) -> list[Candidate]: ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,6 @@ class Options:
 
 
 def require_known(candidates: Sequence[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for candidates that are not among the known ones."""
     known = tuple(dict.fromkeys(known))
     unknown = [name for name in candidates if name not in known]
     if unknown:
@@ -167,9 +168,8 @@ def _ours(case: Case, comm: Communicator, b: Buffers, place: Place, name: str | 
 
 
 def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
-    """Send between rank 0 and the last rank; the others do nothing."""
-    first, peer = comm.rank == 0, comm.size - 1 if comm.rank == 0 else 0
-    if comm.size == 1 or comm.rank not in (0, comm.size - 1):
+    first, peer = comm.rank == 0, partner(comm)
+    if peer is None:
         return Candidate(CHOSEN, lambda: None, lambda: None)
 
     def there_and_back() -> None:
@@ -234,7 +234,6 @@ def measure_case(
 
 
 def _halved(case: Case, timing: Timing) -> Timing:
-    """Halve the time of a ping-pong, which sends two messages; the row is for one."""
     return timing.scaled(0.5) if case.collective == "send" else timing
 
 
@@ -271,17 +270,9 @@ def run(
 
 def header(options: Options, comm: Communicator, mpi: str, peers: dict[str, str]) -> dict[str, Any]:
     """Describe the job and the options for the head of the results."""
-    return about(
-        "collectives",
-        comm,
-        mpi,
-        {
-            "dtype": options.dtype,
-            "arrays": f"{options.kind}, {'shared' if options.shared else 'ordinary'} memory",
-            "rounds": options.rounds,
-        },
-        peers,
-    )
+    memory = "shared" if options.shared else "ordinary"
+    what = {"dtype": options.dtype, "arrays": f"{options.kind}, {memory} memory", "rounds": options.rounds}
+    return about("collectives", comm, mpi, what, peers)
 
 
 def about(
@@ -306,7 +297,6 @@ def about(
 
 
 def titles(collective: str, *, singly: bool = False) -> list[str]:
-    """Return the lines of the table's head."""
     half = "     time    ±%   algbw   busbw  #wrong" + ("  longest" if singly else "")
     units = "     (us)         (GB/s)  (GB/s)        " + ("     (us)" if singly else "")
     width = len(half)
@@ -373,6 +363,5 @@ def write_json(path: Path, facts: dict[str, Any], rows: Sequence[Any]) -> None:
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and the rows of a file that `write_json` wrote."""
     first, *others = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
     return first, others

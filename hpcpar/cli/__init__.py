@@ -60,14 +60,8 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, _, text) in self.lazy.items()])
 
 
-def _print_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
-    if asked and not context.resilient_parsing:
-        click.echo(f"hpcpar {hpcpar.__version__}")
-        context.exit()
-
-
 @click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version)
+@click.version_option(hpcpar.__version__, message="hpcpar %(version)s")
 def group() -> None:
     """Train PyTorch models over plain MPI."""
 

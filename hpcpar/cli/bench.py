@@ -41,7 +41,7 @@ COLLECTIVES = (
 
 
 class _Finite(click.FloatRange):
-    """Range of numbers that refuses nan and inf, which click accepts."""
+    """Range of numbers without nan and inf, which click accepts."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         number = super().convert(value, parameter, context)
@@ -58,7 +58,7 @@ def bench() -> None:
     """Measure collectives, choose algorithms by measurement, fit the cost model, simulate."""
 
 
-def _nbytes(context: click.Context, parameter: click.Parameter, text: str) -> int:
+def to_nbytes(context: click.Context, parameter: click.Parameter, text: str) -> int:
     """ "64K" -> 65,536"""
     try:
         return parse_nbytes(text)
@@ -67,12 +67,10 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str) -> in
 
 
 def _names(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
-    """ "ring, mpi" -> ("ring", "mpi")"""
     return tuple(name for name in text.replace(" ", "").split(",") if name)
 
 
 def _measuring(command: Any) -> Any:
-    """Add the options that every measuring command has."""
     for option in reversed(
         (
             click.option(
@@ -84,8 +82,12 @@ def _measuring(command: Any) -> Any:
                 show_default=True,
                 help="May be given several times.",
             ),
-            click.option("--min-bytes", callback=_nbytes, default="4", show_default=True, help="8, 64K, 1M."),
-            click.option("--max-bytes", callback=_nbytes, default="64M", show_default=True, help="To this."),
+            click.option(
+                "--min-bytes", callback=to_nbytes, default="4", show_default=True, help="8, 64K, 1M."
+            ),
+            click.option(
+                "--max-bytes", callback=to_nbytes, default="64M", show_default=True, help="To this."
+            ),
             click.option(
                 "--factor", type=click.IntRange(min=2), default=4, show_default=True, help="Between sizes."
             ),
@@ -109,10 +111,7 @@ def _measuring(command: Any) -> Any:
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
 @click.option(
-    "--candidates",
-    callback=_names,
-    default="",
-    help="Only these, as chosen,ring,native,mpi; else all.",
+    "--candidates", callback=_names, default="", help="Only these, as chosen,ring,native,mpi; else all."
 )
 @click.option("--each-call", is_flag=True, help="Look at the clock after every call; show the longest.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
@@ -213,8 +212,10 @@ def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: A
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--min-bytes", callback=_nbytes, default="0", show_default=True, help="Lines from here on.")
-@click.option("--max-bytes", callback=_nbytes, default="1G", show_default=True, help="Lines up to this size.")
+@click.option("--min-bytes", callback=to_nbytes, default="0", show_default=True, help="Lines from here on.")
+@click.option(
+    "--max-bytes", callback=to_nbytes, default="1G", show_default=True, help="Lines up to this size."
+)
 def fit(files: tuple[Path, ...], min_bytes: int, max_bytes: int) -> None:
     """Fit α, β and γ to the lines that `bench collectives --json` wrote, and show the model's error."""
     from hpcpar.bench import fit as fitting

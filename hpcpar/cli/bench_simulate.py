@@ -14,9 +14,9 @@ import click
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.algorithms.simulate import Crossover, Estimate, crossovers, estimates, fastest
 from hpcpar.algorithms.topology import Link, Topology
-from hpcpar.cli.bench import NOT_NEGATIVE, require_writable
+from hpcpar.cli.bench import NOT_NEGATIVE, require_writable, to_nbytes
 from hpcpar.errors import ConfigError
-from hpcpar.units import GB, format_duration, format_nbytes, parse_nbytes
+from hpcpar.units import GB, format_duration, format_nbytes
 
 COLLECTIVES = tuple(collective for collective in ALGORITHMS if collective != "barrier")
 
@@ -25,14 +25,8 @@ Table = dict[int, tuple[Estimate, ...]]
 
 
 def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """ "64K" -> 65,536"""
-    if text is None:
-        return None
-    try:
-        nbytes = parse_nbytes(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-    if nbytes < 1:
+    nbytes = None if text is None else to_nbytes(context, parameter, text)
+    if nbytes == 0:
         raise click.BadParameter(f"{text} is too little: need at least one byte")
     return nbytes
 
@@ -106,7 +100,6 @@ def simulate(
 
 
 def _rising(first: int, last: int, factor: int) -> Iterator[int]:
-    """first, first · factor … and at last `last`."""
     while first < last:
         yield first
         first *= factor
@@ -114,7 +107,6 @@ def _rising(first: int, last: int, factor: int) -> Iterator[int]:
 
 
 def heading(collective: str, ranks: int, topology: Topology) -> str:
-    """Format the request, with readable units."""
     per_node = min(ranks, topology.ranks_per_node)
     nodes = -(-ranks // per_node)
     where = f"{ranks:,} ranks on {nodes:,} nodes of {per_node}" if nodes > 1 else f"{ranks} ranks on 1 node"
@@ -134,7 +126,7 @@ def _rate(seconds_per_byte: float) -> str:
 
 
 def table(by_size: Table) -> str:
-    """One row for each size, one column for each algorithm."""
+    """Format a row for each size, and a column for each algorithm."""
     names = [one.algorithm for one in next(iter(by_size.values()))]
     rows = [["", *column] for column in zip_longest(*(name.split("_") for name in names), fillvalue="")]
     rows[0][0] = "bytes"
@@ -154,7 +146,7 @@ def _cell(one: Estimate, is_fastest: bool) -> str:
 
 
 def changes(by_size: Table, found: Sequence[Crossover]) -> str:
-    """The fastest algorithm from the smallest size on, and where it changes."""
+    """List the fastest algorithms from the smallest size on."""
     smallest, first = next((nbytes, fastest(each).algorithm) for nbytes, each in by_size.items())
     lines = [f"fastest from {format_nbytes(smallest)}: {first}"]
     lines += [f"        from {format_nbytes(change.nbytes)}: {change.after}" for change in found]
@@ -162,7 +154,7 @@ def changes(by_size: Table, found: Sequence[Crossover]) -> str:
 
 
 def write_json(path: Path, collective: str, topology: Topology, by_size: Table) -> None:
-    """A line with the parameters, then one for each size and algorithm."""
+    """Write a line with the parameters, then one for each size and algorithm."""
     header: dict[str, Any] = {"benchmark": "simulate", "collective": collective, **asdict(topology)}
     rows = [{"collective": collective, **asdict(one)} for found in by_size.values() for one in found]
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))

@@ -13,7 +13,7 @@ from hpcpar.launch.environment import detect
 
 
 def own_console(**options: Any) -> Console:
-    """Standard output; without colours, and what is drawn again and again, unless it ends on a terminal."""
+    """Return standard output, without colours and animation unless it ends on a terminal."""
     return Console(force_terminal=False if is_launchers_terminal() else None, **options)
 
 

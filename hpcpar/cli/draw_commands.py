@@ -10,11 +10,7 @@ from hpcpar.cli import Commands, LazyGroup
 from hpcpar.errors import HpcparError, OperationError
 
 COMMANDS: Commands = {
-    "steps": (
-        "hpcpar.cli.draw_commands",
-        "steps",
-        "The steps of a collective, as text: `draw ring`.",
-    ),
+    "steps": ("hpcpar.cli.draw_commands", "steps", "The steps of a collective, as text: `draw ring`."),
     "pipeline": (
         "hpcpar.cli.draw_pipeline",
         "pipeline",
@@ -74,7 +70,7 @@ def steps(algorithm: str | None, size: int, collective: str | None, root: int, r
 
 
 def collective_with(algorithm: str) -> str:
-    """The first collective, in the registry's order, that has an algorithm of this name."""
+    """Return the first collective, in the registry's order, that has an algorithm of this name."""
     for collective, algorithms in registry.ALGORITHMS.items():
         if algorithm in algorithms:
             return collective
@@ -82,7 +78,7 @@ def collective_with(algorithm: str) -> str:
 
 
 def listing(collective: str | None) -> str:
-    """Every collective's algorithms, one collective per line."""
+    """List every collective's algorithms, one collective per line."""
     chosen = {
         name: algorithms
         for name, algorithms in registry.ALGORITHMS.items()

@@ -121,7 +121,7 @@ def pipeline(
 
 
 def listing() -> str:
-    """Every name of the catalogue with what it is, one per line."""
+    """List every method of the registry, one per line."""
     width = max(map(len, schedule_registry.METHODS))
     return "\n".join(
         f"{name:<{width}}  {method.summary}" for name, method in schedule_registry.METHODS.items()
@@ -129,7 +129,7 @@ def listing() -> str:
 
 
 def made(name: str, asked: ScheduleOptions) -> Schedule:
-    """The catalogue's schedule of this name, or a file's; ScheduleError where there is neither."""
+    """Make the registry's schedule of this name, or read a file's; ScheduleError where there is neither."""
     path = Path(name)
     if path.suffix and not path.exists():
         raise ScheduleError(f"there is no file {path}")
@@ -155,7 +155,7 @@ def made(name: str, asked: ScheduleOptions) -> Schedule:
 
 
 def all_that_can(asked: ScheduleOptions) -> list[Drawn]:
-    """Those of the catalogue that can be made so; the others are named with their reason, on stderr."""
+    """Make all schedules that can be made so; name the others with their reason on stderr."""
     drawn = []
     for name in schedule_registry.METHODS:
         try:
@@ -172,13 +172,12 @@ def priced(schedule: Schedule, asked: ScheduleOptions) -> Drawn:
 
 
 def shared(of_rank: Durations, stages: int) -> Durations:
-    """The durations of each of a rank's stages, which share its layers evenly; a hop is as long for each."""
+    """Divide a rank's durations evenly among its stages; a hop is as long for each."""
     forward_s, backward_s, weight_s = (of_all[0] / stages for of_all in of_rank.of_stages(1))
     return Durations(forward_s, backward_s, weight_s, of_rank.hop_s)
 
 
 def stages_per_rank(schedule: Schedule) -> int:
-    """The most that a rank has."""
     return max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
 
 
@@ -197,7 +196,6 @@ def as_measured(path: Path, memory_limit: int | None, *, alone: bool) -> list[Dr
 
 
 def chart(drawn: Drawn) -> str:
-    """Print as text, as wide as the terminal."""
     columns = shutil.get_terminal_size(fallback=(160, 24)).columns
     return f"{heading(drawn)}\n\n" + text_chart(
         drawn.timetable,
@@ -208,7 +206,6 @@ def chart(drawn: Drawn) -> str:
 
 
 def heading(drawn: Drawn) -> str:
-    """1f1b: 4 ranks, 4 stages, 8 microbatches."""
     counts = (
         (drawn.proof.ranks, "rank"),
         (drawn.proof.stages, "stage"),

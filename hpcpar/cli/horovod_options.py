@@ -20,87 +20,69 @@ from hpcpar.units import MiB
 
 Command = Callable[..., Any]
 
-# Option -> (variable, type, what it does).
+COUNT, AMOUNT = click.IntRange(min=0), click.FloatRange(min=0)
+TIME = click.FloatRange(min=0, min_open=True)
+LEVEL = click.Choice(LOG_LEVELS, case_sensitive=False)
+
+# Option -> (variable, type or None for a flag, help).
 KNOBS: dict[str, tuple[str, Any, str]] = {
     "--fusion-threshold-mb": (
-        "HOROVOD_FUSION_THRESHOLD",
-        click.IntRange(min=0),
+        *("HOROVOD_FUSION_THRESHOLD", COUNT),
         "Most MiB of tensors that travel as one; 0: each alone.",
     ),
-    "--cycle-time-ms": (
-        "HOROVOD_CYCLE_TIME",
-        click.FloatRange(min=0),
-        "How long requests are gathered before they are sent.",
-    ),
+    "--cycle-time-ms": ("HOROVOD_CYCLE_TIME", AMOUNT, "How long requests are gathered before they are sent."),
     "--timeline-filename": ("HOROVOD_TIMELINE", str, "Write a Chrome trace into this file."),
     "--stall-check-warning-time-seconds": (
-        "HOROVOD_STALL_CHECK_TIME_SECONDS",
-        click.FloatRange(min=0, min_open=True),
+        *("HOROVOD_STALL_CHECK_TIME_SECONDS", TIME),
         "Name ranks that others wait for after this time.",
     ),
     "--stall-check-shutdown-time-seconds": (
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        click.FloatRange(min=0),
+        *("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", AMOUNT),
         "End the job after waiting for so long; 0: never.",
     ),
-    "--log-level": (
-        "HOROVOD_LOG_LEVEL",
-        click.Choice(LOG_LEVELS, case_sensitive=False),
-        "Least serious message that is shown.",
-    ),
-}
-# Sizes of what there is not here: rank 0 says so, as of every such variable.
-WITHOUT_MEANING = {
-    "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
-    "--num-nccl-streams": "HOROVOD_NUM_NCCL_STREAMS",
-    "--thread-affinity": "HOROVOD_THREAD_AFFINITY",
-    "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
-}
-FLAGS = {
+    "--log-level": ("HOROVOD_LOG_LEVEL", LEVEL, "Least serious message that is shown."),
     "--timeline-mark-cycles/--no-timeline-mark-cycles": (
-        "HOROVOD_TIMELINE_MARK_CYCLES",
+        *("HOROVOD_TIMELINE_MARK_CYCLES", None),
         "Show the engine's cycles in the trace.",
     ),
     "--no-stall-check/--stall-check": (
-        "HOROVOD_STALL_CHECK_DISABLE",
+        *("HOROVOD_STALL_CHECK_DISABLE", None),
         "Do not look for ranks that others wait for.",
     ),
     "--hierarchical-allreduce/--no-hierarchical-allreduce": (
-        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        *("HOROVOD_HIERARCHICAL_ALLREDUCE", None),
         "Sum within nodes first.",
     ),
     "--hierarchical-allgather/--no-hierarchical-allgather": (
-        "HOROVOD_HIERARCHICAL_ALLGATHER",
+        *("HOROVOD_HIERARCHICAL_ALLGATHER", None),
         "Gather within nodes first.",
     ),
     "--mpi-threads-disable/--no-mpi-threads-disable": (
-        "MPI4PY_RC_THREADS",
+        *("MPI4PY_RC_THREADS", None),
         "Start MPI without support for threads.",
     ),
 }
-# What is so here anyway, and details of what is not asked for, which mean nothing to Horovod either
-# -> how many values it takes.
+# Options for what there is not here: rank 0 says so, as of every variable HOROVOD_*.
+WITHOUT_MEANING = ("cache-capacity", "num-nccl-streams", "thread-affinity", "gloo-timeout-seconds")
+
+# Number of values -> options that ask for what is so here anyway, or for details of what is not asked for.
 IDLE = {
-    "--mpi": 0,
-    "--disable-cache": 0,
-    "--no-autotune": 0,
-    "--no-torus-allreduce": 0,
-    "--log-without-timestamp --log-hide-timestamp": 0,
-    "--autotune-log-file": 1,
-    "--autotune-warmup-samples": 1,
-    "--autotune-steps-per-sample": 1,
-    "--autotune-bayes-opt-max-samples": 1,
-    "--autotune-gaussian-process-noise": 1,
-    "--slots-per-host": 1,
-    "--elastic-timeout": 1,
-    "--reset-limit": 1,
-    "--blacklist-cooldown-range": 2,
+    0: (
+        *("--mpi", "--disable-cache", "--no-autotune", "--no-torus-allreduce"),
+        "--log-without-timestamp --log-hide-timestamp",
+    ),
+    1: (
+        *("--autotune-log-file", "--autotune-warmup-samples", "--autotune-steps-per-sample"),
+        *("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise"),
+        *("--slots-per-host", "--elastic-timeout", "--reset-limit"),
+    ),
+    2: ("--blacklist-cooldown-range",),
 }
 _FIXED = (
     "under MPI a job keeps the ranks that it was started with, so it cannot be elastic: give -np alone. What "
     "hvd.elastic can go on from there, its documentation says"
 )
-# What cannot be done -> how many values it takes, and the reason.
+# Option for what cannot be done -> the number of its values, and the reason.
 REFUSED = {
     "--autotune": (
         0,
@@ -152,14 +134,15 @@ def horovod_options(command: Command) -> Command:
     """Take Horovod's options; each is named in the function by its variable."""
     for names, (count, reason) in REFUSED.items():
         command = _hidden(names, count, callback=_refusing(names, reason))(command)
-    for names, count in IDLE.items():
+    for names, count in ((names, count) for count, options in IDLE.items() for names in options):
         command = _hidden(names, count)(command)
-    for option, variable in WITHOUT_MEANING.items():
-        command = click.option(option, variable, type=click.IntRange(min=0), hidden=True)(command)
-    for option, (variable, text) in reversed(FLAGS.items()):
-        command = click.option(option, variable, default=None, help=f"{text} [{variable}]")(command)
+    for name in WITHOUT_MEANING:
+        variable = f"HOROVOD_{name.replace('-', '_').upper()}"
+        command = click.option(f"--{name}", variable, type=COUNT, hidden=True)(command)
     for option, (variable, kind, text) in reversed(KNOBS.items()):
-        command = click.option(option, variable, type=kind, help=f"{text} [{variable}]")(command)
+        command = click.option(option, variable, type=kind, default=None, help=f"{text} [{variable}]")(
+            command
+        )
     return click.option(
         "--config-file",
         metavar="FILE",
@@ -184,7 +167,7 @@ def _refusing(names: str, reason: str) -> Callable[[click.Context, click.Paramet
 
 
 def variables(knobs: dict[str, Any]) -> dict[str, str]:
-    """The ranks' variables for the options that were given."""
+    """Return the ranks' variables for the options that were given."""
     given = {name: value for name, value in knobs.items() if value is not None}
     mebibytes = given.pop("HOROVOD_FUSION_THRESHOLD", None)
     if mebibytes is not None:
@@ -196,7 +179,7 @@ def variables(knobs: dict[str, Any]) -> dict[str, str]:
 
 
 def _take_config(context: click.Context, parameter: click.Parameter, path: str | None) -> None:
-    """Parse a file's settings as words of a command line, whose values the given options go before."""
+    """Parse a file's settings as words of a command line; options that are given override them."""
     if path is None or context.resilient_parsing:
         return
     try:
@@ -215,7 +198,7 @@ def _take_config(context: click.Context, parameter: click.Parameter, path: str |
 
 
 def config_words(path: str) -> Iterator[str]:
-    """The options that a file in the form of Horovod's --config-file stands for.
+    """Yield the options that a file in the form of Horovod's --config-file stands for.
 
     errors   ConfigError where there is no PyYAML, and for what is no such file
     """

@@ -112,7 +112,9 @@ def run(
     try:
         argv = program_words(program, as_horovod)
         places = host_list(hosts, hostfile)
-        size = ranks or number_of(places)
+        size = ranks or sum(host.slots for host in places)
+        if not size:
+            raise ConfigError("how many ranks? say -n 4, or name hosts with their slots: -H node1:2,node2:2")
         if most is not None and most < size:
             raise ConfigError(f"--max-np {most}, but {size} ranks were asked for: give -np alone")
         launch_options = LaunchOptions(
@@ -145,7 +147,7 @@ def launcher_words(options: str) -> list[str]:
 
 
 def program_words(program: Sequence[str], as_horovod: bool) -> Sequence[str]:
-    """The program without what only separates it from the options; ConfigError for an unknown option."""
+    """Return the program without the `--` before it; ConfigError for an unknown option."""
     if program[:1] == ("--",):
         program = program[1:]
     elif program and program[0].startswith("-") and program[0] not in ("-m", "-c"):
@@ -163,9 +165,3 @@ def host_list(hosts: str, hostfile: str) -> tuple[Host, ...]:
     if hostfile:
         return read_hostfile(hostfile)
     return parse_hosts(hosts) if hosts else ()
-
-
-def number_of(hosts: Sequence[Host]) -> int:
-    if not hosts:
-        raise ConfigError("how many ranks? say -n 4, or name hosts with their slots: -H node1:2,node2:2")
-    return sum(host.slots for host in hosts)

@@ -39,7 +39,7 @@ DIGIT_POINTS = 5.0  # what a digit takes, and some air
 
 
 class Panel(NamedTuple):
-    """One timetable with its title; for each rank, if known, of how many microbatches it keeps all."""
+    """Timetable with its title, and for each rank, if known, how many microbatches it keeps."""
 
     title: str
     timetable: Timetable
@@ -88,7 +88,7 @@ def _save_few_colours(figure: Figure, path: Path) -> None:
 
 
 def shade(colour: Colour, place: int, stages: int) -> Colour:
-    """The colour of a rank's stage number `place` of so many: the later, the nearer to white."""
+    """Lighten the colour of a rank's stage number `place`: the later, the nearer to white."""
     white = 0.65 * place / max(1, stages - 1)
     red, green, blue = (part + (1 - part) * white for part in colour)
     return red, green, blue
@@ -119,7 +119,7 @@ def _draw_panel(axes: Axes, panel: Panel, until_s: float) -> None:
 
 
 def _draw_row(axes: Axes, rank: int, row: Sequence[Timed], until_s: float) -> None:
-    """One rank's bars, those of one colour as one object, over a grey one of its span."""
+    """Draw one rank's bars over a grey one of its span."""
     stages = sorted({each.action.stage for each in row})
     bars: dict[Colour, list[tuple[float, float]]] = defaultdict(list)
     for (stage, kind, microbatch), start_s, end_s in row:

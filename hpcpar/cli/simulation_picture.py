@@ -44,7 +44,7 @@ def draw(
 
 
 def _panel(axes: Axes, found: Found, written: Callable[[int], str]) -> None:
-    """A line for each algorithm, and a broad grey one below for the fastest at each place."""
+    """Draw a line for each algorithm, over a broad grey one for the fastest."""
     places = list(found)
     least = [min(one.seconds for one in each) for each in found.values()]
     axes.plot(places, least, color="0.85", linewidth=7, label="fastest")

@@ -28,7 +28,7 @@ MODULES = {
 
 
 class Elapsed(NamedTuple):
-    """Seconds by the clock, and of these the ones spent waiting for files."""
+    """Seconds by the clock, and those of them spent waiting for files."""
 
     wall_s: float = 0.0
     waited_s: float = 0.0
@@ -49,13 +49,12 @@ class StartTimes:
 
     @property
     def imported(self) -> Elapsed:
-        """Sum over all imports."""
         spans = self.imports.values()
         return Elapsed(sum(span.wall_s for span in spans), sum(span.waited_s for span in spans))
 
 
 def time_import(module: str) -> Elapsed:
-    """Import a module and say what it took; one that cannot be imported took what it took."""
+    """Import a module, if it can be imported, and return the time that this took."""
     wall_s, busy_s = time.perf_counter(), _busy_s()
     with suppress(ImportError, OSError, RuntimeError):  # the last is mpi4py's word for having found no MPI
         importlib.import_module(module)
@@ -64,7 +63,7 @@ def time_import(module: str) -> Elapsed:
 
 
 def _busy_s() -> float:
-    """Seconds that this thread has computed, or has stood in line for a core."""
+    """Return the seconds that this thread has computed, or has stood in line for a core."""
     in_line_s = 0.0
     # Not every kernel counts this; then standing in line counts as waiting.
     with suppress(OSError, ValueError, IndexError):
@@ -73,7 +72,7 @@ def _busy_s() -> float:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started; 0 where the system does not say."""
+    """Return the seconds since this process was started; 0 where the system does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -133,13 +133,12 @@ def _train(
 
 
 def _say_once(error: Exception, world: Communicator) -> None:
-    """Every rank has met the same error, so one of them says it and all leave."""
     if world.rank == 0:
         click.echo(f"hpcpar train: {error}", err=True)
 
 
 def _preemption(wanted: bool, world: Communicator, early: EarlySignals, stack: ExitStack) -> Preemption:
-    """From here on, and for what came early, a signal means what the configuration says. Collective."""
+    """Handle signals as the configuration says from here on, and the one that came early. Collective."""
     from hpcpar.comm.preemption import Preemption
 
     heard = early.close()

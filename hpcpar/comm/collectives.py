@@ -16,7 +16,7 @@ import numpy as np
 from hpcpar import partition
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import Result
-from hpcpar.comm.half_precision import Compressed, CompressedOnDevice, Factors, Rescaling
+from hpcpar.comm.half_precision import Factors, Rescaling, decoding, encoding, wire_buffer
 from hpcpar.comm.plan import Offsets
 from hpcpar.comm.reductions import require_op, scaling
 from hpcpar.comm.request import PLAIN, Request, is_used_in_place, typed
@@ -238,14 +238,19 @@ def _allreduce(calls: Calls, request: Request, root: int | None, buffer: Any, ou
 def _compressed(
     calls: Calls, found: Arguments, source: HostBuffer, target: Binding, compression: str, factors: Factors
 ) -> Arguments:
-    packed = (
-        CompressedOnDevice(source, target, compression, factors)
-        if isinstance(source, DeviceBuffer)
-        else Compressed(source, target, compression, factors, calls.runtime.scratch)
-    )
-    found.spaces = {"data": packed.encoded}
-    found.first = [packed.encode]
-    found.at_end = [partial(packed.decode, found.op, calls.size)]
+    """Reduce the array's 16-bit form, which is in scratch memory."""
+    nbytes = 2 * source.count
+    if isinstance(source, DeviceBuffer):
+        octets: Any = source.queue.take(nbytes)
+        ending = partial(source.queue.afterwards, lambda: (source, target))
+    else:
+        octets = calls.runtime.scratch.take(nbytes)
+        ending = partial(calls.runtime.scratch.give_back, octets)
+    encoded = wire_buffer(compression, octets[:nbytes], source)
+    found.spaces = {"data": encoded}
+    found.first = encoding(source, target.host, encoded, factors.before)
+    found.at_end = decoding(encoded, target.host, found.op, calls.size, factors.after)
+    found.at_end += [*_written_back(target), ending]
     found.is_cacheable = False
     return found
 

@@ -31,15 +31,15 @@ partial sum beyond 65504 is infinite in float16, whatever comes after: prescale 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from hpcpar.comm.blocks import tensor
-from hpcpar.comm.reductions import finish, require_scale, scale
-from hpcpar.comm.spaces import ScratchPool
+from hpcpar.comm.blocks import Action, tensor
+from hpcpar.comm.reductions import finishing, require_scale, scaling
+from hpcpar.comm.spaces import copying
 from hpcpar.errors import OperationError
-from hpcpar.transport.buffers import Binding, HostBuffer, tensor_on
+from hpcpar.transport.buffers import HostBuffer, tensor_on
 from hpcpar.transport.gpu.memory import DeviceBuffer
 from hpcpar.transport.interface import Octets
 
@@ -136,8 +136,10 @@ def require_wire(wire: str, dtype: str) -> None:
         )
 
 
-def wire_buffer(wire: str, octets: Octets) -> HostBuffer:
-    """View bytes as elements of a wire type, two bytes each."""
+def wire_buffer(wire: str, octets: Octets, beside: HostBuffer | None = None) -> HostBuffer:
+    """View bytes, on the GPU where `beside` is on one, as elements of a wire type, two bytes each."""
+    if isinstance(beside, DeviceBuffer):
+        return DeviceBuffer(beside.elements, octets, wire, 2)
     if wire == "float16":
         return HostBuffer(octets.view(np.float16), octets, wire, 2)
     import torch
@@ -145,38 +147,34 @@ def wire_buffer(wire: str, octets: Octets) -> HostBuffer:
     return HostBuffer(tensor_on(octets, torch.bfloat16), octets, wire, 2)
 
 
-def encode(source: HostBuffer, wire: str, octets: Octets | None = None) -> HostBuffer:
-    """Round the elements to the wire type, to nearest, ties to even.
-
-    octets   memory to write to, two bytes for each element; None: fresh
-    errors   OperationError for another wire type, other elements, or memory of another size
+def encoding(
+    source: HostBuffer, target: HostBuffer, encoded: HostBuffer, factor: float = 1.0
+) -> list[Action]:
+    """Prepare encoded = factor × source, rounded to nearest, ties to even. On the host the product is worked
+    out in `target`, the memory of the result.
     """
-    require_wire(wire, source.dtype)
-    if octets is None:
-        octets = np.empty(2 * source.count, dtype=np.uint8)
-    if octets.size != 2 * source.count:
-        raise OperationError(
-            f"{source.count} elements as {wire} take {2 * source.count} bytes, but {octets.size} are given"
-        )
-    encoded = wire_buffer(wire, octets)
-    tensor(encoded).copy_(tensor(source))
-    return encoded
+    if isinstance(source, DeviceBuffer) and isinstance(encoded, DeviceBuffer):
+        return [partial(_convert_on_device, source, encoded, factor=factor)]
+    if factor == 1.0:
+        return [partial(tensor(encoded).copy_, tensor(source))]
+    first = [] if source.address == target.address else [copying(target.octets, source.octets)]
+    return [*first, *scaling(target, factor), partial(tensor(encoded).copy_, tensor(target))]
 
 
-def decode(encoded: HostBuffer, target: HostBuffer) -> None:
-    """Widen the encoded elements into target, exactly."""
-    _require_same_count(encoded, target)
-    tensor(target).copy_(tensor(encoded))
+def decoding(
+    encoded: HostBuffer, target: HostBuffer, op: str, size: int, factor: float = 1.0
+) -> list[Action]:
+    """Prepare target = factor × encoded, and an average ÷ the number of ranks, in target's type."""
+    if isinstance(target, DeviceBuffer) and isinstance(encoded, DeviceBuffer):
+        divisor = size if op == "average" else 1
+        return [partial(_convert_on_device, encoded, target, factor=factor, divisor=divisor)]
+    return [partial(tensor(target).copy_, tensor(encoded)), *finishing(op, target, size, factor)]
 
 
-def convert_on_device(
+def _convert_on_device(
     source: DeviceBuffer, target: DeviceBuffer, *, factor: float = 1.0, divisor: int = 1
 ) -> None:
-    """Queue a kernel for target = source × factor ÷ divisor, which rounds as `encode` and `decode` do.
-
-    Both are of floating point, and of one length. Factor and division are those of the wider type.
-    """
-    _require_same_count(source, target)
+    """Queue a kernel for target = source × factor ÷ divisor; factor and division are of the wider type."""
     queue = target.queue
     queue.cuda.use(queue.ordinal)
     queue.kernels.convert(
@@ -189,68 +187,3 @@ def convert_on_device(
         divisor=divisor,
         stream=queue.stream,
     )
-
-
-def _require_same_count(encoded: HostBuffer, target: HostBuffer) -> None:
-    if encoded.count != target.count:
-        raise OperationError(f"{encoded.count} encoded elements do not fit {target.count}")
-
-
-class Compressed:
-    """The 16-bit form of an array for one call, in scratch memory.
-
-    encoded   what is reduced
-    """
-
-    def __init__(
-        self, source: HostBuffer, target: Binding, wire: str, factors: Factors, pool: ScratchPool
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._factors = factors
-        self._pool = pool
-        self._octets = pool.take(2 * source.count)
-        self.encoded = wire_buffer(wire, self._octets[: 2 * source.count])
-
-    def encode(self) -> None:
-        """Prescale and round; prescaling uses the target's memory."""
-        source = self._source
-        if self._factors.before != 1.0:
-            if source.address != self._target.host.address:
-                self._target.host.octets[...] = source.octets
-            source = self._target.host
-            scale(source, self._factors.before)
-        encode(source, self.encoded.dtype, self.encoded.octets)
-
-    def decode(self, op: str, size: int) -> None:
-        """Widen the total into the caller's array, finish it, and return the scratch memory."""
-        decode(self.encoded, self._target.host)
-        self._pool.give_back(self._octets)
-        finish(op, self._target.host, size, self._factors.after)
-        if self._target.write_back is not None:
-            self._target.write_back()
-
-
-class CompressedOnDevice:
-    """The 16-bit form of an array on a GPU: one kernel before and one after, factors included."""
-
-    def __init__(self, source: DeviceBuffer, target: Binding, wire: str, factors: Factors) -> None:
-        self._source = source
-        self._target = target
-        self._factors = factors
-        octets: Any = source.queue.take(2 * source.count)
-        self.encoded = DeviceBuffer(source.elements, octets, wire, 2)
-
-    def encode(self) -> None:
-        """Prescale and round."""
-        convert_on_device(self._source, self.encoded, factor=self._factors.before)
-
-    def decode(self, op: str, size: int) -> None:
-        """Widen the total into the caller's array and finish it."""
-        target = self._target.host
-        assert isinstance(target, DeviceBuffer), "both arrays of a call are in one place"
-        divisor = size if op == "average" else 1
-        convert_on_device(self.encoded, target, factor=self._factors.after, divisor=divisor)
-        if self._target.write_back is not None:
-            self._target.write_back()
-        target.queue.afterwards(lambda: (self._source, target))

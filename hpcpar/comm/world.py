@@ -103,7 +103,7 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
     def mpi_takes_pointers() -> bool:
         from hpcpar.transport import mpi
 
-        found = cuda_aware.capabilities(
+        found = cuda_aware.find_awareness(
             mpi.library_version(),
             asked=settings.cuda_aware,
             driver=str(runtime.driver().version),

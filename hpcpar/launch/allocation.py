@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 from hpcpar.errors import ConfigError
 from hpcpar.launch import slurm
 from hpcpar.launch.hosts import Host, added_up
+from hpcpar.launch.processes import ask
 
 ASK_LIMIT_S = 10.0
 
@@ -109,22 +109,13 @@ def flux_nodes(environ: Mapping[str, str]) -> int | None:
     flux = shutil.which("flux", path=environ.get("PATH"))
     if flux is None:
         return None
-    try:
-        said = subprocess.run(
-            [flux, "getattr", "size"],
-            capture_output=True,
-            text=True,
-            timeout=ASK_LIMIT_S,
-            check=False,
-            env=dict(environ),
-        ).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return int(said) if said.isdigit() else None
+    said = ask([flux, "getattr", "size"], ASK_LIMIT_S, environ)
+    size = said.stdout.strip() if said else ""
+    return int(size) if size.isdigit() else None
 
 
 def forgotten_launcher(environ: Mapping[str, str]) -> str | None:
-    """A hint for a process that no launcher has started, in a batch job of several slots."""
+    """Return a hint for a process that no launcher has started, in a batch job of several slots."""
     known = _listed(environ)
     if known is not None:
         try:

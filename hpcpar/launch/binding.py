@@ -40,14 +40,14 @@ def _sharing(devices: int, local_size: int) -> str:
 
 
 def affinity() -> tuple[int, ...]:
-    """Cores that this process may run on, in order; all of them where the system has no masks."""
+    """Return the cores that this process may run on, in order; all where the system has no masks."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def quota_cores(path: str = "/sys/fs/cgroup/cpu.max") -> float:
-    """Cores' worth of time that the control group grants; inf where there is no limit."""
+    """Return the cores' worth of time that the control group grants; inf where there is no limit."""
     try:
         with open(path, encoding="ascii") as file:
             quota, period = file.read().split()[:2]
@@ -68,7 +68,7 @@ def oversubscribed(
 
 
 def node_cores(masks: Sequence[Collection[int]] | None = None, quota: float | None = None) -> int:
-    """Cores that the ranks of a node may use together: the union of their masks, within the quota."""
+    """Count the cores that the ranks of a node may use: the union of their masks, within the quota."""
     union = set(affinity()) if not masks else {core for mask in masks for core in mask}
     limit = quota_cores() if quota is None else quota
     return max(1, min(len(union), math.ceil(limit) if math.isfinite(limit) else len(union)))
@@ -81,7 +81,7 @@ def thread_count(
     environ: Mapping[str, str] = os.environ,
     quota: float | None = None,
 ) -> int:
-    """Compute threads for each rank: OMP_NUM_THREADS if set, else an equal part of the node's cores."""
+    """Return the compute threads for each rank: OMP_NUM_THREADS, else an equal part of the node's cores."""
     text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if text:
         if not text.isdigit() or int(text) < 1:
@@ -93,7 +93,7 @@ def thread_count(
 
 
 def format_cores(cores: Collection[int]) -> str:
-    """Core numbers for people: format_cores((0, 1, 2, 5)) == "0-2,5"."""
+    """Format core numbers: format_cores((0, 1, 2, 5)) == "0-2,5"."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

@@ -217,11 +217,7 @@ def _too_early(info: RankInfo, mpi_library: str) -> str:
 
 
 def _started(info: RankInfo) -> str:
-    names = {
-        "slurm": "srun",
-        "hydra": "MPICH's or Intel's mpiexec",
-        "openmpi": "Open MPI's mpiexec",
-    }
+    names = {"slurm": "srun", "hydra": "MPICH's or Intel's mpiexec", "openmpi": "Open MPI's mpiexec"}
     return f"{names.get(info.launcher, info.launcher)} started"
 
 

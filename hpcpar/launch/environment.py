@@ -65,7 +65,6 @@ class Launcher:
 
 
 def _by_prefix(name: str, prefix: str, called: str) -> Launcher:
-    """Describe a launcher that sets PREFIX_RANK, PREFIX_SIZE, PREFIX_LOCAL_RANK and PREFIX_LOCAL_SIZE."""
     rank, size, local_rank, local_size = (
         f"{prefix}_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
@@ -169,44 +168,28 @@ def sound_claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> 
 
 def _from_step(environ: Mapping[str, str], proc: Path) -> RankInfo:
     task = slurm.task(environ)
-    return RankInfo(
-        rank=task.rank,
-        size=task.size,
-        local_rank=task.local_rank,
-        local_size=task.local_size,
-        node=task.node,
-        nodes=task.nodes,
-        launcher="slurm",
-        pmi=task.pmi,
-        hint=slurm.forgotten_srun(environ, proc),
-    )
+    return RankInfo(*task[:6], "slurm", task.pmi, slurm.forgotten_srun(environ, proc))
 
 
 def _from_launcher(launcher: Launcher, environ: Mapping[str, str]) -> RankInfo:
     def optional(name: str) -> int | None:
         return slurm.integer(environ, name) if name and environ.get(name) else None
 
-    return RankInfo(
-        rank=slurm.integer(environ, launcher.rank),
-        size=slurm.integer(environ, launcher.size),
-        local_rank=optional(launcher.local_rank),
-        local_size=optional(launcher.local_size),
-        node=optional(launcher.node),
-        nodes=None,
-        launcher=launcher.name,
-        pmi=launcher.pmi,
-    )
+    rank, size = (slurm.integer(environ, name) for name in (launcher.rank, launcher.size))
+    local_rank, local_size = optional(launcher.local_rank), optional(launcher.local_size)
+    node = optional(launcher.node)
+    return RankInfo(rank, size, local_rank, local_size, node, None, launcher.name, launcher.pmi)
 
 
 def _checked(info: RankInfo) -> RankInfo:
+    wrong = ""
     if info.rank >= info.size:
+        wrong = f"rank {info.rank} of {info.size}: ranks end at {info.size - 1};"
+    elif info.local_rank is not None and info.local_size is not None and info.local_rank >= info.local_size:
+        wrong = f"local rank {info.local_rank} of {info.local_size} on this node:"
+    if wrong:
         raise LaunchError(
-            f"{info.launcher}'s variables say rank {info.rank} of {info.size}: ranks end at {info.size - 1}; "
-            f"they may be left from another launcher: start the job from a fresh shell"
-        )
-    if info.local_rank is not None and info.local_size is not None and info.local_rank >= info.local_size:
-        raise LaunchError(
-            f"{info.launcher}'s variables say local rank {info.local_rank} of {info.local_size} on this "
-            f"node: they may be left from another launcher: start the job from a fresh shell"
+            f"{info.launcher}'s variables say {wrong} they may be left from another launcher: start the job "
+            f"from a fresh shell"
         )
     return info

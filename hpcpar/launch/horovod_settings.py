@@ -113,7 +113,7 @@ class HorovodSettings:
 
 
 def start_limit_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Seconds in which a job's launcher is to have started it, by HOROVOD_START_TIMEOUT; None: not said."""
+    """Return the seconds that HOROVOD_START_TIMEOUT gives a launcher to start a job; None: not set."""
     limit_s = seconds(environ, "HOROVOD_START_TIMEOUT", math.inf)
     return None if limit_s == math.inf else limit_s
 
@@ -136,7 +136,6 @@ def _not_negative(environ: Mapping[str, str], name: str, default: float, unit: s
 
 
 def _shutdown_s(environ: Mapping[str, str]) -> float:
-    """Seconds until the job is ended; 0, or inf, which says the same: never."""
     name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     unlimited = as_number(environ.get(name) or "0") == float("inf")
     return 0.0 if unlimited else _not_negative(environ, name, 0.0, "seconds")

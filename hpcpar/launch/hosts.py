@@ -34,7 +34,7 @@ KINDS = ("mpich", "intel", "openmpi")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host, and how many ranks may run there."""
+    """Host with the number of ranks that may run there."""
 
     name: str
     slots: int
@@ -108,7 +108,7 @@ def _hosts(name: str, slots: int) -> list[Host]:
 
 
 def added_up(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Each host once, with all of its slots, in the order of first mention."""
+    """Merge hosts of one name with all of their slots, in the order of first mention."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -137,7 +137,7 @@ def place(hosts: Sequence[Host], n: int) -> tuple[Host, ...]:
 
 
 def kind_of(version: str) -> str:
-    """Whose launcher says this as its version: "mpich" (Hydra), "intel", "openmpi", or "" if not known."""
+    """Recognise a launcher by its version: "mpich" (Hydra), "intel", "openmpi", or "" if not known."""
     return next((kind for kind, mark in _VERSIONS if mark in version), "")
 
 
@@ -196,7 +196,7 @@ def ssh_variables(port: int | None, identity_file: str | None) -> dict[str, str]
 
 
 def interface_words(kind: str, interfaces: Sequence[str]) -> tuple[str, ...]:
-    """The launcher's words for the network interfaces to use; ConfigError where it has none."""
+    """Return the launcher's words for the network interfaces to use; ConfigError where it has none."""
     if not interfaces:
         return ()
     if kind in ("mpich", "intel"):

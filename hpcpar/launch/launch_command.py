@@ -11,7 +11,6 @@ import re
 import secrets
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from hpcpar.launch.bootstrap.secret import VARIABLE as SECRET
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, HostOptions
+from hpcpar.launch.processes import ask
 from hpcpar.launch.settings import ASKED_RANKS
 from hpcpar.units import as_timeout
 
@@ -216,11 +216,8 @@ def launcher_kind(path: str) -> str:
     """
     if is_srun(path):
         return "srun"
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return host_lists.kind_of(said.stdout + said.stderr)
+    said = ask([path, "--version"], 20.0)
+    return host_lists.kind_of(said.stdout + said.stderr) if said else ""
 
 
 def srun_words(
@@ -295,7 +292,11 @@ def launcher_environ(environ: Mapping[str, str], by_srun: bool, options: LaunchO
 
 
 def environ_for(
-    environ: Mapping[str, str], run_directory: str, *, is_root: bool, terminal_columns: int | None = None
+    environ: Mapping[str, str],
+    run_directory: str | None,
+    *,
+    is_root: bool,
+    terminal_columns: int | None = None,
 ) -> dict[str, str]:
     """Return the job's environment: the caller's, and what lets every MPI start here.
 
@@ -306,7 +307,7 @@ def environ_for(
     The launcher hands the ranks a pipe even where its own output is a terminal (Open MPI's a terminal even
     where it is none), so progress bars (rich) must be told that they may draw.
     """
-    job = {**environ, "HPCPAR_RUN_DIRECTORY": run_directory}
+    job = {**environ, **({"HPCPAR_RUN_DIRECTORY": run_directory} if run_directory else {})}
     defaults: dict[str, str] = {}
     if not is_batch_job(environ):
         defaults["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
@@ -361,7 +362,6 @@ def within_allocation(
 
 
 def require_shared_space(n: int, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError where n ranks on this host would die for want of room in /dev/shm."""
     room = shared_space.free_nbytes()
     if room is not None and room < shared_space.most_nbytes(n):
         shared_space.require(n, library_version(environ), room, environ)

@@ -11,13 +11,12 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import DAEMONS, LAUNCHERS, RankInfo
-from hpcpar.launch.processes import PROC, Process, ancestors, every_process
+from hpcpar.launch.processes import PROC, Process, ancestors, ask, every_process
 from hpcpar.launch.settings import was_started_by_a_rank
 
 log = logging.getLogger("hpcpar")
@@ -122,7 +121,7 @@ def _ask_who_started_us(environ: Mapping[str, str], proc: Path) -> None:
 
 
 def _children(parent: Process, proc: Path) -> int | None:
-    """Processes that a daemon has started here; None for one, which may have others on other nodes."""
+    """Count the processes that a daemon has started here; None for one: other nodes may have more."""
     count = sum(process.parent == parent.pid for process in every_process(proc))
     return count if count > 1 else None
 
@@ -130,26 +129,14 @@ def _children(parent: Process, proc: Path) -> int | None:
 def _tasks_of_step(step: str, daemon: Process, environ: Mapping[str, str], proc: Path) -> int | None:
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
     if scontrol is not None:
-        asking = {**environ, **_configuration(daemon, proc)}
-        try:
-            said = subprocess.run(
-                [scontrol, "show", "step", step],
-                capture_output=True,
-                text=True,
-                timeout=ASK_LIMIT_S,
-                check=False,
-                env=asking,
-            ).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            said = ""
-        tasks = re.search(r"\bTasks=(\d+)", said)
+        said = ask([scontrol, "show", "step", step], ASK_LIMIT_S, {**environ, **_configuration(daemon, proc)})
+        tasks = re.search(r"\bTasks=(\d+)", said.stdout if said else "")
         if tasks is not None:
             return int(tasks[1])
     return _children(daemon, proc)
 
 
 def _configuration(daemon: Process, proc: Path) -> dict[str, str]:
-    """Read where Slurm's configuration is from its daemon's environment, if we may."""
     try:
         variables = (proc / str(daemon.pid) / "environ").read_bytes().split(b"\0")
     except OSError:

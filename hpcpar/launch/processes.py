@@ -5,7 +5,9 @@ Variables can be lost (`env -i`, containers with a clean environment) or stale; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,18 @@ def ancestors(proc: Path = PROC) -> Iterator[Process]:
         here = process(here.parent, proc)
         if here is not None:
             yield here
+
+
+def ask(
+    command: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """Run a command for what it prints; None where it cannot be started or takes longer."""
+    environ = None if environ is None else dict(environ)
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, check=False, env=environ
+        )
+    return None
 
 
 def every_process(proc: Path = PROC) -> Iterator[Process]:

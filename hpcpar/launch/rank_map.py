@@ -13,20 +13,15 @@ import glob
 import os
 import socket
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, takewhile
+from itertools import combinations, groupby, takewhile
 from typing import Any
 
 from hpcpar.launch.binding import affinity, format_cores, node_cores
 from hpcpar.launch.environment import detect
 
-VISIBLE_DEVICES = (
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-)
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 NO_DEVICES = ("NoDevFiles", "-1")
 """Words of Slurm, and of users, that hide all of them."""
 
@@ -103,8 +98,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class NodeRanks:
-    """The ranks of one node, by rank."""
-
     node: int
     host: str
     ranks: tuple[RankBinding, ...]
@@ -121,7 +114,7 @@ class NodeRanks:
 
     @property
     def sharing(self) -> tuple[tuple[int, int, int], ...]:
-        """(rank, rank, core) of ranks that are bound to the same core although cores are free."""
+        """Pairs of ranks that are bound to one core although cores are free, with that core."""
         if not self.free_cores:
             return ()
         return tuple(
@@ -161,7 +154,7 @@ def _core_facts(ranks: Sequence[RankBinding]) -> str:
 
 
 def _gpu_facts(ranks: Sequence[RankBinding]) -> str:
-    """Devices that the ranks take (`binding.gpu_for`), and whether each has one of its own."""
+    """Describe the devices that the ranks take (`binding.gpu_for`), and who shares one."""
     taken = [place.gpus[i % len(place.gpus)] for i, place in enumerate(ranks) if place.gpus]
     if not taken:
         return ""
@@ -182,11 +175,12 @@ def _gpu_facts(ranks: Sequence[RankBinding]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Flaw:
-    """Something that costs time: the finding, and what to do."""
+class Finding:
+    """Problem and remedy; a `wrong` one makes `hpcpar doctor` fail."""
 
     found: str
     do: str
+    wrong: bool = False
 
     def __str__(self) -> str:
         return f"{self.found}; {self.do}"
@@ -203,25 +197,20 @@ class RankMap:
     launcher: str = ""
 
     def lines(self) -> list[str]:
-        """One line for each node; two or more that are as the one before them share a line."""
-        return [_line(run) if len(run) > 1 else _line_of(run[0]) for run in self._runs()]
+        """Return a line for each node; two or more that are as the one before them share a line."""
+        lines = []
+        for _, run in groupby(self.nodes, key=lambda node: (len(node.ranks), node.facts())):
+            first, *others = run
+            for node in [first] if len(others) > 1 else [first, *others]:
+                lines.append(f"node {node.node}  {node.host}: {_ranks([node])}, {node.facts()}")
+            if len(others) > 1:
+                lines.append(
+                    f"nodes {others[0].node}-{others[-1].node}  {others[0].host} to {others[-1].host}: "
+                    f"as node {first.node}, {_ranks(others)}"
+                )
+        return lines
 
-    def _runs(self) -> Iterator[list[NodeRanks]]:
-        """Yield nodes alone where they begin something new, then those that are as this one together."""
-        rest = list(self.nodes)
-        while rest:
-            first, *others = rest
-            alike = 0
-            while alike < len(others) and _alike(first, others[alike]):
-                alike += 1
-            yield [first]
-            if alike > 1:
-                yield [first, *others[:alike]]
-            elif alike:
-                yield [others[0]]
-            rest = others[alike:]
-
-    def flaws(self, *, sets_threads: bool = False) -> list[Flaw]:
+    def flaws(self, *, sets_threads: bool = False) -> list[Finding]:
         """Find what costs time: shared cores, too many threads.
 
         sets_threads   the program sets its compute threads itself, so OMP_NUM_THREADS need not be set
@@ -229,7 +218,7 @@ class RankMap:
         found = (self._shared_core(), None if sets_threads else self._crowded_cores())
         return [flaw for flaw in found if flaw is not None]
 
-    def _shared_core(self) -> Flaw | None:
+    def _shared_core(self) -> Finding | None:
         found = [node for node in self.nodes if node.sharing]
         if not found:
             return None
@@ -239,41 +228,24 @@ class RankMap:
         pairs = f", as {len(more)} more pairs of ranks share one" if more else ""
         free_ones = f"cores {format_cores(free)} are" if len(free) > 1 else f"core {free[0]} is"
         each = max(1, (node.cores + len(free)) // len(node.ranks))
-        return Flaw(
+        return Finding(
             f"ranks {one} and {other} share core {core} of {node.host}{pairs}{_and_elsewhere(found)}, "
             f"although {free_ones} free: each gets a part of its time",
             _binding_advice(self.launcher, each),
         )
 
-    def _crowded_cores(self) -> Flaw | None:
+    def _crowded_cores(self) -> Finding | None:
         # With more ranks than cores one thread each is too much already, and the variable changes nothing.
         found = [node for node in self.nodes if node.openmp_threads > max(node.cores, len(node.ranks))]
         if not found:
             return None
         node = found[0]
-        return Flaw(
+        return Finding(
             f"OMP_NUM_THREADS is not set: the {len(node.ranks)} ranks of {node.host} may start "
             f"{node.openmp_threads} threads on {node.cores} cores{_and_elsewhere(found)}",
             f"`export OMP_NUM_THREADS={max(1, node.cores // len(node.ranks))}`, "
             f"or have the launcher give each rank cores of its own",
         )
-
-
-def _alike(one: NodeRanks, other: NodeRanks) -> bool:
-    return len(one.ranks) == len(other.ranks) and one.facts() == other.facts()
-
-
-def _line_of(node: NodeRanks) -> str:
-    return f"node {node.node}  {node.host}: {_ranks([node])}, {node.facts()}"
-
-
-def _line(run: Sequence[NodeRanks]) -> str:
-    """Describe the nodes after the first, which are as it is."""
-    as_this, *nodes = run
-    return (
-        f"nodes {nodes[0].node}-{nodes[-1].node}  {nodes[0].host} to {nodes[-1].host}: "
-        f"as node {as_this.node}, {_ranks(nodes)}"
-    )
 
 
 def _ranks(nodes: Collection[NodeRanks]) -> str:
@@ -287,7 +259,6 @@ def _and_elsewhere(nodes: Sequence[NodeRanks]) -> str:
 
 
 def _binding_advice(launcher: str, each: int) -> str:
-    """Name the launcher's options that give every rank so many cores of its own."""
     if launcher == "slurm":
         return f"start them with `srun --cpus-per-task={each} --cpu-bind=cores`"
     if launcher == "openmpi":

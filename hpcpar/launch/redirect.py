@@ -20,7 +20,6 @@ def rank_directory(directory: str, rank: int, size: int) -> Path:
 
 
 def make_directory(directory: str | Path) -> None:
-    """Make the directory; LaunchError where that cannot be."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:

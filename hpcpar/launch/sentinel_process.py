@@ -66,8 +66,6 @@ if TYPE_CHECKING:  # without importing `typing`, which takes longer than all the
 
 
 class Rank:
-    """Connection and process of one rank."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.received = b""
@@ -122,7 +120,7 @@ class Poller:
 
 
 class LossJudge:
-    """Tells a lost rank from one that was ended together with the whole job."""
+    """Judge whether a rank was lost, or was ended together with the whole job."""
 
     def __init__(self, sentinel: Sentinel) -> None:
         self.sentinel = sentinel
@@ -133,7 +131,6 @@ class LossJudge:
 
     @property
     def is_decided(self) -> bool:
-        """True once the cause of this job's end is known."""
         return self.end_at is not None or self.sentinel.ending
 
     def aborting(self, rank: int, why: str) -> None:
@@ -151,11 +148,9 @@ class LossJudge:
             self.name(rank)
 
     def suspect(self, rank: int) -> None:
-        """Note a rank that a signal from outside has ended; `judge_suspects` decides."""
         self.suspects[rank] = time.monotonic()
 
     def name(self, rank: int) -> None:
-        """Say that this rank was lost, and end the job."""
         ending = "ending the job"
         if self.sentinel.nodes == 1:
             others = self.sentinel.members()
@@ -191,7 +186,7 @@ class LossJudge:
 
 
 class Sentinel:
-    """Watches the ranks of one node until the last of them has gone."""
+    """Watch the ranks of one node until the last of them has gone."""
 
     def __init__(self, order: dict[str, Any], listener: socket.socket, starter: int) -> None:
         self.token = str(order["token"])
@@ -236,11 +231,9 @@ class Sentinel:
             self.act_on_time()
 
     def members(self) -> list[Rank]:
-        """Return the ranks that are still there, the lowest first."""
         return sorted((rank for rank in self.ranks.values() if rank.joined), key=lambda rank: rank.number)
 
     def working(self) -> list[Rank]:
-        """Return the ranks that are still there and have not said that they are done."""
         return [rank for rank in self.members() if not rank.finished]
 
     def is_over(self) -> bool:
@@ -249,7 +242,6 @@ class Sentinel:
         return self.listener is None and not self.members()
 
     def patience_s(self) -> float | None:
-        """Return the seconds until there is something to do by the clock; None: nothing."""
         deadlines = [t for t in (self.kill_at, self.leave_at) if t is not None] + self.judge.deadlines()
         now = time.monotonic()
         if self.listener is not None:
@@ -384,7 +376,6 @@ class Sentinel:
             self.signal_all(signal.SIGKILL)
 
     def door_should_close(self, now: float) -> bool:
-        """True once nobody else will come: the time is up, or the starter died before any rank joined."""
         return now >= self.join_deadline or (not self.members() and not exists(self.starter))
 
     def close_door(self) -> None:
@@ -399,7 +390,7 @@ class Sentinel:
             rank.signal(number)
 
     def end_elsewhere(self) -> None:
-        """Ask the launcher to end the job's other nodes, where it would not by itself (plain srun)."""
+        """Ask the launcher to end the job on other nodes, where it would not by itself (plain srun)."""
         if not self.end_command:
             return
         quiet = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_RDWR, 0) for descriptor in (0, 1, 2)]
@@ -464,7 +455,7 @@ def exists(pid: int) -> bool:
 
 
 def watching_file(order: dict[str, Any]) -> str:
-    """Path of a file that exists while a sentinel may still speak: `hpcpar run` waits for its removal."""
+    """Return the file that exists while a sentinel may still speak: `hpcpar run` waits for its removal."""
     directory = str(order["run_directory"] or "")
     return (
         os.path.join(directory, f"watching-{order['host']}-{os.getpid()}") if os.path.isdir(directory) else ""

@@ -80,7 +80,7 @@ def own_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def own_tuning_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The user's file with measured algorithms, which may not be there; None for a user without a home."""
+    """Return the user's file with measured algorithms, if any; None for a user without a home."""
     directory = own_directory(environ)
     return directory and directory / "tuning.toml"
 
@@ -121,7 +121,7 @@ def read_tuning(tuning: str | None, own_file: Path | None) -> tuple[str, str]:
 
 
 def flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
-    """A yes or no; ConfigError, which names the variable, where it is neither."""
+    """Read a yes or no; ConfigError, which names the variable, where it is neither."""
     text = environ.get(name)
     if text is None:
         return default
@@ -133,7 +133,7 @@ def flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
 
 
 def capabilities(environ: Mapping[str, str], name: str) -> tuple[str, ...] | None:
-    """Names out of CAPABILITIES, in its order; None where the variable says nothing."""
+    """Read names out of CAPABILITIES, in its order; None where the variable says nothing."""
     text = environ.get(name, "").strip().lower()
     if not text:
         return None
@@ -149,7 +149,7 @@ def capabilities(environ: Mapping[str, str], name: str) -> tuple[str, ...] | Non
 
 
 def choice(environ: Mapping[str, str], name: str, known: Sequence[str]) -> str:
-    """One of several words, by default the first; ConfigError, which names the variable, for another."""
+    """Read one of several words, by default the first; ConfigError names the variable."""
     text = environ.get(name, "").strip().lower() or known[0]
     if text not in known:
         raise ConfigError(f"{name}={environ[name]!r} is not known: set it to one of {', '.join(known)}")
@@ -157,7 +157,7 @@ def choice(environ: Mapping[str, str], name: str, known: Sequence[str]) -> str:
 
 
 def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    """A time above 0, or inf; ConfigError, which names the variable, where it is none."""
+    """Read a time above 0, or inf; ConfigError, which names the variable, where it is none."""
     text = environ.get(name)
     if not text:
         return default
@@ -170,7 +170,7 @@ def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 def as_number(text: str) -> float:
-    """The number that a text says; nan where it says none, so that every comparison with it is false."""
+    """Parse a number; nan where there is none, so that every comparison with it is false."""
     try:
         return float(text)
     except ValueError:
@@ -217,7 +217,7 @@ def announce_rank(
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Set environment variables for a while; None leaves one as it is. They are as before afterwards."""
+    """Set environment variables for a while; None leaves one as it is."""
     asked = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
@@ -232,7 +232,7 @@ def env(**variables: str | None) -> Iterator[None]:
 
 
 def take_token(environ: MutableMapping[str, str] = os.environ) -> str:
-    """The token that the starter of this job has set; programs started from here do not see it."""
+    """Remove and return the token that the starter of this job has set."""
     token = environ.pop(TOKEN, "")
     if not token:
         raise LaunchError(f"{TOKEN} is not set: this program is started by hpcpar.horovod.run alone")
@@ -240,6 +240,6 @@ def take_token(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def take_asked_ranks(environ: MutableMapping[str, str] = os.environ) -> int | None:
-    """The number of ranks that `hpcpar run` was asked for; programs started from here do not see it."""
+    """Remove and return the number of ranks that `hpcpar run` was asked for."""
     text = environ.pop(ASKED_RANKS, "")
     return int(text) if text.isdigit() else None

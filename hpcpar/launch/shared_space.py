@@ -67,12 +67,11 @@ def _room(count: Callable[[os.statvfs_result], int]) -> int | None:
 
 
 def size_nbytes() -> int | None:
-    """Return the size of /dev/shm; None where there is none."""
     return _room(lambda found: found.f_blocks * found.f_frsize)
 
 
 def free_nbytes() -> int | None:
-    """Return what is free of /dev/shm; None where there is none."""
+    """Return the free bytes of /dev/shm; None where there is none."""
     return _room(lambda found: found.f_bavail * found.f_frsize)
 
 

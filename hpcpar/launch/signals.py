@@ -164,8 +164,6 @@ class EarlySignals:
 
 
 class _Disposition:
-    """Disposition of a signal, to be put back later."""
-
     def __init__(self, number: signal.Signals) -> None:
         self._number = number
         self._handler: Any = signal.getsignal(number)

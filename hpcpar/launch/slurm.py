@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, product, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch.processes import PROC, process
@@ -26,8 +26,7 @@ _INTERACTIVE_STEP = str(0xFFFFFFFA)
 """The step that is the shell of `salloc`, where a site has it on one of the job's nodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlurmTask:
+class SlurmTask(NamedTuple):
     """One task of a step; what Slurm leaves open is None."""
 
     rank: int
@@ -40,7 +39,7 @@ class SlurmTask:
 
 
 def task_counts(text: str) -> tuple[int, ...]:
-    """Tasks on each node: task_counts("2(x2),1") == (2, 2, 1)."""
+    """Expand the tasks on each node: task_counts("2(x2),1") == (2, 2, 1)."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
@@ -65,7 +64,6 @@ def host_names(text: str) -> tuple[str, ...]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Cut at the commas outside brackets."""
     depth, start = 0, 0
     for i, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -100,7 +98,6 @@ def _hosts(item: str, text: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    """Expand the inside of a pair of brackets: "08-10,3" -> 08 09 10 3."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
@@ -131,7 +128,7 @@ def came_with_the_step(names: Collection[str], environ: Mapping[str, str], proc:
 
 
 def task_name(environ: Mapping[str, str], proc: Path) -> str:
-    """The name of the program that srun started as this task; "" where it is not visible."""
+    """Return the program that srun started as this task; "" where it is not visible."""
     started = process(environ.get("SLURM_TASK_PID") or "none", proc)
     return started.name if started else ""
 
@@ -152,7 +149,7 @@ def in_interactive_shell(environ: Mapping[str, str], proc: Path) -> bool:
 
 
 def task(environ: Mapping[str, str]) -> SlurmTask:
-    """This task of its step; LaunchError where a variable is no number or the story is broken."""
+    """Read this task of its step; LaunchError where a variable is no number or they contradict each other."""
     rank = integer(environ, "SLURM_PROCID")
     size = integer(environ, "SLURM_STEP_NUM_TASKS")
     local_rank = integer(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else None
@@ -215,7 +212,7 @@ def _of_this_step(job_and_step: str, environ: Mapping[str, str]) -> bool:
 
 
 def forgotten_srun(environ: Mapping[str, str], proc: Path = PROC) -> str | None:
-    """A hint for a process that is in a Slurm job of several tasks, but not started by srun."""
+    """Return a hint for a process in a Slurm job of several tasks that srun has not started."""
     typed = in_interactive_shell(environ, proc)
     in_own_step = in_step(environ) and environ["SLURM_STEP_ID"] != _INTERACTIVE_STEP and not typed
     if "SLURM_JOB_ID" not in environ or in_own_step:
@@ -235,7 +232,7 @@ def forgotten_srun(environ: Mapping[str, str], proc: Path = PROC) -> str | None:
 
 
 def job_tasks(environ: Mapping[str, str]) -> int:
-    """Tasks that the job asked for, as far as its batch script's environment tells; else 1."""
+    """Return the tasks that the job asked for, as far as its environment tells; else 1."""
     groups = [value for name, value in environ.items() if name.startswith("SLURM_NTASKS_HET_GROUP_")]
     if groups:
         return sum(int(value) for value in groups if value.isdigit())
@@ -247,7 +244,7 @@ def job_tasks(environ: Mapping[str, str]) -> int:
 
 
 def job_nodes(environ: Mapping[str, str]) -> int:
-    """Nodes of the job, as far as its environment tells; else 1."""
+    """Return the nodes of the job, as far as its environment tells; else 1."""
     text = environ.get("SLURM_JOB_NUM_NODES", "")
     return int(text) if text.isdigit() else 1
 
@@ -272,7 +269,7 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:
-    """A variable that must be a whole number that is not negative; LaunchError names it otherwise."""
+    """Read a whole number that is not negative; LaunchError names the variable otherwise."""
     text = environ[name]
     if not text.isascii() or not text.isdigit():
         raise LaunchError(

@@ -45,7 +45,7 @@ MPI 1; Hydra 255 where its own daemons went first."""
 
 @dataclass(frozen=True, slots=True)
 class StopSignal:
-    """A signal by which somebody has ended the job, and when it came, by the clock."""
+    """Signal by which somebody has ended the job, and the time when it came."""
 
     number: signal.Signals
     at: float
@@ -86,8 +86,8 @@ def verdict(
 
     ended_by   a signal to us that was to end the job: ranks that are lost after it are no news
     """
-    files = [*run_directory.glob("aborted-*"), *run_directory.glob("lost-*")]
-    files = sorted(files, key=lambda path: path.stat().st_mtime_ns)
+    found = [*run_directory.glob("aborted-*"), *run_directory.glob("lost-*")]
+    files = sorted(found, key=lambda path: path.stat().st_mtime_ns)
     for path in files:
         if ended_by is None or path.name.startswith("aborted-") or path.stat().st_mtime < ended_by.at:
             say(f"hpcpar run: {path.read_text('utf-8').strip()}")

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,12 +86,13 @@ class HostBuffer:
 class Binding:
     """A user's array bound to host memory for one operation.
 
-    write_back   brings the host memory's content back into the array; None when they are the same
+    write_back   brings the host memory's content back into the array, in one call of C; None when they are
+                 the same
     """
 
     array: Any
     host: HostBuffer
-    write_back: Callable[[], None] | None = None
+    write_back: Callable[[], object] | None = None
 
 
 def bind(array: Any, *, writable: bool, what: str = "buffer") -> Binding:
@@ -210,11 +212,7 @@ def _bind_numpy(array: NDArray[Any], *, writable: bool, what: str) -> Binding:
     if array.flags.c_contiguous:
         return Binding(array, host)
     require_distinct_elements(array.shape, array.strides, what, "numpy.ascontiguousarray(array)")
-
-    def write_back() -> None:
-        array[...] = host.elements.reshape(array.shape)
-
-    return Binding(array, host, write_back)
+    return Binding(array, host, partial(array.__setitem__, ..., host.elements.reshape(array.shape)))
 
 
 def _numpy_host(elements: NDArray[Any], what: str) -> HostBuffer:
@@ -305,11 +303,7 @@ def _bind_torch(tensor: Any, *, writable: bool, what: str) -> Binding:
     )
     # A blocking copy: it waits for the work queued on the current stream that produces the tensor.
     staged.copy_(tensor.reshape(-1))
-
-    def write_back() -> None:
-        tensor.copy_(staged.view(tensor.shape))
-
-    return Binding(tensor, _torch_host(staged, name), write_back)
+    return Binding(tensor, _torch_host(staged, name), partial(tensor.copy_, staged.view(tensor.shape)))
 
 
 def _torch_host(flat_tensor: Any, name: str) -> HostBuffer:

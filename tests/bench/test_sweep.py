@@ -11,17 +11,7 @@ from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench import sweep
 from hpcpar.bench.measure import COPY, PLACES, ResultRow, Timing, row
 from hpcpar.bench.measure import Case as MeasuredCase
-from hpcpar.bench.sweep import (
-    CHOSEN,
-    Options,
-    compare,
-    header,
-    read_json,
-    run,
-    show,
-    titles,
-    write_json,
-)
+from hpcpar.bench.sweep import CHOSEN, Options, compare, header, read_json, run, show, titles, write_json
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.select import BUILT_IN, NATIVES
 

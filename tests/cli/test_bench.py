@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from hpcpar.bench.measure import PLACES
 from hpcpar.cli import bench
+from tests.command import run
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -161,13 +162,8 @@ def test_tuning_writes_where_hpcpar_tuning_says_and_does_not_read_what_is_to_be_
 def test_tuning_alone_is_refused(tmp_path: Path) -> None:
     import sys
 
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcpar", "bench", "tune", "--file", str(tmp_path / "tuning.toml")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = ("hpcpar", "bench", "tune", "--file", tmp_path / "tuning.toml")
+    done = run(sys.executable, "-m", *words)
     assert done.returncode == bench.CANNOT_WORK
     assert "hpcpar bench tune: one rank has nothing to choose by" in done.stderr
 

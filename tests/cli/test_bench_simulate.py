@@ -12,21 +12,15 @@ import pytest
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.algorithms.simulate import estimates
 from hpcpar.algorithms.topology import Link, Topology
-from hpcpar.cli import main
 from hpcpar.cli.bench import require_writable
 from hpcpar.errors import ConfigError
+from tests.command import Output
+
+COMMAND = ("bench", "simulate")
 
 
-def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", "simulate", *arguments])
-    assert caught.value.code == status
-    captured = capsys.readouterr()
-    return captured.out if status == 0 else captured.err
-
-
-def test_a_table_has_a_row_for_each_size_and_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = output(capsys, "--ranks", "16384", "--min-bytes", "8", "--max-bytes", "1M", "--factor", "64")
+def test_a_table_has_a_row_for_each_size_and_marks_the_fastest(output: Output) -> None:
+    shown = output("--ranks", "16384", "--min-bytes", "8", "--max-bytes", "1M", "--factor", "64")
     assert shown.startswith("allreduce, 16,384 ranks on 2,048 nodes of 8; within a node 1.0 µs + 100 GB/s")
     rows = [line for line in shown.splitlines() if line.count("µs") + line.count(" ms") > 5]
     assert [row.split()[:2] for row in rows] == [["8", "B"], ["512", "B"], ["32.0", "KiB"], ["1.0", "MiB"]]
@@ -34,8 +28,8 @@ def test_a_table_has_a_row_for_each_size_and_marks_the_fastest(capsys: pytest.Ca
     assert "~" not in "".join(rows)
 
 
-def test_the_crossovers_follow_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = output(capsys, "--ranks", "4096", "--max-bytes", "64M")
+def test_the_crossovers_follow_the_table(output: Output) -> None:
+    shown = output("--ranks", "4096", "--max-bytes", "64M")
     _, _, told = shown.partition("fastest from 8 B: ")
     assert [line.split()[-1] for line in told.splitlines()] == [
         "recursive_doubling",
@@ -44,17 +38,13 @@ def test_the_crossovers_follow_the_table(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_few_ranks_are_simulated_and_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = output(
-        capsys, "--ranks", "4", "--collective", "broadcast", "--min-bytes", "64", "--max-bytes", "64"
-    )
+def test_few_ranks_are_simulated_and_marked(output: Output) -> None:
+    shown = output("--ranks", "4", "--collective", "broadcast", "--min-bytes", "64", "--max-bytes", "64")
     assert "broadcast, 4 ranks on 1 node;" in shown
     assert shown.count("~") == 1 + len(ALGORITHMS["broadcast"])
 
 
-def test_the_lines_hold_what_was_found_with_the_parameters_given(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_lines_hold_what_was_found_with_the_parameters_given(output: Output, tmp_path: Path) -> None:
     flags = (
         "--alpha-intra",
         "2e-6",
@@ -67,7 +57,6 @@ def test_the_lines_hold_what_was_found_with_the_parameters_given(
     )
     written = tmp_path / "found.jsonl"
     output(
-        capsys,
         *("--ranks", "24", "--ranks-per-node", "4", "--gamma", "0", "--min-bytes", "1K", "--max-bytes", "4K"),
         *flags,
         *("--json", str(written)),
@@ -83,9 +72,9 @@ def test_the_lines_hold_what_was_found_with_the_parameters_given(
 
 
 @pytest.mark.long
-def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_picture_is_drawn(output: Output, tmp_path: Path) -> None:
     picture = tmp_path / "found.png"
-    shown = output(capsys, "--ranks", "64", "--picture", str(picture), "--picture-bytes", "1M")
+    shown = output("--ranks", "64", "--picture", str(picture), "--picture-bytes", "1M")
     assert shown.endswith(f"drawn: {picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -101,16 +90,16 @@ def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     ],
 )
 def test_a_mistake_is_answered_with_what_is_possible(
-    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], words: str, output: Output
 ) -> None:
-    assert words in output(capsys, *arguments, status=2)
+    assert words in output(*arguments, status=2)
 
 
 @pytest.mark.parametrize("option", ["--json", "--picture"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_priced(
-    option: str, capsys: pytest.CaptureFixture[str]
+    option: str, output: Output
 ) -> None:
-    told = output(capsys, "--ranks", "4", option, "/nonexist/file.png", status=2)
+    told = output("--ranks", "4", option, "/nonexist/file.png", status=2)
     assert "/nonexist/file.png cannot be written: there is no directory /nonexist" in told
 
 
@@ -137,6 +126,6 @@ def test_a_directory_that_is_closed_to_us_is_named(
     ],
 )
 def test_what_cannot_be_drawn_or_priced_is_refused(
-    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, words: str, output: Output
 ) -> None:
-    assert words in output(capsys, option, value, status=2)
+    assert words in output(option, value, status=2)

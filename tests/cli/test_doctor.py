@@ -25,14 +25,13 @@ from hpcpar.cli.doctor.facts import (
     find_build,
     gather,
     measure,
-    shared_memory_nbytes,
 )
 from hpcpar.cli.doctor.findings import judge
 from hpcpar.cli.doctor.print import print_build, print_report
 from hpcpar.cli.start_times import Elapsed, StartTimes
 from hpcpar.comm import run_loopback
 from hpcpar.comm.select import UP_TO, describe
-from hpcpar.launch.cuda_aware import Capabilities
+from hpcpar.launch.cuda_aware import CudaAwareness
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.rank_map import RankBinding
 from hpcpar.units import GiB, MiB
@@ -62,7 +61,7 @@ def job(*ranks: RankFacts) -> JobFacts:
     return JobFacts(
         info=RankInfo(0, len(ranks), 0, len(ranks), 0, None, "hydra", "own"),
         mpi={"library": "MPICH Version: 5.0.2", "standard": "5.0", "thread_level": "multiple"},
-        awareness=Capabilities(source="not tried"),
+        awareness=CudaAwareness(source="not tried"),
         ranks=ranks,
         measurements=(Measurement(8, 4e-6, 2000, True), Measurement(4 * MiB, 6e-4, 1000, True)),
         choices="bruck up to 4.0 KiB, then ring",
@@ -144,7 +143,7 @@ ILLS: dict[str, tuple[JobFacts, str, str, bool]] = {
     "shared GPU": (
         replace(
             job(*(rank(r, torch=TorchFacts("2.13.0", 1, 2)) for r in range(4))),
-            awareness=Capabilities(True, True, False, False, source="two ranks tried it"),
+            awareness=CudaAwareness(True, source="two ranks tried it"),
         ),
         "4 ranks of this node share 2 GPUs",
         "one rank per GPU",
@@ -219,11 +218,6 @@ def test_the_build_is_found_without_starting_mpi() -> None:
     assert build.mpi
 
 
-def test_a_missing_shared_memory_directory_is_no_finding(tmp_path: Path) -> None:
-    assert shared_memory_nbytes(str(tmp_path / "none")) is None
-    assert shared_memory_nbytes(str(tmp_path)) is not None
-
-
 def test_the_report_says_which_all_reduce_runs_at_what_size() -> None:
     said = run_loopback(2, choices)
     assert said[0] == said[1]
@@ -260,16 +254,17 @@ def test_the_check_notices_a_collective_that_sums_wrongly(monkeypatch: pytest.Mo
     assert not results[1].right
 
 
-def test_the_doctor_works_alone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcpar", "doctor"],
-        cwd=REPOSITORY,
-        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
+def doctor(**variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    command = [sys.executable, "-m", "hpcpar", "doctor"]
+    environ = {**kept, **variables}
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=90, check=False
     )
+
+
+def test_the_doctor_works_alone() -> None:
+    done = doctor()
     assert done.returncode == 0, done.stderr
     assert "1 on 1 node" in done.stdout
     assert "this is one process" in done.stdout
@@ -278,23 +273,13 @@ def test_the_doctor_works_alone() -> None:
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
-        ({"HPCPAR_TIMEOUT_S": "soon"}, "HPCPAR_TIMEOUT_S"),
         ({"HPCPAR_ALGORITHM": "ring"}, "HPCPAR_ALGORITHM"),
         ({"MPI4PY_LIBMPI": "/none/libmpi.so"}, "no MPI library could be loaded"),
         ({"MPI_LOCALNRANKS": "2", "PMI_RANK": "2", "PMI_SIZE": "2"}, "hydra's variables say rank 2 of 2"),
     ],
 )
 def test_what_stands_in_the_way_of_a_start_is_a_finding(variables: dict[str, str], found: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcpar", "doctor"],
-        cwd=REPOSITORY,
-        env={**kept, **variables},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    done = doctor(**variables)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith(f"wrong {found}")
     assert done.stdout.endswith("-> nothing else can be looked at before this works\n")

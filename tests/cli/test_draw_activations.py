@@ -6,22 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.cli import main
 from hpcpar.planner.activations import TECHNIQUES, LayerShape
+from tests.command import Output
+
+COMMAND = ("draw", "activations")
 
 SMALL = ("--sequence", "32", "--batch", "1", "--hidden", "32", "--heads", "4", "--tp", "2")
 
 
-def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["draw", "activations", *arguments])
-    assert caught.value.code == status
-    captured = capsys.readouterr()
-    return captured.out if status == 0 else captured.err
-
-
-def test_every_way_is_a_line_with_its_formula_and_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    title, _, head, *lines = output(capsys, *SMALL).splitlines()
+def test_every_way_is_a_line_with_its_formula_and_its_bytes(output: Output) -> None:
+    title, _, head, *lines = output(*SMALL).splitlines()
     assert title.endswith("s=32 b=1 h=32 a=4 (5as/h = 20), t=2")
     assert "measured" in head
     for line, (name, way) in zip(lines, TECHNIQUES.items(), strict=True):
@@ -30,9 +24,9 @@ def test_every_way_is_a_line_with_its_formula_and_its_bytes(capsys: pytest.Captu
         assert f" {way.nbytes(LayerShape(32, 1, 32, 4), 2):,.0f} " in line
 
 
-def test_the_bars_are_drawn_where_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_bars_are_drawn_where_asked(output: Output, tmp_path: Path) -> None:
     path = tmp_path / "activations.png"
-    assert f"drawn: {path}" in output(capsys, *SMALL, "--picture", str(path))
+    assert f"drawn: {path}" in output(*SMALL, "--picture", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -46,12 +40,10 @@ def test_the_bars_are_drawn_where_asked(capsys: pytest.CaptureFixture[str], tmp_
         ((*SMALL, "--picture", "x.xyz"), "Format 'xyz' is not supported"),
     ],
 )
-def test_what_cannot_be_drawn_is_named(
-    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert words in output(capsys, *arguments, status=1)
+def test_what_cannot_be_drawn_is_named(arguments: tuple[str, ...], words: str, output: Output) -> None:
+    assert words in output(*arguments, status=1)
 
 
 @pytest.mark.parametrize("option", ["--tp", "--sequence", "--batch", "--hidden", "--heads"])
-def test_a_number_below_one_is_a_usage_error(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert option in output(capsys, option, "0", status=2)
+def test_a_number_below_one_is_a_usage_error(option: str, output: Output) -> None:
+    assert option in output(option, "0", status=2)

@@ -20,6 +20,9 @@ from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
 from hpcpar.pipeline_schedules.proof import prove
 from hpcpar.pipeline_schedules.text_chart import text_chart
 from hpcpar.pipeline_schedules.timetable import trace_json, write_timetable
+from tests.command import Output
+
+COMMAND = ("draw", "pipeline")
 
 SMALL = ("--ranks", "2", "--microbatches", "3")
 
@@ -46,33 +49,21 @@ def ours(tmp_path: Path) -> Path:
     return path
 
 
-def output(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 0) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["draw", "pipeline", *map(str, arguments)])
-    captured = capsys.readouterr()
-    assert caught.value.code == status, captured.err
-    return captured.out if status == 0 else captured.err
+def test_a_name_draws_its_chart_with_bubble_rate_and_peaks(output: Output) -> None:
+    assert output("1f1b", *SMALL) == f"1f1b: 2 ranks, 2 stages, 3 microbatches\n\n{DRAWN}\n"
 
 
-def test_a_name_draws_its_chart_with_bubble_rate_and_peaks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert output(capsys, "1f1b", *SMALL) == f"1f1b: 2 ranks, 2 stages, 3 microbatches\n\n{DRAWN}\n"
-
-
-def test_a_file_in_either_form_draws_the_same_under_its_own_name(
-    capsys: pytest.CaptureFixture[str], ours: Path
-) -> None:
+def test_a_file_in_either_form_draws_the_same_under_its_own_name(output: Output, ours: Path) -> None:
     torchs = ours.with_suffix(".csv")
     text.write(text.read(ours), torchs)
     assert torchs.read_text().startswith("0F0,0F1,0B0,")
-    assert output(capsys, ours) == output(capsys, torchs)
-    assert output(capsys, ours) == f"ours: 2 ranks, 2 stages, 3 microbatches\n\n{DRAWN}\n"
+    assert output(ours) == output(torchs)
+    assert output(ours) == f"ours: 2 ranks, 2 stages, 3 microbatches\n\n{DRAWN}\n"
 
 
-def test_durations_and_stages_per_rank_are_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_durations_and_stages_per_rank_are_as_asked(output: Output) -> None:
     times = ("--forward", "2", "--backward", "1.5", "--weight", "0.5", "--hop", "0.25")
-    drawn = output(
-        capsys, "interleaved", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "3", *times
-    )
+    drawn = output("interleaved", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "3", *times)
     schedule = schedule_registry.make("interleaved", 2, 4, stages_per_rank=3)
     each = Durations(2 / 3, 1.5 / 3, 0.5 / 3, 0.25)  # a rank's three stages share its layers
     expected = text_chart(simulate(schedule, each), peaks=prove(schedule).peaks)
@@ -93,8 +84,8 @@ def test_a_reader_that_leaves_early_is_no_error(
     assert capsys.readouterr().err == ""
 
 
-def test_without_a_name_all_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = output(capsys).splitlines()
+def test_without_a_name_all_are_listed_with_a_line_each(output: Output) -> None:
+    lines = output().splitlines()
     assert [line.split()[0] for line in lines] == list(schedule_registry.METHODS)
     assert all(len(line.split()) > 2 for line in lines)
 
@@ -133,12 +124,10 @@ def test_all_draws_every_schedule_that_can_be_made_so_and_names_the_others(
         assert (f">{name}: 2 ranks, " in picture) == (name != "gpipe")
 
 
-def test_the_suffix_of_the_output_says_what_is_written(
-    capsys: pytest.CaptureFixture[str], ours: Path, tmp_path: Path
-) -> None:
+def test_the_suffix_of_the_output_says_what_is_written(output: Output, ours: Path, tmp_path: Path) -> None:
     schedule = text.read(ours)
     for name in ("picture.png", "picture.svg", "trace.json", "schedule.csv", "schedule.txt"):
-        assert f"written: {tmp_path / name}" in output(capsys, ours, "--output", tmp_path / name)
+        assert f"written: {tmp_path / name}" in output(ours, "--output", tmp_path / name)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert (
         ">ours: 2 ranks, 2 stages, 3 microbatches: bubble rate 25.00%"
@@ -150,30 +139,30 @@ def test_the_suffix_of_the_output_says_what_is_written(
 
 
 def test_schedules_with_more_stages_per_rank_do_the_same_work_and_count_memory_in_whole_microbatches(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    output: Output, tmp_path: Path
 ) -> None:
     path = tmp_path / "both.svg"
-    shown = output(capsys, "1f1b", "zb-v", "--output", path)
+    shown = output("1f1b", "zb-v", "--output", path)
     assert "bubble rate 27.27%, cost 33 s" in shown
     assert "bubble rate 0.00%, cost 24 s" in shown  # 8 microbatches of 3 s, and nothing else
     assert "chunks alive at most, by rank: 4  3  2  1" in shown
     assert "chunks alive at most, by rank: 8  8  8  8" in shown
     assert path.read_text().count(">4 alive<") == 1 + 4
-    output(capsys, "1f1b", "zb-v", "--output", path, "--until", "0.75")
+    output("1f1b", "zb-v", "--output", path, "--until", "0.75")
     numbers = re.findall(r">(\d+)</text>", path.read_text())
     assert len(numbers) == 1 + 2 + 1  # rank 0's first forward, its first two; and on rank 1 one from 0.5 s on
 
 
 def test_a_measured_timetable_is_proved_and_drawn_beside_the_priced_one(
-    capsys: pytest.CaptureFixture[str], ours: Path, tmp_path: Path
+    output: Output, ours: Path, tmp_path: Path
 ) -> None:
     measured = tmp_path / "run.json"
     write_timetable(simulate(text.read(ours), Durations(2, 1, 1)), measured)
-    shown = output(capsys, ours, "--measured", measured, "--output", tmp_path / "both.svg")
+    shown = output(ours, "--measured", measured, "--output", tmp_path / "both.svg")
     assert "measured: run.json: 2 ranks, 2 stages, 3 microbatches" in shown
     assert shown.count("chunks alive at most, by rank: 2  1") == 2
     assert ">measured: run.json: 2 ranks" in (tmp_path / "both.svg").read_text()
-    alone = output(capsys, "--measured", measured)
+    alone = output("--measured", measured)
     # F took 2 s, and B with W 2 s: as it was, so it is to be expected.
     expected, as_it_was = alone.split("measured: ")
     assert f"measured: {as_it_was}".rstrip() in shown
@@ -182,11 +171,9 @@ def test_a_measured_timetable_is_proved_and_drawn_beside_the_priced_one(
     assert "ours" not in alone
 
 
-def test_a_run_that_did_not_do_all_of_a_schedule_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_that_did_not_do_all_of_a_schedule_is_named(output: Output, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"ranks": [[["0F0", 0, 1]]]}')
-    assert "0B0 is missing" in output(capsys, "--measured", tmp_path / "run.json", status=1)
+    assert "0B0 is missing" in output("--measured", tmp_path / "run.json", status=1)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +184,9 @@ def test_a_run_that_did_not_do_all_of_a_schedule_is_named(
         ("0F0 0B0\n1B0 1F0", "1B0"),  # waits for itself
     ],
 )
-def test_a_file_that_is_wrong_is_not_drawn(
-    written: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_that_is_wrong_is_not_drawn(written: str, words: str, output: Output, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text(written)
-    assert words in output(capsys, tmp_path / "mine.txt", status=1)
+    assert words in output(tmp_path / "mine.txt", status=1)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +203,8 @@ def test_a_file_that_is_wrong_is_not_drawn(
         (("--measured", "no-such-file.json"), "no-such-file.json"),
     ],
 )
-def test_what_cannot_be_drawn_is_named(
-    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert words in output(capsys, *arguments, status=1)
+def test_what_cannot_be_drawn_is_named(arguments: tuple[str, ...], words: str, output: Output) -> None:
+    assert words in output(*arguments, status=1)
 
 
 @pytest.mark.parametrize(
@@ -233,21 +216,21 @@ def test_what_cannot_be_drawn_is_named(
     ],
 )
 def test_a_file_and_an_option_that_disagree_are_named(
-    option: str, words: str, capsys: pytest.CaptureFixture[str], ours: Path
+    option: str, words: str, output: Output, ours: Path
 ) -> None:
-    assert words in output(capsys, ours, option, "7", status=1)
-    assert output(capsys, ours, *SMALL, "--stages-per-rank", "1")
+    assert words in output(ours, option, "7", status=1)
+    assert output(ours, *SMALL, "--stages-per-rank", "1")
 
 
-def test_all_and_names_together_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "leave the names out" in output(capsys, "1f1b", "--all", status=2)
+def test_all_and_names_together_are_a_usage_error(output: Output) -> None:
+    assert "leave the names out" in output("1f1b", "--all", status=2)
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--microbatches", "--stages-per-rank", "--memory-limit"])
-def test_a_number_below_one_is_a_usage_error(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert option in output(capsys, "1f1b", option, "0", status=2)
+def test_a_number_below_one_is_a_usage_error(option: str, output: Output) -> None:
+    assert option in output("1f1b", option, "0", status=2)
 
 
 @pytest.mark.parametrize("option", ["--forward", "--backward", "--weight", "--hop", "--until"])
-def test_negative_seconds_are_a_usage_error(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert option in output(capsys, "1f1b", option, "-1", status=2)
+def test_negative_seconds_are_a_usage_error(option: str, output: Output) -> None:
+    assert option in output("1f1b", option, "-1", status=2)

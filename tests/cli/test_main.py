@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import hpcpar
 from hpcpar import cli
 from hpcpar.cli import COMMANDS, group, main
+from tests.command import run
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -33,9 +32,8 @@ def test_help_names_every_command_and_imports_none_of_them() -> None:
         "loaded = {'torch', 'numpy', 'mpi4py', 'hpcpar.cli.run'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run(sys.executable, "-c", code, directory=REPOSITORY)
+    assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"  {name} " in done.stdout
 
@@ -91,27 +89,13 @@ def use(function: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_the_locale_cannot_write_is_spelled_out_and_ends_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcpar", "draw", "ring", "--size", "2"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
-    )
+    words = ("hpcpar", "draw", "ring", "--size", "2")
+    done = run(sys.executable, "-m", *words, directory=REPOSITORY, PYTHONIOENCODING="latin-1")
     assert done.returncode == 0, done.stderr
     assert r"0\u21921" in done.stdout
 
 
 def test_python_dash_m_is_the_same_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcpar", "--version"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run(sys.executable, "-m", "hpcpar", "--version", directory=REPOSITORY)
     assert done.stdout == f"hpcpar {hpcpar.__version__}\n"
     assert cli.main is main

@@ -19,6 +19,8 @@ from hpcpar.launch import supervise
 from hpcpar.launch.horovod_settings import HorovodSettings
 from hpcpar.launch.hosts import Host
 from hpcpar.launch.launch_command import LaunchOptions
+from tests import command
+from tests.command import Output, variables
 
 REPOSITORY = Path(__file__).parents[2]
 HAS_MPIEXEC = bool(
@@ -26,6 +28,7 @@ HAS_MPIEXEC = bool(
 )
 
 
+COMMAND = ("run",)
 Call = tuple[int, Sequence[str], str, Sequence[str]]
 Asked = list[LaunchOptions]
 
@@ -58,9 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> list[Call]:
     ],
 )
 def test_what_follows_the_program_belongs_to_it(
-    arguments: list[str],
-    argv: tuple[str, ...],
-    calls: list[Call],
+    arguments: list[str], argv: tuple[str, ...], calls: list[Call]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "-n", "2", *arguments])
@@ -68,9 +69,7 @@ def test_what_follows_the_program_belongs_to_it(
     assert calls == [(2, argv, "auto", [])]
 
 
-def test_the_launcher_and_its_words_are_handed_on(
-    calls: list[Call],
-) -> None:
+def test_the_launcher_and_its_words_are_handed_on(calls: list[Call]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "-n", "2", "--launcher", "mpiexec", "--options", "-ppn 1 -host 'a b'", "x.py"])
     assert calls == [(2, ("x.py",), "mpiexec", ["-ppn", "1", "-host", "a b"])]
@@ -98,14 +97,7 @@ world.barrier()
 
 
 def job(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpcpar", "run", *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    return command.run(sys.executable, "-m", "hpcpar", "run", *arguments, PYTHONPATH=str(REPOSITORY))
 
 
 @pytest.mark.skipif(not HAS_MPIEXEC, reason="needs mpiexec")
@@ -143,13 +135,6 @@ def call(*arguments: str) -> None:
     assert caught.value.code == 4
 
 
-def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["run", *arguments])
-    assert caught.value.code == 1
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("spelling", ["-n", "-np", "--ranks", "--num-proc"])
 def test_the_number_of_ranks_may_be_spelled_as_mpis_or_as_horovods(spelling: str, calls: list[Call]) -> None:
     call(spelling, "3", "train.py", "-np", "9")
@@ -180,18 +165,12 @@ def test_horovods_options_become_variables_of_the_ranks(
     )
     call(*words.split(), "python", "train.py")
     assert calls[0][1] == ("python", "train.py")
-    assert asked[0].variables == {
-        "HOROVOD_FUSION_THRESHOLD": "33554432",
-        "HOROVOD_CYCLE_TIME": "3.5",
-        "HOROVOD_TIMELINE": "t.json",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5.0",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9.0",
-        "HOROVOD_STALL_CHECK_DISABLE": "1",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
-        "HOROVOD_HIERARCHICAL_ALLGATHER": "1",
-        "HOROVOD_LOG_LEVEL": "debug",
-    }
+    assert asked[0].variables == variables(
+        "HOROVOD_FUSION_THRESHOLD=33554432 HOROVOD_CYCLE_TIME=3.5 HOROVOD_TIMELINE=t.json "
+        "HOROVOD_TIMELINE_MARK_CYCLES=1 HOROVOD_STALL_CHECK_TIME_SECONDS=5.0 "
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=9.0 HOROVOD_STALL_CHECK_DISABLE=1 "
+        "HOROVOD_HIERARCHICAL_ALLREDUCE=1 HOROVOD_HIERARCHICAL_ALLGATHER=1 HOROVOD_LOG_LEVEL=debug"
+    )
     HorovodSettings.from_environ(asked[0].variables)
     assert "hpcpar run: HOROVOD_CYCLE_TIME=3.5\n" in capsys.readouterr().err
 
@@ -234,13 +213,10 @@ def test_what_is_switched_off_goes_before_the_environment(calls: list[Call], ask
         "mpi-threads-disable",
     )
     call("-np", "2", *(f"--no-{name}" for name in names), "--stall-check", "x.py")
-    assert asked[0].variables == {
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
-        "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
-        "MPI4PY_RC_THREADS": "1",
-        "HOROVOD_STALL_CHECK_DISABLE": "0",
-    }
+    assert asked[0].variables == variables(
+        "HOROVOD_HIERARCHICAL_ALLREDUCE=0 HOROVOD_HIERARCHICAL_ALLGATHER=0 HOROVOD_TIMELINE_MARK_CYCLES=0 "
+        "MPI4PY_RC_THREADS=1 HOROVOD_STALL_CHECK_DISABLE=0"
+    )
     assert HorovodSettings.from_environ(asked[0].variables) == HorovodSettings()
     call("-np", "2", "--mpi-threads-disable", "x.py")
     assert asked[1].variables == {"MPI4PY_RC_THREADS": "0"}
@@ -274,10 +250,8 @@ CANNOT = {
 
 
 @pytest.mark.parametrize("words", CANNOT)
-def test_options_that_ask_for_what_cannot_be_done_say_why(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = error(capsys, "-np", "2", *words.split(), "x.py")
+def test_options_that_ask_for_what_cannot_be_done_say_why(words: str, output: Output) -> None:
+    said = output("-np", "2", *words.split(), "x.py", status=1)
     assert said.startswith("Error: --")
     assert CANNOT[words] in said
 
@@ -319,19 +293,12 @@ def test_a_config_file_is_read_and_the_command_line_goes_before_it(
     path.write_text(CONFIG)
     call("-np", "2", "--cycle-time-ms", "1", "--config-file", str(path), "--stall-check", "x.py", "-v")
     assert calls[0][1] == ("x.py", "-v")
-    assert asked[0].variables == {
-        "HOROVOD_FUSION_THRESHOLD": "33554432",
-        "HOROVOD_CYCLE_TIME": "1.0",
-        "HOROVOD_CACHE_CAPACITY": "2048",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
-        "HOROVOD_TIMELINE": "t.json",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
-        "HOROVOD_STALL_CHECK_DISABLE": "0",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "9.0",
-        "MPI4PY_RC_THREADS": "0",
-        "HOROVOD_NUM_NCCL_STREAMS": "2",
-        "HOROVOD_LOG_LEVEL": "info",
-    }
+    assert asked[0].variables == variables(
+        "HOROVOD_FUSION_THRESHOLD=33554432 HOROVOD_CYCLE_TIME=1.0 HOROVOD_CACHE_CAPACITY=2048 "
+        "HOROVOD_HIERARCHICAL_ALLREDUCE=1 HOROVOD_TIMELINE=t.json HOROVOD_TIMELINE_MARK_CYCLES=0 "
+        "HOROVOD_STALL_CHECK_DISABLE=0 HOROVOD_STALL_CHECK_TIME_SECONDS=9.0 MPI4PY_RC_THREADS=0 "
+        "HOROVOD_NUM_NCCL_STREAMS=2 HOROVOD_LOG_LEVEL=info"
+    )
 
 
 @pytest.mark.parametrize(
@@ -346,19 +313,19 @@ def test_a_config_file_is_read_and_the_command_line_goes_before_it(
     ],
 )
 def test_a_config_file_that_cannot_be_followed_is_refused(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, said: str, tmp_path: Path, output: Output
 ) -> None:
     pytest.importorskip("yaml")
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    assert said in error(capsys, "-np", "2", "--config-file", str(path), "x.py")
+    assert said in output("-np", "2", "--config-file", str(path), "x.py", status=1)
 
 
 def test_a_config_file_without_a_yaml_package_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    output: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    assert "`pip install pyyaml`" in error(capsys, "-np", "2", "--config-file", "config.yaml", "x.py")
+    assert "`pip install pyyaml`" in output("-np", "2", "--config-file", "config.yaml", "x.py", status=1)
 
 
 def test_the_version_is_ours_and_horovods(capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,16 +340,16 @@ def test_a_horovod_script_is_run_as_one(calls: list[Call]) -> None:
     assert calls[0][1] == ["python", "-m", "hpcpar.horovod", "train.py", "--lr", "1"]
 
 
-def test_mistakes_are_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "say -n 4, or name hosts" in error(capsys, "x.py")
-    assert "there is no option --glue" in error(capsys, "-np", "2", "--glue", "x.py")
-    assert "there is no option -margs" in error(capsys, "-n", "2", "-margs", "x")
-    assert "both --hosts and --hostfile" in error(capsys, "-H", "a", "--hostfile", "b", "x.py")
-    assert '--options "-genv \'FOO" cannot be divided into words: No closing quotation' in error(
-        capsys, "-n", "2", "--options", "-genv 'FOO", "x.py"
+def test_mistakes_are_one_line_that_says_what_to_do(output: Output) -> None:
+    assert "say -n 4, or name hosts" in output("x.py", status=1)
+    assert "there is no option --glue" in output("-np", "2", "--glue", "x.py", status=1)
+    assert "there is no option -margs" in output("-n", "2", "-margs", "x", status=1)
+    assert "both --hosts and --hostfile" in output("-H", "a", "--hostfile", "b", "x.py", status=1)
+    assert '--options "-genv \'FOO" cannot be divided into words: No closing quotation' in output(
+        "-n", "2", "--options", "-genv 'FOO", "x.py", status=1
     )
-    assert "3 ranks were asked for, but the hosts have 2 slots" in error(
-        capsys, "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "x.py"
+    assert "3 ranks were asked for, but the hosts have 2 slots" in output(
+        "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "x.py", status=1
     )
 
 

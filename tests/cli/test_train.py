@@ -20,6 +20,7 @@ from hpcpar.comm.preemption import INTERRUPT_SAME_WITHIN_S
 from hpcpar.errors import MismatchError, OperationError, ScheduleError
 from hpcpar.training import run_directory, trainer
 from hpcpar.training.metrics import Metrics, records_of
+from tests.command import run
 
 RUN = """
 [model]
@@ -176,12 +177,7 @@ def test_a_disk_that_is_full_of_other_things_is_said_in_one_line_with_the_file(
 
 
 def test_a_misspelt_key_ends_a_real_process_with_status_2_and_without_a_traceback(config: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcpar", "train", str(config), "train.stpes=3"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run(sys.executable, "-m", "hpcpar", "train", config, "train.stpes=3")
     assert done.returncode == CANNOT_WORK
     assert done.stderr == (
         "hpcpar train: override 'train.stpes=3': there is no key train.stpes; did you mean train.steps?\n"
@@ -214,13 +210,7 @@ def test_a_signal_ends_a_real_process_with_status_75_and_a_restarted_job_goes_on
     assert process.returncode == 75, said
     assert "asked to stop: " in said
     done = len([record for record in records_of(metrics) if "loss" in record])
-    again = subprocess.run(
-        [*command, f"train.steps={done + 1}"],
-        env={**os.environ, "SLURM_RESTART_COUNT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    again = run(*command, f"train.steps={done + 1}", SLURM_RESTART_COUNT="1")
     assert again.returncode == 0, again.stderr
     assert "Slurm started this job again (SLURM_RESTART_COUNT=1): as with --resume" in again.stdout
     assert f"resuming after step {done} from" in again.stdout

@@ -71,6 +71,11 @@ Start = Callable[[Communicator, int], tuple[Handle, Any]]
 
 STARTS: dict[str, Start] = {
     "allreduce": lambda c, n: (c.start_allreduce(ones(n)), c.size * ones(n)),
+    "allreduce as float16": lambda c, n: (
+        c.start_allreduce(ones(n), "average", prescale_factor=0.5, compression="float16"),
+        0.5 * ones(n),
+    ),
+    "allreduce of every second": lambda c, n: (c.start_allreduce(ones(2 * n)[::2]), c.size * ones(n)),
     "reduce_scatter": lambda c, n: (c.start_reduce_scatter(ones(c.size * n)), c.size * ones(n)),
     "allgather": lambda c, n: (c.start_allgather(c.rank * ones(n)), repeated(c, n)),
     "broadcast": lambda c, n: (c.start_broadcast((1 + c.rank) * ones(n), c.size - 1), c.size * ones(n)),

@@ -90,14 +90,7 @@ class Node:
     options   for `sentinel.start`
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        size: int,
-        *,
-        host: str = "node7",
-        **options: object,
-    ) -> None:
+    def __init__(self, directory: Path, size: int, *, host: str = "node7", **options: object) -> None:
         self.directory = directory / "run"
         self.directory.mkdir(parents=True)
         self.error = (directory / "stderr").open("w+")
@@ -110,16 +103,7 @@ class Node:
 
     def spawn(self, rank: int, address: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-S",
-                "-c",
-                RANK,
-                str(rank),
-                str(self.size),
-                address,
-                repr(self.options),
-            ],
+            [sys.executable, "-S", "-c", RANK, str(rank), str(self.size), address, repr(self.options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.error,

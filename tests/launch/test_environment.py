@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,61 +10,34 @@ import pytest
 
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import LAUNCHERS, RankInfo, claims, detect, sound_claims
+from tests.command import run, variables
 from tests.launch.proc_tree import add_process
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 # As recorded from `srun --mpi=… -N2 --ntasks-per-node=2` of Slurm 22.05, task 3.
-STEP = {
-    "SLURM_JOB_ID": "2",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_GTIDS": "2,3",
-    "SLURM_STEP_NODELIST": "node[1-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}
+STEP = variables(
+    "SLURM_JOB_ID=2 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 "
+    "SLURM_GTIDS=2,3 SLURM_STEP_NODELIST=node[1-2] SLURM_STEP_TASKS_PER_NODE=2(x2)"
+)
 # The same step's variables as a rank of MPICH's mpiexec sees them: of its own proxy's step.
 PROXY_STEP = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "PMI_FD": "5"}
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
-    "PMIX_NAMESPACE": "prterun-host-77@1",
-}
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-}
-PALS = {
-    "PALS_RANKID": "6",
-    "PMI_SIZE": "8",
-    "PMI_RANK": "6",
-    "PALS_LOCAL_RANKID": "2",
-    "PALS_LOCAL_SIZE": "4",
-    "PALS_NODEID": "1",
-}
-MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "1",
-    "MV2_COMM_WORLD_SIZE": "2",
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-}
-JSRUN = {
-    "JSM_NAMESPACE_RANK": "3",
-    "JSM_NAMESPACE_SIZE": "4",
-    "JSM_NAMESPACE_LOCAL_RANK": "1",
-    "JSM_NAMESPACE_LOCAL_SIZE": "2",
-}
+OPENMPI = variables(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=3 "
+    "PMIX_NAMESPACE=prterun-host-77@1"
+)
+TORCHRUN = variables(
+    "TORCHELASTIC_RUN_ID=none RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1"
+)
+PALS = variables("PALS_RANKID=6 PMI_SIZE=8 PMI_RANK=6 PALS_LOCAL_RANKID=2 PALS_LOCAL_SIZE=4 PALS_NODEID=1")
+MVAPICH = variables(
+    "MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2"
+)
+JSRUN = variables(
+    "JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=2"
+)
 FLUX = {"FLUX_TASK_RANK": "2", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_NNODES": "2"}
 
 
@@ -148,16 +120,10 @@ def test_the_shell_of_a_batch_script_is_one_process_and_gets_a_hint() -> None:
 
 
 # As recorded in the shell of `salloc -N2 --ntasks-per-node=2` with LaunchParameters=use_interactive_step.
-SALLOC_SHELL = {
-    "SLURM_JOB_ID": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_STEP_ID": "4294967290",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_NODELIST": "node1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
+SALLOC_SHELL = variables(
+    "SLURM_JOB_ID=2 SLURM_NTASKS=4 SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_LOCALID=0 "
+    "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NODELIST=node1 SLURM_STEP_TASKS_PER_NODE=1"
+)
 
 
 def test_so_does_the_shell_that_salloc_opens_on_a_node_and_no_step_in_it() -> None:
@@ -244,9 +210,7 @@ def shell_of_a_step(proc: Path, *, group: int, terminal: int = 34816) -> dict[st
     return task
 
 
-def test_what_is_typed_into_a_steps_shell_is_one_process_and_gets_a_hint(
-    tmp_path: Path,
-) -> None:
+def test_what_is_typed_into_a_steps_shell_is_one_process_and_gets_a_hint(tmp_path: Path) -> None:
     info = detect(shell_of_a_step(tmp_path, group=402), tmp_path)
     assert (info.rank, info.size, info.launcher) == (0, 1, "single")
     assert info.hint is not None
@@ -262,14 +226,7 @@ def test_what_a_steps_script_starts_is_a_rank_on_a_terminal_or_not(tmp_path: Pat
 
 def test_the_documentation_shows_the_table_that_is_read() -> None:
     root = Path(__file__).parents[2]
-    made = subprocess.run(
-        [sys.executable, "docs/launchers.py"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    made = run(sys.executable, "docs/launchers.py", directory=root)
     assert made.stdout == (root / "docs" / "launchers.md").read_text("utf-8")
     for launcher in LAUNCHERS:
         assert f"| {launcher.called} | `{launcher.marker}` |" in made.stdout

@@ -9,6 +9,7 @@ import pytest
 
 from hpcpar.errors import ConfigError
 from hpcpar.launch.horovod_settings import HorovodSettings, start_limit_s
+from tests.command import variables
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -26,21 +27,13 @@ def test_a_variable_set_to_nothing_asks_for_nothing() -> None:
 
 
 def test_every_variable_is_read() -> None:
-    environ = {
-        "HOROVOD_FUSION_THRESHOLD": "33554432",
-        "HOROVOD_CYCLE_TIME": "2.5",
-        "HOROVOD_DISABLE_GROUP_FUSION": "1",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
-        "HOROVOD_HIERARCHICAL_ALLGATHER": "1",
-        "HOROVOD_STALL_CHECK_DISABLE": "1",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7.5",
-        "HOROVOD_TIMELINE": "/scratch/timeline.json",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-        "HOROVOD_ELASTIC": "1",
-        "HOROVOD_LOG_LEVEL": "DEBUG",
-    }
+    environ = variables(
+        "HOROVOD_FUSION_THRESHOLD=33554432 HOROVOD_CYCLE_TIME=2.5 HOROVOD_DISABLE_GROUP_FUSION=1 "
+        "HOROVOD_HIERARCHICAL_ALLREDUCE=1 HOROVOD_HIERARCHICAL_ALLGATHER=1 HOROVOD_STALL_CHECK_DISABLE=1 "
+        "HOROVOD_STALL_CHECK_TIME_SECONDS=5 HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=7.5 "
+        "HOROVOD_TIMELINE=/scratch/timeline.json HOROVOD_TIMELINE_MARK_CYCLES=1 "
+        "HOROVOD_DYNAMIC_PROCESS_SETS=1 HOROVOD_ELASTIC=1 HOROVOD_LOG_LEVEL=DEBUG"
+    )
     assert HorovodSettings.from_environ(environ) == HorovodSettings(
         fusion_threshold_nbytes=33_554_432,
         cycle_time_s=0.0025,

@@ -146,9 +146,7 @@ def test_a_process_with_variables_of_its_step_is_not_asked_who_started_it(tmp_pa
     require_alone(ALONE, {"SLURM_STEP_ID": "2", "PATH": "/nowhere"}, tmp_path)
 
 
-def test_a_part_of_a_tasks_variables_is_refused_and_a_batch_scripts_are_not(
-    tmp_path: Path,
-) -> None:
+def test_a_part_of_a_tasks_variables_is_refused_and_a_batch_scripts_are_not(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"SLURM_PROCID=3 says .*pass all of SLURM_\* into the container"):
         require_alone(ALONE, {"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, tmp_path)
     require_alone(ALONE, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, tmp_path)

@@ -21,6 +21,7 @@ import pytest
 
 from hpcpar.launch.sentinel import Guard, end_command_for, start
 from hpcpar.launch.sentinel_process import ending_signal
+from tests.command import run
 from tests.launch.sentinel_nodes import FOR_MPIEXEC, Node, await_that, has_ended, paused
 
 MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec")) or shutil.which("mpiexec")
@@ -375,14 +376,8 @@ def test_under_mpiexec_the_lost_rank_is_named_every_time(tmp_path: Path, how: st
     script.write_text(JOB)
     verdicts = []
     for lost in (0, 3, 2):
-        done = subprocess.run(
-            [str(MPIEXEC), "-n", "4", sys.executable, str(script), str(lost), how],
-            env={**os.environ, **FOR_MPIEXEC},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = (str(MPIEXEC), "-n", "4", sys.executable, script, str(lost), how)
+        done = run(*command, timeout_s=60, **FOR_MPIEXEC)
         said = [line for line in done.stderr.splitlines() if line.startswith("hpcpar: rank")]
         pid = done.stdout.split("pid ")[1].split()[0]
         verdicts.append(len(said) == 1 and said[0].startswith(f"hpcpar: rank {lost} (pid {pid} on "))
@@ -414,16 +409,10 @@ def job_on_two_nodes(directory: Path, *words: str) -> subprocess.CompletedProces
     """Run four ranks, with a daemon of the launcher for each node's two where it can have that."""
     script = directory / "job.py"
     script.write_text(TWO_NODES)
-    version = subprocess.run([str(MPIEXEC), "--version"], capture_output=True, text=True, check=True).stdout
+    version = run(str(MPIEXEC), "--version").stdout
     daemons = "-launcher fork -hosts 127.0.0.1,localhost -ppn 2" if "HYDRA" in version else ""
-    return subprocess.run(
-        [str(MPIEXEC), *daemons.split(), "-n", "4", sys.executable, str(script), *words],
-        env={**os.environ, **FOR_MPIEXEC},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = (str(MPIEXEC), *daemons.split(), "-n", "4", sys.executable, script, *words)
+    return run(*command, timeout_s=60, **FOR_MPIEXEC)
 
 
 @pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec")

@@ -21,6 +21,7 @@ from hpcpar.launch.settings import (
     read_tuning,
     tuning_file,
 )
+from tests.command import variables
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -134,15 +135,10 @@ def test_a_tuning_file_asked_for_and_not_there_is_an_error(tmp_path: Path) -> No
 def test_a_rank_is_announced_over_what_another_job_has_left() -> None:
     environ = {"HOROVOD_RANK": "7", "HOROVOD_FUSION_THRESHOLD": "1"}
     announce_rank(1, 6, (1, 2), (0, 3), environ)
-    assert environ == {
-        "HOROVOD_FUSION_THRESHOLD": "1",
-        "HOROVOD_RANK": "1",
-        "HOROVOD_SIZE": "6",
-        "HOROVOD_LOCAL_RANK": "1",
-        "HOROVOD_LOCAL_SIZE": "2",
-        "HOROVOD_CROSS_RANK": "0",
-        "HOROVOD_CROSS_SIZE": "3",
-    }
+    assert environ == variables(
+        "HOROVOD_FUSION_THRESHOLD=1 HOROVOD_RANK=1 HOROVOD_SIZE=6 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 "
+        "HOROVOD_CROSS_RANK=0 HOROVOD_CROSS_SIZE=3"
+    )
 
 
 def test_variables_are_set_for_a_while_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

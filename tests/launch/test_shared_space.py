@@ -14,8 +14,7 @@ OVER_OFI = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ofi\n"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "room_mib"),
-    [(1, 2), (1, 20), (2, 3), (2, 12), (2, 24), (2, 64), (4, 64), (12, 80)],
+    ("ranks", "room_mib"), [(1, 2), (1, 20), (2, 3), (2, 12), (2, 24), (2, 64), (4, 64), (12, 80)]
 )
 def test_where_mpich_starts_nothing_is_said(ranks: int, room_mib: int) -> None:
     require(ranks, OVER_UCX, room_mib * MiB, {})

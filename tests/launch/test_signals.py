@@ -129,9 +129,7 @@ def test_a_handler_in_c_is_put_back(tmp_path: Path, heard: Heard) -> None:
             faulthandler.unregister(USR1)
 
 
-def test_who_takes_the_wakeup_descriptor_meanwhile_keeps_it_and_signals_are_heard_still(
-    heard: Heard,
-) -> None:
+def test_who_takes_the_wakeup_descriptor_meanwhile_keeps_it_and_signals_are_heard_still(heard: Heard) -> None:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     with reader, writer:

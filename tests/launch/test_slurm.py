@@ -19,6 +19,7 @@ from hpcpar.launch.slurm import (
     task,
     task_counts,
 )
+from tests.command import variables
 
 
 def step(rank: int, local: int, node: int, **others: str) -> dict[str, str]:
@@ -98,11 +99,7 @@ def test_as_sets_host_lists_are_what_clustershell_makes_of_them(text: str) -> No
 
 
 def test_a_block_step_knows_its_node_and_the_ranks_there() -> None:
-    block = {
-        "SLURM_STEP_NUM_TASKS": "5",
-        "SLURM_STEP_NODELIST": "node[1-2]",
-        "SLURM_STEP_TASKS_PER_NODE": "4,1",
-    }
+    block = variables("SLURM_STEP_NUM_TASKS=5 SLURM_STEP_NODELIST=node[1-2] SLURM_STEP_TASKS_PER_NODE=4,1")
     found = task(step(4, 0, 1, **block))
     assert (found.rank, found.size, found.local_rank, found.local_size) == (4, 5, 0, 1)
     assert (found.node, found.nodes) == (1, ("node1", "node2"))
@@ -110,25 +107,20 @@ def test_a_block_step_knows_its_node_and_the_ranks_there() -> None:
 
 def test_a_cyclic_step_is_read_by_local_id_and_node_id_not_by_rank() -> None:
     # -N2 -n5 -m cyclic: tasks 0,2,3,4 on node1, task 1 on node2
-    cyclic = {
-        "SLURM_STEP_NUM_TASKS": "5",
-        "SLURM_STEP_NODELIST": "node[1-2]",
-        "SLURM_STEP_TASKS_PER_NODE": "4,1",
-        "SLURM_GTIDS": "0,2,3,4",
-    }
+    cyclic = variables(
+        "SLURM_STEP_NUM_TASKS=5 SLURM_STEP_NODELIST=node[1-2] SLURM_STEP_TASKS_PER_NODE=4,1 "
+        "SLURM_GTIDS=0,2,3,4"
+    )
     found = task(step(3, 2, 0, **cyclic))
     assert (found.local_rank, found.local_size, found.node) == (2, 4, 0)
 
 
 def test_a_heterogeneous_step_over_two_nodes_is_one_world() -> None:
     # one task on node1, three on node2, as Slurm 22.05 tells each of them
-    het = {
-        "SLURM_HET_SIZE": "2",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_NODELIST": "node[1-2]",
-        "SLURM_STEP_TASKS_PER_NODE": "1,3",
-        "SLURM_NTASKS_PER_NODE": "3",
-    }
+    het = variables(
+        "SLURM_HET_SIZE=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NODELIST=node[1-2] SLURM_STEP_TASKS_PER_NODE=1,3 "
+        "SLURM_NTASKS_PER_NODE=3"
+    )
     found = task(step(3, 2, 1, SLURM_GTIDS="1,2,3", **het))
     assert (found.rank, found.size, found.local_rank, found.local_size, found.node) == (3, 4, 2, 3, 1)
 
@@ -228,12 +220,9 @@ def test_a_count_of_restarts_that_is_no_number_is_named() -> None:
 
 def test_a_component_on_a_later_host_than_the_next_one_s_has_its_own_tasks() -> None:
     # srun -w node4 -n1 : -w node2 -n2: the first component's only task is on node4.
-    step = {
-        "SLURM_STEP_NUM_TASKS": "3",
-        "SLURM_STEP_NODELIST": "node[2,4]",
-        "SLURM_STEP_TASKS_PER_NODE": "2,1",
-        "SLURM_HET_SIZE": "2",
-    }
+    step = variables(
+        "SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=node[2,4] SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_HET_SIZE=2"
+    )
     ranks = [
         {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "node4"},
         {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURMD_NODENAME": "node2"},

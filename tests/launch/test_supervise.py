@@ -136,9 +136,7 @@ def test_a_run_whose_standard_output_is_closed_is_run(
     assert run(1, ["-c", "pass"], say=lambda line: None, environ=plain_environ(), which=launcher) == 0
 
 
-def test_a_run_that_leaves_word_of_a_lost_rank_fails_although_the_launcher_says_0(
-    launcher: Which,
-) -> None:
+def test_a_run_that_leaves_word_of_a_lost_rank_fails_although_the_launcher_says_0(launcher: Which) -> None:
     code = "import os; open(os.environ['HPCPAR_RUN_DIRECTORY'] + '/lost-n-1', 'w').write('rank 1 was lost')"
     said: list[str] = []
     assert run(2, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 1

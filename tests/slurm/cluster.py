@@ -123,11 +123,7 @@ class Cluster:
         return self._machines["head"].command(argv, Path(directory or self.state / "work"))
 
     def run(
-        self,
-        *argv: str,
-        timeout_s: float = 60,
-        directory: Path | str | None = None,
-        **variables: str,
+        self, *argv: str, timeout_s: float = 60, directory: Path | str | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the head with `variables` added to its environment.
 

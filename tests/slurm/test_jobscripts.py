@@ -61,12 +61,7 @@ class Submit:
 
     def __call__(self, script: str, *options: str, words: tuple[str, ...] = (), **variables: str) -> Job:
         job = self.cluster.sbatch(
-            *options,
-            f"jobscripts/{script}.sh",
-            *words,
-            directory=self.project,
-            timeout_s=JOB_S,
-            **variables,
+            *options, f"jobscripts/{script}.sh", *words, directory=self.project, timeout_s=JOB_S, **variables
         )
         assert job.state() == "COMPLETED", job.output
         return job

@@ -185,14 +185,7 @@ def by_a_second_signal(scene: Scene) -> Job:
     return job.wait(30)
 
 
-SCENES = (
-    uninterrupted,
-    thrice,
-    before_its_limit,
-    by_scancel,
-    at_its_limit,
-    by_a_second_signal,
-)
+SCENES = (uninterrupted, thrice, before_its_limit, by_scancel, at_its_limit, by_a_second_signal)
 
 Outcome = Callable[[Callable[[Scene], Job]], Job]
 

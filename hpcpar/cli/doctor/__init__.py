@@ -15,11 +15,12 @@ from dataclasses import replace
 import click
 
 from hpcpar.cli.doctor.facts import gather
-from hpcpar.cli.doctor.findings import Finding, judge
+from hpcpar.cli.doctor.findings import judge
 from hpcpar.cli.doctor.print import print_findings, print_report, report_console
 from hpcpar.cli.start_times import MODULES, StartTimes, process_age_s, time_import
 from hpcpar.errors import HpcparError
 from hpcpar.launch.environment import detect
+from hpcpar.launch.rank_map import Finding
 
 
 @click.command()
@@ -50,7 +51,6 @@ def doctor() -> int:
 
 
 def _is_not_rank_0() -> bool:
-    """Return True where rank 0 reports for this process; False if the rank is unknown."""
     try:
         return detect().rank != 0
     except HpcparError:

@@ -6,8 +6,6 @@ import importlib.metadata
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from hpcpar import cuda_wheels
 from hpcpar.cli.start_times import StartTimes
-from hpcpar.launch import cuda_aware
-from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
+from hpcpar.launch import cuda_aware, shared_space
+from hpcpar.launch.bootstrap.pmi_selection import library_version, loaded_libraries
 from hpcpar.launch.crosscheck import library_name
-from hpcpar.launch.cuda_aware import Capabilities
+from hpcpar.launch.cuda_aware import CudaAwareness
 from hpcpar.launch.environment import RankInfo, detect
 from hpcpar.launch.rank_map import NodeRanks, RankBinding, RankMap
 from hpcpar.launch.settings import Settings
@@ -33,14 +31,6 @@ CHECK_S = 1.0
 CHECK_NBYTES = (8, 4 * MiB)
 
 NOT_TIMED = StartTimes()
-
-# Asks the MPI library for its name without starting MPI, in another process: loading a library may crash.
-ASK_MPI = """
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version())
-"""
 
 
 @dataclass(frozen=True)
@@ -64,10 +54,6 @@ class RankFacts:
     torch: TorchFacts
     shared_memory_nbytes: int | None
     start: StartTimes = NOT_TIMED
-
-    @property
-    def cores(self) -> tuple[int, ...]:
-        return self.place.cores
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,7 @@ class JobFacts:
 
     info: RankInfo
     mpi: dict[str, str]
-    awareness: Capabilities
+    awareness: CudaAwareness
     ranks: tuple[RankFacts, ...]
     measurements: tuple[Measurement, ...]
     choices: str = ""
@@ -126,17 +112,11 @@ class Build:
     def sections(self) -> dict[str, list[tuple[str, bool]]]:
         """Return (component, is present) by title, grouped as `horovodrun --check-build` does."""
         torch, mpi = bool(self.torch), bool(self.mpi)
+        operations = {"NCCL": False, "DDL": False, "CCL": False, "MPI": mpi, "Gloo": False}
         return {
             "frameworks": [("TensorFlow", False), (f"PyTorch {self.torch}".strip(), torch), ("MXNet", False)],
             "controllers": [(f"MPI ({self.mpi})" if mpi else "MPI", mpi), ("Gloo", False)],
-            "tensor operations": [
-                ("NCCL", False),
-                ("DDL", False),
-                ("CCL", False),
-                ("MPI", mpi),
-                ("Gloo", False),
-                ("shared memory within a node", mpi),
-            ],
+            "tensor operations": [*operations.items(), ("shared memory within a node", mpi)],
         }
 
 
@@ -165,18 +145,17 @@ def gather(world: Communicator, start: StartTimes = NOT_TIMED) -> JobFacts:
     )
 
 
-def find_awareness(mpi_library: str, memory_kinds: str | None) -> Capabilities:
-    """Find out which calls of MPI take device pointers; try nothing without a GPU."""
+def find_awareness(mpi_library: str, memory_kinds: str | None) -> CudaAwareness:
+    """Find out whether MPI takes device pointers; try nothing without a GPU."""
     asked = Settings.from_environ().cuda_aware
     if asked is None and not cuda_wheels.gpu_is_visible(os.environ):
-        return Capabilities(source="not tried: no GPU is visible")
-    return cuda_aware.capabilities(
+        return CudaAwareness(source="not tried: no GPU is visible")
+    return cuda_aware.find_awareness(
         mpi_library, asked=asked, driver=driver_version(), memory_kinds=memory_kinds
     )
 
 
 def driver_version() -> str:
-    """Return the CUDA driver's version, "" without a driver."""
     from hpcpar.errors import CudaError
     from hpcpar.transport.gpu.runtime import driver
 
@@ -211,8 +190,8 @@ def find_build() -> Build:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch = ""
-    asked = subprocess.run([sys.executable, "-c", ASK_MPI], capture_output=True, text=True, check=False)
-    return Build(torch, library_name(asked.stdout) if asked.returncode == 0 else "")
+    mpi = library_version()  # from another process: loading a library may crash
+    return Build(torch, library_name(mpi) if mpi else "")
 
 
 def rank_facts(world: Communicator, start: StartTimes) -> RankFacts:
@@ -222,7 +201,7 @@ def rank_facts(world: Communicator, start: StartTimes) -> RankFacts:
         host=socket.gethostname(),
         place=RankBinding.here(world.rank),
         torch=torch_facts(),
-        shared_memory_nbytes=shared_memory_nbytes(),
+        shared_memory_nbytes=shared_space.size_nbytes(),
         start=start,
     )
 
@@ -235,15 +214,6 @@ def torch_facts() -> TorchFacts:
     return TorchFacts(
         version=str(torch.__version__), threads=torch.get_num_threads(), gpus=torch.cuda.device_count()
     )
-
-
-def shared_memory_nbytes(path: str = "/dev/shm") -> int | None:
-    """Return the size of /dev/shm, which MPI uses within a node; None without such a directory."""
-    try:
-        room = os.statvfs(path)
-    except OSError:
-        return None
-    return room.f_blocks * room.f_frsize
 
 
 def measure(world: Communicator, nbytes: int) -> Measurement:
@@ -271,7 +241,6 @@ def measure(world: Communicator, nbytes: int) -> Measurement:
 
 
 def by_node(ranks: Sequence[RankFacts]) -> dict[int, list[RankFacts]]:
-    """Group the ranks by node."""
     nodes: dict[int, list[RankFacts]] = {}
     for facts in ranks:
         nodes.setdefault(facts.node, []).append(facts)

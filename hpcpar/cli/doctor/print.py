@@ -9,36 +9,39 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcpar.cli.doctor.facts import Build, JobFacts, RankFacts, by_node, find_build
-from hpcpar.cli.doctor.findings import Finding
 from hpcpar.launch.crosscheck import library_name
+from hpcpar.launch.rank_map import Finding
 from hpcpar.units import format_duration, format_nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 NODES_SHOWN = 8
 """Largest number of nodes whose import times are listed one by one."""
 
 
 def print_report(console: Console, job: JobFacts, findings: Sequence[Finding]) -> None:
-    console.print(facts_table(job))
-    console.print(check_table(job))
-    print_findings(console, findings)
-
-
-def facts_table(job: JobFacts) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table("", "", title="hpcpar doctor", show_header=False, title_justify="left")
-    for name, line in facts_lines(job):
+    for name, line in _facts_lines(job):
         table.add_row(name, Text(line, overflow="fold") if name == "loaded" else line)
-    return table
+    console.print(table)
+    table = Table("all-reduce", "time", "busbw", "repeats", "sum", title_justify="left")
+    for measurement in job.measurements:
+        table.add_row(
+            format_nbytes(measurement.nbytes),
+            format_duration(measurement.seconds),
+            f"{measurement.busbw_gb_per_s(job.size):.2f} GB/s" if job.size > 1 else "-",
+            str(measurement.repeats),
+            "right" if measurement.right else "WRONG",
+        )
+    console.print(table)
+    print_findings(console, findings)
 
 
-def facts_lines(job: JobFacts) -> Iterator[tuple[str, str]]:
-    """Yield (name, fact) for each row of the first table."""
+def _facts_lines(job: JobFacts) -> Iterator[tuple[str, str]]:
     library, torch = library_name(job.mpi["library"]), job.ranks[0].torch
     nodes = len(by_node(job.ranks))
     yield "MPI library", f"{library} (MPI standard {job.mpi['standard']})"
@@ -47,15 +50,13 @@ def facts_lines(job: JobFacts) -> Iterator[tuple[str, str]]:
     if job.connected_by:
         yield "connected by", job.connected_by
     yield "CUDA-aware", str(job.awareness)
-    if job.awareness.evidence:
-        yield "UCX says", job.awareness.evidence
     for path in job.libraries:
         yield "loaded", path
     yield "ranks", f"{job.size} on {nodes} node{'s' if nodes > 1 else ''}"
     for line in job.rank_map.lines():
         node, _, facts = line.partition("  ")
         yield node, facts
-    yield from start_lines(job.ranks)
+    yield from _start_lines(job.ranks)
     if job.size > 1:
         yield "all-reduce by", job.choices
     yield "torch", f"{torch.version or 'none'}, {torch.threads} threads, {torch.gpus} GPUs"
@@ -72,43 +73,25 @@ def _there_and_not(things: Sequence[tuple[str, bool]]) -> str:
     return f"{there or 'none'} (not {missing})" if missing else there
 
 
-def start_lines(ranks: Sequence[RankFacts]) -> list[tuple[str, str]]:
-    """Return the rows of the start times: the slowest rank in detail, the slowest of every node in short."""
+def _start_lines(ranks: Sequence[RankFacts]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the start times: the slowest rank in detail, the slowest of every node in short."""
     slowest = max(ranks, key=lambda facts: facts.start.imported.wall_s)
     start, where = slowest.start, f"rank {slowest.rank} on {slowest.host}" if len(ranks) > 1 else "here"
     if not start.imports:
-        return []
+        return
     parts = ", ".join(f"{name} {format_duration(span.wall_s)}" for name, span in start.imports.items())
     whole, waited = map(format_duration, start.imported)
-    lines = [("import time", f"{whole} {where} ({parts}), of it {waited} waiting for files")]
+    yield "import time", f"{whole} {where} ({parts}), of it {waited} waiting for files"
     nodes = by_node(ranks).values()
     if len(nodes) > 1:
         of_nodes = sorted(max(facts.start.imported.wall_s for facts in node) for node in nodes)
         few = len(of_nodes) <= NODES_SHOWN
         shown = map(format_duration, of_nodes if few else (of_nodes[0], of_nodes[-1]))
-        lines.append(("on the nodes", f"{(', ' if few else ' to ').join(shown)} on the slowest rank of each"))
+        yield "on the nodes", f"{(', ' if few else ' to ').join(shown)} on the slowest rank of each"
     init, python = (
         format_duration(max(getattr(facts.start, name) for facts in ranks)) for name in ("init_s", "python_s")
     )
-    lines.append(
-        ("init time", f"{init} for MPI_Init and hpcpar.init(), {python} for Python before the imports")
-    )
-    return lines
-
-
-def check_table(job: JobFacts) -> Table:
-    from rich.table import Table
-
-    table = Table("all-reduce", "time", "busbw", "repeats", "sum", title_justify="left")
-    for measurement in job.measurements:
-        table.add_row(
-            format_nbytes(measurement.nbytes),
-            format_duration(measurement.seconds),
-            f"{measurement.busbw_gb_per_s(job.size):.2f} GB/s" if job.size > 1 else "-",
-            str(measurement.repeats),
-            "right" if measurement.right else "WRONG",
-        )
-    return table
+    yield "init time", f"{init} for MPI_Init and hpcpar.init(), {python} for Python before the imports"
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:

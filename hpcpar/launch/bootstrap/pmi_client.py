@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import random
 import re
@@ -35,6 +36,7 @@ from hpcpar.launch.bootstrap.pmi_selection import remove_variables
 from hpcpar.launch.bootstrap.secret import VARIABLE, secret_file, step_key, step_name, user_secret
 from hpcpar.launch.crosscheck import leave_it_to_another_rank
 from hpcpar.launch.environment import RankInfo
+from hpcpar.launch.processes import ask
 from hpcpar.launch.sentinel import end_command_for, start_daemon
 from hpcpar.launch.slurm import host_names
 from hpcpar.units import as_timeout
@@ -88,10 +90,9 @@ def connected(
 
 
 def _let_go(descriptor: int, identity: int) -> None:
-    """In a forked child: neither speak on the rank's connection nor keep it open when the rank dies.
+    """In a forked child, put /dev/null in the connection's place: the library still uses its number.
 
-    The number stays taken, for the library still believes that it is its own; unless MPI has ended, and
-    the number is another file's now.
+    Unless MPI has ended, and the number is another file's now.
     """
     with suppress(OSError):
         if os.fstat(descriptor).st_ino == identity:
@@ -101,7 +102,7 @@ def _let_go(descriptor: int, identity: int) -> None:
 
 
 def port_row(key: bytes, environ: Mapping[str, str]) -> tuple[int, ...]:
-    """The ports to try, in this order: the same on all ranks of a step, others for another step."""
+    """Return the ports to try in this order, the same on all ranks of a step, others for another step."""
     first, last = PORTS
     text = environ.get("HPCPAR_PMI_PORTS")
     if text:
@@ -144,13 +145,9 @@ def start_server(
 ) -> tuple[str, int]:
     """Start this step's server, on rank 0 only; returns where it listens, as seen from here."""
     with listen(ports) as listener:
-        order = {
-            "key": key.hex(),
-            "size": info.size,
-            "step": step_name(environ),
-            "end_command": list(end_command_for(info.launcher, environ)),
-            "join_limit_s": timeout_s,
-        }
+        end = list(end_command_for(info.launcher, environ))
+        order = {"key": key.hex(), "size": info.size, "step": step_name(environ), "end_command": end}
+        order["join_limit_s"] = timeout_s
         try:
             start_daemon(pmi_server.__file__, json.dumps(order), listener, without=[VARIABLE])
         except (OSError, subprocess.SubprocessError) as error:
@@ -167,11 +164,9 @@ def listen(ports: Sequence[int]) -> socket.socket:
     errors: dict[int, str] = {}
     for port in ports:
         for family in (socket.AF_INET6, socket.AF_INET):
+            both, backlog = family == socket.AF_INET6, pmi_server.BACKLOG
             try:
-                both = family == socket.AF_INET6
-                return socket.create_server(
-                    ("", port), family=family, backlog=pmi_server.BACKLOG, dualstack_ipv6=both
-                )
+                return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
             except ValueError:  # this system has no IPv6
                 continue
             except OSError as error:
@@ -190,7 +185,7 @@ class _Search:
     """Search of one rank for its step's server: hosts and ports to try, and what answered there.
 
     address      where the server is, for rank 0, which knows
-    refused      somebody's system said that nobody listens: rank 0 may still be on its way
+    reachable    some host refuses connections or has a stranger: rank 0 may still be on its way
     strangers    "host:port" of listeners that did not know the key
     """
 
@@ -201,12 +196,12 @@ class _Search:
     environ: Mapping[str, str]
     address: tuple[str, int] | None = None
     hosts: list[str] = field(default_factory=list)
-    refused: bool = False
+    reachable: bool = False
     strangers: set[str] = field(default_factory=set)
     errors: dict[str, str] = field(default_factory=dict)
 
     def join(self) -> socket.socket:
-        """Find the server, join it, and wait until all ranks have: the connection is MPI's next."""
+        """Find the server and wait until all ranks have joined it: the connection is MPI's next."""
         connection = self.find()
         verdict = ""
         with suppress(OSError):
@@ -225,29 +220,27 @@ class _Search:
         return connection
 
     def find(self) -> socket.socket:
-        """Try hosts and ports until one lets this rank in, or the time is up."""
         likely, others = ([self.address[0]], []) if self.address else hosts_of_rank_0(self.environ)
         self.ports = [self.address[1]] if self.address else self.ports
-        start, pause_s = time.monotonic(), 0.01
+        start, waited_s, pause_s = time.monotonic(), 0.0, 0.01
         while True:
-            self.hosts = likely if time.monotonic() - start < OTHER_HOSTS_AFTER_S else [*likely, *others]
-            self.refused = False
+            self.hosts = likely if waited_s < OTHER_HOSTS_AFTER_S else [*likely, *others]
+            self.reachable = False
             for host in self.hosts:
                 connection = self.try_host(host)
                 if connection is not None:
                     return connection
-            now = time.monotonic()
-            unreachable = not self.refused and now - start > UNREACHABLE_LIMIT_S
-            if now >= self.deadline or unreachable:
+            waited_s = time.monotonic() - start
+            limit_s = math.inf if self.reachable else UNREACHABLE_LIMIT_S
+            if start + waited_s >= self.deadline or waited_s > limit_s:
                 if self.info.rank > 1:
                     leave_it_to_another_rank(f"rank {self.info.rank} did not find rank 0, either")
-                raise LaunchError(self.not_found(now - start))
+                raise LaunchError(self.not_found(waited_s))
             # Ranks in step with each other would all come at once.
             time.sleep(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, 0.5)
 
     def try_host(self, host: str) -> socket.socket | None:
-        """Return the connection, if the step's server is there and takes this rank."""
         try:
             where = address_of(host)
         except OSError as error:
@@ -257,7 +250,7 @@ class _Search:
             try:
                 connection = socket.create_connection((where, port), timeout=CONNECT_LIMIT_S)
             except ConnectionRefusedError:
-                self.refused = True
+                self.reachable = True
                 continue
             except OSError as error:
                 self.errors[host] = _reason(error)
@@ -267,11 +260,11 @@ class _Search:
                     return connection
             connection.close()
             self.strangers.add(f"{host}:{port}")
-            self.refused = True  # somebody is there, so the host can be reached: rank 0 may still come
+            self.reachable = True  # somebody is there, so the host can be reached: rank 0 may still come
         return None
 
     def introduce(self, connection: socket.socket) -> bool:
-        """Both sides prove that they know the key; True once the server has let this rank in."""
+        """Exchange proofs that both sides know the key; True once the server has let this rank in."""
         host = socket.gethostname()
         # Slurm's name for the node: several of its nodes may be one host, with a /dev/shm each.
         node = self.environ.get("SLURMD_NODENAME") or host
@@ -293,10 +286,9 @@ class _Search:
     def not_found(self, waited_s: float) -> str:
         found = [f"{host}: {why}" for host, why in sorted(self.errors.items()) if host in self.hosts]
         if self.strangers:
-            found.append(
-                f"{', '.join(sorted(self.strangers)[:4])}: somebody who does not know this step's key"
-            )
-        if self.refused:
+            strangers = ", ".join(sorted(self.strangers)[:4])
+            found.append(f"{strangers}: somebody who does not know this step's key")
+        if self.reachable:
             found.append("nobody listens yet, so rank 0 has not come to MPI's start: see what it wrote")
         secret = VARIABLE if VARIABLE in self.environ else str(secret_file(self.environ))
         return (
@@ -335,17 +327,10 @@ def address_of(host: str) -> str:
         scontrol = shutil.which("scontrol")
         if scontrol is None:
             raise
-    try:
-        said = subprocess.run(
-            [scontrol, "--oneliner", "show", "node", host],
-            capture_output=True,
-            text=True,
-            timeout=SCONTROL_LIMIT_S,
-            check=False,
-        ).stdout
-    except subprocess.TimeoutExpired as error:
+    said = ask([scontrol, "--oneliner", "show", "node", host], SCONTROL_LIMIT_S)
+    if said is None:
         raise TimeoutError(
-            f"its name is not known here, and scontrol did not answer in {error.timeout:g} s"
-        ) from error
-    words = dict(word.split("=", 1) for word in said.split() if "=" in word)
+            f"its name is not known here, and scontrol did not answer in {SCONTROL_LIMIT_S:g} s"
+        )
+    words = dict(word.split("=", 1) for word in said.stdout.split() if "=" in word)
     return words.get("NodeAddr", host)

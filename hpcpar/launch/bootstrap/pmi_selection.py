@@ -27,16 +27,15 @@ import ctypes.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcpar.errors import ConfigError
 from hpcpar.launch.crosscheck import flavour, library_name
 from hpcpar.launch.environment import RankInfo
+from hpcpar.launch.processes import ask
 
 CHOICES = ("auto", "launcher", "server")
 VARIABLES = ("HPCPAR_BOOTSTRAP", "HPCPAR_WIRE")
@@ -52,7 +51,6 @@ class Bootstrap:
 
     kind      "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": launcher and library
               cannot meet
-    why       for a reader
     settle_s  how long not to send anything after MPI_Init
     stale     prefixes of variables that are to go before MPI starts: of a protocol that the library does not
               speak, or that another launcher has left. MPICH aborts where it finds both PMI_SIZE and
@@ -99,10 +97,9 @@ def choose(
     if asked == "auto":
         stale = {"pmi2": ("PMIX_",), "pmix": ("PMI_",)}.get(info.pmi, ()) if library == "mpich" else ()
         if info.pmi == "pmi2" and library == "mpich" and re.search("^MPICH Device.*ucx", mpi_library, re.M):
-            why = (
-                f"own PMI-1 server: srun offers --mpi=pmi2, whose lines may be too short for {name} over UCX"
+            return Bootstrap(
+                "server", f"own PMI-1 server: {offer}, whose lines may be too short for {name} over UCX"
             )
-            return Bootstrap("server", why)
         spoken = _srun_speaks(info.pmi, library, libraries, environ)
         if spoken:
             return Bootstrap("launcher", f"{offer}, {spoken.format(name)}", stale=stale)
@@ -111,7 +108,6 @@ def choose(
 
 
 def remove_variables(prefixes: tuple[str, ...], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove variables that the MPI library, or a child of this rank, would trip over."""
     for name in [name for name in environ if name.startswith(prefixes)]:
         del environ[name]
 
@@ -157,12 +153,14 @@ def _has(libraries: Collection[str], stem: str) -> bool:
 
 def _open_mpi_can(pmi: str, mpi_library: str, libraries: Collection[str]) -> bool:
     """Return whether Open MPI may understand srun: False only where it certainly does not."""
-    if pmi in ("pmix", "cray"):
-        return True
-    if _major(mpi_library) >= 5:
-        return False  # PMIx is all that it speaks
-    components = _pmix_components(libraries)
-    return not components or any(name.startswith(("mca_pmix_s1", "mca_pmix_s2")) for name in components)
+    if pmi in ("pmix", "cray") or _major(mpi_library) >= 5:  # PMIx is all that Open MPI 5 speaks
+        return pmi in ("pmix", "cray")
+    homes = {
+        os.path.dirname(os.path.realpath(path)) for path in libraries if "libmpi." in os.path.basename(path)
+    }
+    plugins = [found.name for home in homes for found in Path(home, "openmpi").glob("**/mca_pmix_*.so")]
+    # Without plugins they are built in.
+    return not plugins or any(name.startswith(("mca_pmix_s1", "mca_pmix_s2")) for name in plugins)
 
 
 def _major(mpi_library: str) -> int:
@@ -171,16 +169,8 @@ def _major(mpi_library: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _pmix_components(libraries: Collection[str]) -> list[str]:
-    """Open MPI 4's plugins that speak with process managers; none where they are built in, or not found."""
-    homes = {
-        os.path.dirname(os.path.realpath(path)) for path in libraries if "libmpi." in os.path.basename(path)
-    }
-    return [found.name for home in homes for found in Path(home, "openmpi").glob("**/mca_pmix_*.so")]
-
-
 def loaded_libraries() -> tuple[str, ...]:
-    """Paths of the shared libraries in this process; none where the system does not tell."""
+    """Return the paths of the shared libraries in this process; none where the system does not tell."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -194,7 +184,7 @@ def srun_plugins(environ: Mapping[str, str] = os.environ) -> tuple[str, ...] | N
     srun = shutil.which("srun", path=environ.get("PATH"))
     if srun is None:
         return None
-    said = _run([srun, "--mpi=list"], environ, 10.0)
+    said = ask([srun, "--mpi=list"], 10.0, environ)
     if said is None:
         return None
     # One plugin on a line, with sentences before and after; older versions speak on standard error.
@@ -202,12 +192,7 @@ def srun_plugins(environ: Mapping[str, str] = os.environ) -> tuple[str, ...] | N
     return tuple(line for line in lines if line and " " not in line) or None
 
 
-ASK = """
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version())
-"""
+ASK = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 ASK_LIMIT_S = 60.0
 
 
@@ -219,26 +204,12 @@ def own_library(environ: Mapping[str, str] = os.environ, executable: str = sys.e
 
 def library_version(environ: Mapping[str, str] = os.environ, executable: str = sys.executable) -> str:
     """Return what MPI_Get_library_version of that library says; "" where there is none."""
-    said = _run([executable, "-c", ASK], environ, ASK_LIMIT_S)
+    said = ask([executable, "-c", ASK], ASK_LIMIT_S, environ)
     return said.stdout if said is not None and said.returncode == 0 else ""
 
 
-def _run(
-    command: list[str], environ: Mapping[str, str], limit_s: float
-) -> subprocess.CompletedProcess[str] | None:
-    """Run a command for what it prints; None where it cannot be started or takes longer."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, check=False, env=dict(environ)
-        )
-    return None
-
-
 def name_hint(problem: str) -> str:
-    """Advise where the machine has an MPICH under a name by which mpi4py does not look for it.
-
-    problem   what loading mpi4py said
-    """
+    """Advise, given mpi4py's error, where the machine has an MPICH that mpi4py does not find by its name."""
     if "libmpi.so.12" not in problem or ctypes.util.find_library("mpich") is None:
         return ""
     return (

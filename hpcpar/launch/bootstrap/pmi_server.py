@@ -1,9 +1,8 @@
 """The PMI-1 server: one small process per Slurm step through which MPICH's ranks find each other.
 
-Run as a script by `pmi_client`, in an isolated interpreter without site packages; it imports the standard
-library only. Rank 0 starts it where srun brings no such service along. It stands where Hydra would: each
-rank's MPI library has one connection to it, puts addresses in, waits for the others at a barrier, and gets
-theirs out.
+Rank 0 starts it as a script, in an isolated interpreter without site packages, where srun brings no such
+service along. It stands where Hydra would: each rank's MPI library has one connection to it, puts addresses
+in, waits for the others at a barrier, and gets theirs out.
 
     rank                                     server
     hpcpar-pmi-1 <nonce>                  →
@@ -58,29 +57,20 @@ VALUE_LIMIT = 800
 
 
 def proof(key: bytes, role: str, *facts: str) -> str:
-    """Compute what only somebody who knows the step's key can say in this role about these facts."""
     return hmac.new(key, "\0".join((PROTOCOL, role, *facts)).encode(), hashlib.sha256).hexdigest()
 
 
 def process_mapping(nodes: list[str]) -> str:
-    """MPICH's PMI_process_mapping: process_mapping(["a", "a", "b", "b"]) == "(vector,(0,2,2))".
+    """MPICH's PMI_process_mapping of each rank's node: blocks of (first node, nodes, ranks on each).
 
-    nodes     name of each rank's node, by rank
-    returns   blocks of (first node, nodes, ranks on each), nodes numbered as they first appear
-
-        rank   0 1 | 2 3 | 4        a a | b b | a
-        block  (0,2,2)     (0,1,1)
+    rank   0 1 | 2 3 | 4        a a | b b | a: nodes are numbered as they first appear
+    block  (0,2,2)     (0,1,1)
     """
     number = {name: i for i, name in enumerate(dict.fromkeys(nodes))}
-    runs: list[list[int]] = []
-    for name in nodes:
-        if runs and runs[-1][0] == number[name]:
-            runs[-1][1] += 1
-        else:
-            runs.append([number[name], 1])
     blocks: list[list[int]] = []
-    for node, count in runs:
-        if blocks and blocks[-1][0] + blocks[-1][1] == node and blocks[-1][2] == count:
+    for node, run in groupby(number[name] for name in nodes):
+        count = len(list(run))
+        if blocks and [sum(blocks[-1][:2]), blocks[-1][2]] == [node, count]:
             blocks[-1][1] += 1
         else:
             blocks.append([node, 1, count])
@@ -98,8 +88,6 @@ def ranges(numbers: list[int], most: int = 12) -> str:
 
 
 class Client:
-    """One rank of the step, with its connection."""
-
     def __init__(self, writer: asyncio.StreamWriter, facts: dict[str, Any]) -> None:
         self.writer = writer
         self.rank = int(facts["rank"])
@@ -112,7 +100,7 @@ class Client:
 
 
 class Server:
-    """Gathers the ranks of one step, then answers their MPI libraries until the last one has gone."""
+    """Gather the ranks of one step, then answer their MPI libraries until the last one has gone."""
 
     def __init__(self, order: dict[str, Any], starter: int) -> None:
         self.key = bytes.fromhex(order["key"])
@@ -159,11 +147,10 @@ class Server:
     # The start: until all ranks have come, or the world cannot form
 
     async def gather(self) -> None:
-        start = time.monotonic()
-        was_told = False
+        start, was_told = time.monotonic(), False
         while not self.gathered and not self.refusal:
             left_s = start + self.join_limit_s - time.monotonic()
-            if 0 not in self.ranks and not exists(self.starter):
+            if 0 not in self.ranks and not os.path.exists(f"/proc/{self.starter}"):
                 self.refuse(f"rank 0 (process {self.starter}) ended before MPI's start")
             elif left_s <= 0:
                 missing = self.missing()
@@ -184,7 +171,6 @@ class Server:
                     await asyncio.wait_for(self.decided.wait(), min(left_s, STARTER_POLL_S))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection until its other end closes it."""
         set_options(writer.get_extra_info("socket"))
         if len(self.strangers) >= self.size + 64:
             next(iter(self.strangers)).close()  # whoever has been silent for longest
@@ -231,7 +217,6 @@ class Server:
         return client
 
     def open_world(self) -> None:
-        """Let the MPI libraries speak: all ranks are here."""
         self.gathered = True
         mapping = process_mapping([self.ranks[rank].node for rank in range(self.size)])
         if len(mapping) <= VALUE_LIMIT:
@@ -256,9 +241,8 @@ class Server:
     # The end: of one rank, of the step
 
     def gone(self, client: Client) -> None:
-        """Judge the end of a rank's connection: before `cmd=finalize` it is a loss."""
         client.connected = False
-        if not client.finished:
+        if not client.finished:  # before `cmd=finalize` it is a loss
             self.lost[client.rank] = client.host
             if not self.gathered and not self.refusal:
                 self.refuse(
@@ -290,7 +274,6 @@ class Server:
     # The PMI-1 wire protocol
 
     async def request(self, client: Client, reader: asyncio.StreamReader) -> str:
-        """Read one request: a line, or all lines of an "mcmd=spawn"."""
         line = await read_line(reader)
         if "mcmd=spawn" in line.split(" "):
             while (await read_line(reader)).strip() != "endcmd":
@@ -301,37 +284,40 @@ class Server:
 
     def answer(self, client: Client, line: str) -> None:
         words = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
-        command = words.get("cmd", "")
-        if command == "put":
-            self.values[words.get("key", "")] = line.partition(" value=")[2]
-        elif command == "finalize":
-            client.finished = True
-        elif command == "abort":
-            client.finished = True
-            self.run_end_command()
-            return
-        elif command == "barrier_in":
-            self.at_barrier.append(client)
-            if len(self.at_barrier) == self.size:
-                waiting, self.at_barrier = self.at_barrier, []
-                for each in waiting:
-                    each.say("cmd=barrier_out rc=0")
-            return
-        value = self.values.get(words.get("key", ""))
-        replies = {
-            "init": f"response_to_init pmi_version=1 pmi_subversion=1 "
-            f"rc={0 if words.get('pmi_version') == '1' else -1}",
-            "get_maxes": f"maxes kvsname_max=256 keylen_max={KEY_LIMIT} vallen_max={VALUE_LIMIT}",
-            "get_appnum": "appnum appnum=0",
-            "get_my_kvsname": f"my_kvsname kvsname={self.name}",
-            "get_universe_size": f"universe_size size={self.size}",
-            "put": "put_result rc=0 msg=success",
-            "get": "get_result rc=-1 msg=key_not_found value=unknown"
-            if value is None
-            else f"get_result rc=0 msg=success value={value}",
-            "finalize": "finalize_ack rc=0",
-        }
-        client.say(f"cmd={replies.get(command, f'{command}_result rc=-1 msg=unsupported')}")
+        key = words.get("key", "")
+        match words.get("cmd", ""):
+            case "init":
+                rc = 0 if words.get("pmi_version") == "1" else -1
+                client.say(f"cmd=response_to_init pmi_version=1 pmi_subversion=1 rc={rc}")
+            case "get_maxes":
+                client.say(f"cmd=maxes kvsname_max=256 keylen_max={KEY_LIMIT} vallen_max={VALUE_LIMIT}")
+            case "get_appnum":
+                client.say("cmd=appnum appnum=0")
+            case "get_my_kvsname":
+                client.say(f"cmd=my_kvsname kvsname={self.name}")
+            case "get_universe_size":
+                client.say(f"cmd=universe_size size={self.size}")
+            case "put":
+                self.values[key] = line.partition(" value=")[2]
+                client.say("cmd=put_result rc=0 msg=success")
+            case "get" if key in self.values:
+                client.say(f"cmd=get_result rc=0 msg=success value={self.values[key]}")
+            case "get":
+                client.say("cmd=get_result rc=-1 msg=key_not_found value=unknown")
+            case "barrier_in":
+                self.at_barrier.append(client)
+                if len(self.at_barrier) == self.size:
+                    waiting, self.at_barrier = self.at_barrier, []
+                    for each in waiting:
+                        each.say("cmd=barrier_out rc=0")
+            case "abort":
+                client.finished = True
+                self.run_end_command()
+            case "finalize":
+                client.finished = True
+                client.say("cmd=finalize_ack rc=0")
+            case other:
+                client.say(f"cmd={other}_result rc=-1 msg=unsupported")
 
 
 async def read_line(reader: asyncio.StreamReader) -> str:
@@ -356,24 +342,6 @@ def tell(line: str) -> None:
         os.write(2, f"hpcpar: {line}\n".encode())
 
 
-def exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def raise_descriptor_limit(wanted: int) -> None:
-    """Let this process have that many files open, as far as the system lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def main() -> None:
     order = json.loads(sys.stdin.readline())
     starter = os.getppid()
@@ -381,7 +349,11 @@ def main() -> None:
     if os.fork():
         os._exit(0)  # the rank that started us waits for this, and has no child to look after then
     os.chdir("/")  # hold no file system that someone may want to unmount
-    raise_descriptor_limit(2 * int(order["size"]) + 128)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * int(order["size"]) + 128
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     asyncio.run(Server(order, starter).run(listener))
 
 

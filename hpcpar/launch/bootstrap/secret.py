@@ -26,7 +26,6 @@ FILE_LIMIT_S = 30.0
 
 
 def step_name(environ: Mapping[str, str]) -> str:
-    """Name the step as Slurm does: "17.0"."""
     return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
 
 
@@ -97,7 +96,6 @@ def _create(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Read the secret in the file; None where there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -108,15 +106,15 @@ def _read(path: Path) -> bytes | None:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise LaunchError(f"{path} is no file: remove it, and it is made anew")
+        anew = f"remove it, and it is made anew. {_way_out()}"
         if facts.st_uid != os.geteuid():
             raise LaunchError(
-                f"{path} belongs to user {facts.st_uid}, this process to user {os.geteuid()}: remove it, and "
-                f"it is made anew. {_way_out()}"
+                f"{path} belongs to user {facts.st_uid}, this process to user {os.geteuid()}: {anew}"
             )
         if facts.st_mode & 0o077:
+            mode = f"mode {stat.S_IMODE(facts.st_mode):04o}"
             raise LaunchError(
-                f"{path} can be read or written by other users (mode {stat.S_IMODE(facts.st_mode):04o}), so "
-                f"it is no secret: remove it, and it is made anew. {_way_out()}"
+                f"{path} can be read or written by other users ({mode}), so it is no secret: {anew}"
             )
         secret = file.read().strip()
     if len(secret) < SHORTEST:

@@ -1,12 +1,12 @@
-"""Try on two ranks what MPI does with device pointers: `python -m hpcpar.transport.gpu.probe FILE names…`.
+"""Try on two ranks whether MPI exchanges device pointers: `python -m hpcpar.transport.gpu.probe FILE`.
 
 A program of its own, started by `hpcpar.launch.cuda_aware` as a throw-away job, for an MPI that cannot
 touches device memory with the CPU, and crashes. Rank 0 writes into FILE, a line at a time:
 
-    start point_to_point      about to try
-    yes point_to_point        tried, and every byte was right (or: no point_to_point)
-    cannot WHY                nothing could be tried
-    segment PATH              memory that the ranks share by this name, which a crash leaves behind
+    start            about to try
+    yes              tried, and every byte was right (or: no)
+    cannot WHY       nothing could be tried
+    segment PATH     memory that the ranks share by this name, which a crash leaves behind
 
 A `start` without its answer was a crash or a hang. An alarm ends each rank by itself.
 """
@@ -18,7 +18,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,20 +74,20 @@ class Probe:
         self.rank = comm.Get_rank()
         self.peer = 1 - self.rank
         self.source = Memory(cuda, SIZES_NBYTES[-1])
-        self.target = Memory(cuda, 2 * SIZES_NBYTES[-1])
+        self.target = Memory(cuda, SIZES_NBYTES[-1])
 
-    def fill(self, nbytes: int) -> tuple[Octets, Octets]:
-        """This rank's values, now in `source`, and the other's; `target` is cleared."""
+    def fill(self, nbytes: int) -> Octets:
+        """Write this rank's values into `source`, clear `target`, and return the other rank's values."""
         mine, others = (
             ((np.arange(nbytes) * 7 + 3 * rank + 1) % 251).astype(np.uint8) for rank in (self.rank, self.peer)
         )
         self.source.write(mine)
-        self.target.write(np.zeros(2 * nbytes, np.uint8))
-        return mine, others
+        self.target.write(np.zeros(nbytes, np.uint8))
+        return others
 
-    def point_to_point(self, nbytes: int) -> bool:
+    def exchange(self, nbytes: int) -> bool:
         """Exchange by single and by persistent requests, as the transport does."""
-        _, others = self.fill(nbytes)
+        others = self.fill(nbytes)
         send, receive = [self.source.view(nbytes), MPI.BYTE], [self.target.view(nbytes), MPI.BYTE]
         requests = [self.comm.Irecv(receive, self.peer, 1), self.comm.Isend(send, self.peer, 1)]
         MPI.Request.Waitall(requests)
@@ -100,62 +100,10 @@ class Probe:
             request.Free()
         return right and np.array_equal(self.target.read(nbytes), others)
 
-    def collectives(self, nbytes: int) -> bool:
-        """Try the collectives that only move bytes."""
-        mine, others = self.fill(nbytes)
-        both = np.concatenate([mine, others] if self.rank == 0 else [others, mine])
-        self.comm.Ibcast([self.source.view(nbytes), MPI.BYTE], 0).Wait()
-        right = np.array_equal(self.source.read(nbytes), both[:nbytes])
-        self.fill(nbytes)
-        whole = self.target.view(2 * nbytes)
-        self.comm.Iallgather([self.source.view(nbytes), MPI.BYTE], [whole, nbytes, MPI.BYTE]).Wait()
-        right = right and np.array_equal(self.target.read(2 * nbytes), both)
-        half = nbytes // 2
-        self.fill(nbytes)
-        pieces = [self.source.view(nbytes), half, MPI.BYTE], [self.target.view(nbytes), half, MPI.BYTE]
-        self.comm.Ialltoall(*pieces).Wait()
-        dealt = [values[self.rank * half :][:half] for values in (both[:nbytes], both[nbytes:])]
-        return right and np.array_equal(self.target.read(2 * half), np.concatenate(dealt))
-
-    def reductions(self, nbytes: int) -> bool:
-        """Sums of integers, where they have to be exact."""
-        mine, others = self.fill(nbytes)
-        count = nbytes // 4
-        total = mine.view(np.int32) + others.view(np.int32)
-        send = [self.source.view(nbytes), count, MPI.INT32_T]
-        self.comm.Iallreduce(send, [self.target.view(nbytes), count, MPI.INT32_T]).Wait()
-        right = np.array_equal(self.target.read(nbytes).view(np.int32), total)
-        self.fill(nbytes)
-        half = count // 2
-        self.comm.Ireduce_scatter_block(
-            [self.source.view(8 * half), half, MPI.INT32_T],
-            [self.target.view(4 * half), half, MPI.INT32_T],
-        ).Wait()
-        own = total[self.rank * half :][:half]
-        return right and np.array_equal(self.target.read(4 * half).view(np.int32), own)
-
-    def derived_types(self, nbytes: int) -> bool:
-        """Every second 4 bytes; those between stay as they are."""
-        _, others = self.fill(nbytes)
-        count = nbytes // 8
-        strided = MPI.INT32_T.Create_vector(count, 1, 2).Commit()
-        requests = [
-            self.comm.Irecv([self.target.view(nbytes), 1, strided], self.peer, 3),
-            self.comm.Isend([self.source.view(nbytes), 1, strided], self.peer, 3),
-        ]
-        MPI.Request.Waitall(requests)
-        strided.Free()
-        expected = others[: 8 * count].reshape(count, 8).copy()
-        expected[:, 4:] = 0
-        return np.array_equal(self.target.read(8 * count), expected.ravel())
-
-    def try_out(self, name: str) -> bool:
-        """True if all sizes came out right on both ranks."""
-        trial: Callable[[int], bool] = getattr(self, name)
-        right = True
-        for nbytes in SIZES_NBYTES:
-            right = trial(nbytes) and right
-        return bool(self.comm.allreduce(right, MPI.LAND))
+    def try_out(self) -> bool:
+        """Exchange every size; True if all came out right on both ranks."""
+        right = [self.exchange(nbytes) for nbytes in SIZES_NBYTES]
+        return bool(self.comm.allreduce(all(right), MPI.LAND))
 
 
 def shared_segments() -> list[str]:
@@ -165,7 +113,7 @@ def shared_segments() -> list[str]:
 
 
 def main(words: Sequence[str]) -> None:
-    file, *names = words
+    (file,) = words
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LIMIT_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is an answer, and not to be kept
@@ -193,9 +141,8 @@ def main(words: Sequence[str]) -> None:
     if problems:
         say(f"cannot {' '.join(problems[0].split())}")
         return
-    for name in names:
-        say(f"start {name}")
-        say(f"{'yes' if probe.try_out(name) else 'no'} {name}")
+    say("start")
+    say("yes" if probe.try_out() else "no")
 
 
 if __name__ == "__main__":
