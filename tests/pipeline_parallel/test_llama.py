@@ -140,15 +140,19 @@ def require_serial(
 ) -> None:
     expected, expected_losses = serial(config_for(schedule), optimizer, sequences)
     missing = set(expected)
+    embedding = "model.embed_tokens.weight"
+    copies = []
     for parameters, losses in results:
         if losses is not None:
             assert losses == pytest.approx(expected_losses, abs=1e-10)
         for name, value in parameters.items():
-            first = name if name in expected else "model.embed_tokens.weight"
+            first = name if name in expected else embedding
             missing.discard(first)
+            copies += [value] if first == embedding else []
             # float64: only the order of summation differs.
             torch.testing.assert_close(value, expected[first], rtol=0, atol=1e-10)
     assert not missing
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
     assert any(losses is not None for _, losses in results)
 
 
