@@ -146,7 +146,7 @@ def test_ranks_drop_different_attention_shares_and_different_tokens_under_sequen
 def kept_nbytes(
     size: int, make: Callable[[TensorParallel], nn.Module], *, sequence_parallel: bool = False
 ) -> list[int]:
-    """What autograd keeps on each rank between forward and backward of a model in bfloat16."""
+    """Measure the bytes that autograd keeps on each rank between forward and backward, in bfloat16."""
 
     def work(comm: Communicator) -> int:
         tp = parallel(comm, sequence_parallel=sequence_parallel)

@@ -24,7 +24,7 @@ STEPS, SEQUENCE = 10, 4
 
 
 def config_for(schedule: Schedule) -> LlamaConfig:
-    """With the embedding and the head something for each stage, and several layers for one of few."""
+    """Choose sizes that give each stage an item, and some stages several layers."""
     return LlamaConfig(
         7,
         8,
@@ -45,7 +45,7 @@ Case = tuple[str, int, int, str]
 
 
 def cases() -> Iterator[Case]:
-    """Of all, one in nineteen: each schedule with each number of ranks, and many of microbatches."""
+    """Yield one case in nineteen: each schedule with each number of ranks, and many of microbatches."""
     number = 0
     for name in schedule_registry.METHODS:
         for ranks in (2, 3, 4):

@@ -189,7 +189,7 @@ def test_copies_that_the_optimizer_is_not_told_of_are_refused(stage: int) -> Non
 
 
 def test_a_parameter_that_one_rank_has_alone_goes_nowhere() -> None:
-    """As in a V, whose first rank has both ends."""
+    """The first rank of a V has both ends."""
     (own,) = holding([1.0, 2.0, 3.0])
 
     def on_rank(comm: Communicator) -> int:

@@ -71,7 +71,7 @@ def require_within(schedule: Schedule, limit: float, kept: float) -> None:
 
 
 def split(schedule: Schedule) -> Schedule:
-    """The same order with a W right after each B."""
+    """Add a W right after each B."""
     return Schedule(
         tuple(
             tuple(each for a in row for each in ((a, a._replace(kind="W")) if a.kind == "B" else (a,)))

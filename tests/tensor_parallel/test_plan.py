@@ -51,7 +51,7 @@ HIDDEN, HEADS, HEAD_SIZE, FFN, VOCABULARY = 16, 12, 2, 24, 23
 
 
 def drawn(model: nn.Module) -> nn.Module:
-    """In float64 with values that do not depend on the process's random numbers; norms other than one."""
+    """Draw float64 values, also for norms, from a generator of their own."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.double().parameters():
@@ -60,7 +60,7 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """By hand, with numbers of heads in attributes."""
+    """Hand-written attention with its numbers of heads in attributes."""
 
     def __init__(self, kv_heads: int) -> None:
         super().__init__()
@@ -705,7 +705,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_model_stays_as_it_was(case:
 
 
 def refused(models: list[nn.Module], plans: list[Plan], **ways: list[Any]) -> list[HpcparError]:
-    """What each rank says."""
+    """Return the error of each rank."""
 
     def on_rank(comm: Communicator) -> HpcparError:
         tp = TensorParallel(comm, **{name: given[comm.rank] for name, given in ways.items()})

@@ -1,4 +1,4 @@
-"""What a run needs is known before it allocates, and said on every rank where there is less."""
+"""A run that needs more memory than there is ends on every rank before it allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is exported is, to transformers, the model that was trained."""
+"""An exported model is, to transformers, the model that was trained."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained(config: Config, size: int = 1) -> Path:
 
 
 def trained_model(run: Path, config: Config, dtype: torch.dtype, vocabulary: int = 256) -> Llama:
-    """As our own code reads it from the checkpoint, without the export."""
+    """Read the model from the checkpoint by our own code, without the export."""
     model = Llama(config.model_config_for(vocabulary), seed=None).to(dtype)
     load(run / "checkpoints", model=model, comm=Communicator.alone(), restore_random=False)
     return model.eval()

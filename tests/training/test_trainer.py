@@ -244,7 +244,7 @@ def test_a_checkpoint_that_counts_steps_alone_is_gone_on_from_behind_its_batches
 
 
 def without(extra: dict[str, Any]) -> dict[str, Any]:
-    """As versions before the position had it."""
+    """Drop the position, which earlier versions did not save."""
     return {key: value for key, value in extra.items() if key != "data"}
 
 
