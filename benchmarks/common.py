@@ -94,7 +94,7 @@ def header(world: Communicator, **settings: Any) -> dict[str, Any]:
 
     import hpcpar
     from hpcpar.launch.binding import affinity
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     return {
         "ranks": world.size,

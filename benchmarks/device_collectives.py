@@ -216,7 +216,7 @@ def find_awareness(world: Communicator, device: torch.device) -> CudaAwareness:
     """Find out on rank 0 whether MPI takes device pointers."""
     from hpcpar.cli.doctor.facts import find_awareness as find
     from hpcpar.launch.cuda_aware import CudaAwareness
-    from hpcpar.transport.mpi import library_facts, memory_kinds
+    from hpcpar.transport.mpi_library import library_facts, memory_kinds
 
     if device.type == "cpu":
         return CudaAwareness(True, "no device pointers: --device=cpu")
@@ -432,7 +432,7 @@ def show(line: Line) -> str:
 
 
 def header(job: Job) -> dict[str, Any]:
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     options, device = job.options, job.device
     what: dict[str, Any] = {

@@ -54,7 +54,7 @@ from hpcpar.bench.measure import (
     wrong_elements,
 )
 from hpcpar.comm.select import segments_for
-from hpcpar.transport.mpi import library_facts
+from hpcpar.transport.mpi_library import library_facts
 from hpcpar.units import MiB, busbw_factor, format_nbytes, parse_nbytes
 
 if TYPE_CHECKING:

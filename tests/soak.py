@@ -688,7 +688,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parse(words)
     import hpcpar
     from hpcpar.bench.sweep import about, write_json
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     world = hpcpar.init()
     facts = about(

@@ -132,7 +132,7 @@ def collectives(
     import hpcpar
     from hpcpar.bench import plots
     from hpcpar.bench import sweep as table
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     world = hpcpar.init()
     from hpcpar.bench import peers  # uses mpi4py by itself, and must find MPI started
@@ -188,7 +188,7 @@ def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: A
     from hpcpar.bench.gpus import use_gpu
     from hpcpar.bench.measure import ON_HOST
     from hpcpar.launch.settings import tuning_file
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     try:
         path = file or tuning_file()

@@ -304,11 +304,11 @@ class Calls:
         named: str | None,
         dtype: str,
         op: str,
-        same_everywhere: bool = True,
         on_device: bool = False,
     ) -> Algorithm:
         known = "float64" if dtype == ANY else dtype
-        whole = nbytes if same_everywhere else None
+        # Of an uneven all-to-all each rank has another length.
+        whole = None if uneven and collective == "alltoall" else nbytes
         return choose(
             collective,
             nbytes,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from hpcpar.comm import agree, loans, methods, objects, sharing
+from hpcpar.comm import agree, loans, messages, methods, objects, sharing
 from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.calls import Calls
 from hpcpar.comm.devices import open_devices
@@ -80,7 +80,7 @@ class Communicator:
         face._hold(calls)
         return face
 
-    # Collectives and messages (`methods.py`) ---------------------------------------------------------------
+    # Collectives and messages (`methods.py`, `messages.py`) -------------------------------------------------
 
     start_allreduce, allreduce = methods.start_allreduce, methods.allreduce
     start_reduce_scatter, reduce_scatter = methods.start_reduce_scatter, methods.reduce_scatter
@@ -91,9 +91,9 @@ class Communicator:
     start_scatter, scatter = methods.start_scatter, methods.scatter
     start_alltoall, alltoall = methods.start_alltoall, methods.alltoall
     start_barrier, barrier = methods.start_barrier, methods.barrier
-    start_send, send = methods.start_send, methods.send
-    start_recv, recv = methods.start_recv, methods.recv
-    sendrecv = methods.sendrecv
+    start_send, send = messages.start_send, messages.send
+    start_recv, recv = messages.start_recv, messages.recv
+    sendrecv = messages.sendrecv
 
     # Python objects (`objects.py`) -------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import numpy as np
 from hpcpar import partition
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Space
+from hpcpar.comm.arguments import Arguments, copy_to, view
 from hpcpar.comm.blocks import Action
-from hpcpar.comm.collectives import Arguments, copy_to, view
 from hpcpar.comm.compiled import CompiledCollective, ExecutorStep, Turn
 from hpcpar.comm.device_steps import device_steps
 from hpcpar.comm.devices import lead_caller
@@ -105,7 +105,6 @@ def compile_collective(
         named=request.algorithm,
         dtype=whole.dtype,
         op=arguments.op,
-        same_everywhere=arguments.same_everywhere,
         on_device=isinstance(whole, DeviceBuffer),
     )
     first, last = list(arguments.first), list(arguments.last)

@@ -1,4 +1,4 @@
-"""The collectives and messages as a user calls them: methods of `Communicator`.
+"""The collectives as a user calls them: methods of `Communicator`.
 
 *   Arrays are NumPy arrays, torch tensors or CuPy arrays of any shape, seen as flat; empty ones too.
 *   Without `out` the work is done in place where the input is as large as the result; with `out` the
@@ -19,18 +19,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcpar.comm.collectives import overlap
+import numpy as np
+
 from hpcpar.comm.compiled import Handle
-from hpcpar.comm.request import NO_ARRAY, PLAIN, Key, Scaling, counts_of, memory_of
-from hpcpar.errors import OperationError
-from hpcpar.transport.buffers import bind
-from hpcpar.transport.gpu.memory import is_on_device
+from hpcpar.comm.request import NO_ARRAY, PLAIN, Key, Memory, Scaling, counts_of
 
 if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
+
+
+_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+
+
+def memory_of(array: Any) -> Memory | None:
+    """Identify the memory of an array: equal for two calls exactly if they work on the same memory alike.
+
+    Only arrays that are used in place can be identified; None for all others. Address and layout suffice:
+    an array elsewhere that has the same ones is the same memory.
+    """
+    if isinstance(array, np.ndarray):
+        is_masked = type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray)
+        if is_masked or not (array.size and array.flags.carray):
+            return None
+        # A quarter of the cost of array.ctypes.data.
+        return ctypes.addressof(_first_byte(array)), array.size, array.dtype
+    try:
+        # The flags belong to the key, so that a look at them costs no branch here.
+        return (
+            array.data_ptr(),
+            array.numel(),
+            array.dtype,
+            array.is_contiguous(),
+            array.is_conj(),
+            array.is_neg(),
+        )
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
 
 
 def _reduction(
@@ -50,7 +78,6 @@ def _reduction(
         algorithm,
         factors,
         None if counts is None else counts_of(counts),
-        None,
         memory_of(buffer),
         NO_ARRAY if out is None else memory_of(out),
         self._calls.label,
@@ -68,8 +95,7 @@ def _moving(
     op: Any = None,
     root: Any = None,
     algorithm: str | None = None,
-    counts: Sequence[int] | None = None,
-    receive_counts: Sequence[int] | None = None,
+    counts: Sequence[Any] | None = None,
 ) -> Key:
     return (
         collective,
@@ -78,29 +104,11 @@ def _moving(
         algorithm,
         PLAIN,
         None if counts is None else counts_of(counts),
-        None if receive_counts is None else counts_of(receive_counts),
         NO_ARRAY if buffer is None else memory_of(buffer),
         NO_ARRAY if out is None else memory_of(out),
         self._calls.label,
         None,
         None,
-    )
-
-
-def _message(self: Communicator, kind: str, buffer: Any, peer: Any, tag: Any) -> Key:
-    return (
-        kind,
-        None,
-        None,
-        None,
-        PLAIN,
-        None,
-        None,
-        memory_of(buffer),
-        NO_ARRAY,
-        self._calls.label,
-        peer,
-        tag,
     )
 
 
@@ -120,9 +128,9 @@ def start_allreduce(
     buffer            same shape and element type on every rank
     op                sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
     prescale_factor   every rank's buffer is multiplied by it first, and
-    postscale_factor  the result at the end; how it rounds: `hpcpar/comm/scaling.py`
+    postscale_factor  the result at the end; how it rounds: `hpcpar/comm/half_precision.py`
     compression       float16 or bfloat16: float32 and float64 travel and are summed as these, within the
-                      error that `hpcpar/comm/compressed.py` states; a rank alone sends and loses nothing
+                      error that `hpcpar/comm/half_precision.py` states; a rank alone sends and loses nothing
     result            out, or buffer when out is None
     errors            OperationError, BufferTypeError; MismatchError on every rank
     """
@@ -142,22 +150,8 @@ def allreduce(
     compression: str | None = None,
 ) -> Any:
     """`start_allreduce` and wait."""
-    calls = self._calls
-    key = (
-        "allreduce",
-        op,
-        None,
-        algorithm,
-        (prescale_factor, postscale_factor, compression),
-        None,
-        None,
-        memory_of(buffer),
-        NO_ARRAY if out is None else memory_of(out),
-        calls.label,
-        None,
-        None,
-    )
-    return calls.run(key, buffer, out)
+    factors = prescale_factor, postscale_factor, compression
+    return self._calls.run(_reduction(self, "allreduce", buffer, op, out, algorithm, factors), buffer, out)
 
 
 def start_reduce_scatter(
@@ -364,9 +358,10 @@ def start_alltoall(
     result           out, which may overlap buffer, or a new one-dimensional array; buffer is not
                      written to otherwise
     """
-    request = _moving(
-        self, "alltoall", buffer, out, algorithm=algorithm, counts=send_counts, receive_counts=receive_counts
-    )
+    counts = None
+    if send_counts is not None or receive_counts is not None:
+        counts = counts_of(send_counts), counts_of(receive_counts)
+    request = _moving(self, "alltoall", buffer, out, algorithm=algorithm, counts=counts)
     return self._calls.start(request, buffer, out)
 
 
@@ -380,9 +375,10 @@ def alltoall(
     algorithm: str | None = None,
 ) -> Any:
     """`start_alltoall` and wait."""
-    request = _moving(
-        self, "alltoall", buffer, out, algorithm=algorithm, counts=send_counts, receive_counts=receive_counts
-    )
+    counts = None
+    if send_counts is not None or receive_counts is not None:
+        counts = counts_of(send_counts), counts_of(receive_counts)
+    request = _moving(self, "alltoall", buffer, out, algorithm=algorithm, counts=counts)
     return self._calls.run(request, buffer, out)
 
 
@@ -394,45 +390,3 @@ def start_barrier(self: Communicator, *, algorithm: str | None = None) -> Handle
 def barrier(self: Communicator, *, algorithm: str | None = None) -> None:
     """`start_barrier` and wait."""
     self._calls.run(_moving(self, "barrier", None, algorithm=algorithm))
-
-
-# Messages between two ranks meet by sender and tag, in the order in which they were sent. A message must be
-# exactly as long as the buffer that it arrives for: MismatchError otherwise.
-
-
-def start_send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> Handle:
-    """Send an array's elements; the buffer may be changed once the handle is complete."""
-    return self._calls.start_message(_message(self, "send", buffer, to, tag), buffer)
-
-
-def send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> None:
-    """`start_send` and wait. It may return only when the receiver has posted its receive."""
-    if to == self.rank:
-        raise OperationError(
-            f"rank {to} would wait for itself in send; use start_send, or sendrecv, towards oneself"
-        )
-    self._calls.run_message(_message(self, "send", buffer, to, tag), buffer)
-
-
-def start_recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Handle:
-    """Receive into an array; `wait()` returns it."""
-    return self._calls.start_message(_message(self, "recv", buffer, source, tag), buffer)
-
-
-def recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Any:
-    """`start_recv` and wait."""
-    return self._calls.run_message(_message(self, "recv", buffer, source, tag), buffer)
-
-
-def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, tag: int = 0) -> Any:
-    """Send one array and receive another at once, so that a ring of ranks cannot deadlock.
-
-    result   out; where it shares memory with buffer, a copy of buffer is sent
-    """
-    if not is_on_device(buffer) and not is_on_device(out):
-        here, there = bind(buffer, writable=False).host, bind(out, writable=True, what="out").host
-        if overlap(here, there):
-            buffer = here.copy().elements
-    receive = start_recv(self, out, source, tag)
-    start_send(self, buffer, to, tag).wait()
-    return receive.wait()

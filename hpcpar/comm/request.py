@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,15 +27,13 @@ Key = tuple[Any, ...]
 
 NUMBERS = (float, int)
 
-_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
-
 
 class Request(NamedTuple):
     """One collective or message, as the caller asked for it.
 
     scaling          factors and compression of an all-reduce or reduce-scatter
-    counts           elements of each rank's piece, where the caller gave them
-    receive_counts   the same for what an all-to-all receives
+    counts           elements of each rank's piece, where the caller gave them; of an all-to-all, pieces sent
+                     and pieces received
     input, output    the arrays; None: memory that is not used in place, so the call is not cached
     label            name under which the call is counted; None: the collective's
     peer, tag        of a point-to-point message
@@ -48,38 +45,11 @@ class Request(NamedTuple):
     algorithm: Any
     scaling: Scaling
     counts: Any
-    receive_counts: Any
     input: Memory | None
     output: Memory | None
     label: str | None
     peer: Any = None
     tag: Any = None
-
-
-def memory_of(array: Any) -> Memory | None:
-    """Identify the memory of an array: equal for two calls exactly if they work on the same memory alike.
-
-    Only arrays that are used in place can be identified; None for all others. Address and layout suffice:
-    an array elsewhere that has the same ones is the same memory.
-    """
-    if isinstance(array, np.ndarray):
-        is_masked = type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray)
-        if is_masked or not (array.size and array.flags.carray):
-            return None
-        # A quarter of the cost of array.ctypes.data.
-        return ctypes.addressof(_first_byte(array)), array.size, array.dtype
-    try:
-        # The flags belong to the key, so that a look at them costs no branch here.
-        return (
-            array.data_ptr(),
-            array.numel(),
-            array.dtype,
-            array.is_contiguous(),
-            array.is_conj(),
-            array.is_neg(),
-        )
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
 
 
 def is_used_in_place(array: Any) -> bool:

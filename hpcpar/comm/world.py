@@ -101,13 +101,13 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
         return
 
     def mpi_takes_pointers() -> bool:
-        from hpcpar.transport import mpi
+        from hpcpar.transport import mpi_library
 
         found = cuda_aware.find_awareness(
-            mpi.library_version(),
+            mpi_library.library_version(),
             asked=settings.cuda_aware,
             driver=str(runtime.driver().version),
-            memory_kinds=mpi.memory_kinds(),
+            memory_kinds=mpi_library.memory_kinds(),
         )
         return found.point_to_point is True
 
@@ -123,36 +123,36 @@ def _connect(info: RankInfo, patience_s: float) -> MpiTransport:
     """Start MPI, with a server of our own where the launcher does not connect the ranks."""
     global _bootstrap  # MPI is the process's, and starts once
     try:
-        from hpcpar.transport import mpi
+        from hpcpar.transport import mpi, mpi_library
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"no MPI library could be loaded ({error}). Load your site's MPI module, or `pip install "
             f"hpcpar[mpich]`; `hpcpar doctor` shows what is found{pmi_selection.name_hint(str(error))}"
         ) from error
-    if info.size > 1 and mpi.is_the_parents():
+    if info.size > 1 and mpi_library.is_the_parents():
         _refuse_forked(info)
-    if not mpi.is_started():
+    if not mpi_library.is_started():
         if info.size > 1 and parent_is_the_rank():
             _refuse_child(info)
-        _bootstrap = pmi_selection.choose(info, mpi.library_version())
+        _bootstrap = pmi_selection.choose(info, mpi_library.library_version())
         pmi_selection.remove_variables(_bootstrap.stale)
         try:
             ranks_here = info.local_size or 1
             room_nbytes = shared_space.room_within_ranks(ranks_here)
-            shared_space.require(ranks_here, mpi.library_version(), room_nbytes)
+            shared_space.require(ranks_here, mpi_library.library_version(), room_nbytes)
         except LaunchError:
             if info.local_rank:
                 crosscheck.leave_it_to_another_rank()
             raise
         if _bootstrap.kind == "none":
-            _refuse(info, mpi.library_version())
+            _refuse(info, mpi_library.library_version())
         elif _bootstrap.kind == "server":
             from hpcpar.launch.bootstrap import pmi_client  # brings asyncio, which others do not need
 
             with pmi_client.connected(info, timeout_s=patience_s):
-                mpi.start()
+                mpi_library.start()
         else:
-            mpi.start()
+            mpi_library.start()
             time.sleep(_bootstrap.settle_s)
     if info.size > 1:
         mark_as_rank()
@@ -189,7 +189,7 @@ def _refuse(info: RankInfo, library: str) -> NoReturn:
 
 def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
     """Return the position that MPI confirms; LaunchError on every rank unless all agree with the launcher."""
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
     claims = environment.sound_claims()
@@ -228,7 +228,7 @@ def _crosscheck(world: Communicator, info: RankInfo) -> RankInfo:
 
 def _tuning(world: Communicator, settings: Settings) -> Tuning:
     """Read the measured tables of this MPI library, as rank 0 finds them."""
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     vendor = library_facts()["vendor"]
     return read_together(world.unchecked("start-up"), settings.tuning, own_tuning_file(), vendor)

@@ -263,7 +263,7 @@ def is_homogeneous() -> bool:
 def mpi_threads_supported() -> bool:
     """Return True if MPI may be called from several threads."""
     the_context()
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     return "MULTIPLE" in str(library_facts()["thread_level"]).upper()
 

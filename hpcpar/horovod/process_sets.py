@@ -91,7 +91,7 @@ def ranks_of_communicator(comm: Any, what: str) -> list[int]:
             f"{what}: found MPI.COMM_NULL, a communicator that has been freed, or one of two groups; a "
             f"process that is to be alone gives MPI.COMM_SELF"
         )
-    from hpcpar.transport.mpi import ranks_in_world
+    from hpcpar.transport.mpi_library import ranks_in_world
 
     ranks = list(ranks_in_world(comm))
     if min(ranks) < 0:

@@ -53,7 +53,7 @@ def devices(world: Communicator, way: str) -> Iterator[Communicator]:
 def mpi_obstacle() -> str | None:
     """Why messages cannot go by MPI, as a probe finds it."""
     from hpcpar.cli.doctor.facts import find_awareness
-    from hpcpar.transport.mpi import library_facts, memory_kinds
+    from hpcpar.transport.mpi_library import library_facts, memory_kinds
 
     found = find_awareness(library_facts()["library"], memory_kinds())
     return None if found.point_to_point else f"MPI does not take device pointers: {found}"

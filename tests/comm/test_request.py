@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.comm.request import is_used_in_place, memory_of
+from hpcpar.comm.methods import memory_of
+from hpcpar.comm.request import is_used_in_place
 
 
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros])

@@ -12,7 +12,7 @@ from hpcpar.errors import MismatchError, OperationError, PeerFailedError
 
 @pytest.mark.mpi
 def test_the_library_says_what_it_is(world):
-    from hpcpar.transport.mpi import library_facts
+    from hpcpar.transport.mpi_library import library_facts
 
     facts = library_facts()
     assert facts["thread_level"] in ("single", "funneled", "serialized", "multiple")
@@ -72,11 +72,11 @@ def test_before_version_4_mpi_has_a_limit(world):
 def test_only_a_truncated_message_is_told_as_longer_than_its_buffer(world):
     from mpi4py import MPI
 
-    from hpcpar.transport.mpi import _explain
+    from hpcpar.transport.mpi_library import explained
 
-    assert isinstance(_explain(MPI.Exception(MPI.ERR_TRUNCATE), [1]), MismatchError)
+    assert isinstance(explained(MPI.Exception(MPI.ERR_TRUNCATE), [1]), MismatchError)
     for code in (MPI.ERR_IN_STATUS, MPI.ERR_OTHER, MPI.ERR_INTERN):
-        told = _explain(MPI.Exception(code), [1])
+        told = explained(MPI.Exception(code), [1])
         assert isinstance(told, PeerFailedError)
         assert MPI.Get_error_string(code) in str(told)
 

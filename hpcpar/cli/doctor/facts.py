@@ -123,7 +123,7 @@ class Build:
 def gather(world: Communicator, start: StartTimes = NOT_TIMED) -> JobFacts:
     """Gather every rank's facts and measure two all-reduces. Collective; the same result on every rank."""
     from hpcpar.comm.world import bootstrap
-    from hpcpar.transport.mpi import library_facts, memory_kinds
+    from hpcpar.transport.mpi_library import library_facts, memory_kinds
 
     mpi = library_facts()
     loaded = loaded_libraries()

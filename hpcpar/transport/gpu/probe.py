@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcpar.errors import HpcparError
-from hpcpar.transport import mpi
+from hpcpar.transport import mpi_library as mpi
 from hpcpar.transport.gpu.runtime import CudaDriver, driver
 
 # isort: split

@@ -240,7 +240,7 @@ def test_a_python_that_cannot_load_mpi_has_none(tmp_path: Path, does: str) -> No
 
 def test_this_environments_library_is_the_one_that_mpi4py_loads() -> None:
     from hpcpar.launch.crosscheck import flavour
-    from hpcpar.transport.mpi import library_version
+    from hpcpar.transport.mpi_library import library_version
 
     assert own_library(os.environ) == flavour(library_version())
 

@@ -50,7 +50,7 @@ ASK_THE_DEVICE = """
 from hpcpar import cuda_wheels
 from hpcpar.launch import cuda_aware
 from hpcpar.launch.bootstrap.pmi_selection import loaded_libraries
-from hpcpar.transport import mpi
+from hpcpar.transport import mpi_library as mpi
 mpi.start()
 found = cuda_aware.find_awareness(mpi.library_version(), memory_kinds=mpi.memory_kinds())
 print("JOINED" if cuda_wheels.are_joined(loaded_libraries()) else "APART")

@@ -1,0 +1,74 @@
+"""Messages between two ranks: methods of `Communicator`.
+
+Messages meet by sender and tag, in the order in which they were sent. A message must be exactly as long as
+the buffer that it arrives for: MismatchError otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpcpar.comm.arguments import overlap
+from hpcpar.comm.compiled import Handle
+from hpcpar.comm.methods import memory_of
+from hpcpar.comm.request import NO_ARRAY, PLAIN, Key
+from hpcpar.errors import OperationError
+from hpcpar.transport.buffers import bind
+from hpcpar.transport.gpu.memory import is_on_device
+
+if TYPE_CHECKING:
+    from hpcpar.comm.communicator import Communicator
+
+
+def _message(self: Communicator, kind: str, buffer: Any, peer: Any, tag: Any) -> Key:
+    return (
+        kind,
+        None,
+        None,
+        None,
+        PLAIN,
+        None,
+        memory_of(buffer),
+        NO_ARRAY,
+        self._calls.label,
+        peer,
+        tag,
+    )
+
+
+def start_send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> Handle:
+    """Send an array's elements; the buffer may be changed once the handle is complete."""
+    return self._calls.start_message(_message(self, "send", buffer, to, tag), buffer)
+
+
+def send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> None:
+    """`start_send` and wait. It may return only when the receiver has posted its receive."""
+    if to == self.rank:
+        raise OperationError(
+            f"rank {to} would wait for itself in send; use start_send, or sendrecv, towards oneself"
+        )
+    self._calls.run_message(_message(self, "send", buffer, to, tag), buffer)
+
+
+def start_recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Handle:
+    """Receive into an array; `wait()` returns it."""
+    return self._calls.start_message(_message(self, "recv", buffer, source, tag), buffer)
+
+
+def recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Any:
+    """`start_recv` and wait."""
+    return self._calls.run_message(_message(self, "recv", buffer, source, tag), buffer)
+
+
+def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, tag: int = 0) -> Any:
+    """Send one array and receive another at once, so that a ring of ranks cannot deadlock.
+
+    result   out; where it shares memory with buffer, a copy of buffer is sent
+    """
+    if not is_on_device(buffer) and not is_on_device(out):
+        here, there = bind(buffer, writable=False).host, bind(out, writable=True, what="out").host
+        if overlap(here, there):
+            buffer = here.copy().elements
+    receive = start_recv(self, out, source, tag)
+    start_send(self, buffer, to, tag).wait()
+    return receive.wait()
