@@ -52,7 +52,7 @@ class Halving:
 
 
 def halvings(rank: int, size: int, count: int) -> list[Halving]:
-    """The levels of a rank, for a vector of `count` elements; `size` is a power of two.
+    """Return the levels of a rank, for a vector of `count` elements; `size` is a power of two.
 
     halvings(2, 4, 4) == [Halving(1, slice(0, 2), slice(2, 4)), Halving(2, slice(1, 2), slice(0, 1))]
     """

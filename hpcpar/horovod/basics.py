@@ -20,12 +20,14 @@ from hpcpar.horovod import process_sets as sets
 from hpcpar.horovod.chrome_timeline import ChromeTimeline
 from hpcpar.horovod.engine import Engine, EngineGroup
 from hpcpar.horovod.init_arguments import InitArguments, agreed, fail_together
-from hpcpar.horovod.process_sets import (
-    ProcessSet,
-    global_process_set,
-)
+from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.launch.horovod_settings import HorovodSettings
 from hpcpar.launch.settings import Settings, announce_rank
+
+__all__ = ["init", "is_initialized", "shutdown", "start_timeline", "stop_timeline"]
+__all__ += ["cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size", "rank", "size"]
+__all__ += ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled"]
+__all__ += ["mpi_threads_supported", "nccl_built", "rocm_built"]
 
 log = logging.getLogger("hpcpar")
 
@@ -335,25 +337,9 @@ class HorovodBasics:
     def __init__(self, pkg_path: str = "", *args: str) -> None:
         """Nothing is loaded."""
 
-    init = staticmethod(init)
-    shutdown = staticmethod(shutdown)
-    is_initialized = staticmethod(is_initialized)
-    start_timeline = staticmethod(start_timeline)
-    stop_timeline = staticmethod(stop_timeline)
-    size = staticmethod(size)
-    local_size = staticmethod(local_size)
-    cross_size = staticmethod(cross_size)
-    rank = staticmethod(rank)
-    local_rank = staticmethod(local_rank)
-    cross_rank = staticmethod(cross_rank)
-    is_homogeneous = staticmethod(is_homogeneous)
-    mpi_threads_supported = staticmethod(mpi_threads_supported)
-    mpi_enabled = staticmethod(mpi_enabled)
-    mpi_built = staticmethod(mpi_built)
-    gloo_enabled = gloo_built = ddl_built = ccl_built = rocm_built = staticmethod(_not_here)
-    nccl_built = staticmethod(nccl_built)
-    cuda_built = staticmethod(cuda_built)
 
+for _name in __all__:
+    setattr(HorovodBasics, _name, staticmethod(globals()[_name]))
 
 _LEVELS = {
     "trace": logging.DEBUG,

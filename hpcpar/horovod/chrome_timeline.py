@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,43 +67,35 @@ class ChromeTimeline:
         self._pending = [_metadata("process_name", 0, epoch), _metadata("process_sort_index", 0, _index(0))]
         self.flush()
 
-    def negotiate_start(self, name: str, kind: str) -> None:
+    def negotiate(self, name: str, kind: str) -> None:
         """Record that a tensor was submitted here, or on another rank first."""
-        self._begin(name, NEGOTIATE + kind.upper())
-
-    def negotiate_rank_ready(self, name: str, rank: int) -> None:
-        """Record that a rank has submitted a tensor."""
         with self._lock:
-            self._add(name, "i", str(rank), s="p")
+            self._begin(name, NEGOTIATE + kind.upper())
 
-    def negotiate_end(self, name: str) -> None:
-        """Record that all ranks have submitted a tensor."""
+    def ready(self, name: str, ranks: Iterable[int]) -> None:
+        """Record that these ranks have submitted a tensor, and that its negotiation is over."""
         with self._lock:
-            opened = self._open.get(name, ())
-            if opened and opened[-1].startswith(NEGOTIATE):
+            for rank in ranks:
+                self._add(name, "i", str(rank), s="p")
+            if self._open.get(name, [""])[-1].startswith(NEGOTIATE):
                 self._end_last(name)
 
-    def start(self, name: str, kind: str) -> None:
-        """Record the begin of a tensor's operation."""
-        self._begin(name, kind.upper())
-
-    def activity_start(self, name: str, activity: str) -> None:
-        """Record the begin of an activity, nested in those that have not ended."""
-        if self._open.get(name):
+    def activity(self, name: str, kind: str, activity: str) -> None:
+        """Record the begin of an activity of a tensor's operation; it ends the one before."""
+        with self._lock:
+            if not self._open.get(name):
+                self._begin(name, kind.upper())
+            elif len(self._open[name]) > 1:
+                self._end_last(name)
             self._begin(name, activity)
 
-    def activity_end(self, name: str) -> None:
-        """Record the end of the innermost activity."""
-        with self._lock:
-            if len(self._open.get(name, ())) > 1:
-                self._end_last(name)
-
     def end(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Record the end of a tensor's operation and of its activities."""
+        """Record the end of a tensor's operation and of its activity."""
         with self._lock:
-            while len(self._open.get(name, ())) > 1:
+            opened = self._open.get(name, [])
+            while len(opened) > 1:
                 self._end_last(name)
-            if self._open.get(name):
+            if opened:
                 self._end_last(name, args={"dtype": dtype, "shape": list(shape)})
 
     def mark_cycle(self) -> None:
@@ -133,9 +125,8 @@ class ChromeTimeline:
             self._file.close()
 
     def _begin(self, name: str, event: str) -> None:
-        with self._lock:
-            self._add(name, "B", event)
-            self._open.setdefault(name, []).append(event)
+        self._add(name, "B", event)
+        self._open.setdefault(name, []).append(event)
 
     def _end_last(self, name: str, **more: Any) -> None:
         self._add(name, "E", self._open[name].pop(), **more)
@@ -174,12 +165,11 @@ class TimelineObserver:
     def __init__(self, timeline: ChromeTimeline | None, size: int) -> None:
         self.timeline = timeline
         self._size = size
-        self._shown: set[str] = set()
 
     def asked(self, name: str, kind: str) -> None:
         """Record that this rank has asked for an operation."""
         if self.timeline is not None:
-            self.timeline.negotiate_start(name, kind)
+            self.timeline.negotiate(name, kind)
 
     def cycle(self) -> None:
         """Record the begin of a negotiation round."""
@@ -189,34 +179,22 @@ class TimelineObserver:
     def ready(self, ready: Sequence[ReadyRequest], is_open: Container[str]) -> None:
         """Record that all ranks have asked for these, those among them that are open on this rank."""
         if self.timeline is not None:
-            for name in (found.request.name for found in ready if found.request.name in is_open):
-                for rank in range(self._size):
-                    self.timeline.negotiate_rank_ready(name, rank)
-                self.timeline.negotiate_end(name)
+            for request, _ in ready:
+                if request.name in is_open:
+                    self.timeline.ready(request.name, range(self._size))
 
     def activity(self, items: Sequence[ReadyOp], activity: str) -> None:
         """Record what is being done with these from now on."""
-        if self.timeline is None:
-            return
-        for item in items:
-            name = item.request.name
-            if name in self._shown:
-                self.timeline.activity_end(name)
-            else:
-                self._shown.add(name)
-                self.timeline.start(name, item.request.kind)
-            self.timeline.activity_start(name, activity)
+        if self.timeline is not None:
+            for request, _ in items:
+                self.timeline.activity(request.name, request.kind, activity)
 
     def done(self, items: Sequence[ReadyOp]) -> None:
         """Record the end of these."""
-        if self.timeline is None:
-            return
-        for request in (item.request for item in items):
-            if request.name in self._shown:
-                self._shown.discard(request.name)
-                self.timeline.activity_end(request.name)
+        if self.timeline is not None:
+            for request, _ in items:
                 self.timeline.end(request.name, request.dtype, request.shape)
-        self.timeline.flush()
+            self.timeline.flush()
 
     # In the timeline each gradient is an all-reduce of its own, as in Horovod's, though buckets are shared.
 
@@ -224,15 +202,14 @@ class TimelineObserver:
         """Record that the collective of these gradients' bucket starts."""
         if self.timeline is not None:
             for name in names:
-                self.timeline.negotiate_end(name)
-                self.timeline.start(name, "allreduce")
-                self.timeline.activity_start(name, "MPI_ALLREDUCE")
+                self.timeline.ready(name, ())
+                self.timeline.activity(name, "allreduce", "MPI_ALLREDUCE")
 
     def bucket_done(self, gradients: Sequence[tuple[str, str, Sequence[int]]]) -> None:
         """Record that these gradients (name, dtype, shape) have been waited for."""
         if self.timeline is not None:
-            for name, dtype, shape in gradients:
-                self.timeline.end(name, dtype, shape)
+            for gradient in gradients:
+                self.timeline.end(*gradient)
             self.timeline.flush()
 
 

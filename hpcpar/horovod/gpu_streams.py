@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def in_this_stream(device: torch.device, call: Callable[[], T]) -> Callable[[], T]:
-    """The call, to be made later in the stream in which the caller works on this device just now."""
+    """Bind a call to the stream in which the caller works on this device now."""
     if device.type != "cuda":
         return call
     stream = torch.cuda.current_stream(device)

@@ -45,7 +45,7 @@ class InitArguments:
 
 
 def _ranks_of(comm: Any) -> tuple[int, ...] | None:
-    """The ranks of the job that `init(comm=…)` is to start on; None: all."""
+    """Return the ranks of the job that `init(comm=…)` starts on; None: all."""
     if comm is None:
         return None
     if hasattr(comm, "Get_rank"):
@@ -68,7 +68,7 @@ def fail_together(world: Communicator, failure: Exception | None) -> None:
 
 
 def agreed(world: Communicator, asked: InitArguments) -> tuple[Communicator, bool]:
-    """The communicator of the ranks that start together, and whether any says "dynamic". Collective.
+    """Return the communicator of the ranks that start together, and True if any says "dynamic". Collective.
 
     errors   OperationError on every rank for ranks that are not there, and where ranks gave different ones
     """

@@ -188,7 +188,7 @@ class Negotiation:
         return self._batches.setdefault(batch.requests, batch)
 
     def conclude(self, common: bytes) -> list[ReadyRequest] | None:
-        """The AND of all records is here: what is ready; None if the ranks must tell each other more.
+        """Return what is ready by the AND of all records; None if the ranks must tell each other more.
 
         It is this rank's own only if all are the same, and then it is so on every rank. A rank that asks for
         the same as not long ago is given the same list.
@@ -310,6 +310,18 @@ def shortcoming(request: TensorRequest) -> str | None:
     return None
 
 
+def _shape(request: TensorRequest) -> str:
+    return "" if request.kind in UNEVEN else str(list(request.shape))
+
+
+def _dimensions(request: TensorRequest) -> int:
+    return len(request.shape) if request.kind in UNEVEN else 0
+
+
+def _row_shape(request: TensorRequest) -> str:
+    return str(list(request.shape[1:])) if request.kind in UNEVEN else ""
+
+
 def _root(request: TensorRequest) -> int:
     return request.root
 
@@ -317,21 +329,9 @@ def _root(request: TensorRequest) -> int:
 _ASPECTS: tuple[tuple[str, Callable[[TensorRequest], object], str], ...] = (
     ("operations", lambda request: request.kind, "asked for {}"),
     ("data types", lambda request: request.dtype, "sent {}"),
-    (
-        "tensor shapes",
-        lambda request: str(list(request.shape)) if request.kind not in UNEVEN else "",
-        "sent a tensor of shape {}",
-    ),
-    (
-        "numbers of dimensions",
-        lambda request: len(request.shape) if request.kind in UNEVEN else 0,
-        "sent a tensor of {} dimensions",
-    ),
-    (
-        "tensor shapes after the first dimension",
-        lambda request: str(list(request.shape[1:])) if request.kind in UNEVEN else "",
-        "sent {}",
-    ),
+    ("tensor shapes", _shape, "sent a tensor of shape {}"),
+    ("numbers of dimensions", _dimensions, "sent a tensor of {} dimensions"),
+    ("tensor shapes after the first dimension", _row_shape, "sent {}"),
     ("root ranks", _root, "named root {}"),
     ("reduction operations", lambda request: request.op, "asked for {}"),
     ("prescale factors", lambda request: request.prescale, "gave {}"),

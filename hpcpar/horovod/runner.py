@@ -22,7 +22,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -36,7 +35,7 @@ from hpcpar.launch.allocation import has_several_hosts
 from hpcpar.launch.environment import detect
 from hpcpar.launch.horovod_settings import start_limit_s
 from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile, ssh_variables
-from hpcpar.launch.launch_command import LaunchOptions, Say
+from hpcpar.launch.launch_command import LaunchOptions
 from hpcpar.launch.settings import TOKEN, take_token
 
 Address = str | tuple[str, int]
@@ -100,53 +99,44 @@ def run(
     if use_gloo and use_mpi:
         raise ConfigError("both use_gloo and use_mpi were given: leave both out, MPI carries all of it here")
     size = _renamed("num_proc", num_proc, np, default=1)
-    _require_fixed(
-        size,
-        _renamed("min_num_proc", min_num_proc, min_np),
-        _renamed("max_num_proc", max_num_proc, max_np),
-        host_discovery_script,
-    )
+    elastic = {
+        "min_num_proc": _renamed("min_num_proc", min_num_proc, min_np),
+        "host_discovery_script": host_discovery_script,
+    }
+    _require_fixed(size, elastic, _renamed("max_num_proc", max_num_proc, max_np))
     places = _places(hosts, hostfile)
-    interfaces = _interfaces(network_interface, network_interfaces)
-    limit_s = start_limit_s() if start_timeout is None else start_timeout
     said: list[str] = []
-    job = _pickled_job(func, args, kwargs or {})
+
+    def say(line: str) -> None:
+        said.append(line)
+        log.log(logging.WARNING if verbose else logging.INFO, line)
+
+    token = secrets.token_hex(32)
+    options = LaunchOptions(
+        hosts=places,
+        interfaces=_interfaces(network_interface, network_interfaces),
+        start_limit_s=start_limit_s() if start_timeout is None else start_timeout,
+        output_directory=output_filename,
+        words=tuple(shlex.split(mpi_args or "")),
+        variables={TOKEN: token, **ssh_variables(ssh_port, ssh_identity_file)},
+    )
+    call = _cloudpickle().dumps((func, tuple(args), kwargs or {}))
+    job = pickle.dumps((sys.path, alias.installed(), call))
     with tempfile.TemporaryDirectory(prefix="hpcpar-server-") as directory:
-        token = secrets.token_hex(32)
         server = RpcServer(_server_address(places, directory), token.encode(), job)
-        options = LaunchOptions(
-            hosts=places,
-            interfaces=interfaces,
-            start_limit_s=limit_s,
-            output_directory=output_filename,
-            words=tuple(shlex.split(mpi_args or "")),
-            variables={TOKEN: token, **ssh_variables(ssh_port, ssh_identity_file)},
-        )
+        command = [executable or sys.executable, "-m", "hpcpar.horovod.runner", *server.words()]
         try:
-            status = supervise.run(
-                size,
-                [executable or sys.executable, "-m", "hpcpar.horovod.runner", *server.words()],
-                options,
-                say=_teller(said, verbose),
-            )
+            status = supervise.run(size, command, options, say=say)
         finally:
             server.close()
     return _results(server, size, status, said)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An exception of a rank; `pickled` is the exception itself, where it can travel."""
-
-    rank: int
-    host: str
-    name: str
-    traceback: str
-    pickled: bytes | None
-
-
 class RpcServer:
-    """A server from which ranks fetch the job and to which they return results."""
+    """A server from which ranks fetch the job and to which they return results.
+
+    failures   by rank what `_account` tells of its exception
+    """
 
     def __init__(self, address: Address, token: bytes, job: bytes) -> None:
         self._token = token
@@ -155,7 +145,7 @@ class RpcServer:
         self._closed = False
         self._talks: list[threading.Thread] = []
         self.returned: dict[int, bytes] = {}
-        self.failures: list[Failure] = []
+        self.failures: list[tuple[int, tuple[str, str, str, bytes | None]]] = []
         self._thread = in_thread(self._serve, name="hpcpar horovod.run")
 
     def words(self) -> list[str]:
@@ -181,7 +171,7 @@ class RpcServer:
             if kind == "returned":
                 self.returned[rank] = answer
             else:
-                self.failures.append(Failure(rank, *answer))
+                self.failures.append((rank, answer))
 
     def close(self) -> None:
         """Stop listening; all that was brought has been read afterwards."""
@@ -195,7 +185,7 @@ class RpcServer:
 
 
 def _renamed(name: str, value: Any, older: Any, default: Any = None) -> Any:
-    """The value of an argument that may come under its older name, too."""
+    """Return the value of an argument that may come under its older name."""
     if older is None:
         return value
     was = name.replace("num_proc", "np")
@@ -205,9 +195,8 @@ def _renamed(name: str, value: Any, older: Any, default: Any = None) -> Any:
     return older
 
 
-def _require_fixed(size: int, least: int | None, most: int | None, discovery: str | None) -> None:
+def _require_fixed(size: int, elastic: dict[str, Any], most: int | None) -> None:
     """ConfigError where the number of ranks is to change."""
-    elastic = {"min_num_proc": least, "host_discovery_script": discovery}
     asked = ", ".join(name for name, value in elastic.items() if value is not None)
     if asked:
         raise ConfigError(
@@ -245,11 +234,6 @@ def _server_address(places: Sequence[Host], directory: str) -> Address:
     return ("", 0) if away else os.path.join(directory, "server")
 
 
-def _pickled_job(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    job = (func, tuple(args), kwargs)
-    return pickle.dumps((sys.path, alias.installed(), _cloudpickle().dumps(job)))
-
-
 def _cloudpickle() -> Any:
     try:
         return import_module("cloudpickle")
@@ -257,23 +241,14 @@ def _cloudpickle() -> Any:
         raise ConfigError("horovod.run needs cloudpickle: `pip install hpcpar[horovod]`") from error
 
 
-def _teller(said: list[str], verbose: bool | int | None) -> Say:
-    def say(line: str) -> None:
-        said.append(line)
-        log.log(logging.WARNING if verbose else logging.INFO, line)
-
-    return say
-
-
 def _results(server: RpcServer, size: int, status: int, said: Sequence[str]) -> list[Any]:
     if server.failures:
-        first = server.failures[0]
+        rank, (host, name, text, pickled) = server.failures[0]
         cause = None
         with suppress(Exception):  # an exception whose class is not known here
-            cause = pickle.loads(first.pickled) if first.pickled else None
+            cause = pickle.loads(pickled) if pickled else None
         raise PeerFailedError(
-            f"rank {first.rank} of {size} (on {first.host}) raised {first.name}; its traceback:\n"
-            f"{first.traceback}"
+            f"rank {rank} of {size} (on {host}) raised {name}; its traceback:\n{text}"
         ) from cause
     missing = [rank for rank in range(size) if rank not in server.returned]
     if missing or status:

@@ -16,7 +16,7 @@ MOST_RETIRED = 64
 
 
 class ServedSteps:
-    """Work of this rank in each optimizer's step after it has joined, and on which communicator.
+    """Work of this rank in each optimizer's step after it has joined, and the communicators of the steps.
 
     serve   functions by the name of the step
     """
@@ -32,22 +32,18 @@ class ServedSteps:
         """True while optimizers have communicators of their own."""
         return bool(self._loans)
 
-    def lend_communicator(
-        self, borrower: object, step: str, serve: Callable[[Communicator], None]
-    ) -> Communicator:
+    def lend_communicator(self, borrower: object, step: str) -> Communicator:
         """Lend a communicator for the borrower's life: a returned one, or a new one. Collective.
 
-        step, serve   name of the step that uses it, and what a rank that has joined does in it; it is served
-                      after the borrower is gone, too, until the communicator is lent again
+        step   the step that uses it. What is put into `serve` for it is served after the borrower is gone,
+               too, until the communicator is lent again
         Only inside an operation that is being carried out: the ranks agree, and wait for each other.
         """
         loan = self._comm.lend("gradients", "gradients")
         self._loans.setdefault(borrower, []).append(loan)
-        comm = loan.comm
-        self.serve.pop(self._step_on.get(comm, ""), None)
-        self._step_on[comm] = step
-        self.serve[step] = lambda: serve(comm)
-        return comm
+        self.serve.pop(self._step_on.get(loan.comm, ""), None)
+        self._step_on[loan.comm] = step
+        return loan.comm
 
     def retire(self, step: str) -> None:
         """Serve a step whose optimizer is gone on this rank a while longer; forget the oldest."""

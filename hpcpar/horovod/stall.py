@@ -52,38 +52,27 @@ class StallInspector:
             return
         self._last_s = now_s
         late = list(self._watched.late(missing))
-        names = {name for name, _, _ in late}
-        self._first_seen_s = {name: s for name, s in self._first_seen_s.items() if name in names}
-        self._told &= names
-        waits = []
-        for name, asked_s, ranks in late:
-            since_s = self._first_seen_s.setdefault(name, asked_s or now_s)
-            waits.append((now_s - since_s, name, ranks))
-        shutdown_s = self._knobs.stall_shutdown_s
+        seen = {name: self._first_seen_s.get(name, asked_s or now_s) for name, asked_s, _ in late}
+        self._first_seen_s, self._told = seen, self._told & seen.keys()
+        check_s, shutdown_s = self._knobs.stall_check_s, self._knobs.stall_shutdown_s
+        waits = [(now_s - seen[name], name, ranks) for name, _, ranks in late]
         lost = [(name, ranks) for wait_s, name, ranks in waits if 0 < shutdown_s < wait_s]
+        stalled = [wait for wait in waits if wait[0] > check_s]
         if lost:
             # What is over the limit first may only follow from another wait, which tells the cause.
-            stalled = [
-                (name, ranks)
-                for wait_s, name, ranks in waits
-                if self._knobs.stall_check_s < wait_s <= shutdown_s
-            ]
+            others = [(name, ranks) for wait_s, name, ranks in stalled if wait_s <= shutdown_s]
             raise HorovodInternalError(
                 f"not asked for by all ranks within {format_duration(shutdown_s)} "
                 f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): {_told(lost)}"
-                + (f". Stalled as well: {_told(stalled)}" if stalled else "")
+                + (f". Stalled as well: {_told(others)}" if others else "")
             )
-        fresh = [
-            (name, ranks)
-            for wait_s, name, ranks in waits
-            if wait_s > self._knobs.stall_check_s and name not in self._told
-        ]
+        fresh = [(name, ranks) for _, name, ranks in stalled if name not in self._told]
         if fresh:
             self._told.update(name for name, _ in fresh)
             log.warning(
                 "stalled for more than %s: %s. Ranks may ask for operations in any order, but all ranks must "
                 "ask for all of them; a rank may also be busy, stopped or dead.",
-                format_duration(self._knobs.stall_check_s),
+                format_duration(check_s),
                 _told(fresh),
             )
 

@@ -12,6 +12,7 @@ import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from functools import cache as _cache
 from typing import Any, TypeVar
 
@@ -23,30 +24,11 @@ T = TypeVar("T")
 
 EXTENSIONS = ("torch",)
 
-__all__ = [
-    "EXTENSIONS",
-    "HorovodVersionMismatchError",
-    "_cache",
-    "ccl_built",
-    "check_extension",
-    "check_installed_version",
-    "ddl_built",
-    "env",
-    "extension_available",
-    "get_average_backwards_compatibility_fun",
-    "get_ext_suffix",
-    "get_extension_full_path",
-    "get_version_mismatch_message",
-    "gloo_built",
-    "gpu_available",
-    "in_thread",
-    "is_iterable",
-    "is_version_greater_equal_than",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "split_list",
-]
+__all__ = ["EXTENSIONS", "HorovodVersionMismatchError", "_cache", "env", "get_version_mismatch_message"]
+__all__ += ["check_extension", "check_installed_version", "extension_available", "gpu_available"]
+__all__ += ["get_average_backwards_compatibility_fun", "get_ext_suffix", "get_extension_full_path"]
+__all__ += ["ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built"]
+__all__ += ["in_thread", "is_iterable", "is_version_greater_equal_than", "num_rank_is_power_2", "split_list"]
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -95,30 +77,18 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return torch.cuda.is_available()
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    return _answer("mpi_built")
+def _query(name: str) -> Callable[..., bool]:
+    def built(verbose: bool = False) -> bool:
+        from hpcpar.horovod import basics
+
+        return bool(getattr(basics, name)())
+
+    return built
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    return _answer("gloo_built")
-
-
-def nccl_built(verbose: bool = False) -> bool:
-    return _answer("nccl_built")
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    return _answer("ddl_built")
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    return _answer("ccl_built")
-
-
-def _answer(query: str) -> bool:
-    from hpcpar.horovod.torch import mpi_ops
-
-    return bool(getattr(mpi_ops, query)())
+mpi_built, gloo_built, nccl_built, ddl_built, ccl_built = map(
+    _query, ("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built")
+)
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, Any], Any]:
@@ -172,14 +142,10 @@ def in_thread(
     """
     arguments = tuple(args)
 
-    def quietly() -> None:
-        try:
+    def call() -> None:
+        with suppress(Exception) if silent else nullcontext():
             target(*arguments)
-        except Exception:  # what `silent` asks for
-            return
 
-    thread = threading.Thread(
-        target=quietly if silent else target, args=() if silent else arguments, name=name, daemon=daemon
-    )
+    thread = threading.Thread(target=call, name=name, daemon=daemon)
     thread.start()
     return thread

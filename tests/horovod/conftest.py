@@ -1,10 +1,11 @@
-"""What the tests of Horovod's API share: one initialization, process sets, jobs of their own."""
+"""Fixtures of the tests of Horovod's API: one initialization, process sets, jobs of their own."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,22 @@ def hvd() -> ModuleType:
 
 
 @pytest.fixture
+def small_buckets(hvd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make buckets so small that the models of tests have several."""
+    from hpcpar.horovod.basics import the_context
+
+    context = the_context()
+    monkeypatch.setattr(context, "knobs", replace(context.knobs, fusion_threshold_nbytes=300))
+
+
+@pytest.fixture
+def by_stage(hvd: ModuleType, request: pytest.FixtureRequest) -> None:
+    """Have small buckets where a test has a `stage` of ZeRO; `None` averages whole gradients."""
+    if "stage" in request.fixturenames and request.node.callspec.params["stage"]:
+        request.getfixturevalue("small_buckets")
+
+
+@pytest.fixture
 def halves(hvd: ModuleType) -> Iterator[list[Any]]:
     """Process sets of the ranks with even and with odd numbers; of one rank alone: the global one."""
     if hvd.size() == 1:
@@ -73,14 +90,14 @@ def half(halves: list[Any]) -> Any:
 
 @pytest.fixture
 def needs_two(hvd: ModuleType) -> None:
-    """What takes two ranks that disagree."""
+    """Skip on one rank: it cannot disagree with itself."""
     if hvd.size() < 2:
         pytest.skip("one rank cannot disagree with itself")
 
 
 @pytest.fixture
 def brought() -> Callable[..., torch.Tensor]:
-    """What a rank brings: small whole numbers, so that sums and products are exact in every type.
+    """Inputs of a rank: small whole numbers, so that sums and products are exact in every type.
 
     `brought(rank, shape, dtype=…, salt=…)`: 1, 2 or 3, others for another salt.
     """

@@ -25,7 +25,7 @@ def python(code: str, *options: str, cwd: Path | None = None) -> subprocess.Comp
 
 
 def aliased(code: str, *, cwd: Path | None = None) -> str:
-    """What the code prints where the alias has been installed."""
+    """Return what the code prints after the alias has been installed."""
     done = python(f"from hpcpar.horovod import alias\nalias.install()\n{code}", cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -90,12 +90,12 @@ print(horovod.__version__)
 """,
     "no part": missing("torch.nothing"),
 }
-"""What imports torch anyway."""
+"""Programs that import torch anyway."""
 
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, str]:
-    """What each of IN_COPIES prints in a copy of one process that has imported torch, and nothing of ours.
+    """Run IN_COPIES, each in a copy of one process that has imported torch, and nothing of ours.
 
     That import takes longer than all else, and so does the orderly end of a process that has it.
     """

@@ -230,7 +230,9 @@ SIGNATURES |= {
 def test_the_arguments_are_named_and_ordered_as_in_horovod(name):
     import hpcpar.horovod.torch as hvd
 
-    parameters = inspect.signature(getattr(hvd, name)).parameters
+    function = getattr(hvd, name)
+    parameters = inspect.signature(function).parameters
+    assert (function.__name__, len(function.__doc__) > 20) == (name, True)
     for (known, parameter), promised in zip(parameters.items(), SIGNATURES[name].split(), strict=True):
         argument, is_optional, default = promised.partition("=")
         assert known == argument

@@ -22,7 +22,7 @@ HAS_MPIEXEC = bool(
 
 
 def train(file: Path, start: list[str], *options: str) -> tuple[dict[str, Any], str]:
-    """What a run leaves in its file, and what it prints."""
+    """Return what a run leaves in its file, and what it prints."""
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PMI_")}
     done = subprocess.run(
         [sys.executable, "-m", *start, str(SCRIPT), "--double", "--save", str(file), *options],

@@ -39,7 +39,7 @@ def engine_over(comm: Communicator, engine_group: EngineGroup | None = None, **k
 
 
 def with_engines(size: int, work: Callable[[Engine], T], *, nodes: Any = None, **knobs: Any) -> list[T]:
-    """What `work` returns on every rank."""
+    """Return the results of `work` on every rank."""
     return run_loopback(size, lambda comm: work(engine_over(comm, **knobs)), nodes=nodes)
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_kept_of_thousands_of_unnamed_operations():
 
 
 def sizes_of(owner: object, name: str = "engine", seen: set[int] | None = None) -> dict[str, int]:
-    """Of everything that an engine holds, directly or by an object of this package: how many entries."""
+    """Count the entries of all containers that an engine holds, also by objects of this package."""
     seen = set() if seen is None else seen
     found: dict[str, int] = {}
     for key, value in getattr(owner, "__dict__", {}).items():

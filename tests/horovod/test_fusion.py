@@ -68,7 +68,7 @@ def test_there_is_no_room_until_others_give_it_back():
 
 
 def test_what_has_no_elements_disturbs_no_one():
-    """It takes room of its own, or none, but never the next one's."""
+    """A layout without elements never takes the next one's space."""
     buffer = buffer_of(512)
     first = buffer.take(torch.float32, ((8,),))
     nothing = buffer.take(torch.int32, ((0,),))

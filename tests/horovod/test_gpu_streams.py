@@ -23,7 +23,7 @@ from tests.horovod.test_engine import all_of, brought, ticket, total, with_engin
 
 
 class Notes:
-    """In the place of `GpuStreams`: what was called when, and whether in the engine's stream."""
+    """Stand-in of `GpuStreams` that notes its calls, and which came in the engine's stream."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, bool]] = []
@@ -156,7 +156,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """In the place of torch's: the current one, under "now", and those that were made."""
+    """Stand-ins of torch's streams: the current one, under "now", and those that were made."""
     found: dict[str, Any] = {"now": Stream("caller's"), "made": []}
 
     def make(device: torch.device) -> Stream:

@@ -38,7 +38,7 @@ class Ranks:
         return common
 
     def end(self, common: bytes, then: random.Random | None = None) -> list[ReadyRequest]:
-        """What is ready, which must be the same everywhere; the last one to join, when all have."""
+        """Return what is ready, which must be the same on all ranks."""
         answers = [negotiation.conclude(common) for negotiation in self.of]
         told_more = {answer is None for answer in answers}
         assert len(told_more) == 1, "all ranks must tell each other more, or none"
@@ -63,7 +63,7 @@ class Ranks:
         return lasts.pop()
 
     def names(self) -> list[str]:
-        """What a round makes ready, when nothing is wrong."""
+        """Return the names that a round makes ready, none of them with an error."""
         found = self.round()
         assert [one.error for one in found] == [None] * len(found)
         return [one.request.name for one in found]

@@ -159,3 +159,106 @@ def test_looking_often_costs_nothing(clock, caplog):
         clock.s += 1e-4
         inspector.inspect(())
     assert watched.asked <= 3
+
+
+SKIPPED = """
+import logging
+import torch
+import hpcpar.horovod.torch as hvd
+
+warned = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        warned.append((time.perf_counter() - began, record.getMessage()))
+
+hvd.init()
+logging.getLogger("hpcpar").addHandler(Keep())
+rank = hvd.rank()
+hvd.barrier()
+began = time.perf_counter()
+names = [f"loss.{k}" for k in range(50) if (k, rank) != (7, 1)]
+handles = {name: hvd.allreduce_async(torch.ones(2), name=name, op=hvd.Sum) for name in names}
+# Nobody holds them up: what they wait for would come after the error only.
+results = {name: hvd.synchronize(handles[name]).tolist() for name in names if name != "loss.7"}
+tell(results=results)
+late = error_of(lambda: hvd.synchronize(handles["loss.7"]) if rank != 1 else hvd.barrier())
+ended_s = time.perf_counter() - began
+after = error_of(lambda: hvd.allreduce(torch.ones(1)))
+tell(warned=warned, late=late, ended_s=ended_s, after=after)
+files = [Path(sys.argv[1]) / f"{number}.json" for number in range(int(sys.argv[2]))]
+while not all(file.exists() and "after" in json.loads(file.read_text()) for file in files):
+    time.sleep(0.05)  # who leaves ends the others
+os._exit(0)
+"""
+
+
+def test_a_rank_that_skips_one_is_named_on_every_rank_and_the_wait_is_ended(job):
+    size = 3
+    told = job(
+        size,
+        SKIPPED,
+        fails=True,
+        HOROVOD_STALL_CHECK_TIME_SECONDS="1",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3",
+    )
+    for rank, of_rank in enumerate(told):
+        assert list(of_rank["results"].values()) == [[float(size)] * 2] * 49
+        about = [(s, text) for s, text in of_rank["warned"] if "allreduce.loss.7" in text]
+        assert about, f"rank {rank} says nothing"
+        when_s, text = about[0]
+        assert 1.0 < when_s < of_rank["ended_s"]
+        assert "allreduce.loss.7 waits for rank 1" in text
+        kind, kinds, message = of_rank["late"]
+        assert kind == "HorovodInternalError"
+        assert "RuntimeError" in kinds
+        assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in message
+        assert "rank 1" in message
+        assert of_rank["ended_s"] > 3.0
+        assert of_rank["after"][0] == "HorovodInternalError"
+
+
+LATE = """
+import logging
+import torch
+import hpcpar.horovod.torch as hvd
+
+warnings = Path(sys.argv[1]) / "warnings"
+if detect().rank == 0:
+    logging.getLogger("hpcpar").addHandler(logging.FileHandler(warnings))
+
+# Until rank 0 says so; unchecked, for longer than it would take to say so.
+def be_busy(what):
+    end_s = time.monotonic() + (15 if life == "checked" else 1.5)
+    while time.monotonic() < end_s and not (warnings.exists() and what in warnings.read_text()):
+        time.sleep(0.02)
+
+sums = []
+for life in ("checked", "unchecked"):
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 1:
+        be_busy(f"{life}.polled")
+    polled = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name=f"{life}.polled")
+    while not hvd.poll(polled):
+        pass
+    sums.append(hvd.synchronize(polled).item())
+    for name in ("waited", "gathered"):
+        hvd.barrier()
+        if hvd.rank() == 1:
+            be_busy(f"{life}.{name}")
+        call = hvd.allreduce if name == "waited" else hvd.allgather
+        sums.append(call(torch.ones(1), name=f"{life}.{name}").sum().item())
+    hvd.shutdown()
+    os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
+tell(sums=sums)
+"""
+
+
+def test_a_rank_that_is_busy_is_named_while_it_is_and_all_goes_on_unless_it_is_switched_off(job, tmp_path):
+    """A program may poll, wait for one small all-reduce by blocking calls, or wait for the queue."""
+    told = job(2, LATE, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    assert [of_rank["sums"] for of_rank in told] == [[2.0, 1.0, 2.0] * 2] * 2
+    warned = (tmp_path / "warnings").read_text()
+    for name in ("allreduce.checked.polled", "allreduce.checked.waited", "allgather.checked.gathered"):
+        assert f"{name} waits for rank 1" in warned
+    assert "unchecked" not in warned + told[0]["printed"]

@@ -42,7 +42,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The reduced tensor as the original's dtype has it."""
+        """Return the reduced tensor in the original's dtype."""
         return tensor
 
 
@@ -53,25 +53,31 @@ class NoneCompressor(Compressor):
 class FP16Compressor(Compressor):
     """float32 and float64 as float16, held within ±65504; all other dtypes as they are."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return _compress(tensor, torch.float16)
+    narrow = torch.float16
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Narrow float32 and float64; of a sparse tensor the values, at the same indices. Differentiable."""
+        if tensor.dtype not in (torch.float32, torch.float64):
+            return tensor, tensor.dtype
+        if not tensor.is_sparse:
+            return _narrow(tensor, cls.narrow), tensor.dtype
+        values = _narrow(tensor._values(), cls.narrow)
+        coalesced = tensor.is_coalesced()
+        narrow = torch.sparse_coo_tensor(
+            tensor._indices(), values, tensor.shape, is_coalesced=coalesced, check_invariants=False
+        )
+        return narrow, tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return _decompress(tensor, ctx)
+        return tensor if ctx is None else tensor.to(ctx)
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(FP16Compressor):
     """float32 and float64 as bfloat16, held within ±3.39e38; all other dtypes as they are."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return _compress(tensor, torch.bfloat16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return _decompress(tensor, ctx)
+    narrow = torch.bfloat16
 
 
 class Compression:
@@ -82,28 +88,8 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def _compress(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:
-    """Narrow float32 and float64; of a sparse tensor the values, at the same indices. Differentiable."""
-    if tensor.dtype not in (torch.float32, torch.float64):
-        return tensor, tensor.dtype
-    if not tensor.is_sparse:
-        return _narrow(tensor, dtype), tensor.dtype
-    narrow = torch.sparse_coo_tensor(
-        tensor._indices(),
-        _narrow(tensor._values(), dtype),
-        tensor.shape,
-        is_coalesced=tensor.is_coalesced(),
-        check_invariants=False,
-    )
-    return narrow, tensor.dtype
-
-
-def _decompress(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
-
-
 def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in `dtype`, finite where it is finite."""
+    """Return the tensor in `dtype`; finite values stay finite."""
     limit = torch.finfo(dtype).max
     if tensor.device.type == "cpu":
         if tensor.numel() == 0:
@@ -126,7 +112,7 @@ def _warn_of_clamping(tensor: torch.Tensor, dtype: torch.dtype, limit: float) ->
             f"compression to {str(dtype).removeprefix('torch.')}: {beyond} of {tensor.numel()} values are "
             f"beyond ±{limit:g} and were held there; clip or scale the gradients, or use Compression.bf16 "
             f"(said once)",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -94,7 +95,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, on every rank of the process set; what other ranks pass is ignored. Collective.
+    """Return the root's object on every rank of the process set; other ranks' are ignored. Collective.
 
     obj         what pickle can carry, or cloudpickle where that is installed (functions, lambdas)
     root_rank   a rank of the whole job, also with a process set
@@ -115,7 +116,7 @@ def broadcast_object(
 def allgather_object(
     obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
-    """The objects of all ranks of the process set, in rank order, on every one of them. Collective.
+    """Return the objects of all ranks of the process set, in rank order, on each of them. Collective.
 
     errors   PeerFailedError on every rank when one cannot pickle its object
     """
@@ -135,7 +136,7 @@ def allgather_object(
 
 
 def _named(params: Any) -> list[Named]:
-    """(name, tensor) pairs, those of a dict sorted by name; ValueError when they are something else."""
+    """Return (name, tensor) pairs, those of a dict sorted by name; ValueError for anything else."""
     if isinstance(params, Mapping):
         pairs: list[tuple[Any, Any]] = sorted(params.items())
     elif isinstance(params, list | tuple):
@@ -234,7 +235,7 @@ class _Slot:
 
 
 def _tree(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's own tensors, not copies; state that no parameter has goes by its own key."""
+    """Return the optimizer's own tensors, not copies; state that no parameter has goes by its own key."""
     positions = {parameter: position for position, parameter in enumerate(_parameters(optimizer))}
     return {
         "state": {positions.get(key, key): values for key, values in optimizer.state.items()},
@@ -248,17 +249,27 @@ def _tree(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _filled_tree(
     outline: dict[str, Any], own: dict[str, Any], parameters: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """The tree to receive into; what belongs to no one parameter goes where the first one is."""
+    """Return the tree to receive into: this rank's own tensors where they fit, else new ones without values.
+
+    State that belongs to no one parameter goes to the device of the first.
+    """
     first = parameters[0].device if parameters else torch.device("cpu")
-    return {
-        "state": {
-            key: _filled(
-                value, own["state"].get(key), parameters[key].device if isinstance(key, int) else first
-            )
-            for key, value in outline["state"].items()
-        },
-        "options": _filled(outline["options"], own["options"], first),
+
+    def filled(outline: Any, own: Any, device: torch.device) -> Any:
+        def fill(slot: Any, mine: Any) -> Any:
+            if not isinstance(slot, _Slot):
+                return slot
+            if isinstance(mine, torch.Tensor) and (mine.shape, mine.dtype) == (slot.shape, slot.dtype):
+                return mine
+            return torch.empty(slot.shape, dtype=slot.dtype, device="cpu" if slot.on_host else device)
+
+        return _mapped(fill, outline, own)
+
+    state = {
+        key: filled(value, own["state"].get(key), parameters[key].device if isinstance(key, int) else first)
+        for key, value in outline["state"].items()
     }
+    return {"state": state, "options": filled(outline["options"], own["options"], first)}
 
 
 def _adopt(optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:
@@ -284,51 +295,37 @@ def _zero_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _outlined(tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return _Slot(tree.shape, tree.dtype, tree.device.type == "cpu")
+    return _mapped(
+        lambda leaf, _: (
+            _Slot(leaf.shape, leaf.dtype, leaf.is_cpu) if isinstance(leaf, torch.Tensor) else leaf
+        ),
+        tree,
+    )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Return all tensors of a tree, in an order that only the outline decides."""
+    leaves: list[Any] = []
+    _mapped(lambda leaf, _: leaves.append(leaf), tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _mapped(function: Callable[[Any, Any], Any], tree: Any, other: Any = None) -> Any:
+    """Replace each leaf of nested dicts, lists and tuples by function(leaf, leaf of `other` in its place)."""
     if type(tree) is dict:
-        return {key: _outlined(value) for key, value in tree.items()}
+        others = other if type(other) is dict else {}
+        return {key: _mapped(function, value, others.get(key)) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_outlined(value) for value in tree)
-    return tree
-
-
-def _filled(outline: Any, own: Any, device: torch.device) -> Any:
-    """The outline with tensors: this rank's own where one fits, else new ones without values."""
-    if isinstance(outline, _Slot):
-        place = torch.device("cpu") if outline.on_host else device
-        if isinstance(own, torch.Tensor) and (own.shape, own.dtype) == (outline.shape, outline.dtype):
-            return own
-        return torch.empty(outline.shape, dtype=outline.dtype, device=place)
-    if type(outline) is dict:
-        mine = own if type(own) is dict else {}
-        return {key: _filled(value, mine.get(key), device) for key, value in outline.items()}
-    if type(outline) in (list, tuple):
-        theirs = list(own) if type(own) in (list, tuple) else []
-        theirs += [None] * (len(outline) - len(theirs))
-        return type(outline)(
-            _filled(value, mine, device) for value, mine in zip(outline, theirs, strict=False)
-        )
-    return outline
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Iterate over all tensors of a tree, in an order that only the outline decides."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif type(tree) is dict:
-        for value in tree.values():
-            yield from _tensors(value)
-    elif type(tree) in (list, tuple):
-        for value in tree:
-            yield from _tensors(value)
+        listed = other[: len(tree)] if type(other) in (list, tuple) else ()
+        return type(tree)(_mapped(function, value, mine) for value, mine in zip_longest(tree, listed))
+    return function(tree, other)
 
 
 # Objects
 
 
 def _pickled(value: Any) -> tuple[torch.Tensor, Exception | None]:
-    """The pickle as bytes; or the reason why there is none, as bytes and as an exception."""
+    """Return the pickle as bytes; or the reason why there is none, as bytes and as an exception."""
     try:
         return _octets(_pickler().dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), None
     except Exception as failure:  # whatever an object's own code raises; the other ranks must hear of it

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from hpcpar.horovod.engine import Engine
     from hpcpar.horovod.process_sets import ProcessSet
 
-_ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
-"""Compressors that may be given whole buckets; a user's own sees each gradient by itself, in its shape."""
-
 _DENSE, _SPARSE = 1, 2
 
 ADVICE = (
@@ -65,6 +62,11 @@ class ReductionOptions:
     bucket_bytes: int
     groups: Sequence[Sequence[Tensor]]
     sparse_as_dense: bool
+
+    @property
+    def sees_each_gradient(self) -> bool:
+        """True for a user's own compressor: it gets each gradient by itself, in its shape."""
+        return self.compression not in (Compression.none, Compression.fp16, Compression.bf16)
 
     def reduce(self, comm: Communicator, packed: Tensor, dtype: torch.dtype) -> Any:
         """Begin the reduction of gradients of this type that have been compressed."""
@@ -97,29 +99,29 @@ class AllreduceBuckets:
     def __init__(
         self,
         comm: Communicator,
-        ways: ReductionOptions,
+        options: ReductionOptions,
         observer: TimelineObserver,
         named: Sequence[Named],
         is_newcomer: Callable[[], bool],
     ) -> None:
         self.newcomers = False
-        self._comm, self._ways, self._observer = comm, ways, observer
+        self._comm, self._options, self._observer = comm, options, observer
         self._named = named
         self._is_newcomer = is_newcomer
 
     def start(self, flat: Tensor, bucket: Bucket) -> Pending:
-        ways, gradient = self._ways, flat
-        if ways.compression not in _ELEMENTWISE:
+        options, gradient = self._options, flat
+        if options.sees_each_gradient:
             _, parameter = self._named[bucket.members[0]]
             gradient = view_like(flat, 0, flat.numel(), parameter)
-        packed, context = ways.compression.compress(gradient)
+        packed, context = options.compression.compress(gradient)
         self._observer.bucket_leaves([name for name, _ in self._shown(bucket)])
-        handle = ways.reduce(self._comm, packed, flat.dtype)
+        handle = options.reduce(self._comm, packed, flat.dtype)
 
         def finish() -> None:
             reduced = handle.wait()
             if reduced is not flat:
-                gradient.copy_(ways.compression.decompress(reduced, context))
+                gradient.copy_(options.compression.decompress(reduced, context))
             self._observer.bucket_done(
                 [(name, str(p.dtype).removeprefix("torch."), p.shape) for name, p in self._shown(bucket)]
             )
@@ -153,23 +155,28 @@ class _Waitable(NamedTuple):
     wait: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class _Zeros:
-    """Zeros that a rank that has joined brings to the others' steps, without their optimizer.
+def _bringing_zeros(
+    comm: Communicator, options: ReductionOptions, parameters: Sequence[Tensor], buckets: Sequence[Bucket]
+) -> Callable[[], None]:
+    """Make what a rank that has joined does in the others' steps, without their optimizer.
 
-    buckets  shape, element type and device of each; of gradients where each has a bucket
+    It begins all of a step's collectives, which are done when the others have come to them.
     """
+    options = replace(options, groups=())
+    count = len(parameters)
+    firsts = [parameters[bucket.members[0]] for bucket in buckets]
+    shapes = [
+        (tuple(first.shape) if options.sees_each_gradient else (bucket.numel,), first.dtype, first.device)
+        for bucket, first in zip(buckets, firsts, strict=True)
+    ]
 
-    ways: ReductionOptions
-    buckets: Sequence[tuple[tuple[int, ...], torch.dtype, torch.device]]
-    parameters: int
+    def bring() -> None:
+        for shape, dtype, device in shapes:
+            packed, _ = options.compression.compress(torch.zeros(shape, dtype=dtype, device=device))
+            options.reduce(comm, packed, dtype)
+        comm.start_allreduce(np.zeros(usage_map_nbytes(count) + 1, dtype=np.uint8), "or")
 
-    def bring(self, comm: Communicator) -> None:
-        """Begin all of a step's collectives; they are done when the others have come to them."""
-        for shape, dtype, device in self.buckets:
-            packed, _ = self.ways.compression.compress(torch.zeros(shape, dtype=dtype, device=device))
-            self.ways.reduce(comm, packed, dtype)
-        comm.start_allreduce(np.zeros(usage_map_nbytes(self.parameters) + 1, dtype=np.uint8), "or")
+    return bring
 
 
 class Gradients:
@@ -183,17 +190,16 @@ class Gradients:
         self,
         named: Sequence[Named],
         process_set: ProcessSet,
-        engine: Engine,
-        ways: ReductionOptions,
+        options: ReductionOptions,
         passes: int,
         *,
         is_copy: bool = False,
     ) -> None:
         self.named = list(named)
         self.passes = passes
-        self._engine = engine
-        self._process_set = process_set
-        self._ways = ways
+        engine = process_set._engine
+        assert engine is not None, "this rank is included"
+        self._engine, self._process_set, self._options = engine, process_set, options
         self._served: list[str] = []
         self._name = ""
         self._reducers: list[tuple[Reducer, AllreduceBuckets]] = []
@@ -272,7 +278,7 @@ class Gradients:
             reducer.close()
 
     def _start_sparse(self, sparse: Sequence[Named]) -> list[Callable[[], None]]:
-        return start_sparse(sparse, self._name, self._ways, self._process_set)
+        return start_sparse(sparse, self._name, self._options, self._process_set)
 
     def _take_name(self) -> None:
         self._name = self._engine.next_optimizer()
@@ -290,7 +296,7 @@ class Gradients:
         if not self._name:
             self._take_name()
         made: list[tuple[list[Reducer], list[Named]]] = []
-        content = f"{self._ways}, backward_passes_per_step={self.passes}"
+        content = f"{self._options}, backward_passes_per_step={self.passes}"
         ticket = Ticket(
             TensorRequest(self._layout_name, "schedule", content=content),
             on_ready=lambda: made.append(self._make()),
@@ -321,44 +327,38 @@ class Gradients:
                 self._counters.pop(id(parameter)).remove()
         if not dense:
             return [], sparse
-        step = f"{self._name}.step.{self._layouts}"
-        most = max(1, self._ways.bucket_bytes) if self._ways.compression in _ELEMENTWISE else 1
-        parameters = [parameter for _, parameter in dense]
-        buckets: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
-        zeros = _Zeros(replace(self._ways, groups=()), buckets, len(parameters))
-        comm = self._engine.steps.lend_communicator(self, step, zeros.bring)
-        reference = weakref.ref(self)
-        buckets_of = AllreduceBuckets(
-            comm, self._ways, self._engine.observer, dense, lambda: _has_newcomer(reference)
-        )
-        request = TensorRequest(step, "schedule", content=f"{len(dense)} parameters")
+        return [self._make_reducer(dense)], sparse
 
-        engine = self._engine
+    def _make_reducer(self, dense: Sequence[Named]) -> Reducer:
+        """Make the reducer of these parameters' gradients, on a communicator of its own. Collective."""
+        options, engine = self._options, self._engine
+        parameters = [parameter for _, parameter in dense]
+        most = 1 if options.sees_each_gradient else max(1, options.bucket_bytes)
+        step = f"{self._name}.step.{self._layouts}"
+        comm = engine.steps.lend_communicator(self, step)
+        reference = weakref.ref(self)
+        reduction = AllreduceBuckets(comm, options, engine.observer, dense, lambda: _has_newcomer(reference))
+        request = TensorRequest(step, "schedule", content=f"{len(dense)} parameters")
 
         def ask(on_ready: OnReady) -> Ticket:
             ticket = Ticket(request, on_ready=on_ready)
             engine.submit([ticket])  # not self's: the optimizer is to go with its last reference
             return ticket
 
-        gate = BucketGate(engine, buckets_of, ask, buckets_of.show_asked)
         reducer = Reducer(
             dense,
             comm,
             bucket_bytes=most,
             first_bucket_bytes=min(most, FIRST_BUCKET_BYTES),
             passes=self.passes,
-            groups=self._ways.groups if self._ways.compression in _ELEMENTWISE else (),
+            groups=() if options.sees_each_gradient else options.groups,
             sparse_as_dense=True,  # where another rank's is dense, and in a later step: so the sum is, too
-            reduction=gate,
+            reduction=BucketGate(engine, reduction, ask, reduction.show_asked),
             advice=ADVICE,
         )
-        for bucket in reducer.buckets:
-            first = parameters[bucket.members[0]]
-            is_whole = self._ways.compression in _ELEMENTWISE
-            shape = (bucket.numel,) if is_whole else tuple(first.shape)
-            buckets.append((shape, first.dtype, first.device))
-        self._reducers.append((reducer, buckets_of))
-        return [reducer], sparse
+        engine.steps.serve[step] = _bringing_zeros(comm, options, parameters, reducer.buckets)
+        self._reducers.append((reducer, reduction))
+        return reducer
 
     def _serve_layout(self) -> None:
         """Register what this rank does after join() when the others lay out their gradients."""
@@ -367,8 +367,8 @@ class Gradients:
         fresh = self._without_bucket()
         shapes = [(of, torch.empty_like(p, device="meta"), p.device) for of, p in fresh]
         places = {id(parameter): place for place, (_, parameter) in enumerate(fresh)}
-        groups = [[places[id(p)] for p in group if id(p) in places] for group in self._ways.groups]
-        ways = replace(self._ways, groups=())
+        groups = [[places[id(p)] for p in group if id(p) in places] for group in self._options.groups]
+        options = replace(self._options, groups=())
 
         def serve() -> None:
             alive = reference()
@@ -376,8 +376,8 @@ class Gradients:
                 named = [
                     (of, nn.Parameter(torch.empty_like(shape, device=place))) for of, shape, place in shapes
                 ]
-                kept = replace(ways, groups=[[named[place][1] for place in group] for group in groups])
-                alive = Gradients(named, process_set, engine, kept, passes, is_copy=True)
+                kept = replace(options, groups=[[named[place][1] for place in group] for group in groups])
+                alive = Gradients(named, process_set, kept, passes, is_copy=True)
                 alive._name, alive._layouts = name, layouts
             alive._make()
 
@@ -393,7 +393,7 @@ class Gradients:
                 kinds[index] = _SPARSE if parameter.grad.is_sparse else _DENSE
         self._engine.setup.allreduce(kinds, "or")
         is_mixed = kinds == _SPARSE | _DENSE
-        if is_mixed.any() and not self._ways.sparse_as_dense:
+        if is_mixed.any() and not self._options.sparse_as_dense:
             name, _ = fresh[int(is_mixed.argmax())]
             raise BufferTypeError(
                 f"the gradient of {name} is sparse on one rank and dense on another; make it one of the "

@@ -8,7 +8,7 @@
     HorovodInternalError on every one of them, at `synchronize`.
 
 Each collective has one function `_start_x(form, tensors, ...)`. The public functions without a gradient are
-made from it by `_public`; those with a gradient are written out, and apply an autograd function of the end.
+made from it by `_public`; the blocking ones that know their gradient have an autograd function, too.
 """
 
 from __future__ import annotations
@@ -20,32 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcpar.horovod import adasum
-from hpcpar.horovod.basics import (
-    HorovodBasics,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from hpcpar.horovod import adasum, basics
+from hpcpar.horovod.basics import *  # noqa: F403  its __all__ is the list of queries
+from hpcpar.horovod.basics import HorovodBasics, rank
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import TensorRequest
 from hpcpar.horovod.operations import Ticket
@@ -57,9 +34,7 @@ from hpcpar.horovod.process_sets import (
 )
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.submission import (
-    GROUP,
     MOVABLE,
-    ONE,
     REDUCIBLE,
     Adasum,
     Average,
@@ -84,66 +59,15 @@ from hpcpar.horovod.torch.submission import (
 from hpcpar.horovod.util import get_average_backwards_compatibility_fun, num_rank_is_power_2  # noqa: F401
 from hpcpar.uncompiled import uncompiled
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum"]
+__all__ += basics.__all__
+__all__ += ["add_process_set", "global_process_set", "remove_process_set"]
+__all__ += ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "sparse_allreduce_async"]
+__all__ += ["grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"]
+__all__ += ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
+__all__ += ["alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+__all__ += ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+__all__ += ["barrier", "join", "poll", "synchronize"]
 
 _basics = HorovodBasics()
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
@@ -228,40 +152,194 @@ def _start_reducescatter(
     return submit(engine, tickets, form.is_group)
 
 
-def _public(start: Callable[..., int], name: str, doc: str) -> Callable[..., Any]:
+def _public(name: str, doc: str) -> Callable[..., Any]:
     """Make a public function, with a signature and a docstring of its own; its name tells its form.
 
     grouped_…   takes a list of tensors
     …_async     returns a handle, else the result
     …_          in place
+
+    Those into new tensors that block have a gradient, and `compression` if they reduce.
     """
+    kind = next(kind for kind in _COLLECTIVES if kind in name)
+    start, _ = _COLLECTIVES[kind]
+    function = _FUNCTIONS.get(name)
     form = Form(is_group=name.startswith("grouped_"), in_place=name.endswith("_"))
     blocking = "_async" not in name
-
-    if form.is_group:
-
-        def call(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-            handle = start(form, tensors, *args, **kwargs)
-            return synchronize(handle) if blocking else handle
-    else:
-
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
-            handle = start(form, [tensor], *args, **kwargs)
-            return synchronize(handle) if blocking else handle
-
     _, first, *others = inspect.signature(start).parameters.values()
-    result = ("list[Tensor]" if form.is_group else "Tensor") if blocking else "int"
+    shown = list(others)
+    place = len(others)
+    if function is not None and any(each.name == "op" for each in others):
+        place = 1 + [each.name for each in others].index("name")
+        compression = others[0].replace(name="compression", default=Compression.none, annotation=Any)
+        shown.insert(place, compression)
     if not form.is_group:
         first = first.replace(name="tensor", annotation="Tensor")
+    result = ("list[Tensor]" if form.is_group else "Tensor") if blocking else "int"
+    signature = inspect.Signature([first, *shown], return_annotation=result)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not args:
+            args = (signature.bind(**kwargs).arguments[first.name],)
+            del kwargs[first.name]
+        tensors, rest = (args[0] if form.is_group else args[:1]), args[1:]
+        if function is not None:
+            return _run(function, start, form, tensors, _told(rest, kwargs))
+        handle = start(form, tensors, *rest, **kwargs)
+        return synchronize(handle) if blocking else handle
+
+    def _told(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Return the compression and the other arguments, in order."""
+        told = [kwargs.pop(each.name, each.default) for each in shown[len(rest) :]]
+        is_short = any(value is inspect.Parameter.empty for value in told)
+        if kwargs or is_short or len(rest) > len(shown):
+            signature.bind(None, *rest, **kwargs)  # raises TypeError
+        ordered = [*rest, *told]
+        return (ordered.pop(place) if place < len(others) else Compression.none), tuple(ordered)
+
     call.__name__ = call.__qualname__ = name
     call.__doc__ = doc
-    call.__signature__ = inspect.Signature([first, *others], return_annotation=result)  # type: ignore[attr-defined]
-    call.__annotations__ = {each.name: each.annotation for each in (first, *others)} | {"return": result}
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in (first, *shown)} | {"return": result}
     return uncompiled(call)
 
 
+def _run(
+    function: Any, start: Callable[..., int], form: Form, tensors: Sequence[Tensor], told: tuple[Any, Any]
+) -> Any:
+    """Compress, apply the collective, by its autograd function where a gradient is needed, and decompress."""
+    compression, arguments = told
+    tensors = list(tensors)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    packed = [tensor for tensor, _ in pairs]
+    if start is _start_allreduce and compression is not Compression.none:
+        arguments = _dividing_first(packed, tensors, arguments)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
+        found = function.apply(*arguments, *packed) if form.is_group else function.apply(*packed, *arguments)
+    else:
+        found = synchronize(start(form, packed, *arguments))
+    if not form.is_group:
+        return compression.decompress(found, pairs[0][1])
+    return [compression.decompress(each, context) for each, (_, context) in zip(found, pairs, strict=True)]
+
+
+_Arguments = tuple["bool | None", "str | None", "int | None", float, float, ProcessSet]
+
+
+def _dividing_first(packed: Sequence[Tensor], given: Sequence[Tensor], arguments: _Arguments) -> _Arguments:
+    """Divide before the sum, for averages of tensors narrowed to float16: a sum may leave its range."""
+    average, name, op, before, after, process_set = arguments
+    kinds = {(narrow.dtype, of.dtype is torch.float16) for narrow, of in zip(packed, given, strict=True)}
+    is_average = op == Average or (op is None and average is not False)
+    if kinds != {(torch.float16, False)} or not is_average:
+        return arguments
+    return None, name, Sum, before / (process_set.size() or 1), after, process_set
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def _differentiable(name: str) -> type[torch.autograd.Function]:
+    """Make an autograd function: apply(tensor, *arguments), or apply(*arguments, *tensors) of a group."""
+    group, kind = name.removeprefix("Horovod").startswith("Grouped"), name.lower()
+    kind = next(known for known in _COLLECTIVES if known in kind)
+    start, gradients_of = _COLLECTIVES[kind]
+    form = Form(is_group=group)
+    count = len(inspect.signature(start).parameters) - 2
+
+    def forward(ctx: Any, *given: Any) -> Any:
+        arguments, tensors = (given[:count], given[count:]) if form.is_group else (given[1:], given[:1])
+        ctx.arguments, ctx.shapes = arguments, [tensor.shape for tensor in tensors]
+        result = synchronize(start(form, tensors, *arguments))
+        return tuple(result) if form.is_group else result
+
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        back, nothing = gradients_of(ctx, gradients), (None,) * count
+        return (*nothing, *back) if form.is_group else (*back, *nothing)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
+    function = _FUNCTIONS[f"grouped_{kind}" if group else kind] = type(
+        name, (torch.autograd.Function,), members
+    )
+    return function
+
+
+def _allreduce_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    """All-reduce the gradients by the same operation and factors (Horovod's convention)."""
+    average, _, op, prescale, postscale, process_set = ctx.arguments
+    scaling = {"prescale_factor": prescale, "postscale_factor": postscale}
+    if len(gradients) == 1:
+        return [allreduce(gradients[0], average, op=op, **scaling, process_set=process_set)]
+    reduced: list[Tensor] = grouped_allreduce(gradients, average, op=op, **scaling, process_set=process_set)
+    return reduced
+
+
+def _allgather_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    """Average over the ranks, and take the rows that this rank gave."""
+    _, process_set = ctx.arguments
+    pairs = zip(gradients, ctx.shapes, strict=True)
+    return [_own_rows(gradient, shape[0], process_set) for gradient, shape in pairs]
+
+
+def _own_rows(gradient: Tensor, rows: int, process_set: ProcessSet) -> Tensor:
+    reduced = _averaged(gradient, process_set)
+    everyones: list[int] = allgather(torch.tensor([rows]), process_set=process_set).tolist()
+    own = process_set.rank()
+    assert own is not None, "it took part in the forward"
+    return reduced.narrow(0, sum(everyones[:own]), rows)
+
+
+def _averaged(gradient: Tensor, process_set: ProcessSet) -> Tensor:
+    """Average over the ranks; a complex gradient by its parts, because all-reduces take real ones."""
+    if gradient.is_complex():
+        parts = torch.view_as_real(gradient.resolve_conj())
+        return torch.view_as_complex(_averaged(parts, process_set))
+    reduced: Tensor = allreduce(gradient, op=Average, process_set=process_set)
+    return reduced
+
+
+def _broadcast_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    root_rank, _, process_set = ctx.arguments
+    reduced = _averaged(gradients[0], process_set)
+    if rank() != root_rank:
+        # Zeros with a history: a backward through this one is collective, too.
+        reduced = reduced.masked_fill(torch.ones_like(reduced, dtype=torch.bool), 0)
+    return [reduced]
+
+
+def _reducescatter_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    """Gather the gradients of all ranks' rows; of a sum, times the number of ranks (Horovod's convention)."""
+    _, op, process_set, prescale, postscale = ctx.arguments
+    factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+    scaled = [gradient * factor if factor != 1 else gradient for gradient in gradients]
+    return [allgather(gradient, process_set=process_set) for gradient in scaled]
+
+
+_GradientsOf = Callable[[Any, tuple[Tensor, ...]], Sequence[Tensor]]
+_COLLECTIVES: dict[str, tuple[Callable[..., int], _GradientsOf]] = {
+    "allreduce": (_start_allreduce, _allreduce_gradients),
+    "allgather": (_start_allgather, _allgather_gradients),
+    "broadcast": (_start_broadcast, _broadcast_gradients),
+    "reducescatter": (_start_reducescatter, _reducescatter_gradients),
+}
+"""Kind -> its start, and the gradients of its tensors from those of its results.
+
+The latter are given the context of an autograd function with `arguments` and `shapes`.
+"""
+_FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
+
+HorovodAllreduce = _differentiable("HorovodAllreduce")
+HorovodGroupedAllreduce = _differentiable("HorovodGroupedAllreduce")
+HorovodAllgather = _differentiable("HorovodAllgather")
+HorovodGroupedAllgather = _differentiable("HorovodGroupedAllgather")
+HorovodBroadcast = _differentiable("HorovodBroadcast")
+HorovodReducescatter = _differentiable("HorovodReducescatter")
+HorovodGroupedReducescatter = _differentiable("HorovodGroupedReducescatter")
+
+
+# --- public functions -----------------------------------------------------------------------------
+
 allreduce_async = _public(
-    _start_allreduce,
     "allreduce_async",
     """Begin an all-reduce into a new tensor; returns a handle.
 
@@ -274,40 +352,29 @@ allreduce_async = _public(
               NotImplementedError for Adasum on a number of ranks that is no power of two, or a process set
     """,
 )
-allreduce_async_ = _public(
-    _start_allreduce, "allreduce_async_", "Begin an all-reduce in place; see `allreduce_async`."
-)
+allreduce_async_ = _public("allreduce_async_", "Begin an all-reduce in place; see `allreduce_async`.")
 grouped_allreduce_async = _public(
-    _start_allreduce, "grouped_allreduce_async", "Begin all-reduces done together; returns one handle."
+    "grouped_allreduce_async", "Begin all-reduces done together; returns one handle."
 )
 grouped_allreduce_async_ = _public(
-    _start_allreduce, "grouped_allreduce_async_", "Begin all-reduces in place that are done together."
+    "grouped_allreduce_async_", "Begin all-reduces in place that are done together."
 )
-allreduce_ = _public(_start_allreduce, "allreduce_", "All-reduce in place, without a gradient.")
-grouped_allreduce_ = _public(
-    _start_allreduce, "grouped_allreduce_", "All-reduce several tensors together, in place."
-)
+allreduce_ = _public("allreduce_", "All-reduce in place, without a gradient.")
+grouped_allreduce_ = _public("grouped_allreduce_", "All-reduce several tensors together, in place.")
 allgather_async = _public(
-    _start_allgather,
     "allgather_async",
     "Begin to gather the rows of all ranks' tensors, whose first dimensions may differ.",
 )
 grouped_allgather_async = _public(
-    _start_allgather, "grouped_allgather_async", "Begin all-gathers done together; returns one handle."
+    "grouped_allgather_async", "Begin all-gathers done together; returns one handle."
 )
 broadcast_async = _public(
-    _start_broadcast,
     "broadcast_async",
     "Begin to send the root's tensor to all ranks, into a new tensor. root_rank: of the whole job.",
 )
-broadcast_async_ = _public(
-    _start_broadcast, "broadcast_async_", "Begin to send the root's tensor to all ranks, in place."
-)
-broadcast_ = _public(
-    _start_broadcast, "broadcast_", "Replace the tensor by the root's on every rank, without a gradient."
-)
+broadcast_async_ = _public("broadcast_async_", "Begin to send the root's tensor to all ranks, in place.")
+broadcast_ = _public("broadcast_", "Replace the tensor by the root's on every rank, without a gradient.")
 reducescatter_async = _public(
-    _start_reducescatter,
     "reducescatter_async",
     """Begin a reduce-scatter: every rank gets its rows of the reduction.
 
@@ -317,58 +384,41 @@ reducescatter_async = _public(
     """,
 )
 grouped_reducescatter_async = _public(
-    _start_reducescatter,
     "grouped_reducescatter_async",
     "Begin reduce-scatters done together; returns one handle, whose result is a list.",
 )
-
-
-# --- functions with a gradient --------------------------------------------------------------------
-
-
-@uncompiled
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+allreduce = _public(
+    "allreduce",
     """All-reduce into a new tensor; see `allreduce_async`. Its gradient is an all-reduce of the gradients.
 
     compression   how it travels: Compression.none, .fp16, .bf16, or a Compressor of your own
-    """
-    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
-    packed, context = compression.compress(tensor)
-    if packed is not tensor:
-        arguments = _dividing_first([packed], [tensor], arguments)
-    reduced = _run(HorovodAllreduce, _start_allreduce, ONE, [packed], arguments)
-    result: Tensor = compression.decompress(reduced, context)
-    return result
+    """,
+)
+grouped_allreduce = _public(
+    "grouped_allreduce", "All-reduce several tensors together, into new tensors; see `allreduce`."
+)
+allgather = _public(
+    "allgather",
+    """Gather the rows of all ranks' tensors, in rank order.
 
+    Its gradient is the average over the ranks of the gradients of this rank's rows (Horovod's convention).
+    errors   ValueError for a tensor without dimensions or of a type that cannot be sent
+    """,
+)
+grouped_allgather = _public("grouped_allgather", "Gather the rows of several tensors together.")
+broadcast = _public(
+    "broadcast",
+    """Return the root's tensor, on every rank.
 
-@uncompiled
-def grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """All-reduce several tensors together, into new tensors; see `allreduce`."""
-    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
-    tensors = list(tensors)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    packed = [tensor for tensor, _ in pairs]
-    arguments = _dividing_first(packed, tensors, arguments)
-    reduced = _run(HorovodGroupedAllreduce, _start_allreduce, GROUP, packed, arguments)
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+    Its gradient is the average of the gradients on the root, and zero elsewhere (Horovod's convention).
+    errors   ValueError for a root that is not in the process set
+    """,
+)
+reducescatter = _public(
+    "reducescatter",
+    "Return this rank's rows of the reduction; see `reducescatter_async`. Its gradient is an all-gather.",
+)
+grouped_reducescatter = _public("grouped_reducescatter", "Reduce-scatter several tensors together.")
 
 
 @uncompiled
@@ -406,44 +456,6 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(positions.t(), found, tensor.shape, check_invariants=False)
 
     return wait
-
-
-@uncompiled
-def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """Gather the rows of all ranks' tensors, in rank order.
-
-    Its gradient is the average over the ranks of the gradients of this rank's rows (Horovod's convention).
-    errors   ValueError for a tensor without dimensions or of a type that cannot be sent
-    """
-    result: Tensor = _run(HorovodAllgather, _start_allgather, ONE, [tensor], (name, process_set))
-    return result
-
-
-@uncompiled
-def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Tensor]:
-    """Gather the rows of several tensors together."""
-    return list(_run(HorovodGroupedAllgather, _start_allgather, GROUP, tensors, (name, process_set)))
-
-
-@uncompiled
-def broadcast(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Return the root's tensor, on every rank.
-
-    Its gradient is the average of the gradients on the root, and zero elsewhere (Horovod's convention).
-    errors   ValueError for a root that is not in the process set
-    """
-    arguments = (root_rank, name, process_set)
-    result: Tensor = _run(HorovodBroadcast, _start_broadcast, ONE, [tensor], arguments)
-    return result
 
 
 @uncompiled
@@ -486,42 +498,6 @@ def alltoall(
 
 
 @uncompiled
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Return this rank's rows of the reduction; see `reducescatter_async`. Its gradient is an all-gather."""
-    arguments = (name, op, process_set, prescale_factor, postscale_factor)
-    packed, context = compression.compress(tensor)
-    reduced = _run(HorovodReducescatter, _start_reducescatter, ONE, [packed], arguments)
-    result: Tensor = compression.decompress(reduced, context)
-    return result
-
-
-@uncompiled
-def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
-    """Reduce-scatter several tensors together."""
-    arguments = (name, op, process_set, prescale_factor, postscale_factor)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    packed = [tensor for tensor, _ in pairs]
-    reduced = _run(HorovodGroupedReducescatter, _start_reducescatter, GROUP, packed, arguments)
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
-
-
-@uncompiled
 def join(device: int = -1) -> int:
     """Contribute zeros to the others' sums, as this rank has no more data, until all ranks have joined.
 
@@ -539,126 +515,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     ticket = Ticket(TensorRequest(name, "barrier", serial=serial))
     engine.submit([ticket])
     engine.wait(ticket)
-
-
-def _run(
-    function: Any,
-    start: Callable[..., int],
-    form: Form,
-    tensors: Sequence[Tensor],
-    arguments: tuple[Any, ...],
-) -> Any:
-    """Apply the autograd function where a gradient is needed, else the collective alone."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return function.apply(*arguments, *tensors) if form.is_group else function.apply(*tensors, *arguments)
-    return synchronize(start(form, tensors, *arguments))
-
-
-_Arguments = tuple["bool | None", "str | None", "int | None", float, float, ProcessSet]
-
-
-def _dividing_first(packed: Sequence[Tensor], given: Sequence[Tensor], arguments: _Arguments) -> _Arguments:
-    """Divide before the sum, for averages of tensors narrowed to float16: a sum may leave its range."""
-    average, name, op, before, after, process_set = arguments
-    kinds = {(narrow.dtype, of.dtype is torch.float16) for narrow, of in zip(packed, given, strict=True)}
-    is_average = op == Average or (op is None and average is not False)
-    if kinds != {(torch.float16, False)} or not is_average:
-        return arguments
-    return None, name, Sum, before / (process_set.size() or 1), after, process_set
-
-
-# --- gradients ------------------------------------------------------------------------------------
-
-_Gradients = Callable[[Any, tuple[Tensor, ...]], Sequence[Tensor]]
-
-
-def _differentiable(
-    name: str, start: Callable[..., int], form: Form, gradients_of: _Gradients, count: int
-) -> type[torch.autograd.Function]:
-    """Make an autograd function: apply(tensor, *arguments), or apply(*arguments, *tensors) of a group.
-
-    gradients_of   gradients of the tensors from those of the results; ctx has `arguments` and `shapes`
-    count          number of arguments
-    """
-
-    def forward(ctx: Any, *given: Any) -> Any:
-        arguments, tensors = (given[:count], given[count:]) if form.is_group else (given[1:], given[:1])
-        ctx.arguments, ctx.shapes = arguments, [tensor.shape for tensor in tensors]
-        result = synchronize(start(form, tensors, *arguments))
-        return tuple(result) if form.is_group else result
-
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        back, nothing = gradients_of(ctx, gradients), (None,) * count
-        return (*nothing, *back) if form.is_group else (*back, *nothing)
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
-    return type(name, (torch.autograd.Function,), members)
-
-
-def _allreduce_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """All-reduce the gradients by the same operation and factors (Horovod's convention)."""
-    average, _, op, prescale, postscale, process_set = ctx.arguments
-    scaling = {"prescale_factor": prescale, "postscale_factor": postscale}
-    if len(gradients) == 1:
-        return [allreduce(gradients[0], average, op=op, **scaling, process_set=process_set)]
-    return grouped_allreduce(gradients, average, op=op, **scaling, process_set=process_set)
-
-
-def _allgather_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Average over the ranks, and take the rows that this rank gave."""
-    _, process_set = ctx.arguments
-    pairs = zip(gradients, ctx.shapes, strict=True)
-    return [_own_rows(gradient, shape[0], process_set) for gradient, shape in pairs]
-
-
-def _own_rows(gradient: Tensor, rows: int, process_set: ProcessSet) -> Tensor:
-    reduced = _averaged(gradient, process_set)
-    everyones: list[int] = allgather(torch.tensor([rows]), process_set=process_set).tolist()
-    own = process_set.rank()
-    assert own is not None, "it took part in the forward"
-    return reduced.narrow(0, sum(everyones[:own]), rows)
-
-
-def _averaged(gradient: Tensor, process_set: ProcessSet) -> Tensor:
-    """Average over the ranks; a complex gradient by its parts, because all-reduces take real ones."""
-    if gradient.is_complex():
-        parts = torch.view_as_real(gradient.resolve_conj())
-        return torch.view_as_complex(_averaged(parts, process_set))
-    return allreduce(gradient, op=Average, process_set=process_set)
-
-
-def _broadcast_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    root_rank, _, process_set = ctx.arguments
-    reduced = _averaged(gradients[0], process_set)
-    if rank() != root_rank:
-        # Zeros with a history: a backward through this one is collective, too.
-        reduced = reduced.masked_fill(torch.ones_like(reduced, dtype=torch.bool), 0)
-    return [reduced]
-
-
-def _reducescatter_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Gather the gradients of all ranks' rows; of a sum, times the number of ranks (Horovod's convention)."""
-    _, op, process_set, prescale, postscale = ctx.arguments
-    factor = prescale * postscale * (process_set.size() if op == Sum else 1)
-    scaled = [gradient * factor if factor != 1 else gradient for gradient in gradients]
-    return [allgather(gradient, process_set=process_set) for gradient in scaled]
-
-
-HorovodAllreduce = _differentiable("HorovodAllreduce", _start_allreduce, ONE, _allreduce_gradients, 6)
-HorovodGroupedAllreduce = _differentiable(
-    "HorovodGroupedAllreduce", _start_allreduce, GROUP, _allreduce_gradients, 6
-)
-HorovodAllgather = _differentiable("HorovodAllgather", _start_allgather, ONE, _allgather_gradients, 2)
-HorovodGroupedAllgather = _differentiable(
-    "HorovodGroupedAllgather", _start_allgather, GROUP, _allgather_gradients, 2
-)
-HorovodBroadcast = _differentiable("HorovodBroadcast", _start_broadcast, ONE, _broadcast_gradients, 3)
-HorovodReducescatter = _differentiable(
-    "HorovodReducescatter", _start_reducescatter, ONE, _reducescatter_gradients, 5
-)
-HorovodGroupedReducescatter = _differentiable(
-    "HorovodGroupedReducescatter", _start_reducescatter, GROUP, _reducescatter_gradients, 5
-)
 
 
 class HorovodAlltoall(torch.autograd.Function):

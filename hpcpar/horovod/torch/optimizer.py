@@ -25,7 +25,7 @@ from hpcpar.horovod.torch.gradients import Gradients, ReductionOptions
 from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Sum
 from hpcpar.horovod.torch.submission import require_adasum
 from hpcpar.horovod.torch.wrapped import Wrapped
-from hpcpar.horovod.torch.zero import ShardedOptimizer, options_for
+from hpcpar.horovod.torch.zero import ShardedOptimizer, require_shardable
 from hpcpar.uncompiled import uncompiled
 
 Groups = int | Sequence[Sequence[Tensor]] | None
@@ -52,7 +52,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     shared_parameters: bool = False,
     elementwise: bool = False,
 ) -> Optimizer:
-    """The optimizer, made to average gradients over all ranks before each step.
+    """Wrap an optimizer so that it averages gradients over all ranks before each step.
 
     optimizer        any torch optimizer. Its groups, state, defaults and hooks stay its own
     named_parameters names for all of its parameters; None: numbers
@@ -99,19 +99,21 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
         "sparse_as_dense": sparse_as_dense,
         "process_set": process_set,
     }
-    options = options_for(
+    options = {
+        "precision": precision,
+        "offload": offload,
+        "model": model,
+        "overlap_allgather": overlap_allgather,
+        "nonfinite": nonfinite,
+        "shared_parameters": shared_parameters,
+        "elementwise": elementwise,
+    }
+    require_shardable(optimizer, zero_stage, settings, options)
+    return _wrap(
         optimizer,
-        zero_stage,
-        settings,
-        precision=precision,
-        offload=offload,
-        model=model,
-        overlap_allgather=overlap_allgather,
-        nonfinite=nonfinite,
-        shared_parameters=shared_parameters,
-        elementwise=elementwise,
+        named_parameters,
+        {**settings, "zero": {"zero_stage": zero_stage, **options} if zero_stage else {}},
     )
-    return _wrap(optimizer, named_parameters, {**settings, **options})
 
 
 def _wrap(
@@ -124,7 +126,7 @@ def _wrap(
     """Make an object with the optimizer's attributes, of a class with our methods before its own."""
     base = type(optimizer)
     mixin: type[Wrapped] = _AdasumOptimizer if settings["op"] == Adasum else _AveragingOptimizer
-    if "zero_stage" in settings:
+    if settings["zero"]:
         mixin = ShardedOptimizer
     cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     wrapped: Any = cls.__new__(cls)
@@ -143,7 +145,7 @@ class _Distributed(Wrapped):
 
     def __reduce__(self) -> Any:
         base = type(self).__bases__[1]
-        state = {key: value for key, value in vars(self).items() if not key.startswith(_OWN)}
+        state = {key: value for key, value in vars(self).items() if _is_copied(key, value)}
         names = [
             self._parameter_names.get(parameter, "")
             for group in self.param_groups
@@ -154,19 +156,7 @@ class _Distributed(Wrapped):
             raise ValueError("an optimizer of a process set cannot be copied or pickled; wrap it anew")
         if not isinstance(settings["groups"], int):
             settings["groups"] = None  # its tensors are not those of the copy
-        return _rebuild, (base, {k: v for k, v in state.items() if _is_copied(k, v)}, names, settings)
-
-
-_OWN = (
-    "_wrapped",
-    "_settings",
-    "_is_copy",
-    "_parameter_names",
-    "_gradients",
-    "_is_alone",
-    "_synchronized",
-    "_should_synchronize",
-)
+        return _rebuild, (base, state, names, settings)
 
 
 def _is_copied(key: str, value: Any) -> bool:
@@ -196,31 +186,21 @@ class _AveragingOptimizer(_Distributed):
         super()._distribute(named_parameters)
         settings = self._settings
         self._synchronized = False
-        self._should_synchronize = True
         self._gradients = None
         groups = _grouped(settings["groups"], self)
         if self._is_alone:
             return
-        context = basics.the_context()
-        ways = ReductionOptions(
+        options = ReductionOptions(
             op="average" if settings["op"] == Average else "sum",
             compression=settings["compression"],
             predivide=settings["gradient_predivide_factor"],
-            bucket_bytes=min(context.knobs.fusion_threshold_nbytes, BUCKET_BYTES),
+            bucket_bytes=min(basics.the_context().knobs.fusion_threshold_nbytes, BUCKET_BYTES),
             groups=groups,
             sparse_as_dense=settings["sparse_as_dense"],
         )
-        engine = self._process_set._engine
-        assert engine is not None, "this rank is included"
         named = [(name, parameter) for parameter, name in self._parameter_names.items()]
-        self._gradients = Gradients(
-            named,
-            self._process_set,
-            engine,
-            ways,
-            settings["backward_passes_per_step"],
-            is_copy=self._is_copy,
-        )
+        passes = settings["backward_passes_per_step"]
+        self._gradients = Gradients(named, self.process_set, options, passes, is_copy=self._is_copy)
 
     def _distribute_again(self) -> None:
         if self._gradients is not None:
@@ -251,7 +231,7 @@ class _AveragingOptimizer(_Distributed):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on reduced gradients; collective.
+        """Take a step on reduced gradients; collective.
 
         closure   computes the loss with its backward; the average of all ranks' losses is what the wrapped
                   optimizer sees, so that all take the same path. One that returns None does so on all
@@ -270,13 +250,7 @@ class _AveragingOptimizer(_Distributed):
                         "optimizer.synchronize() first, then scaler.step(optimizer) inside "
                         "`with optimizer.skip_synchronize():`"
                     )
-                if self._synchronized:
-                    warnings.warn(
-                        "optimizer.step() called without optimizer.skip_synchronize() context after "
-                        "optimizer.synchronize(). Gradients that are reduced already are not once more; "
-                        "write `with optimizer.skip_synchronize(): optimizer.step()`.",
-                        stacklevel=2,
-                    )
+                self._warn_if_synchronized()
                 # A step may have been skipped since, and gradients have come that are not reduced.
                 self.synchronize()
             outcome = self._step_locally()
@@ -323,7 +297,7 @@ class _AveragingOptimizer(_Distributed):
         if loss is None:
             return None
         mean = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
-        mean = mpi_ops.allreduce_(mean, op=Average, process_set=self._process_set)
+        mean = mpi_ops.allreduce_(mean, op=Average, process_set=self.process_set)
         return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
 
 
@@ -341,7 +315,7 @@ class _AdasumOptimizer(_Distributed):
         super()._distribute(named_parameters)
         _grouped(self._settings["groups"], self)
         if not self._is_alone:
-            require_adasum(self._process_set)
+            require_adasum(self.process_set)
 
     def synchronize(self) -> None:
         """Do nothing: `step` makes what is combined."""
@@ -354,7 +328,7 @@ class _AdasumOptimizer(_Distributed):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, then Adasum of the changes of all ranks; collective."""
+        """Take the wrapped optimizer's step, then combine all ranks' changes by Adasum; collective."""
         if self._is_alone:
             return self._step_locally(closure)
         self._new_parameters()
@@ -378,7 +352,7 @@ class _AdasumOptimizer(_Distributed):
             compression.compress(parameter - old) for parameter, old in zip(parameters, before, strict=True)
         ]
         tensors = [tensor for tensor, _ in packed]
-        combined = mpi_ops.grouped_allreduce(tensors, op=Adasum, process_set=self._process_set)
+        combined = mpi_ops.grouped_allreduce(tensors, op=Adasum, process_set=self.process_set)
         for parameter, old, change, (_, context) in zip(parameters, before, combined, packed, strict=True):
             parameter.copy_(old + compression.decompress(change, context))
 
@@ -394,8 +368,8 @@ def _grouped(groups: Groups, optimizer: Optimizer) -> list[list[Tensor]]:
     if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 1:
             raise ValueError(f"groups={groups}: give a number of groups above 0, or lists of parameters")
-        size = -(-len(held) // groups) if groups else 0
-        return [held[start : start + size] for start in range(0, len(held), size)] if size else []
+        size = max(1, -(-len(held) // groups))
+        return [held[start : start + size] for start in range(0, len(held), size)]
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
         raise ValueError("groups should be a whole number, or a list of lists of parameters")
     seen: set[int] = set()

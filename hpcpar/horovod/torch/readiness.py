@@ -99,7 +99,10 @@ class BucketGate:
 
     def start(self, flat: Tensor, bucket: Bucket) -> Pending:
         self._on_asked(bucket)
-        begin = in_this_stream(flat.device, lambda: self._reduction.start(flat, bucket))
+        # A view with a count of writes of its own: the reduction's write may come after this call, and the
+        # reducer would take it for one of the user's.
+        memory = flat.data
+        begin = in_this_stream(flat.device, lambda: self._reduction.start(memory, bucket))
         return self._admit(_GatedBucket(self, begin))
 
     def start_map(self, bits: Any) -> Pending:

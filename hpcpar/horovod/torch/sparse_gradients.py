@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def start_sparse(
-    sparse: Sequence[Named], name: str, ways: ReductionOptions, process_set: ProcessSet
+    sparse: Sequence[Named], name: str, options: ReductionOptions, process_set: ProcessSet
 ) -> list[Callable[[], None]]:
     """Begin to reduce gradients of parameters that had sparse ones; returns what waits for each. Collective.
 
@@ -43,11 +43,11 @@ def start_sparse(
     told = mpi_ops.allreduce(torch.cat(forms), name=f"{name}.sparse", op=mpi_ops.Sum, process_set=process_set)
     waits = []
     for (of, parameter), ranks in zip(sparse, torch.split(told, [len(form) for form in forms]), strict=True):
-        one = _One(f"{name}.{of}", parameter, ways, process_set)
+        one = _One(f"{name}.{of}", parameter, options, process_set)
         found = ranks.nonzero().flatten().tolist()
         if 0 in found:
             waits.append(_set_by(one.start_dense(), parameter))
-        elif found and ways.sparse_as_dense:
+        elif found and options.sparse_as_dense:
             waits.append(_set_by(one.start_as_dense(found[-1]), parameter))
         elif found:
             waits.append(_set_by(one.start_sparse(found[-1]), parameter))
@@ -60,7 +60,7 @@ class _One:
 
     name: str
     parameter: Tensor
-    ways: ReductionOptions
+    options: ReductionOptions
     process_set: ProcessSet
 
     def start_sparse(self, sparse_dims: int) -> Callable[[], Tensor]:
@@ -73,35 +73,25 @@ class _One:
                 is_coalesced=True,
                 check_invariants=False,
             )
-        packed, context = self.ways.compression.compress(gradient)
-        op = mpi_ops.Average if self.ways.op == "average" else mpi_ops.Sum
+        packed, context = self.options.compression.compress(gradient)
+        op = mpi_ops.Average if self.options.op == "average" else mpi_ops.Sum
         wait = mpi_ops.sparse_allreduce_async(packed, self.name, op, self.process_set)
-
-        def finish() -> Tensor:
-            reduced: Tensor = self.ways.compression.decompress(wait(), context)
-            return reduced
-
-        return finish
+        return lambda: self.options.compression.decompress(wait(), context)
 
     def start_dense(self) -> Callable[[], Tensor]:
         own = self.parameter.grad
         gradient = torch.zeros_like(self.parameter) if own is None else own.to_dense()
-        packed, context = self.ways.compression.compress(gradient)
-        op, before = self.ways.scaled(packed, gradient.dtype, self.process_set.size() or 1)
+        packed, context = self.options.compression.compress(gradient)
+        op, before = self.options.scaled(packed, gradient.dtype, self.process_set.size() or 1)
         handle = mpi_ops.allreduce_async(
             packed,
             name=self.name,
             op=mpi_ops.Average if op == "average" else mpi_ops.Sum,
             prescale_factor=before,
-            postscale_factor=self.ways.predivide,
+            postscale_factor=self.options.predivide,
             process_set=self.process_set,
         )
-
-        def finish() -> Tensor:
-            reduced: Tensor = self.ways.compression.decompress(mpi_ops.synchronize(handle), context)
-            return reduced
-
-        return finish
+        return lambda: self.options.compression.decompress(mpi_ops.synchronize(handle), context)
 
     def start_as_dense(self, sparse_dims: int) -> Callable[[], Tensor]:
         """Reduce a dense copy; the result has every row that a rank's has, also those that add up to 0."""

@@ -10,6 +10,7 @@ import math
 import operator
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +38,6 @@ class Form(NamedTuple):
 
     is_group: bool = False
     in_place: bool = False
-
-
-ONE, GROUP = Form(), Form(is_group=True)
 
 
 class _Outstanding(NamedTuple):
@@ -114,9 +112,9 @@ def tickets_for(
     scaling: tuple[float, float] = (1.0, 1.0),
 ) -> list[Ticket]:
     """Make the tickets of one call, which belong together if it is a group."""
+    make = partial(ticket_for, engine, kind, in_place=form.in_place, op=op, scaling=scaling)
     if not form.is_group:
-        (tensor,) = tensors
-        return [ticket_for(engine, kind, tensor, name, form.in_place, op, scaling=scaling)]
+        return [make(tensors[0], name)]
     if not tensors:
         raise ValueError(f"a grouped {kind} of no tensors was asked for; give at least one")
     devices = {"GPU" if tensor.is_cuda else "CPU" for tensor in tensors}
@@ -128,17 +126,7 @@ def tickets_for(
     full, serial = engine.unnamed(kind) if name is None else (f"{kind}.{name}", 0)
     base = full.removeprefix(f"{kind}.")
     return [
-        ticket_for(
-            engine,
-            kind,
-            tensor,
-            f"{base}_{number}of{count}",
-            form.in_place,
-            op,
-            scaling=scaling,
-            group=(full, count),
-            serial=serial,
-        )
+        make(tensor, f"{base}_{number}of{count}", group=(full, count), serial=serial)
         for number, tensor in enumerate(tensors, 1)
     ]
 

@@ -73,10 +73,12 @@ class _Members:
         return included and (self.process_set.size() or 1) > 1
 
     def gathered(self, moments: torch.Tensor, name: str) -> torch.Tensor:
-        return allgather(moments, name, self.process_set)
+        found: torch.Tensor = allgather(moments, name, self.process_set)
+        return found
 
     def summed(self, sums: torch.Tensor, name: str) -> torch.Tensor:
-        return allreduce(sums, name=name, op=Sum, process_set=self.process_set)
+        found: torch.Tensor = allreduce(sums, name=name, op=Sum, process_set=self.process_set)
+        return found
 
     def __deepcopy__(self, memo: Any) -> _Members:
         return self
@@ -87,5 +89,5 @@ class _Members:
 
 
 def _members_of(ranks: list[int] | None) -> _Members:
-    """All ranks; or a process set that has to be registered again where it is read."""
+    """Unpickle: all ranks, or a process set that has to be registered again."""
     return _Members(global_process_set if ranks is None else ProcessSet(ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpcpar.horovod import basics
-from hpcpar.horovod.process_sets import ProcessSet
 
 
 class _Setting:
@@ -41,16 +41,15 @@ class Wrapped(Optimizer):
     _wrapped: Optimizer
     _settings: dict[str, Any]
     _parameter_names: dict[Tensor, str]
-    _should_synchronize: bool
 
     def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
-        passes = self._settings["backward_passes_per_step"]
-        require_passes(passes)
+        require_passes(self._settings["backward_passes_per_step"])
         self._parameter_names = _named(self, named_parameters)
         basics.the_context()
-        if self._process_set.process_set_id is None:
-            raise ValueError(f"{self._process_set} is not registered; use hvd.add_process_set first")
-        self._is_alone = not self._process_set.included() or self._size == 1
+        if self.process_set.process_set_id is None:
+            raise ValueError(f"{self.process_set} is not registered; use hvd.add_process_set first")
+        self._is_alone = not self.process_set.included() or self.process_set.size() == 1
+        self._synchronized, self._should_synchronize = False, True
 
     def _distribute_again(self) -> None:
         """After a new start: use the engine that there is now."""
@@ -105,24 +104,24 @@ class Wrapped(Optimizer):
                 "or optimizer.synchronize(): gradients are being reduced. Call one of the two first."
             )
 
-    @property
-    def _process_set(self) -> ProcessSet:
-        chosen: ProcessSet = self._settings["process_set"]
-        return chosen
-
-    @property
-    def _size(self) -> int:
-        return self._process_set.size() or 1
+    def _warn_if_synchronized(self) -> None:
+        if self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). Gradients that are reduced already are not once more; "
+                "write `with optimizer.skip_synchronize(): optimizer.step()`.",
+                stacklevel=4,
+            )
 
     def _step_locally(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, on this rank's own gradients."""
+        """Take the wrapped optimizer's step on this rank's own gradients."""
         # Schedulers that were made with it ask whether it has stepped.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         return super().step(closure) if closure is not None else super().step()
 
 
 def _named(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """The name of every parameter of the optimizer; ValueError unless each has one of its own."""
+    """Return the name of every parameter; ValueError unless each has one of its own."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return {

@@ -7,14 +7,11 @@ hpcpar's             shards of gradients and of the optimizer's state, on a comm
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hpcpar.comm import Communicator
@@ -37,27 +34,16 @@ from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.gradients import ADVICE
 from hpcpar.horovod.torch.mpi_ops import Adasum, Sum
 from hpcpar.horovod.torch.readiness import STEP, BucketGate, ReadinessBarrier
-from hpcpar.horovod.torch.wrapped import Wrapped, require_passes
+from hpcpar.horovod.torch.wrapped import Wrapped
 from hpcpar.uncompiled import uncompiled
 
 
-def options_for(
-    optimizer: Optimizer,
-    zero_stage: int | None,
-    settings: Mapping[str, Any],
-    *,
-    precision: Precision | str | torch.dtype | None,
-    offload: str | Path | None,
-    model: nn.Module | None,
-    overlap_allgather: bool,
-    nonfinite: str,
-    shared_parameters: bool,
-    elementwise: bool,
-) -> dict[str, Any]:
-    """Return the options for hpcpar's own optimizer; none for the stages None and 0.
+def require_shardable(
+    optimizer: Optimizer, zero_stage: int | None, settings: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Refuse what does not go together, saying what to do instead: ValueError.
 
-    settings   Horovod's own
-    errors     ValueError for what does not go together, saying what to do instead
+    settings, options   Horovod's own, and those for hpcpar's own optimizer
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if zero_stage == 3 or sharding_of(held) is not None:
@@ -68,22 +54,13 @@ def options_for(
             "hpcpar.DistributedOptimizer(optimizer, model.named_parameters(), comm); or zero_stage=2 without "
             "fully_shard"
         )
-    options = {
-        "precision": precision,
-        "offload": offload,
-        "model": model,
-        "overlap_allgather": overlap_allgather,
-        "nonfinite": nonfinite,
-        "shared_parameters": shared_parameters,
-        "elementwise": elementwise,
-    }
     if not zero_stage:
         given = [name for name, value in options.items() if value not in (None, False, "error")]
         if given or zero_stage not in (None, 0):
             raise ValueError(
                 f"{', '.join(given) or f'zero_stage={zero_stage!r}'}: works with zero_stage=1 or 2; give one"
             )
-        return {}
+        return
     if zero_stage not in (1, 2) or isinstance(zero_stage, bool):
         raise ValueError(f"zero_stage={zero_stage!r}; there are 0, 1 and 2")
     for is_wrong, what, instead in (
@@ -103,9 +80,8 @@ def options_for(
     ):
         if is_wrong:
             raise ValueError(f"{what} does not work with zero_stage={zero_stage}: {instead}")
-    Precision.of(precision)
-    require_elementwise(optimizer, said=elementwise)
-    return {"zero_stage": zero_stage, **options}
+    Precision.of(options["precision"])
+    require_elementwise(optimizer, said=options["elementwise"])
 
 
 class Sharded(DistributedOptimizer):
@@ -140,6 +116,7 @@ class Sharded(DistributedOptimizer):
             self._barrier.hold(STEP)
             super().synchronize()
         else:
+            assert isinstance(gradients, Reducer), "stages 0 and 1 have one"
             try:
                 super().synchronize()
             except HorovodInternalError:
@@ -213,7 +190,7 @@ class ShardedOptimizer(Wrapped):
         if self._is_alone:
             self._barrier = ReadinessBarrier(None, "")
             return Communicator.alone()
-        engine = self._process_set._engine
+        engine = self.process_set._engine
         assert engine is not None, "this rank is included"
         name = engine.next_optimizer()
         self._barrier = ReadinessBarrier(engine, name)
@@ -221,59 +198,43 @@ class ShardedOptimizer(Wrapped):
         made: list[Communicator] = []
         ticket = Ticket(
             TensorRequest(f"{name}.communicator", "schedule"),
-            on_ready=lambda: made.append(
-                engine.steps.lend_communicator(self, f"{name}.shards", lambda _: None),
-            ),
+            on_ready=lambda: made.append(engine.steps.lend_communicator(self, f"{name}.shards")),
         )
         engine.submit([ticket])
         engine.wait(ticket)
         return made[0]
 
     def _told(self) -> str:
-        settings = self._settings
-        op = "Sum" if settings["op"] == Sum else "Average"
+        zero = self._settings["zero"]
+        op = "Sum" if self.op == Sum else "Average"
         stated = sum(bool(self.state.get(parameter)) for parameter in self._parameter_names)
         return (
-            f"op={op}, zero_stage={settings['zero_stage']}, precision={settings['precision']}, "
-            f"shared_parameters={settings['shared_parameters']}, with the state of {stated} parameters"
+            f"op={op}, zero_stage={zero['zero_stage']}, precision={zero['precision']}, "
+            f"shared_parameters={zero['shared_parameters']}, with the state of {stated} parameters"
         )
 
     def _make(self, comm: Communicator) -> None:
-        settings = self._settings
-        most = BUCKET_BYTES if settings["zero_stage"] == 1 else STAGING_BUCKET_BYTES
+        zero = self._settings["zero"]
+        most = BUCKET_BYTES if zero["zero_stage"] == 1 else STAGING_BUCKET_BYTES
         self.sharded = Sharded(
             self._wrapped,
             [(name, parameter) for parameter, name in self._parameter_names.items()],
             comm,
             self._barrier,
-            None if self._is_alone else self._process_set._engine,
-            float(comm.size) if settings["op"] == Sum else 1.0,
+            None if self._is_alone else self.process_set._engine,
+            float(comm.size) if self.op == Sum else 1.0,
             bucket_bytes=max(1, min(basics.the_context().knobs.fusion_threshold_nbytes, most)),
-            **{
-                key: settings[key]
-                for key in (
-                    "zero_stage",
-                    "precision",
-                    "offload",
-                    "model",
-                    "overlap_allgather",
-                    "nonfinite",
-                    "shared_parameters",
-                    "elementwise",
-                    "backward_passes_per_step",
-                )
-            },
+            backward_passes_per_step=self.backward_passes_per_step,
+            **zero,
         )
-        self._synchronized = False
-        self._should_synchronize = True
-        engine = self._process_set._engine
+        engine = self.process_set._engine
         if engine is not None and not self._is_alone:
             engine.users.add(self)
 
     # --- starts and ends --------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The engine ends. What this rank holds of the optimizer's state stays."""
+        """Let go of an engine that ends; this rank's shard of the optimizer's state stays."""
         self._is_closed = True
         self.sharded.leave()
 
@@ -314,8 +275,7 @@ class ShardedOptimizer(Wrapped):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum the gradients of so many backwards before they are reduced, from the next step on."""
-        require_passes(passes)
-        self._settings["backward_passes_per_step"] = passes
+        super().set_backward_passes_per_step(passes)
         self.sharded.set_backward_passes_per_step(passes)
 
     @uncompiled
@@ -363,18 +323,13 @@ class ShardedOptimizer(Wrapped):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on reduced gradients, each rank's on its shards; collective.
+        """Take a step on reduced gradients, each rank on its shards; collective.
 
         closure   computes the loss with its backward; the average of all ranks' losses is returned
         """
         self._connect()
-        if closure is None and self._synchronized and self._should_synchronize:
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after "
-                "optimizer.synchronize(). The gradients are reduced already, and are not once more; "
-                "write `with optimizer.skip_synchronize(): optimizer.step()`.",
-                stacklevel=2,
-            )
+        if closure is None and self._should_synchronize:
+            self._warn_if_synchronized()
         # Schedulers that were made with it ask whether it has stepped.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         outcome = self.sharded.step(closure)
@@ -384,7 +339,7 @@ class ShardedOptimizer(Wrapped):
     # --- states -----------------------------------------------------------------------------------
 
     def state_dict(self, root: int | None = None) -> dict[str, Any]:
-        """The wrapped optimizer's, of whole parameters. Collective: all ranks call it, also if one saves it.
+        """Return the state of whole parameters. Collective: all ranks call it, also if one saves it.
 
         root   the only rank that gets it, by its place in the process set; None: all do
         """

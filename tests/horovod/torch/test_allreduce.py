@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import weakref
 from functools import reduce
@@ -16,6 +15,8 @@ from torch import Tensor
 
 from tests.grid import checkered
 
+pytestmark = pytest.mark.mpi
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SHAPES = ((), (1,), (17,), (17, 17), (2, 3, 4, 5), (0,), (3, 0, 2), (300_000,))
@@ -25,7 +26,7 @@ REDUCE = {"Sum": torch.add, "Min": torch.minimum, "Max": torch.maximum, "Product
 
 
 def total_of(inputs: list[Tensor], op: str) -> Tensor:
-    """What all ranks' tensors come to, of the same type."""
+    """Reduce all ranks' tensors; the result has their type."""
     if op != "Average":
         return reduce(REDUCE[op], inputs)
     return quotient(reduce(torch.add, inputs), len(inputs))
@@ -39,7 +40,7 @@ def quotient(total: Tensor, size: int) -> Tensor:
 
 @pytest.fixture
 def inputs(hvd: ModuleType, brought: Any) -> Any:
-    """Of all ranks, what each of them brings."""
+    """Make the inputs of all ranks."""
 
     def make(
         shape: Any, dtype: torch.dtype = torch.float32, salt: int = 0, ranks: Any = None
@@ -49,7 +50,6 @@ def inputs(hvd: ModuleType, brought: Any) -> Any:
     return make
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
 def test_every_operation_of_every_type_is_that_of_one_process(hvd, inputs, assert_same, dtype):
     checks = []
@@ -66,7 +66,6 @@ def test_every_operation_of_every_type_is_that_of_one_process(hvd, inputs, asser
     assert_same(checks)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Sum", "Average", "Max"])
 def test_in_place_returns_the_tensor_itself(hvd, inputs, assert_same, op):
     checks = []
@@ -82,7 +81,6 @@ def test_in_place_returns_the_tensor_itself(hvd, inputs, assert_same, op):
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_a_parameter_can_be_reduced_in_place(hvd, assert_same):
     parameter = torch.nn.Parameter(torch.full((3,), float(hvd.rank())))
     found = hvd.allreduce_(parameter, op=hvd.Sum)
@@ -90,7 +88,6 @@ def test_a_parameter_can_be_reduced_in_place(hvd, assert_same):
     assert_same([("sum", parameter.data, torch.full((3,), float(sum(range(hvd.size())))))])
 
 
-@pytest.mark.mpi
 def test_the_default_is_the_average_with_an_exact_division(hvd, assert_same):
     values = torch.arange(1, 401, dtype=torch.float32)
     found = hvd.allreduce(values * (hvd.rank() + 1))
@@ -98,7 +95,6 @@ def test_the_default_is_the_average_with_an_exact_division(hvd, assert_same):
     assert_same([("average", found, total / hvd.size())])
 
 
-@pytest.mark.mpi
 def test_the_average_of_equal_numbers_is_that_number(hvd, assert_same):
     """Horovod multiplies by 1/size: at three ranks most floats come back changed."""
     values = torch.arange(1, 401, dtype=torch.float32)
@@ -109,7 +105,6 @@ def test_the_average_of_equal_numbers_is_that_number(hvd, assert_same):
     assert_same([*checks, ("whole numbers", hvd.allreduce(values), values)])
 
 
-@pytest.mark.mpi
 def test_averages_of_integers_are_truncated_towards_zero(hvd, assert_same):
     checks = []
     for dtype in (torch.int8, torch.int32, torch.int64):
@@ -120,7 +115,6 @@ def test_averages_of_integers_are_truncated_towards_zero(hvd, assert_same):
     assert_same(checks)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("which", "dtype"),
     checkered(["prescale_factor", "postscale_factor"], [torch.uint8, torch.int8, torch.int32, torch.int64]),
@@ -141,7 +135,6 @@ def test_scaled_integers_are_multiplied_in_float64_and_truncated(hvd, assert_sam
     assert_same(checks)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("numel", [5, 300_000])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_scaled_floats_keep_their_type_and_16_bits_are_scaled_in_float32(hvd, inputs, dtype, numel):
@@ -160,7 +153,6 @@ def test_scaled_floats_keep_their_type_and_16_bits_are_scaled_in_float32(hvd, in
         torch.testing.assert_close(result, expected, rtol=tolerance, atol=0.0)
 
 
-@pytest.mark.mpi
 def test_factors_and_the_average_work_together(hvd, inputs, assert_same):
     of_ranks = inputs((9,), torch.float64)
     found = hvd.allreduce(of_ranks[hvd.rank()], op=hvd.Average, prescale_factor=4.0, postscale_factor=0.5)
@@ -175,7 +167,6 @@ def test_factors_and_the_average_work_together(hvd, inputs, assert_same):
     )
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("factors", [(0.0, 1.0), (-1.0, 1.0), (1.0, -2.0), (2.0, 0.0)])
 def test_factors_may_be_zero_or_negative(hvd, inputs, assert_same, factors):
     pre, post = factors
@@ -184,7 +175,6 @@ def test_factors_may_be_zero_or_negative(hvd, inputs, assert_same, factors):
     assert_same([("sum", found, sum(of_ranks) * int(pre * post))])
 
 
-@pytest.mark.mpi
 def test_many_under_way_at_once_are_all_right(hvd, inputs, assert_same):
     chosen = [(dtype, shape) for dtype in INTEGERS + FLOATS for shape in ((17,), (5, 3), (0,), ())]
     handles, expected, polled = [], [], []
@@ -199,7 +189,6 @@ def test_many_under_way_at_once_are_all_right(hvd, inputs, assert_same):
     assert_same([(f"{dtype} {shape}", result, truth) for (dtype, shape), result, truth in named])
 
 
-@pytest.mark.mpi
 def test_polling_alone_completes_an_operation(hvd):
     handle = hvd.allreduce_async(torch.ones(5), op=hvd.Sum, name="polled")
     while not hvd.poll(handle):
@@ -207,7 +196,6 @@ def test_polling_alone_completes_an_operation(hvd):
     assert torch.equal(hvd.synchronize(handle), torch.full((5,), float(hvd.size())))
 
 
-@pytest.mark.mpi
 def test_a_result_is_handed_out_once(hvd):
     handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum)
     first, second, unknown = hvd.synchronize(handle), hvd.synchronize(handle), hvd.synchronize(10**9)
@@ -215,7 +203,6 @@ def test_a_result_is_handed_out_once(hvd):
     assert (second, unknown) == (None, None)
 
 
-@pytest.mark.mpi
 def test_the_input_may_be_dropped_while_the_operation_is_under_way(hvd):
     handles = [hvd.allreduce_async(torch.full((5000,), float(k)), op=hvd.Sum) for k in range(20)]
     junk = [torch.full((5000,), -1.0) for _ in range(20)]
@@ -224,7 +211,6 @@ def test_the_input_may_be_dropped_while_the_operation_is_under_way(hvd):
         assert torch.equal(result, torch.full((5000,), float(k * hvd.size()))), (k, len(junk))
 
 
-@pytest.mark.mpi
 def test_results_stay_what_they_are_in_later_steps(hvd):
     """The fusion buffer is used again in every step; results are not views of it."""
     kept = []
@@ -238,7 +224,6 @@ def test_results_stay_what_they_are_in_later_steps(hvd):
             assert torch.equal(result, torch.full((100,), float(step + k))), (step, k)
 
 
-@pytest.mark.mpi
 def test_a_name_may_be_used_in_every_step(hvd):
     found = [
         hvd.allreduce(torch.tensor([float(step * hvd.rank())]), name="again", op=hvd.Sum).item()
@@ -247,9 +232,8 @@ def test_a_name_may_be_used_in_every_step(hvd):
     assert found == [step * sum(range(hvd.size())) for step in range(20)]
 
 
-@pytest.mark.mpi
 def test_what_has_changed_about_a_tensor_since_its_last_step_is_seen(hvd, assert_same):
-    """The same tensor under the same name is not looked at again, unless anything about it is another."""
+    """A tensor under its old name may differ in anything."""
     tensor = torch.zeros(4)
     checks: list[tuple[str, Any, Any]] = []
 
@@ -281,7 +265,6 @@ def test_what_has_changed_about_a_tensor_since_its_last_step_is_seen(hvd, assert
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_what_cannot_be_reduced_is_refused_also_where_the_last_step_could(hvd):
     tensor = torch.ones(3)
     hvd.allreduce_(tensor, name="spread", op=hvd.Sum)
@@ -292,7 +275,6 @@ def test_what_cannot_be_reduced_is_refused_also_where_the_last_step_could(hvd):
         hvd.allreduce_(tensor, name="spread", op=hvd.Sum)
 
 
-@pytest.mark.mpi
 def test_a_name_does_not_keep_its_tensor_alive(hvd):
     tensor = torch.ones(3)
     hvd.allreduce_(tensor, name="short-lived", op=hvd.Sum)
@@ -301,7 +283,6 @@ def test_a_name_does_not_keep_its_tensor_alive(hvd):
     assert reference() is None
 
 
-@pytest.mark.mpi
 def test_one_name_may_belong_to_different_kinds_and_process_sets_at_once(hvd, half):
     own = torch.tensor([float(hvd.rank() + 1)])
     handles = [
@@ -317,7 +298,6 @@ def test_one_name_may_belong_to_different_kinds_and_process_sets_at_once(hvd, ha
     assert found[3:] in ([], [[sum(float(rank + 1) for rank in half.ranks)]])
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
 def test_a_process_set_reduces_among_its_ranks_only(hvd, half, inputs, assert_same, op):
     checks = []
@@ -331,7 +311,6 @@ def test_a_process_set_reduces_among_its_ranks_only(hvd, half, inputs, assert_sa
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_a_group_is_a_list_of_results_in_the_given_order(hvd, inputs, assert_same):
     shapes = [(3,), (2, 2), (), (0,), (700,)]
     types = [torch.float32, torch.int64, torch.bfloat16, torch.float32, torch.float64]
@@ -357,7 +336,6 @@ def test_a_group_is_a_list_of_results_in_the_given_order(hvd, inputs, assert_sam
     assert all(a is b for a, b in zip(found["async in place"], later, strict=True))
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Average", "Min", "Product"])
 def test_groups_know_all_operations_factors_and_process_sets(hvd, half, inputs, assert_same, op):
     of_tensors = [inputs((5,), torch.float64, k, half.ranks) for k in range(3)]
@@ -372,7 +350,6 @@ def test_groups_know_all_operations_factors_and_process_sets(hvd, half, inputs, 
     assert_same([(f"{op} {k}", result, expected[k]) for k, result in enumerate(found)])
 
 
-@pytest.mark.mpi
 def test_groups_and_single_operations_mix(hvd, assert_same):
     one = torch.ones(3)
     order = list(range(6))
@@ -390,7 +367,7 @@ def test_groups_and_single_operations_mix(hvd, assert_same):
 
 
 def laid_out(values: Tensor) -> dict[str, Tensor]:
-    """The same 4-dimensional tensor in several orders of memory."""
+    """Return a 4-dimensional tensor in several orders of memory."""
     wide = torch.zeros(*values.shape[:-1], 2 * values.shape[-1], dtype=values.dtype)
     wide[..., ::2] = values
     return {
@@ -401,7 +378,6 @@ def laid_out(values: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (8, 64, 32, 32)], ids=["fused", "alone"])
 def test_any_order_of_memory_is_taken_in_and_out_of_place(hvd, inputs, assert_same, shape):
     of_ranks = inputs(shape, torch.float32)
@@ -418,7 +394,6 @@ def test_any_order_of_memory_is_taken_in_and_out_of_place(hvd, inputs, assert_sa
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_ranks_may_hold_one_tensor_in_different_orders_of_memory(hvd, inputs, assert_same):
     checks = []
     for salt, shape in enumerate([(2, 3, 4, 5), (8, 64, 32, 32)]):
@@ -429,7 +404,6 @@ def test_ranks_may_hold_one_tensor_in_different_orders_of_memory(hvd, inputs, as
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_an_expanded_tensor_is_reduced_as_if_it_were_written_out(hvd):
     own = torch.tensor([[float(hvd.rank())], [1.0]]).expand(2, 6)
     found = hvd.allreduce(own, op=hvd.Sum)
@@ -437,7 +411,6 @@ def test_an_expanded_tensor_is_reduced_as_if_it_were_written_out(hvd):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.mpi
 def test_a_tensor_larger_than_the_fusion_buffer_is_reduced(hvd):
     count = 2_500_000  # 10 MB
     own = torch.arange(count, dtype=torch.float32) % 1000 + hvd.rank()
@@ -446,7 +419,6 @@ def test_a_tensor_larger_than_the_fusion_buffer_is_reduced(hvd):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.mpi
 def test_more_small_tensors_than_the_fusion_buffer_holds_are_all_right(hvd):
     count, many = 60_000, 120  # 120 × 240 KB = 28.8 MB
     handles = [hvd.allreduce_async(torch.full((count,), float(k)), op=hvd.Sum) for k in range(many)]
@@ -455,10 +427,9 @@ def test_more_small_tensors_than_the_fusion_buffer_holds_are_all_right(hvd):
         assert result.min() == result.max() == k * hvd.size(), k
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mixture_of_sizes_types_and_operations_is_right(hvd, inputs, assert_same, seed):
-    """The same on all ranks, each in an order of its own; with sizes around what is sent alone."""
+    """Ranks ask in orders of their own, for sizes around the limit of fusion."""
     chance = random.Random(seed)
     sizes = (0, 1, 7, 1000, 16_384, 65_536, 131_071, 131_072, 200_000)
     programme = []
@@ -477,7 +448,6 @@ def test_any_mixture_of_sizes_types_and_operations_is_right(hvd, inputs, assert_
     assert_same([(f"{shape} {dtype} {op}", found[k], expected[k]) for k, shape, dtype, op in programme])
 
 
-@pytest.mark.mpi
 def test_nothing_between_other_tensors_disturbs_no_one(hvd, assert_same):
     """Tensors without elements take no room in the fusion buffer."""
     sizes = {
@@ -496,7 +466,6 @@ def test_nothing_between_other_tensors_disturbs_no_one(hvd, assert_same):
     assert_same(checks)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("which", ["none", "fp16", "bf16"])
 def test_a_compressed_sum_comes_back_in_its_own_type(hvd, inputs, assert_same, which):
     compression = getattr(hvd.Compression, which)
@@ -511,7 +480,6 @@ def test_a_compressed_sum_comes_back_in_its_own_type(hvd, inputs, assert_same, w
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_average_as_an_argument_works_and_is_told_to_be_old(hvd, inputs, assert_same):
     of_ranks = inputs((4,))
     own = of_ranks[hvd.rank()]
@@ -525,7 +493,6 @@ def test_average_as_an_argument_works_and_is_told_to_be_old(hvd, inputs, assert_
     assert_same([("True", averaged, total / hvd.size()), ("False", summed, total), ("group", grouped, total)])
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
 def test_sparse_tensors_are_reduced_like_dense_ones(hvd, half, op, shape):
@@ -546,7 +513,6 @@ def test_sparse_tensors_are_reduced_like_dense_ones(hvd, half, op, shape):
         torch.testing.assert_close(result.to_dense(), truth, rtol=1e-15 if op == "Average" else 0, atol=0)
 
 
-@pytest.mark.mpi
 def test_sparse_tensors_of_odd_kinds_are_reduced(hvd):
     """One row under several indices; nothing on one rank; rows that are vectors; without a name."""
     repeated = torch.sparse_coo_tensor([[1, 1, 3]], torch.ones(3, 2), (5, 2), check_invariants=True)
@@ -558,7 +524,6 @@ def test_sparse_tensors_of_odd_kinds_are_reduced(hvd):
     assert torch.equal(found.to_dense(), repeated.to_dense() * holders)
 
 
-@pytest.mark.mpi
 @pytest.mark.usefixtures("needs_two")
 def test_sparse_tensors_of_different_shapes_are_an_error_on_every_rank(hvd, error_of):
     own = torch.sparse_coo_tensor([[3]], torch.ones(1, 2), (9 if hvd.rank() else 4, 2), check_invariants=True)
@@ -571,7 +536,6 @@ def test_sparse_tensors_of_different_shapes_are_an_error_on_every_rank(hvd, erro
     assert "brought a sparse tensor of shape [9, 2]" in told[0]
 
 
-@pytest.mark.mpi
 def test_many_names_and_unnamed_operations_leave_no_memory_behind(hvd):
     """Also of handles: what has been synchronized is forgotten."""
     import gc
@@ -587,7 +551,6 @@ def test_many_names_and_unnamed_operations_leave_no_memory_behind(hvd):
     assert after - before < 40
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_is_reduced_in_inference_mode_can_be_so_outside_of_it_afterwards(hvd, dtype):
     """A validation comes before the training; what the calls keep for the next ones serves both."""
@@ -600,18 +563,3 @@ def test_what_is_reduced_in_inference_mode_can_be_so_outside_of_it_afterwards(hv
         within = [reduce() for _ in range(3)]
     outside = [reduce() for _ in range(3)]
     assert within == outside == [[[hvd.size()]] * 2] * 3
-
-
-def test_every_collective_has_a_signature_and_a_docstring_of_its_own(hvd):
-    for name in hvd.mpi_ops.__all__:
-        function = getattr(hvd, name)
-        if not name.startswith(("grouped_", "all", "broadcast", "reducescatter")):
-            continue
-        first, *others = inspect.signature(function).parameters
-        assert first == ("tensors" if name.startswith("grouped_") else "tensor"), name
-        assert others[-1] in ("process_set", "postscale_factor"), name
-        assert function.__name__ == name
-        assert len(function.__doc__) > 30, name
-    expected = "tensor average name op prescale_factor postscale_factor process_set"
-    assert list(inspect.signature(hvd.allreduce_async_).parameters) == expected.split()
-    assert inspect.signature(hvd.broadcast_).parameters["root_rank"].default is inspect.Parameter.empty

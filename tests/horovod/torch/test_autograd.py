@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.mpi
+
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -24,11 +26,10 @@ def leaf(values: Tensor) -> Tensor:
 
 @pytest.fixture
 def weight(brought: Any) -> Any:
-    """What comes back to a rank's result: other small numbers on every rank."""
+    """Gradients of a rank's result: other small numbers on every rank."""
     return lambda rank, shape, dtype=torch.float32, salt=0: brought(rank, shape, dtype, salt + 50)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 def test_the_gradient_of_an_allreduce_is_the_allreduce_of_gradients(
@@ -41,7 +42,6 @@ def test_the_gradient_of_an_allreduce_is_the_allreduce_of_gradients(
     assert_same([("gradient", own.grad, total / hvd.size() if op == "Average" else total)])
 
 
-@pytest.mark.mpi
 def test_the_factors_of_an_allreduce_apply_to_its_gradient(hvd, weight, assert_same):
     own = leaf(torch.ones(5))
     hvd.allreduce(own, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25).backward(
@@ -51,7 +51,6 @@ def test_the_factors_of_an_allreduce_apply_to_its_gradient(hvd, weight, assert_s
     assert_same([("gradient", own.grad, total * 0.5)])
 
 
-@pytest.mark.mpi
 def test_the_gradient_of_an_allreduce_in_a_process_set_stays_in_it(hvd, half, weight, assert_same):
     own = leaf(torch.ones(5))
     hvd.allreduce(own, op=hvd.Average, process_set=half).backward(weight(hvd.rank(), (5,)))
@@ -59,7 +58,6 @@ def test_the_gradient_of_an_allreduce_in_a_process_set_stays_in_it(hvd, half, we
     assert_same([("gradient", own.grad, total / half.size())])
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 def test_the_gradients_of_grouped_allreduces_come_to_each_tensor(hvd, half, weight, assert_same, op):
     shapes = [(3,), (2, 2), ()]
@@ -75,14 +73,12 @@ def test_the_gradients_of_grouped_allreduces_come_to_each_tensor(hvd, half, weig
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_the_gradient_of_a_compressed_allreduce_has_the_inputs_type(hvd, assert_same):
     own = leaf(torch.ones(4))
     hvd.allreduce(own, op=hvd.Sum, compression=hvd.Compression.fp16).sum().backward()
     assert_same([("gradient", own.grad, torch.full((4,), float(hvd.size())))])
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_gradient_of_an_allgather_is_the_average_of_its_rows(hvd, half, weight, assert_same, dtype):
     checks = []
@@ -98,7 +94,6 @@ def test_the_gradient_of_an_allgather_is_the_average_of_its_rows(hvd, half, weig
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_the_gradients_of_grouped_allgathers_come_to_each_tensor(hvd, weight, assert_same):
     size, rank = hvd.size(), hvd.rank()
     own = [leaf(torch.ones(rank + 1)), leaf(torch.ones(2, 3))]
@@ -112,7 +107,6 @@ def test_the_gradients_of_grouped_allgathers_come_to_each_tensor(hvd, weight, as
     assert_same(checks)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_gradient_of_a_broadcast_is_the_average_on_the_root(hvd, half, weight, assert_same, dtype):
     checks = []
@@ -126,7 +120,6 @@ def test_the_gradient_of_a_broadcast_is_the_average_on_the_root(hvd, half, weigh
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_complex_tensors_that_move_have_gradients(hvd, weight, assert_same):
     values = torch.tensor([1 + 2j, 3j])
     sent, gathered = leaf(values), leaf(values)
@@ -139,7 +132,6 @@ def test_complex_tensors_that_move_have_gradients(hvd, weight, assert_same):
     assert_same([*checks, ("allgather", gathered.grad, mean.conj().resolve_conj())])
 
 
-@pytest.mark.mpi
 def test_the_gradient_of_a_broadcast_has_a_gradient_itself_on_every_rank(hvd, assert_same):
     own = leaf(torch.arange(3.0))
     (first,) = torch.autograd.grad((hvd.broadcast(own, 0) ** 3).sum(), own, create_graph=True)
@@ -150,7 +142,6 @@ def test_the_gradient_of_a_broadcast_has_a_gradient_itself_on_every_rank(hvd, as
     assert_same([("second", second, expected)])
 
 
-@pytest.mark.mpi
 def test_the_gradient_of_an_alltoall_goes_back_where_it_came_from(hvd, weight, assert_same):
     size, rank = hvd.size(), hvd.rank()
     splits = [[(source + 2 * to) % 3 for to in range(size)] for source in range(size)]
@@ -166,7 +157,6 @@ def test_the_gradient_of_an_alltoall_goes_back_where_it_came_from(hvd, weight, a
     assert_same([("gradient", own.grad, truth), ("received has none", received.requires_grad, False)])
 
 
-@pytest.mark.mpi
 def test_the_gradient_of_an_even_alltoall_goes_back(hvd, half, weight, assert_same):
     checks = []
     for process_set in (hvd.global_process_set, half):
@@ -182,7 +172,6 @@ def scattered(total: int, size: int) -> list[int]:
     return [total // size + (rank < total % size) for rank in range(size)]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 def test_the_gradient_of_a_reducescatter_is_gathered(hvd, half, weight, assert_same, op):
     checks = []
@@ -203,7 +192,6 @@ def test_the_gradient_of_a_reducescatter_is_gathered(hvd, half, weight, assert_s
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_the_gradients_of_grouped_reducescatters_are_gathered(hvd, weight, assert_same):
     size, rank = hvd.size(), hvd.rank()
     own = [leaf(torch.ones(size)), leaf(torch.ones(2 * size, 2))]
@@ -216,7 +204,6 @@ def test_the_gradients_of_grouped_reducescatters_are_gathered(hvd, weight, asser
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_collectives_in_a_chain_carry_gradients_back_through_all(hvd, assert_same):
     """y = mean over ranks of x²; z = all rows of y: dz/dx by hand."""
     size, rank = hvd.size(), hvd.rank()
@@ -229,7 +216,6 @@ def test_collectives_in_a_chain_carry_gradients_back_through_all(hvd, assert_sam
     )
 
 
-@pytest.mark.mpi
 def test_nothing_is_recorded_without_need(hvd):
     own = torch.ones(hvd.size(), requires_grad=True)
     with torch.no_grad():
@@ -240,7 +226,6 @@ def test_nothing_is_recorded_without_need(hvd):
     assert not any(result.requires_grad for result in results)
 
 
-@pytest.mark.mpi
 def test_gradients_in_any_order_of_memory_are_taken(hvd, assert_same):
     own = leaf(torch.ones(2, 3))
     result = hvd.allreduce(own, op=hvd.Sum)

@@ -27,7 +27,7 @@ def last() -> int:
 
 
 def message_of(kind: type[Exception], call: Callable[[], Any]) -> str:
-    """What the call says, after it has failed on every rank."""
+    """Return the text of the error with which the call fails."""
     try:
         call()
     except kind as error:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.grid import checkered
 
+pytestmark = pytest.mark.mpi
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOVABLE = (*INTEGERS, *FLOATS, torch.bool, torch.complex64, torch.complex128)
@@ -32,7 +34,6 @@ def last(hvd: Any) -> int:
 # ---------------------------------------------------------------- all-gather
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(("rows", "tail"), checkered(ROWS, [(), (2,), (2, 3), (0,)]), ids=str)
 def test_an_allgather_puts_all_ranks_rows_one_after_the_other(hvd, brought, assert_same, rows, tail):
     of_ranks = [brought(rank, (ROWS[rows](rank), *tail)) for rank in range(hvd.size())]
@@ -43,7 +44,6 @@ def test_an_allgather_puts_all_ranks_rows_one_after_the_other(hvd, brought, asse
     assert_same([("rows", found, expected), ("later", later, expected), ("input", own, of_ranks[hvd.rank()])])
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", MOVABLE)
 def test_every_type_can_be_gathered_broadcast_and_exchanged(hvd, brought, assert_same, dtype):
     size, rank = hvd.size(), hvd.rank()
@@ -64,7 +64,6 @@ def test_every_type_can_be_gathered_broadcast_and_exchanged(hvd, brought, assert
     assert_same([(what, found[what], expected[what]) for what in found])
 
 
-@pytest.mark.mpi
 def test_many_allgathers_of_changing_lengths_may_be_under_way(hvd, brought, assert_same):
     def of(rank: int, k: int) -> Tensor:
         return brought(rank, ((rank + k) % 4, 3), MOVABLE[k % len(MOVABLE)], k)
@@ -78,7 +77,6 @@ def test_many_allgathers_of_changing_lengths_may_be_under_way(hvd, brought, asse
     )
 
 
-@pytest.mark.mpi
 def test_the_lengths_of_one_name_may_change_from_step_to_step(hvd, assert_same):
     checks = []
     for step in range(8):
@@ -89,7 +87,6 @@ def test_the_lengths_of_one_name_may_change_from_step_to_step(hvd, assert_same):
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_a_process_set_gathers_among_its_ranks(hvd, half, brought, assert_same):
     of_ranks = [brought(rank, (rank + 1, 2)) for rank in half.ranks]
     found = hvd.allgather(of_ranks[half.rank()], process_set=half)
@@ -98,7 +95,6 @@ def test_a_process_set_gathers_among_its_ranks(hvd, half, brought, assert_same):
     assert_same([("one", found, expected), ("first", pair[0], expected), ("second", pair[1], expected[:, 0])])
 
 
-@pytest.mark.mpi
 def test_grouped_allgathers_are_a_list_in_the_given_order(hvd, brought, assert_same):
     def of(rank: int) -> list[Tensor]:
         shapes = [(rank, 2), (3,), (rank + 1, 1, 2)]
@@ -113,7 +109,6 @@ def test_grouped_allgathers_are_a_list_in_the_given_order(hvd, brought, assert_s
     assert_same([(f"later {k}", x, expected[k]) for k, x in enumerate(later)])
 
 
-@pytest.mark.mpi
 def test_rows_in_any_order_of_memory_are_moved(hvd, brought, assert_same):
     size, rank = hvd.size(), hvd.rank()
     of_ranks = [brought(r, (2, 4 * size, 3)).transpose(0, 1) for r in range(size)]
@@ -138,7 +133,6 @@ def test_rows_in_any_order_of_memory_are_moved(hvd, brought, assert_same):
 # ---------------------------------------------------------------- broadcast
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("shape", [(), (1,), (17, 3), (0,), (2, 0), (400_000,)], ids=str)
 def test_a_broadcast_brings_every_roots_tensor_to_all(hvd, brought, assert_same, shape):
     checks = []
@@ -152,7 +146,6 @@ def test_a_broadcast_brings_every_roots_tensor_to_all(hvd, brought, assert_same,
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_broadcasts_from_all_roots_may_be_under_way_at_once(hvd, assert_same):
     size = hvd.size()
     own = [torch.full((5,), hvd.rank() * 100 + k) for k in range(3 * size)]
@@ -165,7 +158,6 @@ def test_broadcasts_from_all_roots_may_be_under_way_at_once(hvd, assert_same):
     assert_same([(f"new {k}", x, torch.tensor(k % size)) for k, x in enumerate(also)])
 
 
-@pytest.mark.mpi
 def test_the_root_of_a_broadcast_in_a_process_set_is_a_rank_of_the_job(hvd, half, assert_same):
     checks = []
     for root in half.ranks:
@@ -176,7 +168,6 @@ def test_the_root_of_a_broadcast_in_a_process_set_is_a_rank_of_the_job(hvd, half
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_a_parameter_can_be_broadcast_in_place(hvd):
     parameter = torch.nn.Parameter(torch.full((3,), float(hvd.rank())))
     assert hvd.broadcast_(parameter, last(hvd)) is parameter
@@ -188,7 +179,7 @@ def test_a_parameter_can_be_broadcast_in_place(hvd):
 
 
 def exchanged(of_ranks: list[Tensor], splits: list[list[int]], rank: int) -> Tensor:
-    """What comes to a rank, of everything that everyone sends."""
+    """Return the rows that come to a rank."""
     return torch.cat([torch.split(x[: sum(s)], s)[rank] for x, s in zip(of_ranks, splits, strict=True)])
 
 
@@ -203,7 +194,6 @@ MATRICES: dict[str, Callable[[int, int], int]] = {
 }
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(("matrix", "tail"), checkered(MATRICES, [(), (3,), (2, 2)]), ids=str)
 def test_an_alltoall_with_splits_brings_rows_and_how_many_from_each(hvd, brought, assert_same, matrix, tail):
     size, rank = hvd.size(), hvd.rank()
@@ -221,7 +211,6 @@ def test_an_alltoall_with_splits_brings_rows_and_how_many_from_each(hvd, brought
     assert_same([("received", received, counts), ("received later", also, counts)])
 
 
-@pytest.mark.mpi
 def test_an_alltoall_without_splits_is_a_tensor_alone_and_a_pair_when_asynchronous(hvd, brought, assert_same):
     size, rank = hvd.size(), hvd.rank()
     of_ranks = [brought(r, (2 * size, 3)) for r in range(size)]
@@ -233,7 +222,6 @@ def test_an_alltoall_without_splits_is_a_tensor_alone_and_a_pair_when_asynchrono
     assert_same([("received", received, torch.full((size,), 2, dtype=torch.int32))])
 
 
-@pytest.mark.mpi
 def test_rows_beyond_the_splits_stay_at_home(hvd, assert_same):
     size, rank = hvd.size(), hvd.rank()
     own = torch.arange(size + 3) + 100 * rank
@@ -241,7 +229,6 @@ def test_rows_beyond_the_splits_stay_at_home(hvd, assert_same):
     assert_same([("rows", found, torch.arange(size) * 100 + rank), ("each", received.tolist(), [1] * size)])
 
 
-@pytest.mark.mpi
 def test_a_process_set_exchanges_among_its_ranks(hvd, half, assert_same):
     size, place = half.size(), half.rank()
     own = torch.arange(size) + 10 * place
@@ -252,7 +239,6 @@ def test_a_process_set_exchanges_among_its_ranks(hvd, half, assert_same):
     assert_same([("received", received.tolist(), [1] * size)])
 
 
-@pytest.mark.mpi
 def test_many_alltoalls_may_be_under_way(hvd, assert_same):
     size, rank = hvd.size(), hvd.rank()
     handles = [
@@ -273,7 +259,6 @@ def own_rows(total: Tensor, rank: int, size: int) -> Tensor:
     return torch.split(total, lengths)[rank]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("rows", "tail"),
     checkered(["equal", "one more", "fewer than ranks", "one", "none", "many"], [(), (3,), (2, 2)]),
@@ -302,7 +287,6 @@ def test_a_reducescatter_leaves_every_rank_its_rows(hvd, brought, assert_same, r
     assert_same([("input", own, of_ranks[rank])])
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
 def test_every_type_is_reduced_and_scattered(hvd, brought, assert_same, dtype):
     size, rank = hvd.size(), hvd.rank()
@@ -317,7 +301,6 @@ def test_every_type_is_reduced_and_scattered(hvd, brought, assert_same, dtype):
     )
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 def test_a_reducescatter_is_scaled_before_and_after(hvd, brought, assert_same, op):
     size, rank = hvd.size(), hvd.rank()
@@ -339,7 +322,6 @@ def test_a_reducescatter_is_scaled_before_and_after(hvd, brought, assert_same, o
     torch.testing.assert_close(real, own_rows(truth, rank, size), rtol=1e-15, atol=0)
 
 
-@pytest.mark.mpi
 def test_a_process_set_reduces_and_scatters_among_its_ranks(hvd, half, brought, assert_same):
     of_ranks = [brought(r, (5, 2), torch.int64) for r in half.ranks]
     own = of_ranks[half.rank()]
@@ -349,7 +331,6 @@ def test_a_process_set_reduces_and_scatters_among_its_ranks(hvd, half, brought, 
     assert_same([("one", found, expected), ("grouped", grouped, expected)])
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 def test_grouped_reducescatters_are_a_list_in_the_given_order(hvd, brought, assert_same, op):
     size, rank = hvd.size(), hvd.rank()
@@ -374,7 +355,6 @@ def test_grouped_reducescatters_are_a_list_in_the_given_order(hvd, brought, asse
     )
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("which", ["fp16", "bf16"])
 def test_compressed_reducescatters_come_back_in_their_own_type(hvd, brought, assert_same, which):
     size, rank = hvd.size(), hvd.rank()
@@ -386,7 +366,6 @@ def test_compressed_reducescatters_come_back_in_their_own_type(hvd, brought, ass
     assert_same([("one", found, expected), ("grouped", grouped, expected)])
 
 
-@pytest.mark.mpi
 def test_many_reducescatters_may_be_under_way(hvd, assert_same):
     size, rank = hvd.size(), hvd.rank()
     handles = [
@@ -403,7 +382,6 @@ def test_many_reducescatters_may_be_under_way(hvd, assert_same):
 # ---------------------------------------------------------------- all kinds together
 
 
-@pytest.mark.mpi
 def test_all_kinds_may_be_under_way_together_and_awaited_in_any_order(hvd, assert_same):
     size, rank = hvd.size(), hvd.rank()
     own = torch.arange(size) + 10 * rank
@@ -430,7 +408,6 @@ def test_all_kinds_may_be_under_way_together_and_awaited_in_any_order(hvd, asser
     assert_same(checks)
 
 
-@pytest.mark.mpi
 def test_barriers_pass_among_other_operations(hvd, half):
     handles = [hvd.allreduce_async(torch.tensor([k]), op=hvd.Sum) for k in range(3)]
     hvd.barrier()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mpi
 
 
 def steps_of(seed: int, size: int) -> list[int]:
-    """How many steps each rank has data for; some have none."""
+    """Draw the number of steps that each rank has data for; some have none."""
     chance = random.Random(seed)
     return [chance.randrange(0, 7) for _ in range(size)]
 

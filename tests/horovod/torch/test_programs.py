@@ -19,7 +19,7 @@ SEEDS_OF_EACH = 2
 
 
 class HorovodWorld(World):
-    """As Horovod has it: backwards are declared, gradients waited for before somebody looks at them."""
+    """Horovod's interface: backwards are declared, gradients waited for before somebody reads them."""
 
     def distributed(self, inner: torch.optim.Optimizer) -> Any:
         number, _, more = str(self.kind).partition(" ")

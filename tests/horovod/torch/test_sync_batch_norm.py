@@ -22,7 +22,7 @@ def _initialized() -> None:
 
 @dataclass
 class Outcome:
-    """What a layer leaves behind, of this rank's rows."""
+    """Results of a layer for this rank's rows."""
 
     outputs: torch.Tensor
     input_gradients: torch.Tensor
@@ -82,7 +82,7 @@ def compare(
 
 
 def of_this_size(rows: Sequence[int]) -> list[int]:
-    """As many as there are ranks, and more than one value in all."""
+    """Return rows for each rank there is, more than one value in all."""
     mine = list(rows[: hvd.size()])
     mine[-1] += 2 if sum(mine) < 2 else 0
     return mine

@@ -10,7 +10,6 @@ import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ import hpcpar
 import hpcpar.horovod.torch as hvd
 from hpcpar.comm import Communicator
 from hpcpar.errors import OperationError
-from hpcpar.horovod import basics
 from hpcpar.horovod.torch import elastic
 from hpcpar.horovod.torch.readiness import BucketGate
 from tests.horovod.torch.training import (
@@ -34,36 +32,34 @@ from tests.horovod.torch.training import (
     STEPS,
     Branches,
     Make,
-    Share,
+    adamw,
+    all_ranks,
     assert_as_alone,
     assert_errors,
     backward,
     batch,
     bits,
+    compare,
     distance,
     error_of,
     errors_everywhere,
+    here,
+    loss_of,
     model_of,
     of_ranks,
     part,
+    rows_of,
     train,
+    train_on,
     whole,
 )
 from tests.horovod.torch.training import alone as alone_by
 from tests.horovod.torch.training import wrapped as wrapped_by
 
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("small_buckets")]
+
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 every_stage = pytest.mark.parametrize("stage", [1, 2])
-
-
-@pytest.fixture(autouse=True)
-def _small_buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small that these models have several."""
-    if not request.node.get_closest_marker("mpi"):
-        return
-    request.getfixturevalue("hvd")
-    context = basics.the_context()
-    monkeypatch.setattr(context, "knobs", replace(context.knobs, fusion_threshold_nbytes=300))
 
 
 def alone(make: Make = OPTIMIZERS["AdamW"], **options: Any) -> tuple[nn.Sequential, Optimizer]:
@@ -74,24 +70,6 @@ def wrapped(stage: int | None, make: Make = OPTIMIZERS["AdamW"], **options: Any)
     return wrapped_by(make, zero_stage=stage, **options)
 
 
-# Equality with one process
-
-
-@pytest.mark.mpi
-@every_stage
-@every_optimizer
-@pytest.mark.parametrize(("passes", "op"), [(1, "Average"), (3, "Sum")])
-def test_training_is_that_of_one_process_with_all_rows(stage: int, make: Make, passes: int, op: str) -> None:
-    reduction = REDUCTIONS[op]
-    model, optimizer = wrapped(stage, make, op=getattr(hvd, op), backward_passes_per_step=passes)
-    train(model, optimizer, part, passes=passes, reduction=reduction)
-    buckets = len(optimizer.sharded.blocks)
-    reference, _ = alone(make, passes=passes, reduction=reduction)
-    assert_as_alone(model, reference)
-    assert buckets > 1
-
-
-@pytest.mark.mpi
 @every_stage
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_step_sends_what_theory_says_and_a_rank_holds_its_shard(stage: int, passes: int) -> None:
@@ -112,7 +90,6 @@ def test_a_step_sends_what_theory_says_and_a_rank_holds_its_shard(stage: int, pa
     assert max(shares) <= parameters / hvd.size() + len(optimizer.sharded.blocks)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     "given",
     [{"offload": "cpu"}, {"offload": "a directory"}, {"shared_parameters": True}, {"model": "the model"}],
@@ -133,7 +110,6 @@ def test_hpcpars_own_options_change_nothing_in_the_result(given: Any, tmp_path: 
     assert_as_alone(model, alone(make)[0])
 
 
-@pytest.mark.mpi
 @every_stage
 def test_with_precision_masters_follow_what_is_broadcast_after_wrapping(stage: int) -> None:
     found = []
@@ -162,56 +138,47 @@ def test_with_precision_masters_follow_what_is_broadcast_after_wrapping(stage: i
 # Horovod's habits
 
 
-@pytest.mark.mpi
 @every_stage
 @pytest.mark.parametrize(("passes", "op"), [(1, "Sum"), (2, "Average")])
 @pytest.mark.parametrize("is_explicit", [True, False], ids=["after synchronize", "at once"])
 def test_gradients_are_clipped_by_the_optimizer(stage: int, passes: int, op: str, is_explicit: bool) -> None:
-    reduction = REDUCTIONS[op]
-
-    def steps(model: nn.Module, optimizer: Any, share: Share) -> list[float]:
+    def steps(model: nn.Module, optimizer: Any, ranks: list[int]) -> list[float]:
         norms = []
+        is_ours = hasattr(optimizer, "clip_grad_norm_")
         for step in range(STEPS):
             optimizer.zero_grad()
             for number in range(passes):
-                backward(model, share, 10 * step + number, reduction)
-            if optimizer is other:
+                backward(model, of_ranks(ranks), 10 * step + number, REDUCTIONS[op])
+            if not is_ours:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
                 nn.utils.clip_grad_value_(model.parameters(), 0.03)
-                optimizer.step()
-                continue
-            if is_explicit:
-                optimizer.synchronize()
-            norms.append(optimizer.clip_grad_norm_(0.1).item())
-            optimizer.clip_grad_value_(0.03)
-            with optimizer.skip_synchronize() if is_explicit else nullcontext():
+            else:
+                if is_explicit:
+                    optimizer.synchronize()
+                norms.append(optimizer.clip_grad_norm_(0.1).item())
+                optimizer.clip_grad_value_(0.03)
+            with optimizer.skip_synchronize() if is_ours and is_explicit else nullcontext():
                 optimizer.step()
         return norms
 
-    make = OPTIMIZERS["SGD"]
-    model, optimizer = wrapped(stage, make, op=getattr(hvd, op), backward_passes_per_step=passes)
-    reference = model_of()
-    other = make(reference.parameters())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        norms = steps(model, optimizer, part)
-    expected = steps(reference, other, whole)
-    assert_as_alone(model, reference)
+        options = {"op": getattr(hvd, op), "backward_passes_per_step": passes, "zero_stage": stage}
+        norms, expected, _ = compare(steps, **options)
     assert norms == pytest.approx(expected, abs=ROUNDING)
     assert min(expected) > 0.1, "nothing was clipped"
     assert [str(warning.message) for warning in told] == []
 
 
-@pytest.mark.mpi
 @every_stage
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_torchs_habits_around_a_step_are_those_of_one_process(stage: int, synchronized: bool) -> None:
     """Clip by torch's functions, discard a backward, step on zeros, forget by model.zero_grad()."""
 
-    def course(model: nn.Module, optimizer: Any, rows: Any) -> list[float]:
+    def steps(model: nn.Module, optimizer: Any, ranks: list[int]) -> list[float]:
         norms = []
         for step in range(4):
-            backward(model, rows, step)
+            backward(model, of_ranks(ranks), step)
             if synchronized and hasattr(optimizer, "synchronize"):
                 optimizer.synchronize()
             if step == 1:  # it is discarded
@@ -221,22 +188,16 @@ def test_torchs_habits_around_a_step_are_those_of_one_process(stage: int, synchr
             nn.utils.clip_grad_value_(model.parameters(), 0.02)
             if step == 2:
                 for parameter in model.parameters():
-                    assert parameter.grad is not None
                     parameter.grad.zero_()
             with getattr(optimizer, "skip_synchronize", nullcontext)():
                 optimizer.step()
             model.zero_grad()
         return norms
 
-    model, optimizer = wrapped(stage)
-    found = course(model, optimizer, part)
-    reference = model_of()
-    expected = course(reference, OPTIMIZERS["AdamW"](reference.parameters()), whole)
+    found, expected, _ = compare(steps, adamw, zero_stage=stage)
     assert found == pytest.approx(expected, abs=ROUNDING)
-    assert_as_alone(model, reference)
 
 
-@pytest.mark.mpi
 def test_a_gradient_scaler_that_sees_no_gradients_is_refused() -> None:
     model = model_of()
     optimizer = hvd.DistributedOptimizer(
@@ -253,7 +214,6 @@ def test_a_gradient_scaler_that_sees_no_gradients_is_refused() -> None:
     assert "no gradients to unscale" in told
 
 
-@pytest.mark.mpi
 @every_stage
 def test_named_gradients_are_the_shards_of_the_average(stage: int) -> None:
     model, optimizer = wrapped(stage)
@@ -271,24 +231,6 @@ def test_named_gradients_are_the_shards_of_the_average(stage: int) -> None:
     assert seen == {name: gradient.numel() for name, gradient in gradients.items()}
 
 
-@pytest.mark.mpi
-@every_stage
-@pytest.mark.parametrize("passes", [1, 2])
-def test_the_number_of_passes_can_change_and_a_step_may_come_early(stage: int, passes: int) -> None:
-    model, optimizer = wrapped(stage, backward_passes_per_step=3)
-    reference, other = alone(passes=passes, steps=range(2))
-    train(model, optimizer, part, passes=passes, steps=range(2))
-    for now, steps in ((3, range(2, 4)), (1, range(4, 6)), (2, range(6, 8))):
-        optimizer.set_backward_passes_per_step(now)
-        train(model, optimizer, part, steps=steps, passes=now)
-        train(reference, other, whole, steps=steps, passes=now)
-    assert_as_alone(model, reference)
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match=f"backward_passes_per_step={wrong}"):
-            optimizer.set_backward_passes_per_step(wrong)
-
-
-@pytest.mark.mpi
 @every_stage
 @pytest.mark.parametrize("zero", ["the model's", "after the step"])
 def test_gradients_last_until_somebody_forgets_them(stage: int, zero: str) -> None:
@@ -313,102 +255,52 @@ def test_gradients_last_until_somebody_forgets_them(stage: int, zero: str) -> No
     assert_errors(errors_everywhere(optimizer.step), "ValueError", "call zero_grad() after each step()")
 
 
-@pytest.mark.mpi
 def test_a_rank_without_a_backward_may_average_something_else_before_the_step() -> None:
-    model, optimizer = wrapped(1, OPTIMIZERS["SGD"])
-    reference = model_of()
-    other = OPTIMIZERS["SGD"](reference.parameters())
-    found = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        other.zero_grad()
-        for rank in range(1, hvd.size()):
-            (
-                F.mse_loss(reference(of_ranks([rank])(batch(step)[0])), of_ranks([rank])(batch(step)[1]))
-            ).backward()
-        loss = backward(model, part, step) if hvd.rank() > 0 else torch.zeros((), dtype=torch.float64)
-        found.append(hvd.allreduce(loss.detach(), op=hvd.Sum).isfinite().item())
-        optimizer.step()
-        for parameter in reference.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= hvd.size()
-        other.step()
-    assert_as_alone(model, reference)
+    def steps(model: nn.Module, optimizer: Optimizer, ranks: list[int]) -> list[bool]:
+        found = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = torch.zeros((), dtype=torch.float64)
+            for rank in ranks:
+                if rank > 0:
+                    loss = loss_of(model, step, rank) / len(ranks)
+                    loss.backward()
+            if len(ranks) == 1:
+                found.append(hvd.allreduce(loss.detach(), op=hvd.Sum).isfinite().item())
+            optimizer.step()
+        return found
+
+    found, *_ = compare(steps, zero_stage=1)
     assert found == [True] * STEPS
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize(("stage", "as_number"), [(1, False), (2, True)])
-def test_a_step_with_a_closure_is_that_of_one_process_and_returns_its_loss(
-    stage: int, as_number: bool
-) -> None:
-    def steps(model: nn.Module, optimizer: Optimizer, share: Share) -> list[float]:
-        losses = []
-        for step in range(3):
-
-            def closure(step: int = step) -> Any:
-                optimizer.zero_grad()
-                loss = backward(model, share, 10 * step)
-                return loss.item() if as_number else loss
-
-            loss = optimizer.step(closure)
-            losses.append(loss.item() if isinstance(loss, Tensor) else loss)
-            train(model, optimizer, share, steps=range(step + 5, step + 6))
-        return losses
-
-    model, optimizer = wrapped(stage)
-    reference = model_of()
-    losses = steps(model, optimizer, part)
-    expected = steps(reference, OPTIMIZERS["AdamW"](reference.parameters()), whole)
-    assert_as_alone(model, reference)
-    assert losses == pytest.approx(expected, abs=ROUNDING)
-
-
-@pytest.mark.mpi
-@every_stage
-def test_step_hooks_run_once_a_step(stage: int) -> None:
-    model = model_of()
-    base = SGD(model.parameters(), lr=0.1)
-    calls: list[str] = []
-    base.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer = hvd.DistributedOptimizer(base, model.named_parameters(), zero_stage=stage)
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    train(model, optimizer, part, steps=range(2))
-    assert calls == ["before", "after"] * 2
-
-
-@pytest.mark.mpi
 @every_stage
 @every_optimizer
 def test_groups_have_options_of_their_own_and_more_may_be_added(stage: int, make: Make) -> None:
-    def steps(model: Branches, optimizer: Optimizer, ranks: range) -> None:
-        for step in range(4):
-            if step == 2:
-                optimizer.add_param_group({"params": list(model.c.parameters()), "lr": 0.002})
-            optimizer.zero_grad()
-            for rank in ranks:
-                x, y = (of_ranks([rank])(rows) for rows in batch(step))
-                (F.mse_loss(model(x, "ab" if step < 2 else "abc"), y) / len(ranks)).backward()
-            optimizer.step()
+    def loss(model: Branches, number: int, rank: int) -> Tensor:
+        x, y = rows_of(number // 10, rank)
+        return F.mse_loss(model(x, "ab" if number < 20 else "abc"), y)
+
+    def train_both(model: Branches, optimizer: Optimizer, ranks: list[int]) -> list[float]:
+        train_on(model, optimizer, ranks, loss, steps=range(2))
+        optimizer.add_param_group({"params": list(model.c.parameters()), "lr": 0.002})
+        train_on(model, optimizer, ranks, loss, steps=range(2, 4))
+        return [group["lr"] for group in optimizer.param_groups]
 
     def groups(model: Branches) -> list[dict[str, Any]]:
         return [{"params": list(model.a.parameters()), "lr": 0.03}, {"params": list(model.b.parameters())}]
 
     model, reference = Branches(), Branches()
     optimizer = hvd.DistributedOptimizer(make(groups(model)), zero_stage=stage)
-    steps(model, optimizer, range(hvd.rank(), hvd.rank() + 1))
-    plain = make(groups(reference))
-    steps(reference, plain, range(hvd.size()))
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = train_both(model, optimizer, here())
+    assert rates == train_both(reference, make(groups(reference)), all_ranks())
     assert len(optimizer._parameter_names) == 6
-    assert rates == [group["lr"] for group in plain.param_groups]
     assert_as_alone(model, reference)
 
 
 # States
 
 
-@pytest.mark.mpi
 @every_stage
 def test_state_from_before_wrapping_is_kept_and_must_be_that_of_all_ranks(
     stage: int, needs_two: None
@@ -429,7 +321,6 @@ def test_state_from_before_wrapping_is_kept_and_must_be_that_of_all_ranks(
     assert_errors(told, "HorovodInternalError", "with the state of 0 parameters", "of 4 parameters")
 
 
-@pytest.mark.mpi
 @every_stage
 def test_broadcast_optimizer_state_gives_all_ranks_the_roots_options(stage: int) -> None:
     model, optimizer = wrapped(stage, OPTIMIZERS["SGD"])
@@ -445,15 +336,11 @@ def test_broadcast_optimizer_state_gives_all_ranks_the_roots_options(stage: int)
     assert_as_alone(model, alone(OPTIMIZERS["SGD"])[0])
 
 
-@pytest.mark.mpi
 @every_stage
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["copy.deepcopy", "pickle"])
 def test_it_cannot_be_copied_and_says_what_to_do(stage: int, copied: Callable[[Any], Any]) -> None:
     _, optimizer = wrapped(stage)
     assert_errors(errors_everywhere(lambda: copied(optimizer)), "ValueError", f"zero_stage={stage}", "load")
-
-
-# Process sets
 
 
 # What does not go together
@@ -476,7 +363,6 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_what_does_not_go_together_is_an_error_that_says_what_does(case: str) -> None:
     options, words = CONTRADICTIONS[case]
@@ -484,13 +370,11 @@ def test_what_does_not_go_together_is_an_error_that_says_what_does(case: str) ->
     assert_errors(told, "ValueError", *words)
 
 
-@pytest.mark.mpi
 def test_optimizers_that_need_whole_tensors_are_refused() -> None:
     told = errors_everywhere(lambda: wrapped(1, LBFGS))
     assert_errors(told, "ValueError", "LBFGS", "zero_stage=0")
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("stage", [None, 1, 2, 3])
 def test_a_fully_sharded_model_is_for_hpcpars_own_optimizer(stage: int | None) -> None:
     model = hpcpar.fully_shard(model_of(), Communicator.alone())
@@ -500,7 +384,6 @@ def test_a_fully_sharded_model_is_for_hpcpars_own_optimizer(stage: int | None) -
     assert_errors(told, "ValueError", "is fully sharded", "hpcpar.DistributedOptimizer")
 
 
-@pytest.mark.mpi
 def test_a_parameter_that_thaws_is_an_error(needs_two: None) -> None:
     for stage in (1, 2):
         model = model_of()
@@ -514,7 +397,6 @@ def test_a_parameter_that_thaws_is_an_error(needs_two: None) -> None:
         assert_errors(errors_everywhere(optimizer.step), "ValueError", "frozen", "requires_grad")
 
 
-@pytest.mark.mpi
 @every_stage
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_rank_that_has_joined_is_an_error_for_the_others_and_training_goes_on(
@@ -535,7 +417,6 @@ def test_a_rank_that_has_joined_is_an_error_for_the_others_and_training_goes_on(
     assert_as_alone(model, alone()[0])
 
 
-@pytest.mark.mpi
 @every_stage
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
 def test_a_call_that_one_rank_makes_alone_is_an_error_on_all_and_not_a_wait(
@@ -559,7 +440,6 @@ def test_a_call_that_one_rank_makes_alone_is_an_error_on_all_and_not_a_wait(
     assert_as_alone(model, alone()[0])
 
 
-@pytest.mark.mpi
 def test_an_optimizer_that_is_gone_leaves_no_hooks_and_no_part_in_the_next_ones_steps() -> None:
     model, optimizer = wrapped(2)
     train(model, optimizer, part, steps=range(1))
@@ -574,7 +454,6 @@ def test_an_optimizer_that_is_gone_leaves_no_hooks_and_no_part_in_the_next_ones_
     assert made <= 1, "communicators are used again"
 
 
-@pytest.mark.mpi
 def test_the_next_optimizer_does_not_meet_what_one_rank_had_begun_for_the_last(
     needs_two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,7 +480,6 @@ def test_the_next_optimizer_does_not_meet_what_one_rank_had_begun_for_the_last(
 # New starts
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("stage", "fault"), [(1, "after the step"), (2, "in a collective"), (1, "before the step")]
 )

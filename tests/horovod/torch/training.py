@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import hpcpar.horovod.torch as hvd
+from hpcpar.horovod.torch.compression import Compressor
 
 ROUNDING = 1e-12
 """Sums in another order, over a few steps of values near 1."""
@@ -28,6 +29,7 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
     "AdamW": lambda parameters: AdamW(parameters, lr=0.01, weight_decay=0.1),
 }
+sgd, adamw = OPTIMIZERS.values()
 REDUCTIONS = {"Average": "mean", "Sum": "sum"}
 """Reduction of the loss that belongs to an operation on gradients."""
 
@@ -59,6 +61,24 @@ def part(rows: Tensor) -> Tensor:
     return of_ranks([hvd.rank()])(rows)
 
 
+def rows_of(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    x, y = (rows[ROWS * rank : ROWS * (rank + 1)] for rows in batch(number))
+    return x, y
+
+
+def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
+    x, y = rows_of(number, rank)
+    return F.mse_loss(model(x), y)
+
+
+def here() -> list[int]:
+    return [hvd.rank()]
+
+
+def all_ranks() -> list[int]:
+    return list(range(hvd.size()))
+
+
 def backward(model: nn.Module, share: Share, number: int, reduction: str = "mean") -> Tensor:
     x, y = batch(number)
     dtype = next(model.parameters()).dtype
@@ -85,12 +105,36 @@ def train(
         optimizer.step()
 
 
+def train_on(
+    model: nn.Module,
+    optimizer: Optimizer,
+    ranks: Sequence[int],
+    loss: Callable[[Any, int, int], Tensor | None] = loss_of,
+    *,
+    steps: range = range(STEPS),
+    passes: int = 1,
+) -> None:
+    """Train on the mean of the ranks' losses."""
+    for step in steps:
+        optimizer.zero_grad()
+        for number in range(passes):
+            for rank in ranks:
+                found = loss(model, 10 * step + number, rank)
+                if found is not None:
+                    (found / len(ranks)).backward()
+        optimizer.step()
+
+
 def alone(make: Make = OPTIMIZERS["SGD"], seed: int = 0, **options: Any) -> tuple[nn.Sequential, Optimizer]:
     """One process that has all ranks' rows."""
     model = model_of(seed)
     optimizer = make(model.parameters())
     train(model, optimizer, whole, **options)
     return model, optimizer
+
+
+def model_alone(make: Make = sgd, **options: Any) -> nn.Sequential:
+    return alone(make, **options)[0]
 
 
 def wrapped(make: Make = OPTIMIZERS["SGD"], seed: int = 0, **options: Any) -> tuple[nn.Sequential, Any]:
@@ -126,6 +170,29 @@ def assert_as_alone(model: nn.Module, reference: nn.Module, bound: float = ROUND
     assert len({own for _, own in told}) == 1, "ranks differ"
 
 
+Steps = Callable[[Any, Any, list[int]], Any]
+
+
+def compare(
+    steps: Steps,
+    make: Make = sgd,
+    build: Callable[[], nn.Module] = model_of,
+    bound: float = ROUNDING,
+    **options: Any,
+) -> tuple[Any, Any, nn.Module]:
+    """Hold steps(model, optimizer, ranks) of a wrapped optimizer on this rank to one process of all ranks.
+
+    options   of DistributedOptimizer
+    returns   what the steps returned here, what they returned in one process, and the model that was wrapped
+    """
+    model, reference = build(), build()
+    optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
+    found = steps(model, optimizer, here())
+    expected = steps(reference, make(reference.parameters()), all_ranks())
+    assert_as_alone(model, reference, bound)
+    return found, expected, model
+
+
 Told = list[tuple[tuple[str, ...], str]]
 
 
@@ -149,3 +216,29 @@ def assert_errors(told: Told, kind: str, *words: str) -> None:
         assert kind in kinds, text
         for word in words:
             assert word in text
+
+
+def sum_of_ranks() -> float:
+    """Return 0 + 1 + …: collectives go on working."""
+    return hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item()
+
+
+def expected_sum() -> float:
+    return hvd.size() * (hvd.size() - 1) / 2
+
+
+NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class EverySecond(Compressor):
+    """Sends half of the values, in float32; the others count as zero."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor.flatten()[::2].float(), tensor
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        result = torch.zeros_like(ctx)
+        result.view(-1)[::2] = tensor.to(ctx.dtype)
+        return result

@@ -36,7 +36,7 @@ T = TypeVar("T")
 log = logging.getLogger("hpcpar")
 
 RESTARTS_WITHOUT_COMMIT = 3
-"""So often in a row is a failure taken for a passing one."""
+"""Failures in a row without a commit after which `run` gives up."""
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:

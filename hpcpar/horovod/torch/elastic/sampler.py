@@ -52,14 +52,14 @@ class ElasticSampler(Sampler[int]):
         self._share_out()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """The next `batch_size` indices of this rank's share have been processed; the last may be fewer.
+        """Record the next `batch_size` indices of this rank's share as processed; the last may be fewer.
 
         batch_idx   as Horovod's callers pass it; after a new start it may begin anywhere, so it is not used
         """
         self._recorded = min(self._recorded + batch_size, len(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch and what has been processed of it; a few numbers for each sharing out."""
+        """Return the epoch and what has been processed of it; a few numbers for each sharing out."""
         return {
             "epoch": self.epoch,
             "history": [list(counts) for counts in self._history],

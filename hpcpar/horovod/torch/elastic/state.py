@@ -29,28 +29,30 @@ class HostUpdateResult:
 
 
 class StateHandler:
-    """Handler that saves, restores and synchronizes values of one type."""
+    """Handler that saves, restores and synchronizes values of one type, as Python objects.
+
+    save, restore   keep a copy of the value in memory, and go back to it
+    sync            take rank 0's value; collective
+    reset           called when Horovod has started anew; collective
+    set_value       handle this value from now on
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def save(self) -> None:
-        """Keep a copy in memory."""
         self.saved = copy.deepcopy(self.value)
 
     def restore(self) -> None:
-        """Go back to the copy."""
         self.value = copy.deepcopy(self.saved)
 
     def sync(self) -> None:
-        """Take rank 0's. Collective."""
         self.value = broadcast_object(self.value, ROOT)
 
     def reset(self) -> None:
-        """Horovod has started anew. Collective."""
+        pass
 
     def set_value(self, value: Any) -> None:
-        """Handle this one from now on."""
         self.value = value
         self.save()
 
@@ -147,9 +149,12 @@ def _broadcast_named(value: Any) -> Any:
 class State:
     """State that a training needs to go on; a subclass implements `save`, `restore` and `sync`.
 
-    bcast_object             what returns rank 0's object on every rank
-    get_rank                 for compatibility
-    commit_count             how often `commit` was called
+    save, restore   keep a copy of everything in this rank's memory, and go back to it
+    sync            take rank 0's values, and save them; collective
+    reset           called when Horovod has started anew; collective
+    commit_count    number of calls of `commit`
+
+    bcast_object returns rank 0's object on every rank; get_rank is for compatibility.
     """
 
     commit_count = 0
@@ -163,16 +168,16 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def save(self) -> None:
-        """Keep a copy of everything in this rank's memory."""
+        pass
 
     def restore(self) -> None:
-        """Go back to what was saved last, on this rank."""
+        pass
 
     def sync(self) -> None:
-        """Take rank 0's values, and save them. Collective."""
+        pass
 
     def reset(self) -> None:
-        """Horovod has started anew. Collective."""
+        pass
 
     def commit(self) -> None:
         """Save, as a point to go back to; then `check_host_updates`. Collective, because of that."""
@@ -199,7 +204,7 @@ class State:
         self._hosts_changed = max(self._hosts_changed, update_res)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Functions to call after each new start, on every rank, in this order."""
+        """Call these functions after each new start, on every rank, in this order."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -291,19 +296,19 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        for name, handler in self._handlers.items():
-            handler.restore()
-            super().__setattr__(name, handler.value)
+        self._handle(lambda handler: handler.restore())
         super().restore()
 
     def sync(self) -> None:
-        for name, handler in self._handlers.items():
-            handler.sync()
-            super().__setattr__(name, handler.value)
+        self._handle(lambda handler: handler.sync())
         super().sync()
 
+    def _handle(self, call: Callable[[StateHandler], None]) -> None:
+        for name, handler in self._handlers.items():
+            call(handler)
+            super().__setattr__(name, handler.value)
+
     def reset(self) -> None:
-        """Horovod has started anew: connect optimizers and samplers to it. Collective."""
         for handler in self._handlers.values():
             handler.reset()
 
