@@ -176,12 +176,8 @@ def ssh_variables(port: int | None, identity_file: str | None) -> dict[str, str]
     source   MPICH's and Intel MPI's Hydra, Open MPI's plm/rsh, PRRTE's plm/ssh. srun needs no ssh
     """
     words = [f"-p {port}"] * (port is not None) + [f"-i {identity_file}"] * (identity_file is not None)
-    names = (
-        "HYDRA_LAUNCHER_EXTRA_ARGS",
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
-        "OMPI_MCA_plm_rsh_args",
-        "PRTE_MCA_plm_ssh_args",
-    )
+    hydra = ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
+    names = (*hydra, "OMPI_MCA_plm_rsh_args", "PRTE_MCA_plm_ssh_args")
     return dict.fromkeys(names, " ".join(words)) if words else {}
 
 

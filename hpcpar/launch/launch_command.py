@@ -34,15 +34,8 @@ Which = Callable[[str], str | None]
 Say = Callable[[str], None]
 
 SENT = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "OMP_NUM_THREADS",
-    "HPCPAR_",
-    "HOROVOD_",
-    "MPI4PY_",
-    "UCX_",
-    *cuda_wheels.VARIABLES,
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS"),
+    *("HPCPAR_", "HOROVOD_", "MPI4PY_", "UCX_", *cuda_wheels.VARIABLES),
 )
 """Prefixes of variables for ranks on other nodes, where the launcher (Open MPI's) sends none by itself."""
 
@@ -128,8 +121,10 @@ def prepare(
     else:
         own_words = ["-n", str(n)]
         options = within_allocation(n, path, options, environ)
-        if not options.hosts and not has_several_hosts(environ):
-            require_shared_space(n, environ)
+        room = shared_space.free_nbytes()
+        is_here = not options.hosts and not has_several_hosts(environ)
+        if is_here and room is not None and room < shared_space.most_nbytes(n):
+            shared_space.require(n, library_version(environ), room, environ)
     if "SLURM_JOB_ID" in environ and which("srun") is None:
         variables |= without_srun(launcher_kind(path), options, environ)
     asked = HostOptions()
@@ -167,9 +162,7 @@ def under_horovod(argv: Sequence[str]) -> list[str]:
     """
     python = bool(argv) and _PYTHON.fullmatch(os.path.basename(argv[0])) is not None
     start = 1 if python else 0
-    while (
-        python and start < len(argv) and argv[start].startswith("-") and argv[start][:2] not in ("-m", "-c")
-    ):
+    while python and argv[start : start + 1] and re.match("-(?![mc])", argv[start]):
         start += 2 if argv[start] in ("-W", "-X") else 1
     rest = list(argv[start:])
     if python and rest and rest[0][:2] in ("-m", "-c") and rest[0][2:]:  # -mmodule, which Python takes
@@ -359,12 +352,6 @@ def within_allocation(
     if not hosts or not launcher_kind(mpiexec):
         return options
     return replace(options, hosts=hosts) if len(host_lists.place(hosts, n)) > 1 else options
-
-
-def require_shared_space(n: int, environ: Mapping[str, str]) -> None:
-    room = shared_space.free_nbytes()
-    if room is not None and room < shared_space.most_nbytes(n):
-        shared_space.require(n, library_version(environ), room, environ)
 
 
 def require_one_component(n: int, words: Sequence[str], environ: Mapping[str, str]) -> None:

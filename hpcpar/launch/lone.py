@@ -21,20 +21,12 @@ from hpcpar.launch.settings import was_started_by_a_rank
 
 log = logging.getLogger("hpcpar")
 
-PAIRS = tuple(
-    dict.fromkeys([*((each.rank, each.size) for each in LAUNCHERS), ("HOROVOD_RANK", "HOROVOD_SIZE")])
-)
+PAIRS = dict.fromkeys([*((each.rank, each.size) for each in LAUNCHERS), ("HOROVOD_RANK", "HOROVOD_SIZE")])
 """Variables of a rank and of a size, which also launchers set that leave no marker."""
 
 STARTERS = (
-    *DAEMONS,
-    "flux-shell",
-    "mpiexec",
-    "mpirun",
-    "mpiexec.hydra",
-    "mpiexec.openmpi",
-    "prterun",
-    "orterun",
+    *(*DAEMONS, "flux-shell", "mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.openmpi"),
+    *("prterun", "orterun"),
 )
 STEP_DAEMON = re.compile(r"slurmstepd: \[(\d+\.\d+)")
 ASK_LIMIT_S = 10.0
