@@ -213,19 +213,20 @@ def test_a_script_fails_when_what_it_starts_fails(script: Path, tmp_path: Path) 
 
 
 def test_the_summary_of_a_sweep_is_sorted_and_names_what_is_missing(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
     for task, loss in (("1", "2.5"), ("2", "NaN"), ("5", "1.5"), ("10", "2.0")):
-        (tmp_path / task).mkdir()
-        (tmp_path / task / "summary.json").write_text(f'{{"held_out_loss": {loss}}}')
-        (tmp_path / task / "row.txt").write_text(f"optimizer.learning_rate={task}\n")
-    done = submit("sweep-summary", tmp_path, str(tmp_path))
+        (sweep / task).mkdir(parents=True)
+        (sweep / task / "summary.json").write_text(f'{{"held_out_loss": {loss}}}')
+        (sweep / task / "row.txt").write_text(f"optimizer.learning_rate={task}\n")
+    done = submit("sweep-summary", tmp_path, str(sweep))
     assert [line.split() for line in done.stdout.splitlines()[1:]] == [
         ["1.5000", "5", "optimizer.learning_rate=5"],
         ["2.0000", "10", "optimizer.learning_rate=10"],
         ["2.5000", "1", "optimizer.learning_rate=1"],
         ["nan", "2", "optimizer.learning_rate=2"],
     ]
-    (tmp_path / "3").mkdir()
-    done = submit("sweep-summary", tmp_path, str(tmp_path))
+    (sweep / "3").mkdir()
+    done = submit("sweep-summary", tmp_path, str(sweep))
     assert (done.returncode, done.stderr) == (1, "not finished: tasks 3\n")
 
 
