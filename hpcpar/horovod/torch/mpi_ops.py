@@ -7,8 +7,8 @@
 *   Errors in this rank's own arguments are raised by the call. What ranks do not agree on is a
     HorovodInternalError on every one of them, at `synchronize`.
 
-Each collective has one function `_start_x(form, tensors, ...)`. The public functions without a gradient are
-made from it by `_public`; the blocking ones that know their gradient have an autograd function, too.
+Each collective has one function `start_x(form, tensors, ...)` in submission.py, from which `_public` makes
+the public ones; those that block and know their gradient have an autograd function, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcpar.horovod import adasum, basics
+from hpcpar.horovod import basics
 from hpcpar.horovod.basics import *  # noqa: F403  its __all__ is the list of queries
 from hpcpar.horovod.basics import HorovodBasics, rank
-from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import TensorRequest
 from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.process_sets import (
@@ -35,7 +34,6 @@ from hpcpar.horovod.process_sets import (
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.submission import (
     MOVABLE,
-    REDUCIBLE,
     Adasum,
     Average,
     Form,
@@ -44,17 +42,16 @@ from hpcpar.horovod.torch.submission import (
     Product,
     Sum,
     engine_of,
-    factors_of,
-    op_called,
     poll,
-    require_adasum,
-    require_own_elements,
     require_type,
     splits_of,
+    start_allgather,
+    start_allreduce,
+    start_broadcast,
+    start_reducescatter,
     submit,
     synchronize,
     ticket_for,
-    tickets_for,
 )
 from hpcpar.horovod.util import get_average_backwards_compatibility_fun, num_rank_is_power_2  # noqa: F401
 from hpcpar.uncompiled import uncompiled
@@ -71,85 +68,6 @@ __all__ += ["barrier", "join", "poll", "synchronize"]
 
 _basics = HorovodBasics()
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
-
-
-# --- collectives by form --------------------------------------------------------------------------
-
-
-def _start_allreduce(
-    form: Form,
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    engine = engine_of(process_set)
-    chosen = op_called(op, average)
-    by_adasum = chosen == "adasum"
-    what, reducible = ("an Adasum", set(adasum.DTYPES)) if by_adasum else ("an all-reduce", REDUCIBLE)
-    for tensor in tensors:
-        require_type(what, tensor, reducible)
-        if form.in_place:
-            require_own_elements(what, tensor)
-    if by_adasum:
-        require_adasum(process_set)
-    factors = factors_of((prescale_factor, postscale_factor), tensors)
-    tickets = tickets_for(engine, "allreduce", tensors, name, form, op=chosen, scaling=factors)
-    return submit(engine, tickets, form.is_group, list(tensors) if form.in_place else None)
-
-
-def _start_allgather(
-    form: Form,
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    engine = engine_of(process_set)
-    for tensor in tensors:
-        require_type("an allgather", tensor, MOVABLE)
-    return submit(engine, tickets_for(engine, "allgather", tensors, name, form), form.is_group)
-
-
-def _start_broadcast(
-    form: Form,
-    tensors: Sequence[Tensor],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    engine = engine_of(process_set)
-    (tensor,) = tensors
-    ranks = process_set.ranks or []
-    if root_rank not in ranks:
-        raise ValueError(f"root_rank={root_rank} is not among the ranks {ranks} of the process set")
-    require_type("a broadcast", tensor, MOVABLE)
-    if form.in_place:
-        require_own_elements("a broadcast", tensor)
-    ticket = ticket_for(engine, "broadcast", tensor, name, form.in_place, root=ranks.index(root_rank))
-    return submit(engine, [ticket], form.is_group, [tensor] if form.in_place else None)
-
-
-def _start_reducescatter(
-    form: Form,
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    engine = engine_of(process_set)
-    chosen = op_called(op, None)
-    if chosen not in ("average", "sum"):
-        raise HorovodInternalError(f"a reducescatter with op {chosen} was asked for; it does Average and Sum")
-    for tensor in tensors:
-        require_type("a reducescatter", tensor, REDUCIBLE)
-    factors = factors_of((prescale_factor, postscale_factor), tensors)
-    tickets = tickets_for(engine, "reducescatter", tensors, name, form, op=chosen, scaling=factors)
-    return submit(engine, tickets, form.is_group)
 
 
 def _public(name: str, doc: str) -> Callable[..., Any]:
@@ -212,7 +130,7 @@ def _run(
     tensors = list(tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
     packed = [tensor for tensor, _ in pairs]
-    if start is _start_allreduce and compression is not Compression.none:
+    if start is start_allreduce and compression is not Compression.none:
         arguments = _dividing_first(packed, tensors, arguments)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
         found = function.apply(*arguments, *packed) if form.is_group else function.apply(*packed, *arguments)
@@ -317,10 +235,10 @@ def _reducescatter_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequenc
 
 _GradientsOf = Callable[[Any, tuple[Tensor, ...]], Sequence[Tensor]]
 _COLLECTIVES: dict[str, tuple[Callable[..., int], _GradientsOf]] = {
-    "allreduce": (_start_allreduce, _allreduce_gradients),
-    "allgather": (_start_allgather, _allgather_gradients),
-    "broadcast": (_start_broadcast, _broadcast_gradients),
-    "reducescatter": (_start_reducescatter, _reducescatter_gradients),
+    "allreduce": (start_allreduce, _allreduce_gradients),
+    "allgather": (start_allgather, _allgather_gradients),
+    "broadcast": (start_broadcast, _broadcast_gradients),
+    "reducescatter": (start_reducescatter, _reducescatter_gradients),
 }
 """Kind -> its start, and the gradients of its tensors from those of its results.
 
@@ -444,7 +362,7 @@ def sparse_allreduce_async(
     content = f"a sparse tensor of shape {list(tensor.shape)}"
     parts = {"indices": tensor.indices().t().contiguous(), "values": tensor.values()}
     tickets = [
-        ticket_for(engine, "allgather", part, f"{chosen}.{which}", in_place=False, content=content)
+        ticket_for(engine, "allgather", part, f"{chosen}.{which}", content=content)
         for which, part in parts.items()
     ]
     handle = submit(engine, tickets, is_group=True)
@@ -473,7 +391,7 @@ def alltoall_async(
     engine = engine_of(process_set)
     require_type("an alltoall", tensor, MOVABLE)
     rows = splits_of(tensor, splits, engine.size)
-    ticket = ticket_for(engine, "alltoall", tensor, name, in_place=False)
+    ticket = ticket_for(engine, "alltoall", tensor, name)
     ticket.splits = rows
     return submit(engine, [ticket], is_group=False)
 
