@@ -60,6 +60,23 @@ def _require_writable(*paths: Path, picture: Path | None = None) -> None:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add options that several scripts have, each with the default of this one."""
+    known: dict[str, tuple[Callable[[str], Any], str]] = {
+        "rounds": (at_least(1), "turns of each peer"),
+        "steps": (at_least(1), "timed steps in a turn, after an untimed one"),
+        "threads": (int, "torch threads per rank"),
+        "sequence": (at_least(1), "tokens of a sequence"),
+        "batch": (at_least(1), "sequences of a microbatch on each rank"),
+        "stages_per_rank": (at_least(1), "of the interleaved schedules"),
+        "json": (output_file, "append JSON lines to this file"),
+    }
+    for name, default in defaults.items():
+        kind, text = known[name]
+        told = "" if default is None else f" (default: {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text + told)
+
+
 # --- measuring in turn --------------------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from common import at_least, output_file
+from common import at_least, output_file, quartiles
 
 import hpcpar
 from hpcpar.bench.gpus import finished, use_gpu
@@ -46,8 +45,10 @@ from hpcpar.bench.measure import (
     Candidate,
     Case,
     Place,
+    ResultRow,
     copy_candidate,
     measure,
+    row,
     usable,
     wrong_elements,
 )
@@ -55,7 +56,7 @@ from hpcpar.bench.sweep import CHOSEN, about, ours, write_json
 from hpcpar.comm import Communicator
 from hpcpar.errors import CudaError, PeerFailedError
 from hpcpar.launch import binding
-from hpcpar.units import GB, busbw_factor, parse_nbytes
+from hpcpar.units import GB, parse_nbytes
 
 if TYPE_CHECKING:
     from hpcpar.launch.cuda_aware import CudaAwareness
@@ -80,36 +81,23 @@ Timed = tuple[str, Candidate]
 """Way and candidate."""
 
 
-@dataclass(frozen=True)
-class Line:
+@dataclass(frozen=True, kw_only=True)
+class Line(ResultRow):
     """One measured line; seconds are of one call.
 
     way             pull, mpi, staged: ours; else who did it: MPI, gloo, nccl, copy
-    chose           where it is left to hpcpar: the algorithm
     gpus            different ones, of all ranks
     copy_gb_per_s   bytes read and written by a copy of the same size, on one GPU
     of_ring, of_direct   the least possible time, in parts of the measured one; None where it is not known
     """
 
-    collective: str
     way: str
-    algorithm: str
-    chose: str
-    ranks: int
     gpus: int
-    nbytes: int
-    dtype: str
-    place: str
-    iterations: int
-    median_s: float
     lower_quartile_s: float
     upper_quartile_s: float
-    algbw_gb_per_s: float
-    busbw_gb_per_s: float
     copy_gb_per_s: float
     of_ring: float | None
     of_direct: float | None
-    wrong: int
 
 
 def arguments() -> argparse.Namespace:
@@ -198,7 +186,7 @@ class Job:
 
 
 def bind_to_gpu(world: Communicator, wanted: str) -> tuple[torch.device, tuple[str, ...]]:
-    """This rank's device, and that of every rank, by what tells it from all others. Ends without a GPU."""
+    """Return this rank's device, and the identities of all ranks' devices. End the job without a GPU."""
     if wanted == "cpu":
         return torch.device("cpu"), ("cpu",) * world.size
     try:
@@ -229,7 +217,7 @@ def find_awareness(world: Communicator, device: torch.device) -> CudaAwareness:
 def open_ways(
     world: Communicator, options: argparse.Namespace, device: torch.device, awareness: CudaAwareness
 ) -> tuple[dict[str, Communicator], dict[str, str]]:
-    """A communicator for each way that works here, and why others do not. Collective."""
+    """Return a communicator for each way that works here, and why others do not. Collective."""
     from hpcpar.transport.mpi import MpiTransport
 
     found, said = {}, {}
@@ -273,7 +261,7 @@ class NcclPeer:
 
 
 def nccl_obstacle(world: Communicator, gpus: int, device: torch.device) -> str | None:
-    """Why NCCL cannot be started here; the same on every rank."""
+    """Return why NCCL cannot be started here; the same on every rank."""
     import torch.distributed as dist
 
     if device.type == "cpu" or not dist.is_nccl_available():
@@ -308,7 +296,6 @@ class Builtin:
 
 
 def connect(job: Job) -> list[Any]:
-    """The peers that can be started. Collective."""
     from hpcpar.bench.peers import GlooPeer
 
     wanted, said, found = job.options.peers, job.said, []
@@ -337,7 +324,6 @@ def connect(job: Job) -> list[Any]:
 
 
 def measure_case(case: Case, job: Job, peers: Sequence[Any]) -> list[Line]:
-    """All lines of one collective and size, in turn. Collective."""
     place = PLACES[case.collective]
     buffers = Buffers.of(case, job.world, device=job.device)
     entered = [
@@ -371,32 +357,22 @@ def measure_case(case: Case, job: Job, peers: Sequence[Any]) -> list[Line]:
 def line_of(
     case: Case, job: Job, way: str, algorithm: str, timing: Any, copy_bytes_per_s: float, wrong: int
 ) -> Line:
-    rounds = timing.rounds_s
-    lower_s, _, upper_s = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else rounds * 3
-    seconds = timing.median_s
-    algbw = case.nbytes / seconds / GB
+    chose = chosen(case, job.ways[way]) if algorithm == CHOSEN else ""
+    timed = row(case, algorithm, PLACES[case.collective], timing, wrong, chose)
+    if way == COPY:
+        timed = replace(timed, busbw_gb_per_s=timed.algbw_gb_per_s)
+    lower_s, _, upper_s = quartiles(timing.rounds_s)
     bounded = case.collective == "allreduce" and way != COPY and job.shares_one_gpu
     least = (case.size, case.nbytes, copy_bytes_per_s)
     return Line(
-        collective=case.collective,
+        **vars(timed),
         way=way,
-        algorithm=algorithm,
-        chose=chosen(case, job.ways[way]) if algorithm == CHOSEN else "",
-        ranks=case.size,
         gpus=job.gpus,
-        nbytes=case.nbytes,
-        dtype=case.dtype,
-        place=PLACES[case.collective],
-        iterations=timing.iterations,
-        median_s=seconds,
         lower_quartile_s=lower_s,
         upper_quartile_s=upper_s,
-        algbw_gb_per_s=algbw,
-        busbw_gb_per_s=algbw * (1.0 if way == COPY else busbw_factor(case.collective, case.size)),
         copy_gb_per_s=copy_bytes_per_s / GB,
-        of_ring=ring_s(*least) / seconds if bounded else None,
-        of_direct=direct_s(*least) / seconds if bounded else None,
-        wrong=wrong,
+        of_ring=ring_s(*least) / timed.median_s if bounded else None,
+        of_direct=direct_s(*least) / timed.median_s if bounded else None,
     )
 
 

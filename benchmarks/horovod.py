@@ -37,7 +37,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from common import append_json, at_least, in_turn, output_file, print_header
+from common import add_options, append_json, at_least, in_turn, print_header, quartiles
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
@@ -60,17 +60,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-n", "--ranks", type=at_least(1), default=2)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--turns", type=at_least(1), default=2, help="jobs of each library (default: 2)")
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=15, help="turns of each peer in a job (default: 15)"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="torch threads per rank (default: 1)")
+    add_options(parser, rounds=15, threads=1, json=None)
     parser.add_argument(
         "--horovod-python", default=sys.executable, help="a Python that may have real Horovod (default: this)"
     )
     parser.add_argument(
         "--horovod-launcher", help='what starts its ranks, as "mpirun -n 2" (default: as for ours)'
     )
-    parser.add_argument("--json", type=output_file, help="append one JSON line for each case and peer")
     parser.add_argument("--worker", choices=("hpcpar", "horovod"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -91,10 +87,6 @@ class Samples:
     cpu_s: list[float]
     per_round: int
 
-    def quartiles_s(self) -> tuple[float, float]:
-        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return first, third
-
 
 # ---------------------------------------------------------------------------------------------- a rank
 
@@ -110,7 +102,7 @@ class Rank:
         distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
     def peers(self, case: str) -> dict[str, Measure]:
-        """By name, what one round of each peer does; built in the same order on all ranks."""
+        """Return one round of each peer, in the same order on all ranks."""
         if case == "sync":
             return self.synchronous()
         if case == "async":
@@ -153,7 +145,7 @@ class Rank:
         return {peer: self.step(case, peer, make)[0] for peer in ("hvd", "ddp", "alone")}
 
     def step(self, case: str, peer: str, make: MakeOptimizer) -> tuple[Measure, nn.Module]:
-        """A training step of one peer, and its model; all start from the same parameters."""
+        """Return a training step of one peer, and its model; all start from the same parameters."""
         model, inputs, targets, loss_of = (llama if case == "llama" else resnet)(self.rank)
         module, optimizer = model, make(model.parameters())
         if peer == "ddp":
@@ -171,7 +163,7 @@ class Rank:
         return step, model
 
     def check(self, case: str) -> float:
-        """Untimed: the largest difference of what was computed from what it should be, relative."""
+        """Return the largest relative difference from the correct result; untimed."""
         hvd = self.hvd
         if case in ("sync", "async"):
             mine = [torch.full((KIB,), float(self.rank + i)) for i in range(TENSORS)]
@@ -188,7 +180,6 @@ class Rank:
         return ((ends[0] - ends[1]).abs().max() / ends[1].abs().max()).item()
 
     def measure(self, case: str) -> list[Samples]:
-        """Timed: the peers in turn, every round in another order, which is the same on all ranks."""
         peers = self.peers(case)
         calls = CALLS.get(case, 1)
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
@@ -202,20 +193,14 @@ class Rank:
             distributed.barrier()
         everyone: list[Any] = [None] * self.size
         distributed.all_gather_object(everyone, taken)
-        return [
-            Samples(
-                case,
-                self.options.worker,
-                name,
-                [max(s for s, _ in ranks) for ranks in zip(*(rank[name] for rank in everyone), strict=True)],
-                [
-                    sum(c for _, c in ranks) / self.size
-                    for ranks in zip(*(rank[name] for rank in everyone), strict=True)
-                ],
-                calls,
-            )
-            for name in peers
-        ]
+        found = []
+        for name in peers:
+            rounds = [
+                zip(*ranks, strict=True) for ranks in zip(*(rank[name] for rank in everyone), strict=True)
+            ]
+            slowest_s, cpu_s = zip(*((max(s), statistics.mean(c)) for s, c in rounds), strict=True)
+            found.append(Samples(case, self.options.worker, name, [*slowest_s], [*cpu_s], calls))
+        return found
 
 
 def repeated(call: Callable[[], object], times: int) -> Measure:
@@ -239,7 +224,6 @@ Work = tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
 
 
 def llama(rank: int) -> Work:
-    """The model of benchmarks/training.py, on tokens of this rank's own."""
     from hpcpar.models import Llama, LlamaConfig, next_token_loss
 
     config = LlamaConfig.preset("5m")
@@ -292,7 +276,7 @@ class ResNet20(nn.Sequential):
 
 
 def work(options: argparse.Namespace) -> None:
-    """A rank of a job; rank 0 leaves the figures in the folder."""
+    """Run a rank of a job; rank 0 leaves the figures in the folder."""
     # This file's own name would hide Horovod from the import.
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]
     if options.worker == "hpcpar":
@@ -317,8 +301,6 @@ def work(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Library:
-    """A library to measure: what starts it, and with which variables."""
-
     name: str
     worker: str
     python: str
@@ -327,7 +309,7 @@ class Library:
 
 
 def libraries(options: argparse.Namespace) -> list[Library]:
-    """Ours, and Horovod as installed and at its quickest for short messages, where there is one."""
+    """Return ours, and Horovod as installed and at its quickest for short messages, where there is one."""
     found = [Library("hpcpar", "hpcpar", sys.executable)]
     looked = subprocess.run(
         [options.horovod_python, "-c", "import horovod.torch as hvd; hvd.init"],
@@ -344,20 +326,13 @@ def libraries(options: argparse.Namespace) -> list[Library]:
 
 
 def job(library: Library, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one library's job to its end; what its rank 0 has left."""
+    """Run one library's job, and return what its rank 0 has left."""
     from hpcpar.launch import supervise
     from hpcpar.launch.settings import env
 
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            library.python,
-            str(Path(__file__).resolve()),
-            "--worker",
-            library.worker,
-            "--folder",
-            folder,
-        ]
-        words += ["--rounds", str(options.rounds), "--threads", str(options.threads)]
+        words = [library.python, str(Path(__file__).resolve()), "--worker", library.worker]
+        words += ["--folder", folder, "--rounds", str(options.rounds), "--threads", str(options.threads)]
         words += ["--cases", *options.cases]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         with env(PYTHONPATH=path, OMP_NUM_THREADS=str(options.threads), **dict(library.variables)):
@@ -372,7 +347,7 @@ def job(library: Library, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, dict[str, float]], list[Samples]]:
-    """All libraries, turn by turn: differences by library and case, and samples joined over the turns."""
+    """Measure all libraries in turn: differences by library and case, and samples joined over the turns."""
     differences: dict[str, dict[str, float]] = {}
     joined: dict[tuple[str, str, str], Samples] = {}
     found = libraries(options)
@@ -392,7 +367,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, dict[str, float]], l
 
 
 def ratio(samples: Samples, all_samples: Sequence[Samples]) -> float:
-    """How many times as long as the case's measure of comparison in the same jobs, median of the rounds."""
+    """Return the median ratio to the case's peer of comparison in the same rounds."""
     other = next(
         each
         for each in all_samples
@@ -416,8 +391,8 @@ def report(
     for case in CASES:
         for each in (each for each in samples if each.case == case):
             unit, scale = ("us", 1e6) if case in ("sync", "async") else ("ms", 1e3)
-            low, high = each.quartiles_s()
-            median, cpu = statistics.median(each.seconds), statistics.median(each.cpu_s)
+            low, median, high = quartiles(each.seconds)
+            cpu = statistics.median(each.cpu_s)
             times = ratio(each, samples)
             spread = f"{low * scale:.1f}-{high * scale:.1f}"
             print(

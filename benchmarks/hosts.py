@@ -78,12 +78,12 @@ class Hosts:
     enter: Path
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """What to start so that these words run on the switch, from where a launcher reaches all hosts."""
+        """Return the command that runs these words on the switch, from where a launcher reaches all hosts."""
         return [str(self.enter), SWITCH, f"exec {shlex.join(words)}"]
 
 
 def missing() -> str:
-    """Why hosts cannot be made here; empty when they can."""
+    """Return why hosts cannot be made here; empty when they can."""
     absent = [
         f"{command} (of {package})" for command, package in COMMANDS.items() if not shutil.which(command)
     ]
@@ -122,7 +122,7 @@ def hosts(count: int, link: Link = Link()) -> Iterator[Hosts]:
 
 
 def address(number: int) -> str:
-    """Of a host, counted from 1; 0 is the switch."""
+    """Return the address of a host, counted from 1; 0 is the switch."""
     return f"10.77.0.{number or 254}"
 
 
@@ -209,7 +209,6 @@ def _connect(holders: dict[str, int], link: Link) -> None:
 
 
 def _run(holder: int, command: str) -> None:
-    """In the network of a holder."""
     words = ["nsenter", f"--net=/proc/{holder}/ns/net", *command.split()]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:

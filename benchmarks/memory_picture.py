@@ -56,13 +56,11 @@ class Bar:
 
     @property
     def text(self) -> str:
-        """The formula, and what it comes to."""
         on_disk = f", and {format_nbytes(self.disk_nbytes)} on disk" if self.disk_nbytes else ""
         return f"{self.formula}: {format_nbytes(sum(self.state.values()))}{on_disk}"
 
 
 def bar(record: Record) -> Bar:
-    """The bar of a benchmark's line."""
     worst = record["worst"]
     sharers = worst["sharers"]
     state, theory = {}, {}
@@ -82,7 +80,7 @@ def bar(record: Record) -> Bar:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """A bar for each line into a file (PNG, SVG or PDF, by its name)."""
+    """Draw a bar for each line into a file (PNG, SVG or PDF, by its name)."""
     # Imported here, so that nothing but a picture waits for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

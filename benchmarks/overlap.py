@@ -38,7 +38,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from common import append_json, at_least, header, output_file, print_header, quartiles
+from common import add_options, append_json, at_least, header, print_header, quartiles
 
 import hpcpar
 from hpcpar import partition
@@ -107,9 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tests", type=at_least(0), nargs="+", default=[0, 4, 16, 64], help="during the computation"
     )
-    parser.add_argument("--rounds", type=at_least(1), default=15)
-    parser.add_argument("--threads", type=int, help="of torch, per rank (default: cores / ranks)")
-    parser.add_argument("--json", type=output_file, help="append JSON lines to this file")
+    add_options(parser, rounds=15, threads=None, json=None)
     return parser.parse_args()
 
 

@@ -28,7 +28,6 @@ Each rank has one thread unless said otherwise. A benchmark asserts no speed: wh
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -37,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import at_least, give_up, header, output_file
+import training
+from common import add_options, at_least, give_up, header
 from pipeline_peers import (
     PHASES,
     PIPELINE,
-    InMicrobatches,
     PipelinePeer,
     PipelineTask,
     live_nbytes,
@@ -55,17 +54,7 @@ from pipeline_report import (
     write_comparisons,
 )
 from pipeline_times import Asleep, Comparison, Seconds, Stopwatch, Work, compare, sleeping
-from training import (
-    ADAMW,
-    TOLERANCES,
-    Turn,
-    check,
-    exposed_s,
-    make_config,
-    peak_memory,
-    take_turns,
-    those_that_can,
-)
+from training import ADAMW, TOLERANCES, make_config, those_that_can
 from training_peers import build
 from training_report import write_json, wrong
 
@@ -90,22 +79,15 @@ def arguments() -> argparse.Namespace:
     parts = parser.add_subparsers(dest="part", required=True)
     job = argparse.ArgumentParser(add_help=False)
     job.add_argument("--microbatches", type=at_least(1), default=8, help="of a step (default: 8)")
-    job.add_argument("--threads", type=int, default=1, help="torch threads per rank (default: 1)")
-    job.add_argument("--json", type=output_file, help="append JSON lines to this file")
+    add_options(job, threads=1, json=None)
     model = argparse.ArgumentParser(add_help=False)
     # The rest is as of this preset: twice as many heads as of keys, ffn of 3 times the hidden size.
     model.set_defaults(model="5m", forward_only=False)
     model.add_argument("--hidden", type=int, default=256, help="a multiple of 64 (default: 256)")
     model.add_argument("--layers", type=int, default=8, help="(default: 8)")
     model.add_argument("--vocabulary", type=int, default=8192, help="(default: 8192)")
-    model.add_argument(
-        "--sequence", type=at_least(1), default=128, help="tokens of a sequence (default: 128)"
-    )
-    model.add_argument("--batch", type=at_least(1), default=1, help="sequences of a microbatch (default: 1)")
     model.add_argument("--dtype", default="float32", choices=("float32", "float64"))
-    model.add_argument(
-        "--stages-per-rank", type=at_least(1), default=2, help="of the interleaved schedules (default: 2)"
-    )
+    add_options(model, sequence=128, batch=1, stages_per_rank=2)
     catalogued = argparse.ArgumentParser(add_help=False)
     catalogued.add_argument(
         "--schedules",
@@ -119,13 +101,7 @@ def arguments() -> argparse.Namespace:
     )
 
     peers = parts.add_parser("peers", parents=[job, model], help="beside torch.distributed.pipelining")
-    peers.add_argument("--rounds", type=at_least(1), default=5, help="turns of each peer (default: 5)")
-    peers.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=1,
-        help="timed steps in a turn, after an untimed one (default: 1)",
-    )
+    add_options(peers, rounds=5, steps=1)
     peers.add_argument(
         "--peers",
         nargs="+",
@@ -136,16 +112,9 @@ def arguments() -> argparse.Namespace:
     sleep = parts.add_parser("sleep", parents=[job, catalogued], help="stages that sleep, beside the price")
     for kind, what in (("forward", "F"), ("backward", "B without W"), ("weight", "W")):
         sleep.add_argument(f"--{kind}-ms", type=float, default=50.0, help=f"{what} of a stage (default: 50)")
-    sleep.add_argument(
-        "--stages-per-rank", type=at_least(1), default=2, help="of the interleaved (default: 2)"
-    )
-    sleep.add_argument(
-        "--steps", type=at_least(1), default=3, help="timed steps, after an untimed one (default: 3)"
-    )
+    add_options(sleep, stages_per_rank=2, steps=3)
     layers = parts.add_parser("layers", parents=[job, model, catalogued], help="a Llama's, beside the price")
-    layers.add_argument(
-        "--steps", type=at_least(1), default=7, help="timed steps, after an untimed one (default: 7)"
-    )
+    add_options(layers, steps=7)
     layers.add_argument(
         "--repeats", type=at_least(1), default=3, help="of each stage alone, before every step (default: 3)"
     )
@@ -153,7 +122,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_task(world: Communicator, options: argparse.Namespace) -> PipelineTask:
-    """ConfigError for a model that makes no sense. Costs are measured: collective."""
+    """Make the task, with measured costs; ConfigError for a model that makes no sense. Collective."""
     config = replace(make_config(options), vocab_size=options.vocabulary, max_sequence=options.sequence)
     dtype = getattr(torch, options.dtype)
     own = measured_costs(config, Layers(), microbatch=options.batch, sequence=options.sequence, dtype=dtype)
@@ -203,52 +172,17 @@ def run_peers(world: Communicator, options: argparse.Namespace) -> None:
 
 def measure(names: Sequence[str], task: PipelineTask, options: argparse.Namespace) -> list[PipelineResult]:
     """Check, weigh and time the peers; collective."""
-    differences = check(names, task)
-    resident = {name: peak_memory(name, task) for name in names}
-    live = {name: live_by_rank(name, task) for name in names}
-    peers = [build(name, task, ADAMW) for name in names]
-    everyone = task.world.allgather_object(take_turns(peers, task, options))
-    results = []
-    for peer in peers:
-        # By turn, of the ranks that worked, rank 0 first.
-        turns: list[list[Turn]] = [
-            [turn for turn in of_ranks if turn is not None]
-            for of_ranks in zip(*(taken[peer.name, False] for taken in everyone), strict=True)
-        ]
-        phases = zip(*(step for of_ranks in turns for step in of_ranks[0].phases_s), strict=True)
-        peak_nbytes, shared_nbytes = resident[peer.name]
-        results.append(
-            PipelineResult(
-                peer=peer.name,
-                forward_only=False,
-                step_s=[max(turn.step_s for turn in of_ranks) for of_ranks in turns],
-                cpu_s=[statistics.mean(turn.cpu_s for turn in of_ranks) for of_ranks in turns],
-                exposed_s=exposed_s(turns) if peer.name.startswith("hpcpar") else None,
-                phases_s=dict(zip(PHASES, map(statistics.median, phases), strict=True)),
-                tokens_per_step=task.global_batch * task.sequence,
-                peak_nbytes=peak_nbytes,
-                shared_nbytes=shared_nbytes,
-                loss=next(turn.loss for turn in turns[-1] if not math.isnan(turn.loss)),
-                difference=differences[peer.name],
-                split=items(peer, task),
-                live_nbytes=live[peer.name],
-            )
-        )
-    return results
-
-
-def live_by_rank(name: str, task: PipelineTask) -> list[int]:
-    """Untimed; collective."""
-    peer = build(name, task, ADAMW)
-    assert isinstance(peer, InMicrobatches)
-    return task.world.allgather_object(live_nbytes(peer))
-
-
-def items(peer: Any, task: PipelineTask) -> list[int]:
-    """How many each stage has."""
-    if not isinstance(peer, PipelinePeer):
-        return [task.config.layers + 2]
-    return [stop - start for start, stop in peer.split]
+    splits, live = {}, {}
+    for name in names:
+        peer: Any = build(name, task, ADAMW)
+        split = peer.split if isinstance(peer, PipelinePeer) else [(0, task.config.layers + 2)]
+        splits[name] = [stop - start for start, stop in split]
+        live[name] = task.world.allgather_object(live_nbytes(peer))
+        del peer
+    return [
+        PipelineResult(**vars(result), split=splits[result.peer], live_nbytes=live[result.peer])
+        for result in training.measure(names, task, options, phases=PHASES)
+    ]
 
 
 # --- beside the price -------------------------------------------------------------------------------
@@ -307,7 +241,7 @@ def made(name: str, world: Communicator, options: argparse.Namespace, durations:
 def compared(
     world: Communicator, options: argparse.Namespace, run: Callable[[str], Comparison]
 ) -> list[Comparison]:
-    """All that were asked for, or else all that can be made; says which are left out."""
+    """Run all schedules that were asked for, or that can be made; print which are left out."""
     comparisons = []
     for name in options.schedules or schedule_registry.METHODS:
         try:
@@ -337,7 +271,7 @@ def report_all(
 
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Every schedule's timetable as priced, and below it as measured."""
+    """Draw every schedule's timetable as priced, and below it as measured."""
     from hpcpar.cli import schedule_picture
 
     panels = [
@@ -352,7 +286,6 @@ def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 
 def described(task: PipelineTask, options: argparse.Namespace) -> dict[str, Any]:
-    """The model and its tokens; costs in ms, of embedding, a layer, and head."""
     embedding, layer, *_, head = (round(cost * 1e3, 2) for cost in task.costs)
     return {
         "hidden": task.config.hidden_size,

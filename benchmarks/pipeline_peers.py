@@ -63,7 +63,7 @@ class PipelineTask(Task):
         return self.batch * self.microbatches
 
     def own_share(self) -> Share:
-        """All of it on every rank, though only the first stage and the last look at it."""
+        """Return all of it on every rank, though only the first stage and the last look at it."""
         return self.share(0, self.global_batch)
 
     def even(self, stages: int) -> StageSplit:
@@ -77,7 +77,7 @@ class PipelineTask(Task):
 
 
 class InMicrobatches(Peer):
-    """A step is the microbatches, then the optimizer."""
+    """A peer whose step is the microbatches, then the optimizer."""
 
     @abstractmethod
     def run(self) -> float:
@@ -112,10 +112,10 @@ class PipelinePeer(InMicrobatches):
 
     @abstractmethod
     def make_stages(self, task: PipelineTask) -> LlamaStages:
-        """Those of this rank."""
+        pass
 
     def parameters(self) -> dict[str, Tensor]:
-        """Of the whole model; collective."""
+        """Return those of the whole model; collective."""
         own = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return {name: value for part in self.world.allgather_object(own) for name, value in part.items()}
 
@@ -150,7 +150,7 @@ class Hpcpar(PipelinePeer):
 def schedule_of(
     name: str, ranks: int, microbatches: int, stages_per_rank: int, durations: Durations | None = None
 ) -> Schedule:
-    """The catalogue's; stages_per_rank where the name leaves it open, durations where it is made for some."""
+    """Make a schedule of the registry; stages_per_rank and durations count where it is made for some."""
     several = stages_per_rank if name == "interleaved" else None
     return schedule_registry.make(
         name, ranks, microbatches, stages_per_rank=several, durations=durations or Durations()

@@ -10,7 +10,7 @@ from typing import Any
 from common import append_json, print_header, quartiles
 from pipeline_peers import SCHEDULES
 from pipeline_times import Comparison
-from training_report import Result, print_figures, speeds, wrong
+from training_report import Result, print_checked, print_figures, speeds
 
 from hpcpar.units import format_nbytes
 
@@ -28,19 +28,7 @@ class PipelineResult(Result):
 
 
 def report_peers(about: dict[str, Any], results: Sequence[PipelineResult]) -> None:
-    print_header(about)
-    found = ", ".join(
-        f"{result.peer} {result.difference:.1e}" + (" (WRONG)" if wrong(result, about) else "")
-        for result in results
-    )
-    print(
-        "# checked: what 3 steps of SGD changed, beside one process; relative difference, at most "
-        f"{about['tolerance']:.0e}: {found}"
-    )
-    print(
-        "# step: median (quartiles) of the slowest rank; cpu: median, of all threads, mean of the ranks that "
-        "work; phases: medians of rank 0; times in ms"
-    )
+    print_checked(about, results)
     print("# memory: peak of two steps with the optimizer, resident, any rank; shared: pages divided")
     print_figures(results)
     print_by_schedule({result.peer: result for result in results})
@@ -48,7 +36,7 @@ def report_peers(about: dict[str, Any], results: Sequence[PipelineResult]) -> No
 
 
 def print_by_schedule(results: dict[str, PipelineResult]) -> None:
-    """hpcpar beside torch with the same schedule, and balanced stages beside even ones."""
+    """Print hpcpar beside torch with the same schedule, and balanced stages beside even ones."""
     print("# tokens/s by schedule, turn by turn: median (quartiles)")
     pairs = (("hpcpar", "torch"), ("hpcpar even", "torch"), ("hpcpar", "hpcpar even"))
     print(f"{'':<22}" + "".join(f"{' / '.join(pair):>24}" for pair in pairs))
@@ -118,7 +106,7 @@ def report_comparisons(about: dict[str, Any], comparisons: Sequence[Comparison])
 
 
 def is_met(each: Comparison, about: dict[str, Any]) -> bool:
-    """Whether what was measured is as near to what was priced as is hoped for."""
+    """Return whether the measurement is as near to the prediction as is hoped for."""
     if about["part"] == "sleep":
         measured, priced = each.median_s, each.predicted.seconds
     else:
@@ -127,7 +115,6 @@ def is_met(each: Comparison, about: dict[str, Any]) -> bool:
 
 
 def print_durations(comparisons: Sequence[Comparison]) -> None:
-    """What was measured of stages alone."""
     print("# F, B, W of each stage alone, medians in ms; without W the whole backward is in B")
     for each in comparisons:
         columns = each.durations.of_stages(each.schedule.stages)
@@ -142,7 +129,6 @@ def write_comparisons(path: Path | None, about: dict[str, Any], comparisons: Seq
 
 
 def figures(each: Comparison) -> dict[str, Any]:
-    """Return the JSON fields of one schedule."""
     forward_s, backward_s, weight_s = each.durations.of_stages(each.schedule.stages)
     return {
         "schedule": each.schedule.name,

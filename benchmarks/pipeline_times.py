@@ -32,7 +32,7 @@ from hpcpar.pipeline_schedules.timetable import Timetable
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank gives to a pipeline: its stages by number, and a batch for the first and the last."""
+    """A rank's stages by number, and a batch for the first and the last stage."""
 
     stages: Mapping[int, nn.Module]
     loss: Callable[[Any, Any], Tensor]
@@ -41,7 +41,7 @@ class Work:
 
 
 class Clock(Protocol):
-    """How long actions take: asked before every step, so that a noisy machine touches both."""
+    """Durations of actions, asked before every step, so that a noisy machine touches both."""
 
     def look(self) -> None: ...
 
@@ -108,7 +108,7 @@ def compare(world: Communicator, schedule: Schedule, work: Work, clock: Clock, s
 
 
 class Seconds(NamedTuple):
-    """Of a stage's forward, of its backward to the input, of its weights' part."""
+    """Time of a stage's forward, of its backward to the input, of its weights' part."""
 
     forward: float
     backward: float
@@ -151,19 +151,18 @@ class _Sleep(Function):
 
 
 class Asleep(NamedTuple):
-    """The clock of stages that sleep for so long; messages cost nothing."""
+    """Durations of stages that sleep; messages cost nothing."""
 
     seconds: Seconds
 
     def look(self) -> None:
-        """There is nothing to see."""
+        pass
 
     def durations(self) -> Durations:
         return Durations(*self.seconds)
 
 
 def sleeping(world: Communicator, schedule: Schedule, seconds: Seconds) -> Work:
-    """Stages of this rank that sleep for so long each."""
     stages = {stage: Sleeper(seconds) for stage in schedule.stages_of(world.rank)}
     batch = torch.zeros(schedule.microbatches, 1)
     return Work(stages, lambda output, _: output.sum(), batch, batch)
@@ -211,7 +210,7 @@ class Stopwatch:
         self.hops_s += hops_s(self.world, self.hidden, 1 + self.repeats)[1:]
 
     def durations(self) -> Durations:
-        """Of all looks. Collective."""
+        """Return the medians of all looks. Collective."""
         own = {
             number: [statistics.median(each) for each in zip(*seconds, strict=True)]
             for number, seconds in self.seconds.items()
@@ -224,10 +223,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Alone:
-    """A stage with one microbatch.
-
-    form   of the inputs, as from another stage
-    """
+    """A stage with one microbatch; `spec` of the inputs, as from another stage."""
 
     stage: Stage
     inputs: Tensor
@@ -235,7 +231,7 @@ class Alone:
     loss: Callable[[Any], Tensor] | None
 
     def run(self, *, split: bool) -> Seconds:
-        """Forward and backward; of a backward that is not split, all is in `backward`."""
+        """Run forward and backward; a backward that is not split is all in `backward`."""
         start_s = time.perf_counter()
         output = self.stage.forward(0, (self.inputs,), self.spec, split=split, loss=self.loss)
         forward_s = time.perf_counter() - start_s
@@ -251,7 +247,7 @@ class Alone:
 
 
 def hops_s(world: Communicator, message: Tensor, repeats: int) -> list[float]:
-    """Half of there and back between ranks 0 and 1, on these."""
+    """Return half of each round trip between ranks 0 and 1, on these ranks."""
     message = message.detach().clone()
     found = []
     for _ in range(repeats):

@@ -17,14 +17,13 @@ from pathlib import Path
 
 
 def losses(directory: Path) -> dict[int, float]:
-    """By step, of the training batches."""
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines if line]
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def largest_difference(first: dict[int, float], second: dict[int, float]) -> float:
-    """In parts of the first; infinite where steps are missing, or nothing was learnt that could differ."""
+    """Return it as a part of the first; infinite where steps are missing, or nothing was learnt."""
     if not first or first.keys() != second.keys() or min(first.values()) > 0.95 * first[min(first)]:
         return float("inf")
     found = [abs(second[step] - loss) / abs(loss) for step, loss in first.items()]

@@ -50,7 +50,6 @@ def arguments() -> argparse.Namespace:
 
 
 def run(ranks: int, degree: int, options: Sequence[str]) -> Record:
-    """A job of so many ranks; its line."""
     with tempfile.TemporaryDirectory() as directory:
         line = Path(directory) / "line.jsonl"
         example = [str(EXAMPLE), "--tp", str(degree), "--json", str(line), *options]
@@ -63,7 +62,6 @@ def run(ranks: int, degree: int, options: Sequence[str]) -> Record:
 
 
 def by_degree(records: Sequence[Record], key: str) -> dict[int, list[float]]:
-    """The values of all rounds, for each degree."""
     found: dict[int, list[float]] = {}
     for record in records:
         found.setdefault(record["tp"], []).append(record[key])
@@ -88,7 +86,6 @@ def table(records: Sequence[Record]) -> str:
 
 
 def heading(record: Record) -> str:
-    """What the figures are of."""
     way = "sequence parallel" if record["sequence_parallel"] else "tensor parallel only"
     return (
         f"{record['n_layers']} layers of {record['hidden']}, {record['batch']} x {record['sequence']} tokens "
@@ -97,7 +94,7 @@ def heading(record: Record) -> str:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Tokens per second, and memory of a rank, against the degree."""
+    """Draw tokens per second, and memory of a rank, against the degree."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -95,7 +95,7 @@ Plan = dict[str, Any]
 
 
 def plans() -> tuple[Plan, Plan]:
-    """Of the model, and of each of its layers: everything between the blocks is on all ranks."""
+    """Return the plans of the model and of each layer: everything between the blocks is on all ranks."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -149,7 +149,7 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def by_type(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Parameter groups: an optimizer's fused step takes DTensors or plain tensors, not both at once."""
+    """Return parameter groups: a fused step takes DTensors or plain tensors, not both at once."""
     from torch.distributed import tensor
 
     divided = [isinstance(parameter, tensor.DTensor) for parameter in parameters]
@@ -161,7 +161,6 @@ def by_type(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def as_whole(parameter: Tensor) -> Tensor:
-    """Collective for a DTensor."""
     from torch.distributed import tensor
 
     return parameter.full_tensor() if isinstance(parameter, tensor.DTensor) else parameter
@@ -185,7 +184,7 @@ class Part(Peer):
 
 
 def part_of(config: LlamaConfig, tp: int) -> LlamaConfig:
-    """The sizes of one rank's part; key-value heads that are fewer than ranks are held by several."""
+    """Return the sizes of one rank's part; several ranks hold a key-value head where there are few."""
     return replace(
         config,
         vocab_size=-(-config.vocab_size // tp),

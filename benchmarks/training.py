@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import at_least, give_freed_memory_back, give_up, header, in_turn, output_file
+from common import add_options, give_freed_memory_back, give_up, header, in_turn
 from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
 from training_peers import DATA_PARALLEL, PHASES, Peer, Recipe, Task, absent, build, join_gloo
@@ -103,23 +103,8 @@ def arguments() -> argparse.Namespace:
         help="another hidden size, with heads of 32, twice as many as of keys, and ffn of 3 times it",
     )
     parser.add_argument("--layers", type=int, help="another number of layers")
-    parser.add_argument(
-        "--sequence", type=at_least(1), default=128, help="tokens of a sequence (default: 128)"
-    )
-    parser.add_argument(
-        "--batch", type=at_least(1), default=4, help="sequences per rank; with --tp of all (default: 4)"
-    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"))
-    parser.add_argument("--rounds", type=at_least(1), default=15, help="turns of each peer (default: 15)")
-    parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=4,
-        help="timed steps in a turn, after an untimed one (default: 4)",
-    )
-    parser.add_argument(
-        "--threads", type=int, default=0, help="torch threads per rank (default: cores / ranks here)"
-    )
+    add_options(parser, sequence=128, batch=4, rounds=15, steps=4, threads=None, json=None)
     parser.add_argument(
         "--bucket-mib", type=float, help="of all that have buckets (default: as each has them)"
     )
@@ -134,12 +119,11 @@ def arguments() -> argparse.Namespace:
         metavar="PEER",
         help="by name, see above (default: all that are installed)",
     )
-    parser.add_argument("--json", type=output_file, help="append one JSON line for each peer to this file")
     return parser.parse_args()
 
 
 def make_config(options: argparse.Namespace) -> LlamaConfig:
-    """The sizes of the model; ConfigError where they do not fit."""
+    """Return the sizes of the model; ConfigError where they do not fit."""
     changes = {} if options.layers is None else {"layers": options.layers}
     if options.hidden is not None:
         if options.hidden < 1 or options.hidden % 64:
@@ -169,7 +153,7 @@ def require_tensor_parallel(world: Communicator, config: LlamaConfig, options: a
 
 
 def make_task(world: Communicator, options: argparse.Namespace) -> Task:
-    """Gives up, on all ranks, on options that make no sense; collective."""
+    """Make the task; end the job for options that make no sense. Collective."""
     dtype = getattr(torch, options.dtype)
     try:
         config = make_config(options)
@@ -192,7 +176,7 @@ def make_task(world: Communicator, options: argparse.Namespace) -> Task:
 
 
 def choose(named: list[str] | None, task: Task, cleanup: ExitStack) -> list[str]:
-    """The peers that take part: those named, or else all that can. Says which are left out; collective."""
+    """Return the named peers, or all that can take part; print which are left out. Collective."""
     names = list(dict.fromkeys(ALIASES.get(name, name) for name in named or task.peers))
     elsewhere = [name for name in names if name not in task.peers]
     if elsewhere:
@@ -202,7 +186,7 @@ def choose(named: list[str] | None, task: Task, cleanup: ExitStack) -> list[str]
 
 
 def those_that_can(names: list[str], task: Task, cleanup: ExitStack, *, were_named: bool) -> list[str]:
-    """Of these peers those that can be had, all if they were asked for by name; joined by gloo if need be."""
+    """Return the peers that can run, joined by gloo if needed; end the job if a named one cannot."""
     missing = absent(names, task)
     lines = [f"{name}: {why}" for name, why in missing.items()]
     if were_named and missing:
@@ -240,7 +224,6 @@ def check(names: Sequence[str], task: Task) -> dict[str, float | None]:
 
 
 def trained(name: str, task: Task) -> Peer:
-    """A peer after three steps; collective."""
     peer = build(name, task, SGD)
     if peer.share is not None:
         for _ in range(3):
@@ -250,7 +233,7 @@ def trained(name: str, task: Task) -> Peer:
 
 @torch.no_grad()
 def distance(mine: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """Euclidean, from the truth as near as the type of mine can hold it."""
+    """Return the Euclidean distance from the truth as near as the type of mine can hold it."""
     assert mine.keys() == truth.keys()
     nearest = {name: value.to(mine[name].dtype) for name, value in truth.items()}
     return math.sqrt(
@@ -285,7 +268,7 @@ def peak_memory(name: str, task: Task) -> list[int | None]:
 
 
 def held_nbytes(world: Communicator) -> tuple[int, int]:
-    """Resident, and with shared pages divided, when all ranks have let go what they no longer need."""
+    """Return resident memory, and with shared pages divided, when all ranks have freed what they can."""
     give_freed_memory_back()
     world.barrier()
     return kernel_nbytes("status", "VmRSS"), proportional_nbytes()
@@ -306,12 +289,12 @@ def reset_peak() -> bool:
 
 
 def proportional_nbytes() -> int:
-    """Without pages of files: how many map the libraries is other jobs' doing too."""
+    """Return shared memory divided by its users, without pages of files (other jobs map libraries, too)."""
     return kernel_nbytes("smaps_rollup", "Pss_Anon") + kernel_nbytes("smaps_rollup", "Pss_Shmem")
 
 
 def kernel_nbytes(file: str, field: str) -> int:
-    """What Linux says of this process; 0 where it does not."""
+    """Return a figure that Linux tells of this process; 0 where it does not."""
     try:
         found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self", file).read_text(), re.MULTILINE)
     except OSError:
@@ -320,7 +303,7 @@ def kernel_nbytes(file: str, field: str) -> int:
 
 
 def take_turn(peer: Peer, task: Task, steps: int, *, forward_only: bool) -> Turn | None:
-    """An untimed step, then timed ones; None on a rank that only waits. Collective."""
+    """Take an untimed step, then timed ones; None on a rank that only waits. Collective."""
     step = peer.forward_only if forward_only else peer.step
     if peer.share is not None:
         step()
@@ -341,14 +324,13 @@ def take_turn(peer: Peer, task: Task, steps: int, *, forward_only: bool) -> Turn
 
 
 def seconds_waited(world: Communicator) -> float:
-    """In all that this rank has communicated through hpcpar."""
     return sum(row.seconds_waited for traffic in world.traffics().values() for row in traffic.rows())
 
 
 def take_turns(
     peers: Sequence[Peer], task: Task, options: argparse.Namespace
 ) -> dict[tuple[str, bool], list[Turn | None]]:
-    """Timed: every round in another order; this rank's turns, by peer and by whether forward only."""
+    """Take every round in another order; return this rank's turns, by peer and by whether forward only."""
     kinds = (False, True) if options.forward_only else (False,)
     players = [(peer, forward_only) for peer in peers for forward_only in kinds]
     taken: dict[tuple[str, bool], list[Turn | None]] = {(peer.name, kind): [] for peer, kind in players}
@@ -359,7 +341,9 @@ def take_turns(
     return taken
 
 
-def measure(names: Sequence[str], task: Task, options: argparse.Namespace) -> list[Result]:
+def measure(
+    names: Sequence[str], task: Task, options: argparse.Namespace, phases: Sequence[str] = PHASES
+) -> list[Result]:
     """Check, weigh and time the peers; collective."""
     differences = check(names, task)
     memory = {name: peak_memory(name, task) for name in names}
@@ -372,7 +356,7 @@ def measure(names: Sequence[str], task: Task, options: argparse.Namespace) -> li
             [turn for turn in of_ranks if turn is not None]
             for of_ranks in zip(*(taken[name, forward_only] for taken in everyone), strict=True)
         ]
-        phases = zip(*(step for of_ranks in turns for step in of_ranks[0].phases_s), strict=True)
+        times = zip(*(step for of_ranks in turns for step in of_ranks[0].phases_s), strict=True)
         sequences = task.batch if name == "one rank alone" else task.global_batch
         peak_nbytes, shared_nbytes = (None, None) if forward_only else memory[name]
         results.append(
@@ -382,11 +366,11 @@ def measure(names: Sequence[str], task: Task, options: argparse.Namespace) -> li
                 step_s=[max(turn.step_s for turn in of_ranks) for of_ranks in turns],
                 cpu_s=[statistics.mean(turn.cpu_s for turn in of_ranks) for of_ranks in turns],
                 exposed_s=exposed_s(turns) if name.startswith("hpcpar") else None,
-                phases_s=dict(zip(PHASES, map(statistics.median, phases), strict=False)),
+                phases_s=dict(zip(phases, map(statistics.median, times), strict=False)),
                 tokens_per_step=sequences * task.sequence,
                 peak_nbytes=peak_nbytes,
                 shared_nbytes=shared_nbytes,
-                loss=turns[-1][0].loss,
+                loss=next(turn.loss for turn in turns[-1] if not math.isnan(turn.loss)),
                 difference=None if forward_only else differences[name],
             )
         )
@@ -398,7 +382,6 @@ def exposed_s(turns: Sequence[Sequence[Turn]]) -> float:
 
 
 def describe(task: Task, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the header of the results."""
     installed = {
         name: getattr(sys.modules[name], "__version__", "?")
         for name in ("horovod", "deepspeed")

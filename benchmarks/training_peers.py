@@ -87,11 +87,11 @@ class Task:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """That of the model before a peer narrows it."""
+        """Element type of the model before a peer narrows it."""
         return torch.float32 if self.low_precision else self.dtype
 
     def model(self, layers: Layers | None = None) -> Llama:
-        """The same on every rank and for every peer; with parallel `layers`, this rank's part of it."""
+        """Make the same model for every peer; with parallel `layers`, this rank's part of it."""
         return Llama(self.config, layers, seed=0).to(self.start_dtype).to(self.wide_dtype)
 
     def share(self, start: int, stop: int) -> Share:
@@ -131,7 +131,6 @@ class Peer:
         return task.model()
 
     def forward(self) -> Tensor:
-        """The loss of this rank's share."""
         assert self.share is not None
         inputs, targets = self.share
         with torch.autocast("cpu", torch.bfloat16, enabled=self.casts):
@@ -139,13 +138,13 @@ class Peer:
 
     @torch.no_grad()
     def forward_only(self) -> tuple[float, list[float]]:
-        """The loss without what backward needs, and when it began and ended."""
+        """Return the loss without what backward needs, and when it began and ended."""
         start_s = time.perf_counter()
         loss = self.forward().item()
         return loss, [start_s, time.perf_counter()]
 
     def step(self, read: Callable[[], float] = time.perf_counter) -> tuple[float, list[float]]:
-        """One step; the loss, and what `read` gave before it and after each phase."""
+        """Take a step; return the loss, and what `read` gave before it and after each phase."""
         marks = [read()]
         loss = self.forward()
         marks.append(read())
@@ -161,7 +160,7 @@ class Peer:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """What is left to do between backward and optimizer."""
+        """Complete what is left between backward and optimizer."""
 
     def update(self) -> None:
         self.optimizer.step()
@@ -171,7 +170,7 @@ class Peer:
         """Wait for what a step may leave under way, to go on beneath the next one's forward."""
 
     def parameters(self) -> dict[str, Tensor]:
-        """By name, whole; collective where they are sharded."""
+        """Return whole parameters by name; collective where they are sharded."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
 
@@ -388,7 +387,6 @@ DATA_PARALLEL: dict[str, type[Peer]] = {
 
 
 def build(name: str, task: Task, recipe: Recipe) -> Peer:
-    """Build one peer; collective."""
     return task.peers[name](name, task, recipe)
 
 
@@ -397,7 +395,7 @@ def stage_of(name: str) -> int:
 
 
 def absent(names: Iterable[str], task: Task) -> dict[str, str]:
-    """Those that cannot take part, and why; the same on all ranks."""
+    """Return which peers cannot take part, and why; the same on all ranks."""
     reasons = {}
     for name in names:
         try:
@@ -415,7 +413,7 @@ def horovod() -> ModuleType:
 
 @contextmanager
 def without_this_folder() -> Iterator[None]:
-    """For an import: horovod.py beside this file would hide Horovod itself."""
+    """Hide this folder from an import: horovod.py beside this file would hide Horovod itself."""
     before = list(sys.path)
     sys.path[:] = [path for path in before if Path(path or ".").resolve() != HERE]
     try:
@@ -434,7 +432,7 @@ def deepspeed() -> ModuleType:
 
 
 def join_gloo(world: Communicator, cleanup: ExitStack) -> None:
-    """torch.distributed over gloo for the same ranks; its meeting point travels over our communicator."""
+    """Join torch.distributed over gloo; its meeting point travels over our communicator."""
     if len(set(world.nodes)) == 1:
         # On one node a file will do, which only this user can reach; a TCP store listens to anybody.
         folder = cleanup.enter_context(tempfile.TemporaryDirectory()) if world.rank == 0 else None
@@ -450,7 +448,6 @@ def join_gloo(world: Communicator, cleanup: ExitStack) -> None:
 
 
 def tcp_store(world: Communicator) -> Any:
-    """A store that rank 0 serves on a free port."""
     make = distributed.TCPStore  # type: ignore[attr-defined]
     mine = None
     if world.rank == 0:

@@ -69,13 +69,13 @@ class Result:
 
 
 def speeds(mine: Result, other: Result) -> list[float]:
-    """How many times as many tokens/s: quartiles over turns, each beside the other's in time."""
+    """Return quartiles of the ratio of tokens/s over turns, each beside the other's in time."""
     tokens = mine.tokens_per_step / other.tokens_per_step
     return [tokens * times for times in ratios(other.step_s, mine.step_s)]
 
 
 def derived(result: Result, results: Sequence[Result]) -> dict[str, Any]:
-    """What follows from the figures of a peer and of the others, in turns of the same kind."""
+    """Return what follows from the figures of a peer and of the others, in turns of the same kind."""
     results = [other for other in results if other.forward_only == result.forward_only]
     steps = {other.peer: ratios(result.step_s, other.step_s)[1] for other in results}
     cpus = {other.peer: ratios(result.cpu_s, other.cpu_s)[1] for other in results}
@@ -93,10 +93,9 @@ def derived(result: Result, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def report(about: dict[str, Any], results: Sequence[Result]) -> None:
+def print_checked(about: dict[str, Any], results: Sequence[Result]) -> None:
+    """Print the header, whether peers agree with one process, and how to read the figures."""
     print_header(about)
-    if about["dtype"] == "bfloat16":
-        print(f"# {IN_BFLOAT16}")
     agreement = ", ".join(
         f"{result.peer} {result.difference:.1e}" + (" (WRONG)" if wrong(result, about) else "")
         for result in results
@@ -110,6 +109,12 @@ def report(about: dict[str, Any], results: Sequence[Result]) -> None:
         "# step: median (quartiles) of the slowest rank; cpu: median, of all threads, mean of the ranks that "
         "work; phases: medians of rank 0; times in ms"
     )
+
+
+def report(about: dict[str, Any], results: Sequence[Result]) -> None:
+    print_checked(about, results)
+    if about["dtype"] == "bfloat16":
+        print(f"# {IN_BFLOAT16}")
     print(
         "# efficiency: step without communication / step, turn by turn; memory: peak of two steps, any rank; "
         "shared: with shared pages divided among the ranks that map them"
@@ -145,7 +150,7 @@ def print_figures(results: Sequence[Result]) -> None:
 
 
 def print_speeds(results: Sequence[Result]) -> None:
-    """Beside those that are not hpcpar's, of which each has a column."""
+    """Print speeds beside peers that are not hpcpar's, a column for each."""
     others = [result for result in results if not result.peer.startswith("hpcpar")]
     print("# tokens/s, row / column, turn by turn: median (quartiles)")
     print(f"{'':<22}" + "".join(f"{other.peer:>21}" for other in others))
@@ -155,7 +160,7 @@ def print_speeds(results: Sequence[Result]) -> None:
 
 
 def print_ratios(title: str, figure: str, results: Sequence[Result]) -> None:
-    """A square table, whose columns have letters because the peers' names are long."""
+    """Print a square table, whose columns have letters because the peers' names are long."""
     letters = ascii_lowercase[: len(results)]
     print(f"# {title}, row / column, turn by turn")
     print(f"{'':<24}" + "".join(f"{letter:>8}" for letter in letters))

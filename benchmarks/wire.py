@@ -78,8 +78,6 @@ COUNTED_CALLS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one job measure."""
-
     hosts: int
     ranks_per_host: int
     sizes: tuple[int, ...]
@@ -107,7 +105,6 @@ class Line:
         return self.theory_nbytes / (self.stream_mb_per_s * 1e6) / self.timed.median_s
 
     def facts(self) -> dict[str, object]:
-        """For JSON."""
         mine = {name: value for name, value in asdict(self).items() if name != "timed"}
         return {**asdict(self.timed), **mine, "of_wire": self.of_wire}
 
@@ -201,7 +198,6 @@ def launch(job: Job, up: network.Hosts) -> int:
 
 
 def measure_on_all_ranks(job: Job) -> int:
-    """What each rank does."""
     world = hpcpar.init()
     if len(set(world.nodes)) != job.hosts:
         raise SystemExit(f"MPI sees {len(set(world.nodes))} nodes on {job.hosts} hosts: {world.nodes}")
@@ -233,7 +229,7 @@ def measure_on_all_ranks(job: Job) -> int:
 def measure_case(
     case: Case, job: Job, comm: Communicator, others: Sequence[sweep.Peer], stream_mb_per_s: float
 ) -> Iterator[Line]:
-    """All candidates of one size, in turn; then each alone, to see what the hosts send. Collective."""
+    """Measure all candidates of one size in turn; then count each one's bytes alone. Collective."""
     buffers = Buffers.of(case, comm)
     found = sweep.ours(case, comm, buffers, PLACE)
     for peer in others:
@@ -276,7 +272,7 @@ def scheduled_nbytes(algorithm: Algorithm, hosts: int, ranks_per_host: int, nbyt
 
 
 def wire_nbytes(candidate: Candidate, comm: Communicator) -> float:
-    """Bytes that the busiest host sends for one call, by its interface's counter. Collective."""
+    """Return the bytes that the busiest host sends for one call, by its interface's counter. Collective."""
     comm.barrier()
     before = sent_nbytes()
     comm.barrier()  # none sends for the next call before all have looked
@@ -287,7 +283,6 @@ def wire_nbytes(candidate: Candidate, comm: Communicator) -> float:
 
 
 def sent_nbytes() -> int:
-    """What this host has sent since it is up."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == network.PORT:
@@ -296,7 +291,7 @@ def sent_nbytes() -> int:
 
 
 def stream_rate(comm: Communicator) -> float:
-    """Bytes per second of a plain TCP stream from the first host to the last; median of a few. Collective."""
+    """Return the bytes per second of a plain TCP stream from the first host to the last. Collective."""
     last = comm.size - 1
     listener = socket.create_server((socket.gethostname(), 0)) if comm.rank == last else None
     where = comm.broadcast_object(listener.getsockname() if listener else None, last)
@@ -314,7 +309,7 @@ def stream_rate(comm: Communicator) -> float:
 
 
 def send_stream(connection: socket.socket) -> float:
-    """Bytes per second, until the other end says that all has come."""
+    """Return bytes per second, until the other end says that all has come."""
     piece = bytes(PIECE_NBYTES)
     started_s = time.perf_counter()
     for _ in range(STREAM_NBYTES // PIECE_NBYTES):
@@ -332,7 +327,6 @@ def drain(connection: socket.socket) -> None:
 
 
 def link_facts() -> dict[str, str]:
-    """What shapes this host's link, and what TCP does on it."""
     commands = {"shaper": f"tc qdisc show dev {network.PORT}", "route": f"ip route show {network.NETWORK}"}
     return {
         what: subprocess.run(command.split(), capture_output=True, text=True, check=True).stdout.strip()
@@ -341,7 +335,6 @@ def link_facts() -> dict[str, str]:
 
 
 def titles(collective: str, job: Job, stream_mb_per_s: float) -> list[str]:
-    """The table's head."""
     return [
         "#",
         f"# {collective}, {job.hosts} hosts, {job.ranks_per_host} ranks on each; "
@@ -353,7 +346,6 @@ def titles(collective: str, job: Job, stream_mb_per_s: float) -> list[str]:
 
 
 def show(line: Line) -> str:
-    """One line of the table."""
     timed = line.timed
     spread = (timed.slowest_s - timed.fastest_s) / 2 / timed.median_s
     steps = "-" if line.steps_nbytes is None else f"{line.steps_nbytes / 1e6:.2f}"

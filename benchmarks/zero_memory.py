@@ -29,15 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    append_json,
-    at_least,
-    give_freed_memory_back,
-    header,
-    output_file,
-    picture_file,
-    print_header,
-)
+from common import add_options, append_json, give_freed_memory_back, header, picture_file, print_header
 from memory_picture import draw
 from rich.console import Console
 from rich.table import Table
@@ -64,8 +56,6 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of training: a stage, and where the state is."""
-
     stage: int
     name: str = "plain"
     offload: str | None = None
@@ -98,7 +88,7 @@ class Result:
         }
 
     def faults(self) -> list[str]:
-        """What is not as it should be: nothing."""
+        """Return what contradicts the formula."""
         found = [
             f"rank {each.rank}: {float(each.unexplained_nbytes):.0f} bytes are neither formula nor padding"
             for each in self.report.of_ranks
@@ -122,9 +112,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of parameters"
     )
-    parser.add_argument("--sequence", type=at_least(1), default=64, help="tokens of a sequence (default: 64)")
-    parser.add_argument("--batch", type=at_least(1), default=1, help="sequences per rank (default: 1)")
-    parser.add_argument("--steps", type=at_least(1), default=3, help="in each stage (default: 3)")
+    add_options(parser, sequence=64, batch=1, steps=3, json=None)
     parser.add_argument("--bucket-mib", type=float, default=1.0, help="of stages 0 to 2 (default: 1)")
     parser.add_argument(
         "--offload",
@@ -136,7 +124,6 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="stages 1 to 3 also with parameters that all ranks have in common",
     )
-    parser.add_argument("--json", type=output_file, help="append one JSON line for each of them to this file")
     parser.add_argument("--picture", type=picture_file, help="draw the bars into this file (PNG, SVG or PDF)")
     return parser.parse_args()
 
@@ -183,7 +170,6 @@ def build(
 
 
 def measure(comm: Communicator, variant: Variant, options: argparse.Namespace) -> Result:
-    """Build, train, measure; collective."""
     before = settled_nbytes(comm)
     model, optimizer = build(comm, variant, options)
     generator = torch.Generator().manual_seed(comm.rank)
@@ -205,7 +191,7 @@ def measure(comm: Communicator, variant: Variant, options: argparse.Namespace) -
 
 
 def settled_nbytes(comm: Communicator) -> int | None:
-    """Memory of this process, its share of what is shared, when all ranks have given back what is free."""
+    """Return this process's memory with its share of shared memory, when all ranks have freed theirs."""
     gc.collect()
     give_freed_memory_back()
     comm.barrier()
@@ -215,7 +201,6 @@ def settled_nbytes(comm: Communicator) -> int | None:
 
 
 def describe(world: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the header of the results."""
     return header(
         world,
         model=options.model,
@@ -228,7 +213,7 @@ def describe(world: Communicator, options: argparse.Namespace) -> dict[str, Any]
 
 
 def table(results: list[Result]) -> Table:
-    """For people: bytes of the rank that needs most."""
+    """Format the bytes of the rank that needs most."""
     shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("stage", no_wrap=True)
     headings = (

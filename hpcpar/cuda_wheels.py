@@ -42,7 +42,7 @@ VARIABLES = {
 ASKED = "HPCPAR_CUDA_AWARE"
 NO = ("0", "false", "no", "off")
 HIDDEN = ("", "-1", "NoDevFiles")
-"""What CUDA_VISIBLE_DEVICES begins with where a process shall see no GPU."""
+"""Beginnings of CUDA_VISIBLE_DEVICES where a process shall see no GPU."""
 
 FABRICS = Path("/sys/class/infiniband")
 

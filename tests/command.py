@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,3 +31,18 @@ def run(
 def variables(text: str) -> dict[str, str]:
     """Parse an environment: variables("PMI_RANK=2 PMI_SIZE=4") == {"PMI_RANK": "2", "PMI_SIZE": "4"}."""
     return dict(word.split("=", 1) for word in text.split())
+
+
+def write_script(path: Path, does: str) -> Path:
+    """Write an executable shell script."""
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+    return path
+
+
+def until(condition: Callable[[], object], what: str = "what was awaited", limit_s: float = 60.0) -> None:
+    """Wait until a condition is true; AssertionError when the time is over."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"after {limit_s:g} s it has not happened: {what}"
+        time.sleep(0.01)

@@ -2,9 +2,10 @@
 
     hpcpar run -n 3 tests/soak.py --calls 100000 --max-drift 5
 
-All ranks draw the same calls from the same seed: collective, communicator, count, element type, in place or
-not, in reused or fresh memory, one by one or several outstanding at once. Each rank waits for those in an
-order of its own. The exit status is 1 after a wrong result, or when memory grew by more than --max-drift MB.
+All ranks draw the same calls from the same seed: collective, communicator, count, element type, in
+place or not, in reused, shared or fresh memory, one by one or several outstanding at once. Each rank waits
+for those in an order of its own. The exit status is 1 after a wrong result, or when memory grew by more than
+--max-drift MB.
 
 Rank r contributes (i + shift + r) % PERIOD at element i. A reduction over the ranks repeats with the same
 period, so PERIOD serially computed numbers give every correct result as a slice of one array. All sums are
@@ -35,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,7 @@ import numpy as np
 import torch
 
 from hpcpar import partition
+from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.errors import OperationError
 from hpcpar.units import MiB, format_duration
 
@@ -72,7 +75,7 @@ KEPT_COUNTS = (0, 1, 2, 7, 60, 128, 1_000, 5_040, 30_000, 131_072)
 """Element counts of the reused buffers."""
 
 KEPT_SLOTS = 2
-"""Copies of each reused buffer: two outstanding calls never share one."""
+"""Copies of each reused buffer: two outstanding calls never share one. The last lies in shared memory."""
 
 MOST_AT_ONCE = 6
 AT_ONCE = 0.25
@@ -111,21 +114,26 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """Number of calls, and the seed of the random numbers."""
+    """Number of calls, the seed of the random numbers, and whether calls name algorithms.
+
+    So many more schedules take longer than a tenth of the calls to be cached, which looks like a drift.
+    """
 
     calls: int = 100_000
     seed: int = 0
+    name_algorithms: bool = False
 
 
 @dataclass(frozen=True)
 class Call:
     """One collective, the same on every rank.
 
-    comm     index of the communicator: world, halves, world in reverse order
-    count    elements of the whole array, before rounding to the number of ranks
-    root     taken modulo the communicator's size
-    slot     copy of the reused buffer; None for fresh memory
-    uneven   ranks have pieces of different sizes, where the collective allows it
+    comm        index of the communicator: world, halves, world in reverse order
+    count       elements of the whole array, before rounding to the number of ranks
+    root        taken modulo the communicator's size
+    slot        copy of the reused buffer; None for fresh memory
+    uneven      ranks have pieces of different sizes, where the collective allows it
+    algorithm   None, or where it cannot do such pieces: the communicator's choice
     """
 
     collective: str
@@ -139,6 +147,7 @@ class Call:
     in_place: bool
     slot: int | None
     uneven: bool
+    algorithm: str | None = None
 
 
 def draw(options: Options, comms: int) -> Iterator[list[Call]]:
@@ -148,22 +157,23 @@ def draw(options: Options, comms: int) -> Iterator[list[Call]]:
     while left:
         at_once = min(left, chance.randint(2, MOST_AT_ONCE) if chance.random() < AT_ONCE else 1)
         if chance.random() < ALIKE:
-            first = _draw(chance, comms, KEPT_SLOTS)
+            first = _draw(chance, comms, KEPT_SLOTS, options)
             group = [replace(first, shift=chance.randrange(PERIOD)) for _ in range(at_once)]
         else:
-            group = [_draw(chance, comms, slot) for slot in range(at_once)]
+            group = [_draw(chance, comms, slot, options) for slot in range(at_once)]
         left -= len(group)
         yield group
 
 
-def _draw(chance: random.Random, comms: int, slot: int) -> Call:
+def _draw(chance: random.Random, comms: int, slot: int, options: Options) -> Call:
     kind, dtype = chance.choice(ARRAYS)
     kept = slot < KEPT_SLOTS and chance.random() < 0.5
     itemsize = getattr(torch, dtype).itemsize
     nbytes = 2 ** (math.log2(LARGEST_NBYTES) * chance.random() ** SMALLNESS)
     fresh = 0 if chance.random() < 0.03 else int(nbytes) // itemsize
+    collective = chance.choice(COLLECTIVES)
     return Call(
-        collective=chance.choice(COLLECTIVES),
+        collective=collective,
         comm=chance.randrange(comms),
         kind=kind,
         dtype=dtype,
@@ -174,6 +184,7 @@ def _draw(chance: random.Random, comms: int, slot: int) -> Call:
         in_place=chance.random() < 0.5,
         slot=slot if kept else None,
         uneven=chance.random() < 0.3,
+        algorithm=chance.choice([None, *ALGORITHMS.get(collective, ())]) if options.name_algorithms else None,
     )
 
 
@@ -260,14 +271,16 @@ def _long(dtype: str, numbers: Sequence[float]) -> torch.Tensor:
 class Memory:
     """Input and output buffers: reused ones, made at the start, and fresh ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._kept: dict[tuple[Any, ...], Any] = {}
-        for kind, dtype in ARRAYS:
+        for (kind, dtype), role in product(ARRAYS, ("input", "output")):
             most = LARGEST_NBYTES // getattr(torch, dtype).itemsize
-            for count in dict.fromkeys(min(count, most) for count in KEPT_COUNTS):
-                for slot in range(KEPT_SLOTS):
-                    for role in ("input", "output"):
-                        self._kept[kind, dtype, count, slot, role] = _array(kind, dtype, count)
+            counts = list(dict.fromkeys(min(count, most) for count in KEPT_COUNTS))
+            shared = comm.allocate_shared(sum(counts), getattr(torch, dtype) if kind == "torch" else dtype)
+            for count, start in zip(counts, partition.offsets(counts), strict=False):
+                for slot in range(KEPT_SLOTS - 1):
+                    self._kept[kind, dtype, count, slot, role] = _array(kind, dtype, count)
+                self._kept[kind, dtype, count, KEPT_SLOTS - 1, role] = shared[start : start + count]
 
     def buffer(self, call: Call, count: int, role: str) -> Any:
         """Return a buffer full of POISON: part of a reused one, or fresh."""
@@ -325,6 +338,12 @@ class Builder:
         self._patterns = patterns
         self._memory = memory
 
+    def _how(self, call: Call, comm: Communicator) -> dict[str, Any]:
+        """Return the algorithm's name, if it can do the call's pieces."""
+        even = not call.uneven and call.count % comm.size == 0
+        known = call.algorithm is not None and (even or ALGORITHMS[call.collective][call.algorithm].uneven)
+        return {"algorithm": call.algorithm} if known else {}
+
     def ready(self, call: Call, comm: Communicator) -> list[Ready]:
         """Return the call's parts on this rank: one; for messages none, one or two."""
         made = getattr(self, f"_{call.collective}")(call, comm)
@@ -340,7 +359,8 @@ class Builder:
         buffer = self._input(call, comm, call.count, op=call.op)
         right = self._patterns.result(call, comm.size, 0, call.count)
         out = None if call.in_place else self._memory.buffer(call, call.count, "output")
-        ready = Ready("allreduce", (buffer, call.op), {"out": out}, returned=buffer if out is None else out)
+        named = {"out": out, **self._how(call, comm)}
+        ready = Ready("allreduce", (buffer, call.op), named, returned=buffer if out is None else out)
         ready.expect(ready.returned, 0, right)
         if out is not None:
             ready.expect(buffer, 0, self._patterns.passed(call, comm.rank, 0, call.count, op=call.op))
@@ -353,7 +373,7 @@ class Builder:
         out = None
         if comm.rank == root and not call.in_place:
             out = self._memory.buffer(call, call.count, "output")
-        ready = Ready("reduce", (buffer, call.op, root), {"out": out})
+        ready = Ready("reduce", (buffer, call.op, root), {"out": out, **self._how(call, comm)})
         if comm.rank == root:
             ready.returned = buffer if out is None else out
             ready.expect(ready.returned, 0, self._patterns.result(call, comm.size, 0, call.count))
@@ -369,7 +389,7 @@ class Builder:
         start, stop = edges[comm.rank], edges[comm.rank + 1]
         right = self._patterns.result(call, comm.size, start, stop)
         buffer = self._input(call, comm, call.count, op=call.op)
-        named = {"counts": counts if call.uneven else None}
+        named: dict[str, Any] = {"counts": counts if call.uneven else None, **self._how(call, comm)}
         if call.in_place:
             ready = Ready("reduce_scatter", (buffer, call.op), named)
             ready.result_is = lambda piece: [(piece, 0, len(piece), right)]
@@ -390,7 +410,7 @@ class Builder:
 
     def _allgather(self, call: Call, comm: Communicator) -> Ready:
         counts = self._shards(call, comm)
-        named: dict[str, Any] = {"counts": counts if call.uneven else None}
+        named: dict[str, Any] = {"counts": counts if call.uneven else None, **self._how(call, comm)}
         edges = partition.offsets(counts)
         if call.in_place:
             out = self._memory.buffer(call, edges[-1], "output")
@@ -405,7 +425,9 @@ class Builder:
     def _gather(self, call: Call, comm: Communicator) -> Ready:
         counts = self._shards(call, comm)
         root = call.root % comm.size
-        ready = Ready("gather", (), {"root": root, "counts": counts if call.uneven else None})
+        ready = Ready(
+            "gather", (), {"root": root, "counts": counts if call.uneven else None, **self._how(call, comm)}
+        )
         if comm.rank != root:
             ready.arguments = (self._input(call, comm, counts[comm.rank]),)
             return ready
@@ -427,7 +449,7 @@ class Builder:
         start, stop = edges[comm.rank], edges[comm.rank + 1]
         buffer = self._input(call, comm, edges[-1]) if comm.rank == root else None
         out = self._memory.buffer(call, stop - start, "output")
-        named = {"counts": counts if call.uneven else None, "out": out}
+        named = {"counts": counts if call.uneven else None, "out": out, **self._how(call, comm)}
         ready = Ready("scatter", (buffer, root), named, returned=out)
         ready.expect(out, 0, self._patterns.passed(call, root, start, stop))
         return ready
@@ -437,14 +459,14 @@ class Builder:
         buffer = self._input(call, comm, share * comm.size)
         at = comm.rank * share
         if call.in_place:  # an all-to-all has no in-place form; test the form that returns a new array
-            ready = Ready("alltoall", (buffer,))
+            ready = Ready("alltoall", (buffer,), self._how(call, comm))
             ready.result_is = lambda whole: [
                 (whole, rank * share, (rank + 1) * share, self._patterns.passed(call, rank, at, at + share))
                 for rank in range(comm.size)
             ]
             return ready
         out = self._memory.buffer(call, share * comm.size, "output")
-        named: dict[str, Any] = {"out": out}
+        named: dict[str, Any] = {"out": out, **self._how(call, comm)}
         if call.uneven:
             named |= {"send_counts": (share,) * comm.size, "receive_counts": (share,) * comm.size}
         ready = Ready("alltoall", (buffer,), named, returned=out)
@@ -458,12 +480,12 @@ class Builder:
             buffer = self._input(call, comm, call.count)
         else:
             buffer = self._memory.buffer(call, call.count, "input")
-        ready = Ready("broadcast", (buffer, root), returned=buffer)
+        ready = Ready("broadcast", (buffer, root), self._how(call, comm), returned=buffer)
         ready.expect(buffer, 0, self._patterns.passed(call, root, 0, call.count))
         return ready
 
     def _barrier(self, call: Call, comm: Communicator) -> Ready:
-        return Ready("barrier")
+        return Ready("barrier", (), self._how(call, comm) if call.collective == "barrier" else {})
 
     def _send(self, call: Call, comm: Communicator) -> list[Ready]:
         """Send from one rank to another; the other ranks do nothing."""
@@ -525,7 +547,7 @@ class Soak:
 
     def __init__(self, options: Options, comms: Sequence[Communicator]) -> None:
         self._comms = comms
-        self._builder = Builder(Patterns([comm.size for comm in comms]), Memory())
+        self._builder = Builder(Patterns([comm.size for comm in comms]), Memory(comms[0]))
         self._own_order = random.Random(f"{options.seed} {comms[0].rank}")
         self.wrong = 0
         self.described: list[str] = []

@@ -14,7 +14,7 @@ those of a pipeline do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,31 @@ if TYPE_CHECKING:
 def split_over_of(parameter: Tensor) -> Kind:
     """The communicators over whose ranks a parameter is split; none for one that every rank has whole."""
     return info_of(parameter).split_over
+
+
+def norm_of_parts(
+    parts: Iterable[tuple[Kind, Tensor]],
+    kinds: Iterable[Kind],
+    norm_type: float,
+    shards_over: Communicator | None = None,
+) -> Tensor:
+    """Return the norm, in float64, of all ranks' parts together; the same bits on every rank. Collective.
+
+    kinds         of all that could have a part here, the same on the ranks that share them
+    shards_over   ranks that have a shard of every part; None: each part is whole
+    """
+    require_norm_type(norm_type)
+    largest = math.isinf(norm_type)
+    add = torch.maximum if largest else torch.add
+    sums = {kind: torch.zeros((), dtype=torch.float64) for kind in kinds}
+    for kind, part in parts:
+        if part.numel():
+            sums[kind] = add(sums[kind], powers(part, norm_type))
+    if shards_over is not None:
+        stacked = summed(torch.stack(list(sums.values())), shards_over, largest=largest)
+        sums = dict(zip(sums, stacked, strict=True))
+    total = combined_over(sums, largest=largest)
+    return total if largest else total ** (1 / norm_type)
 
 
 def combined_over(sums: Mapping[Kind, Tensor], *, largest: bool) -> Tensor:

@@ -19,7 +19,6 @@ closure holds ours. So it also reaches `from torch.nn.utils import clip_grad_nor
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import types
 import weakref
@@ -32,13 +31,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from hpcpar.autograd.held_parameter import own_gradient
-from hpcpar.autograd.split_norms import (
-    combined_over,
-    in_common_order,
-    powers,
-    require_norm_type,
-    split_over_of,
-)
+from hpcpar.autograd.split_norms import in_common_order, norm_of_parts, require_norm_type, split_over_of
 from hpcpar.parameter_info import info_of, note
 
 if TYPE_CHECKING:
@@ -164,16 +157,12 @@ def _norm(pairs: list[tuple[Tensor, Tensor | None]], norm_type: float, error_if_
     if shard is not None:
         given = [gradient for _, gradient in pairs if gradient is not None]
         return _checked(type(shard).total_norm(given, norm_type), error_if_nonfinite)  # type: ignore[attr-defined]
-    largest = math.isinf(norm_type)
-    add = torch.maximum if largest else torch.add
-    sums = {split_over_of(noted): torch.zeros((), dtype=torch.float64) for noted, _ in pairs}
-    for noted, gradient in pairs:
-        if gradient is not None and gradient.numel() and not info_of(noted).counts_elsewhere:
-            kind = split_over_of(noted)
-            sums[kind] = add(sums[kind], powers(gradient, norm_type))
-    total = combined_over(sums, largest=largest)
-    if not largest:
-        total = total ** (1 / norm_type)
+    parts = (
+        (split_over_of(noted), gradient)
+        for noted, gradient in pairs
+        if gradient is not None and not info_of(noted).counts_elsewhere
+    )
+    total = norm_of_parts(parts, (split_over_of(noted) for noted, _ in pairs), norm_type)
     like = next((gradient for _, gradient in pairs if gradient is not None), None)
     total = total if like is None else total.to(device=like.device, dtype=like.abs().dtype)
     return _checked(total, error_if_nonfinite)

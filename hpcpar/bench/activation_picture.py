@@ -34,11 +34,9 @@ HEIGHT = 0.36
 def draw(found: Sequence[MeasuredActivations], shape: LayerShape, tp: int, path: Path) -> None:
     """Draw two bars for each technique into a file (PNG, SVG or PDF, by its name)."""
     # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 1.5 + BAR_INCHES * len(found)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for place, each in enumerate(found):
         _draw_bars(axes, place, each)

@@ -64,7 +64,7 @@ def equations(
     min_nbytes: int = 0,
     max_nbytes: int = GiB,
 ) -> list[Equation]:
-    """The lines of a file that the model has something to say about.
+    """Return the equations of a file's lines of which the model has a closed form.
 
     Out of place a copy comes on top, which the model leaves out; so do we, but for the all-to-all.
     """
@@ -111,7 +111,7 @@ def _coefficients(levels: TwoLevelCost, nbytes: int) -> tuple[float, ...]:
 
 
 def solve(found: Sequence[Equation]) -> Fit:
-    """The parameters, none below zero, with the least squares of relative errors.
+    """Solve for the parameters, none below zero, with the least squares of relative errors.
 
     errors   OperationError for fewer than two lines
     """

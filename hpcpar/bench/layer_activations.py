@@ -51,7 +51,7 @@ class MeasuredActivations:
 
 
 def measure(shape: LayerShape, tp: int) -> list[MeasuredActivations]:
-    """Every way of the paper's table.
+    """Measure every technique of the paper's table.
 
     errors   LayoutError for a shape of which `tp` ranks cannot have equal parts
     """

@@ -148,7 +148,7 @@ def tensor(array: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A repeatable call.
+    """Repeatable call.
 
     name     in the table: "ring", "mpi", "gloo"
     result   returns the array of the call's result on this rank; None where it has no result

@@ -25,7 +25,6 @@ def draw(rows: Sequence[ResultRow], facts: Mapping[str, Any], path: Path) -> Non
     a byte that is sent is copied at least once.
     """
     # Imported here: only plots need it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     collectives = [name for name in dict.fromkeys(row.collective for row in rows) if name != COPY]
@@ -33,7 +32,6 @@ def draw(rows: Sequence[ResultRow], facts: Mapping[str, Any], path: Path) -> Non
     across = 1 if len(collectives) < 3 else 2
     down = max(1, -(-len(collectives) // across))
     figure = Figure(figsize=(width * across, height * down), layout="constrained")
-    FigureCanvasAgg(figure)
     for at, collective in enumerate(collectives, 1):
         _panel(figure.add_subplot(down, across, at), collective, rows)
     figure.suptitle(f"{facts.get('ranks')} ranks on {facts.get('nodes')} node(s), {facts.get('mpi')}")

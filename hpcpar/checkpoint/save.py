@@ -27,7 +27,13 @@ from hpcpar.checkpoint.local_tensor import LocalTensor, is_replicated
 from hpcpar.checkpoint.manifest import MANIFEST, PIECES, RANDOM, STATE, FileDigest, Manifest
 from hpcpar.checkpoint.model_state import ModelState
 from hpcpar.checkpoint.optimizer_state import distributed_of, group_names, group_options, write_states
-from hpcpar.checkpoint.ownership import PipelinePositions, RankContents, RankCoordinates, WritePlan
+from hpcpar.checkpoint.ownership import (
+    Groups,
+    PipelinePositions,
+    RankContents,
+    RankCoordinates,
+    WritePlan,
+)
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import in_memory_order
@@ -100,11 +106,13 @@ def save(
         outputs = comm.gather_object(output)
         with comm.together(doing):
             if outputs is not None and random_states is not None:
-                ranks = _AllRanks(positions, coordinates, random_states, outputs)
-                _write_common(staging, step, dict(extra or {}), ranks)
-                _refuse_to_replace_a_sound_one(final, ranks.not_finite)
+                tp = [(each.tp_rank, each.tp_size) for each in coordinates]
+                described = {"step": step, "tp": tp, "extra": dict(extra or {})}
+                _write_common(staging, described, positions, random_states, outputs)
+                broken = _first_not_finite(outputs)
+                _refuse_to_replace_a_sound_one(final, broken)
                 naming.close()
-                _after_naming(final, ranks.not_finite, keep)
+                _after_naming(final, broken, keep)
     return final
 
 
@@ -257,79 +265,74 @@ def _write_model(files: ShardWriter, plan: WritePlan, model: nn.Module, state: M
 # --- what rank 0 writes for all -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _AllRanks:
-    """Descriptions that rank 0 gathered, by rank."""
-
-    positions: PipelinePositions
-    coordinates: Sequence[RankCoordinates]
-    random_states: Sequence[random_state.Captured]
-    outputs: Sequence[_RankOutput]
-
-    @property
-    def not_finite(self) -> str | None:
-        """First tensor with NaN or infinite values, of the first rank that has one."""
-        written = (files for each in self.outputs for files in (each.model, each.optimizer))
-        return next((files.not_finite for files in written if files.not_finite is not None), None)
-
-    def require_same_options(self) -> None:
-        """CheckpointError if positions of the pipeline step with different options."""
-        positions = range(len(self.positions.contents))
-        first, *others = (self.positions.first_rank(position) for position in positions)
-        expected = self.outputs[first].every_option()
-        for rank in others:
-            found = self.outputs[rank].every_option()
-            for name in expected | found:
-                if expected.get(name) != found.get(name):
-                    raise CheckpointError(
-                        f"the optimizer has {name} = {expected.get(name)} on rank {first}, "
-                        f"{found.get(name)} on rank {rank}; a checkpoint has it once, so make them equal"
-                    )
-
-    def state(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
-        """Build the content of state.json, as `manifest.SavedState` describes it."""
-        first, groups = self.outputs[0], self.positions.groups
-        scalars = {name: values for each in self.outputs for name, values in each.scalars.items()}
-        optimizer = None
-        if groups is not None:
-            described = [
-                {"parameters": names, "options": options}
-                for names, options in zip(groups, first.options, strict=True)
-            ]
-            optimizer = {"scalars": scalars, "groups": described, "loss_scale": first.loss_scale}
-        return {
-            "step": step,
-            "ranks": len(self.outputs),
-            "aliases": self.positions.aliases,
-            "optimizer": optimizer,
-            "random": [scalars for _, scalars in self.random_states],
-            "tp": [(each.tp_rank, each.tp_size) for each in self.coordinates],
-            "names": self.positions.digests,
-            "not_finite": self.not_finite,
-            "extra": extra,
-        }
+def _first_not_finite(outputs: Sequence[_RankOutput]) -> str | None:
+    written = (files for each in outputs for files in (each.model, each.optimizer))
+    return next((files.not_finite for files in written if files.not_finite is not None), None)
 
 
-def _write_common(staging: Path, step: int, extra: dict[str, Any], ranks: _AllRanks) -> None:
-    """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all."""
-    ranks.require_same_options()
+def _require_same_options(outputs: Sequence[_RankOutput], positions: PipelinePositions) -> None:
+    """CheckpointError if positions of the pipeline step with different options."""
+    first, *others = map(positions.first_rank, range(len(positions.contents)))
+    expected = outputs[first].every_option()
+    for rank in others:
+        found = outputs[rank].every_option()
+        for name in expected | found:
+            if expected.get(name) != found.get(name):
+                raise CheckpointError(
+                    f"the optimizer has {name} = {expected.get(name)} on rank {first}, "
+                    f"{found.get(name)} on rank {rank}; a checkpoint has it once, so make them equal"
+                )
+
+
+def _optimizer_state(outputs: Sequence[_RankOutput], groups: Groups | None) -> dict[str, Any] | None:
+    """Describe the optimizer as `manifest.SavedOptimizer`."""
+    if groups is None:
+        return None
+    described = [
+        {"parameters": names, "options": options}
+        for names, options in zip(groups, outputs[0].options, strict=True)
+    ]
+    scalars = {name: values for each in outputs for name, values in each.scalars.items()}
+    return {"scalars": scalars, "groups": described, "loss_scale": outputs[0].loss_scale}
+
+
+def _write_common(
+    staging: Path,
+    state: dict[str, Any],
+    positions: PipelinePositions,
+    random_states: Sequence[random_state.Captured],
+    outputs: Sequence[_RankOutput],
+) -> None:
+    """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all.
+
+    state   the part of state.json that is not of the ranks' outputs: step, extra, coordinates
+    """
+    _require_same_options(outputs, positions)
+    state |= {
+        "ranks": len(outputs),
+        "aliases": positions.aliases,
+        "optimizer": _optimizer_state(outputs, positions.groups),
+        "random": [scalars for _, scalars in random_states],
+        "names": positions.digests,
+        "not_finite": _first_not_finite(outputs),
+    }
     digests: dict[str, FileDigest] = {}
-    for each in ranks.outputs:
+    for each in outputs:
         digests |= each.model.digests | each.optimizer.digests
-    digests[STATE] = _write_text(_as_json(ranks.state(step, extra), extra), staging / STATE)
+    digests[STATE] = _write_text(_as_json(state), staging / STATE)
     arrays = {
         f"{rank}/{name}": torch.tensor(array)
-        for rank, (arrays, _) in enumerate(ranks.random_states)
+        for rank, (arrays, _) in enumerate(random_states)
         for name, array in arrays.items()
     }
     digests[RANDOM] = write_tensors(arrays, staging / RANDOM)
     pieces = pieces_text(
-        (shard for each in ranks.outputs for shard in each.model.shards),
-        (shard for each in ranks.outputs for shard in each.optimizer.shards),
+        (shard for each in outputs for shard in each.model.shards),
+        (shard for each in outputs for shard in each.optimizer.shards),
     )
     if pieces is not None:
         digests[PIECES] = _write_text(pieces, staging / PIECES)
-    manifest = Manifest(step=step, files=digests)
+    manifest = Manifest(step=state["step"], files=digests)
     # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
     manifest.check_sizes(staging)
     _write_text(manifest.text(), staging / MANIFEST)
@@ -356,9 +359,9 @@ def _write_text(text: str, path: Path) -> FileDigest:
     return FileDigest.of(path)
 
 
-def _as_json(state: dict[str, Any], extra: dict[str, Any]) -> str:
+def _as_json(state: dict[str, Any]) -> str:
     # `extra` is tried by itself first, to say whose fault a failure is.
-    for culprit, values in (("extra", extra), ("a value of the optimizer's state", state)):
+    for culprit, values in (("extra", state["extra"]), ("a value of the optimizer's state", state)):
         try:
             text = json.dumps(values, indent=1) + "\n"
         except (TypeError, ValueError) as error:

@@ -38,7 +38,7 @@ COMMANDS: Commands = {
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands' names and imports the one that is called."""
+    """Group that knows its commands' names and imports the one that is called."""
 
     def __init__(self, *arguments: Any, lazy: Commands, **others: Any) -> None:
         super().__init__(*arguments, **others)

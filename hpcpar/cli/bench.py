@@ -28,16 +28,10 @@ CANNOT_WORK = 2
 """Exit status of a request that cannot work."""
 
 COLLECTIVES = (
-    "allreduce",
-    "reduce_scatter",
-    "allgather",
-    "broadcast",
-    "reduce",
-    "alltoall",
-    "send",
-    "send_window",
+    *("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall"),
+    *("send", "send_window"),
 )
-"""The keys of `hpcpar.bench.measure.PLACES`, repeated so that the help text does not load torch."""
+"""Keys of `hpcpar.bench.measure.PLACES`, repeated so that the help text does not load torch."""
 
 
 class _Finite(click.FloatRange):
@@ -53,7 +47,7 @@ class _Finite(click.FloatRange):
 NOT_NEGATIVE = _Finite(min=0)
 
 
-@click.group(cls=LazyGroup, lazy=COMMANDS)
+@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"show_default": True})
 def bench() -> None:
     """Measure collectives, choose algorithms by measurement, fit the cost model, simulate."""
 
@@ -71,36 +65,17 @@ def _names(context: click.Context, parameter: click.Parameter, text: str) -> tup
 
 
 def _measuring(command: Any) -> Any:
-    for option in reversed(
-        (
-            click.option(
-                "--collective",
-                "collectives",
-                type=click.Choice([*COLLECTIVES, "all"]),
-                multiple=True,
-                default=("allreduce",),
-                show_default=True,
-                help="May be given several times.",
-            ),
-            click.option(
-                "--min-bytes", callback=to_nbytes, default="4", show_default=True, help="8, 64K, 1M."
-            ),
-            click.option(
-                "--max-bytes", callback=to_nbytes, default="64M", show_default=True, help="To this."
-            ),
-            click.option(
-                "--factor", type=click.IntRange(min=2), default=4, show_default=True, help="Between sizes."
-            ),
-            click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True),
-            click.option(
-                "--round-seconds",
-                type=NOT_NEGATIVE,
-                default=0.02,
-                show_default=True,
-                help="Of one candidate.",
-            ),
-            click.option("--shared", is_flag=True, help="Arrays in memory that a node's ranks can see."),
-        )
+    kinds, again = click.Choice([*COLLECTIVES, "all"]), "May be given several times."
+    for option in (
+        click.option("--shared", is_flag=True, help="Arrays in memory that a node's ranks can see."),
+        click.option("--round-seconds", "round_s", type=NOT_NEGATIVE, default=0.02, help="Of one candidate."),
+        click.option("--rounds", type=click.IntRange(min=1), default=5),
+        click.option("--factor", type=click.IntRange(min=2), default=4, help="Between sizes."),
+        click.option("--max-bytes", "max_nbytes", callback=to_nbytes, default="64M", help="To this."),
+        click.option("--min-bytes", "min_nbytes", callback=to_nbytes, default="4", help="8, 64K, 1M."),
+        click.option(
+            "--collective", "collectives", type=kinds, multiple=True, default=["allreduce"], help=again
+        ),
     ):
         command = option(command)
     return command
@@ -108,10 +83,14 @@ def _measuring(command: Any) -> Any:
 
 @click.command()
 @_measuring
-@click.option("--dtype", default="float32", show_default=True)
-@click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch", show_default=True)
+@click.option("--dtype", default="float32")
+@click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch")
 @click.option(
-    "--candidates", callback=_names, default="", help="Only these, as chosen,ring,native,mpi; else all."
+    "--candidates",
+    callback=_names,
+    default="",
+    show_default=False,
+    help="Only these, as chosen,ring,native,mpi; else all.",
 )
 @click.option("--each-call", is_flag=True, help="Look at the clock after every call; show the longest.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
@@ -139,7 +118,7 @@ def collectives(
 
     try:
         _require_writable(world, json_file, picture=picture)
-        options = _options(measuring, dtype=dtype, kind=kind, candidates=candidates, singly=each_call)
+        options = _options(**measuring, dtype=dtype, kind=kind, candidates=candidates, singly=each_call)
         with peers.connected(world, candidates) as (others, said):
             facts = table.header(options, world, library_facts()["vendor"], said)
             for name, value in facts.items():
@@ -162,14 +141,12 @@ def collectives(
     "dtypes",
     callback=_names,
     default="float32",
-    show_default=True,
     help="Several by commas; the first stands for all others.",
 )
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
-    show_default=True,
     help="Where the arrays are; each kind has a table.",
 )
 @click.option(
@@ -199,7 +176,7 @@ def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: A
     )
     world = hpcpar.init()
     try:
-        options = _options(measuring)
+        options = _options(**measuring)
         tuning.require_place(path, world)
         place = use_gpu(world) if device == "cuda" else ON_HOST
         entry = tuning.tune(options, dtypes, world, library_facts()["vendor"], click.echo, place)
@@ -212,10 +189,8 @@ def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: A
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--min-bytes", callback=to_nbytes, default="0", show_default=True, help="Lines from here on.")
-@click.option(
-    "--max-bytes", callback=to_nbytes, default="1G", show_default=True, help="Lines up to this size."
-)
+@click.option("--min-bytes", callback=to_nbytes, default="0", help="Lines from here on.")
+@click.option("--max-bytes", callback=to_nbytes, default="1G", help="Lines up to this size.")
 def fit(files: tuple[Path, ...], min_bytes: int, max_bytes: int) -> None:
     """Fit α, β and γ to the lines that `bench collectives --json` wrote, and show the model's error."""
     from hpcpar.bench import fit as fitting
@@ -227,20 +202,10 @@ def fit(files: tuple[Path, ...], min_bytes: int, max_bytes: int) -> None:
         raise click.ClickException(str(error)) from error
 
 
-def _options(measuring: dict[str, Any], **others: Any) -> Options:
+def _options(collectives: tuple[str, ...], **others: Any) -> Options:
     from hpcpar.bench.sweep import Options
 
-    asked: tuple[str, ...] = measuring["collectives"]
-    return Options(
-        collectives=COLLECTIVES if "all" in asked else asked,
-        min_nbytes=measuring["min_bytes"],
-        max_nbytes=measuring["max_bytes"],
-        factor=measuring["factor"],
-        rounds=measuring["rounds"],
-        round_s=measuring["round_seconds"],
-        shared=measuring["shared"],
-        **others,
-    )
+    return Options(collectives=COLLECTIVES if "all" in collectives else collectives, **others)
 
 
 def require_writable(*paths: Path | None, picture: Path | None = None) -> None:

@@ -32,21 +32,17 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
 
 
 @click.command()
-@click.option("--collective", type=click.Choice(COLLECTIVES), default="allreduce", show_default=True)
-@click.option("--ranks", type=click.IntRange(min=2), default=16384, show_default=True)
-@click.option("--ranks-per-node", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--min-bytes", callback=_nbytes, default="8", show_default=True, help="As 8, 64K or 1M.")
-@click.option("--max-bytes", callback=_nbytes, default="1G", show_default=True)
-@click.option("--factor", type=click.IntRange(min=2), default=4, show_default=True, help="Between sizes.")
-@click.option(
-    "--alpha-intra", type=NOT_NEGATIVE, default=1e-6, show_default=True, help="Seconds per message."
-)
-@click.option("--beta-intra", type=NOT_NEGATIVE, default=1e-11, show_default=True, help="Seconds per byte.")
-@click.option(
-    "--alpha-inter", type=NOT_NEGATIVE, default=5e-6, show_default=True, help="Seconds per message."
-)
-@click.option("--beta-inter", type=NOT_NEGATIVE, default=4e-11, show_default=True, help="Seconds per byte.")
-@click.option("--gamma", type=NOT_NEGATIVE, default=2e-12, show_default=True, help="Seconds per byte summed.")
+@click.option("--collective", type=click.Choice(COLLECTIVES), default="allreduce")
+@click.option("--ranks", type=click.IntRange(min=2), default=16384)
+@click.option("--ranks-per-node", type=click.IntRange(min=1), default=8)
+@click.option("--min-bytes", callback=_nbytes, default="8", help="As 8, 64K or 1M.")
+@click.option("--max-bytes", callback=_nbytes, default="1G")
+@click.option("--factor", type=click.IntRange(min=2), default=4, help="Between sizes.")
+@click.option("--alpha-intra", type=NOT_NEGATIVE, default=1e-6, help="Seconds per message.")
+@click.option("--beta-intra", type=NOT_NEGATIVE, default=1e-11, help="Seconds per byte.")
+@click.option("--alpha-inter", type=NOT_NEGATIVE, default=5e-6, help="Seconds per message.")
+@click.option("--beta-inter", type=NOT_NEGATIVE, default=4e-11, help="Seconds per byte.")
+@click.option("--gamma", type=NOT_NEGATIVE, default=2e-12, help="Seconds per byte summed.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw time against bytes and ranks here.")
 @click.option(
     "--picture-bytes", callback=_nbytes, help="The size drawn against ranks; default: midway of the sizes."
@@ -56,17 +52,10 @@ def simulate(
     collective: str,
     ranks: int,
     ranks_per_node: int,
-    min_bytes: int,
-    max_bytes: int,
-    factor: int,
-    alpha_intra: float,
-    beta_intra: float,
-    alpha_inter: float,
-    beta_inter: float,
-    gamma: float,
     picture: Path | None,
     picture_bytes: int | None,
     json_file: Path | None,
+    **given: Any,
 ) -> None:
     """Price every algorithm of a collective at any number of ranks, without running it.
 
@@ -74,14 +63,16 @@ def simulate(
     receives at once. `hpcpar bench fit` finds the parameters of a machine; the defaults are of eight GPUs
     on a node at 100 GB/s, and of one 200 Gbit/s port between nodes for each.
     """
+    min_bytes, max_bytes = given["min_bytes"], given["max_bytes"]
     if min_bytes > max_bytes:
         raise click.BadParameter(f"--min-bytes {min_bytes} is above --max-bytes {max_bytes}")
     try:
         require_writable(json_file, picture=picture)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
-    topology = Topology(ranks_per_node, Link(alpha_intra, beta_intra), Link(alpha_inter, beta_inter), gamma)
-    sizes = tuple(_rising(min_bytes, max_bytes, factor))
+    intra, inter = (Link(given[f"alpha_{where}"], given[f"beta_{where}"]) for where in ("intra", "inter"))
+    topology = Topology(ranks_per_node, intra, inter, given["gamma"])
+    sizes = tuple(_rising(min_bytes, max_bytes, given["factor"]))
     by_size: Table = {nbytes: estimates(collective, ranks, nbytes, topology) for nbytes in sizes}
     click.echo(heading(collective, ranks, topology))
     click.echo(table(by_size))

@@ -12,11 +12,11 @@ NUMBER = click.IntRange(min=1)
 
 
 @click.command()
-@click.option("--tp", type=NUMBER, default=4, show_default=True, help="Ranks that share a layer.")
-@click.option("--sequence", type=NUMBER, default=512, show_default=True, help="Tokens of a sequence.")
-@click.option("--batch", type=NUMBER, default=2, show_default=True, help="Sequences of a microbatch.")
-@click.option("--hidden", type=NUMBER, default=512, show_default=True, help="Hidden size.")
-@click.option("--heads", type=NUMBER, default=8, show_default=True, help="Attention heads.")
+@click.option("--tp", type=NUMBER, default=4, help="Ranks that share a layer.")
+@click.option("--sequence", type=NUMBER, default=512, help="Tokens of a sequence.")
+@click.option("--batch", type=NUMBER, default=2, help="Sequences of a microbatch.")
+@click.option("--hidden", type=NUMBER, default=512, help="Hidden size.")
+@click.option("--heads", type=NUMBER, default=8, help="Attention heads.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the bars here, too.")
 def activations(tp: int, sequence: int, batch: int, hidden: int, heads: int, picture: Path | None) -> None:
     """Show what a transformer layer keeps from forward to backward, on each rank.

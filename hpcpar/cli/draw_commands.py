@@ -33,27 +33,19 @@ class Drawings(LazyGroup):
         return super().parse_args(context, args)
 
 
-@click.group(cls=Drawings, lazy=COMMANDS)
+@click.group(cls=Drawings, lazy=COMMANDS, context_settings={"show_default": True})
 def draw() -> None:
     """Draw the steps of a collective, a pipeline's schedule, or the activations of a layer."""
 
 
 @click.command()
 @click.argument("algorithm", required=False)
-@click.option("--size", type=click.IntRange(min=1), default=4, show_default=True, help="Ranks.")
+@click.option("--size", type=click.IntRange(min=1), default=4, help="Ranks.")
 @click.option(
     "--collective", default=None, help="Of which collective, where several have an algorithm of this name."
 )
-@click.option(
-    "--root", type=click.IntRange(min=0), default=0, show_default=True, help="For rooted collectives."
-)
-@click.option(
-    "--ranks-per-node",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="For hierarchical ones.",
-)
+@click.option("--root", type=click.IntRange(min=0), default=0, help="For rooted collectives.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), default=1, help="For hierarchical ones.")
 def steps(algorithm: str | None, size: int, collective: str | None, root: int, ranks_per_node: int) -> None:
     """Draw the steps of ALGORITHM (ring, binomial, rabenseifner, ...); without one, list them all."""
     if algorithm is None:

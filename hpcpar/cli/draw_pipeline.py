@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -29,7 +29,7 @@ COLOURS: dict[Kind, str] = {"F": "blue", "B": "yellow", "W": "green"}
 
 
 class Drawn(NamedTuple):
-    """A schedule with its proof and its times, priced or measured."""
+    """Schedule with its proof and its times, priced or measured."""
 
     title: str
     schedule: Schedule
@@ -57,10 +57,10 @@ class ScheduleOptions(NamedTuple):
 @click.option("--microbatches", type=NUMBER, help=f"Of a step; {MICROBATCHES} unless a file says.")
 @click.option("--stages-per-rank", type=NUMBER, help="As the schedule allows.")
 @click.option("--memory-limit", type=NUMBER, help="Chunks of activations that a rank may keep at once.")
-@click.option("--forward", type=SECONDS, default=1.0, show_default=True, help="Seconds of F on a rank.")
-@click.option("--backward", type=SECONDS, default=1.0, show_default=True, help="Of B without the W.")
-@click.option("--weight", type=SECONDS, default=1.0, show_default=True, help="Of W; a whole B has both.")
-@click.option("--hop", type=SECONDS, default=0.0, show_default=True, help="From one rank to another.")
+@click.option("--forward", type=SECONDS, default=1.0, help="Seconds of F on a rank.")
+@click.option("--backward", type=SECONDS, default=1.0, help="Of B without the W.")
+@click.option("--weight", type=SECONDS, default=1.0, help="Of W; a whole B has both.")
+@click.option("--hop", type=SECONDS, default=0.0, help="From one rank to another.")
 @click.option(
     "--measured",
     type=FILE,
@@ -75,17 +75,10 @@ class ScheduleOptions(NamedTuple):
 def pipeline(
     schedules: tuple[str, ...],
     every: bool,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    memory_limit: int | None,
-    forward: float,
-    backward: float,
-    weight: float,
-    hop: float,
     measured: Path | None,
     output: Path | None,
     until: float | None,
+    **given: Any,
 ) -> None:
     """Draw pipeline schedules: who does the forward (F) and backward (B, W) of which microbatch when.
 
@@ -102,12 +95,11 @@ def pipeline(
     if schedules and every:
         raise click.UsageError("--all draws every name: leave the names out")
     try:
-        asked = ScheduleOptions(
-            ranks, microbatches, stages_per_rank, memory_limit, Durations(forward, backward, weight, hop)
-        )
+        times_s = [given.pop(name) for name in ("forward", "backward", "weight", "hop")]
+        asked = ScheduleOptions(**given, durations=Durations(*times_s))
         drawn = all_that_can(asked) if every else [priced(made(name, asked), asked) for name in schedules]
         if measured is not None:
-            drawn += as_measured(measured, memory_limit, alone=not drawn)
+            drawn += as_measured(measured, asked.memory_limit, alone=not drawn)
     except (HpcparError, OSError) as error:
         raise click.ClickException(str(error)) from error
     for each in drawn:
@@ -182,7 +174,7 @@ def stages_per_rank(schedule: Schedule) -> int:
 
 
 def as_measured(path: Path, memory_limit: int | None, *, alone: bool) -> list[Drawn]:
-    """A run's timetable; what its ranks did is proved like any schedule.
+    """Prove and draw a run's timetable like any schedule.
 
     alone   nothing is beside it: what was to be expected of its actions' times comes first
     """

@@ -86,21 +86,11 @@ def _print_version(context: click.Context, parameter: click.Parameter, asked: bo
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def run(
     ranks: int | None,
-    hosts: str,
-    hostfile: str,
-    launcher: str,
-    options: str,
-    binding_args: str,
-    as_horovod: bool,
-    output_filename: str | None,
-    network_interfaces: tuple[str, ...],
-    ssh_port: int | None,
-    ssh_identity_file: str | None,
-    start_timeout: float | None,
     most: int | None,
+    as_horovod: bool,
     verbose: bool,
     program: tuple[str, ...],
-    **knobs: Any,
+    **given: Any,
 ) -> int:
     """Start PROGRAM (script.py, -m module, -c code, or a command) on several ranks.
 
@@ -111,31 +101,39 @@ def run(
     """
     try:
         argv = program_words(program, as_horovod)
-        places = host_list(hosts, hostfile)
-        size = ranks or sum(host.slots for host in places)
+        options = launch_options(given)
+        size = ranks or sum(host.slots for host in options.hosts)
         if not size:
             raise ConfigError("how many ranks? say -n 4, or name hosts with their slots: -H node1:2,node2:2")
         if most is not None and most < size:
             raise ConfigError(f"--max-np {most}, but {size} ranks were asked for: give -np alone")
-        launch_options = LaunchOptions(
-            launcher=launcher,
-            words=(*launcher_words(options), *launcher_words(binding_args)),
-            hosts=places,
-            interfaces=tuple(dict.fromkeys(filter(None, ",".join(network_interfaces).split(",")))),
-            start_limit_s=start_limit_s() if start_timeout is None else start_timeout,
-            output_directory=output_filename,
-            variables={**variables(knobs), **ssh_variables(ssh_port, ssh_identity_file)},
-        )
         if verbose:
-            for name, value in launch_options.variables.items():
+            for name, value in options.variables.items():
                 say(f"hpcpar run: {name}={value}")
-        return supervise.run(size, argv, launch_options, say=say)
+        return supervise.run(size, argv, options, say=say)
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
 
 
 def say(line: str) -> None:
     click.echo(line, err=True)
+
+
+def launch_options(given: dict[str, Any]) -> LaunchOptions:
+    """Take the options of a launch out of `given`; Horovod's, which remain, are variables of the ranks."""
+    take = given.pop
+    interfaces = ",".join(take("network_interfaces")).split(",")
+    ssh = ssh_variables(take("ssh_port"), take("ssh_identity_file"))
+    limit_s = take("start_timeout")
+    return LaunchOptions(
+        launcher=take("launcher"),
+        words=(*launcher_words(take("options")), *launcher_words(take("binding_args"))),
+        hosts=host_list(take("hosts"), take("hostfile")),
+        interfaces=tuple(dict.fromkeys(filter(None, interfaces))),
+        start_limit_s=start_limit_s() if limit_s is None else limit_s,
+        output_directory=take("output_filename"),
+        variables={**variables(given), **ssh},
+    )
 
 
 def launcher_words(options: str) -> list[str]:

@@ -47,7 +47,7 @@ class Panel(NamedTuple):
 
 
 def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -> None:
-    """All panels into a file (PNG, SVG or PDF, by its name); each begins at its own first start.
+    """Draw all panels into a file (PNG, SVG or PDF, by its name); each begins at its own first start.
 
     Stages of one rank have one colour in several shades, the first stage the fullest; grey is idle.
 
@@ -55,12 +55,10 @@ def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -
     """
     # Imported here, so that nothing but a picture waits for it.
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     inches = sum(HEAD_INCHES + RANK_INCHES * len(panel.timetable.rows) for panel in panels)
     figure = Figure(figsize=(WIDTH_INCHES, 0.8 + inches), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     heights = [max(1, len(panel.timetable.rows)) for panel in panels]
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     if until_s is None:

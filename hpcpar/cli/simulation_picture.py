@@ -18,18 +18,16 @@ Found = Mapping[int, Sequence[Estimate]]
 def draw(
     path: Path, collective: str, by_size: Found, by_ranks: Found, crossovers: Sequence[Crossover] = ()
 ) -> None:
-    """Two panels into a file (PNG, SVG or PDF, by its name).
+    """Draw two panels into a file (PNG, SVG or PDF, by its name).
 
     by_size      what every algorithm takes for each size, at one number of ranks
     by_ranks     for each number of ranks, at one size
     crossovers   the sizes where the fastest algorithm changes, drawn as upright lines
     """
     # Imported here, so that the table does not wait for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     against_bytes, against_ranks = figure.subplots(1, 2, sharey=True)
     ranks = next(iter(by_size.values()))[0].ranks
     nbytes = next(iter(by_ranks.values()))[0].nbytes

@@ -10,19 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpcpar.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DivergenceError,
-    LayoutError,
-    MismatchError,
-    OffloadError,
-    OperationError,
-    PeerFailedError,
-    ScheduleError,
-    SharedMemoryError,
-)
+from hpcpar import errors
 from hpcpar.launch import slurm
 from hpcpar.launch.signals import SIGNALS, EarlySignals
 
@@ -40,18 +28,11 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell has it."""
 
 ASKED_WRONGLY = (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    LayoutError,
-    MismatchError,
-    OffloadError,
-    OperationError,
-    PeerFailedError,
-    ScheduleError,
-    SharedMemoryError,
+    *(errors.CheckpointError, errors.ConfigError, errors.DataError, errors.LayoutError, errors.MismatchError),
+    *(errors.OffloadError, errors.OperationError, errors.PeerFailedError, errors.ScheduleError),
+    errors.SharedMemoryError,
 )
-"""What every rank meets while a run is built, for all have the same configuration."""
+"""Errors that every rank meets while a run is built, for all have the same configuration."""
 
 
 @click.command()
@@ -122,10 +103,10 @@ def _train(
     try:
         with preemption.interruptible():
             return preemption.exit_status if isinstance(run.train(), Preempted) else 0
-    except (CheckpointError, DivergenceError) as error:
+    except (errors.CheckpointError, errors.DivergenceError) as error:
         _say_once(error, world)
         return FAILED
-    except (OffloadError, OSError) as error:  # such as a full disk's
+    except (errors.OffloadError, OSError) as error:  # such as a full disk's
         if world.size > 1:
             raise
         _say_once(error, world)

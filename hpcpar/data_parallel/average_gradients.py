@@ -21,7 +21,6 @@ from hpcpar.data_parallel.held_gradient import HeldGradient
 from hpcpar.data_parallel.parameters import OwnPiece
 from hpcpar.data_parallel.precision import LossScaler
 from hpcpar.data_parallel.reducer import Reducer
-from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
@@ -50,10 +49,10 @@ class AverageGradients:
     @property
     def flats(self) -> list[Tensor]:
         """This rank's part of every bucket's average, flat."""
-        if isinstance(self._reducer, ShardedGradients):
-            return self._reducer.shards
         averaging = self._parts.averaging
-        assert averaging is not None, "stages 0 and 1 have one"
+        if averaging is None:
+            return self._reducer.flats
+        assert isinstance(self._reducer, Reducer), "stages 0 and 1 have one"
         if self._parts.update is None:
             self._reducer.adopt()  # the user may have set .grad to another tensor, or to None
         return [averaging.average(bucket) for bucket in self._reducer.buckets]
@@ -61,9 +60,8 @@ class AverageGradients:
     @property
     def allocated(self) -> list[Tensor]:
         """Memory of averages; in stages 0 and 1 perhaps copies, of another type."""
-        if isinstance(self._reducer, ShardedGradients):
-            return self._reducer.shards
-        return [] if self._parts.averaging is None else self._parts.averaging.averages
+        averaging = self._parts.averaging
+        return self._reducer.flats if averaging is None else averaging.averages
 
     def arrived(self) -> None:
         """Note that the reducer has just averaged them."""
@@ -205,7 +203,7 @@ class AverageGradients:
         return self._overflow
 
     def _multiply_by(self, rest: float) -> None:
-        """Apply what waits for the step, up to a factor of `rest`."""
+        """Apply the scale and clip that wait for the step, up to a factor of `rest`."""
         if self._parts.update is None or self.factor == rest:
             return
         self.has_overflow()  # afterwards, what is clipped looks finite

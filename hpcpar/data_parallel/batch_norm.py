@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 class Batches(Protocol):
     """The ranks whose batches are put together."""
 
-    def are_several(self) -> bool:
-        """True where there is another rank to put the batch together with."""
-        ...
+    def are_several(self) -> bool: ...
 
     def gathered(self, moments: torch.Tensor, name: str) -> torch.Tensor:
         """Every rank's [1, M], one below the other. Collective."""
@@ -49,10 +47,7 @@ class Batches(Protocol):
 
 
 class CommonBatchNorm(_BatchNorm):
-    """BatchNorm over the batches of several ranks: what every kind of SyncBatchNorm has.
-
-    batches   by which ranks speak to each other
-    """
+    """BatchNorm over the batches of several ranks, which `batches` puts together."""
 
     batches: Batches
 
@@ -243,7 +238,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _moments(x: torch.Tensor) -> torch.Tensor:
-    """Return count, means, sums of squared deviations of this rank's channels. [1, 1 + 2C], 64-bit."""
+    """Return count, means, sums of squared deviations of this rank's channels: [1, 1 + 2C], float64."""
     x = x.detach().to(_computed_in(x))
     channels = x.size(1)
     count = x.numel() // channels

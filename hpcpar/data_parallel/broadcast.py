@@ -43,12 +43,11 @@ def broadcast_tensors(
     """Overwrite tensors on every rank, where they are alike, with those of `root`; collective."""
     tensors = [_written_to(tensor).detach() for tensor in given]
     for bucket in _assigned(tensors, bucket_bytes):
-        members = [tensors[index] for index in bucket.members]
-        flat = torch.cat([member.reshape(-1) for member in members])
+        flat = torch.cat([tensors[index].reshape(-1) for index in bucket.members])
         comm.broadcast(flat, root=root)
         if comm.rank != root:
-            for member, start, stop in zip(members, bucket.edges[:-1], bucket.edges[1:], strict=True):
-                member.copy_(flat[start:stop].view(member.shape))
+            for index, (start, stop) in bucket.ranges.items():
+                tensors[index].copy_(flat[start:stop].view(tensors[index].shape))
 
 
 def expected_broadcast_nbytes(

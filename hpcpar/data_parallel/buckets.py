@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hpcpar.errors import OperationError
 from hpcpar.partition import offsets
@@ -52,6 +53,11 @@ class Bucket:
     @property
     def numel(self) -> int:
         return self.edges[-1] + self.padding
+
+    @property
+    def ranges(self) -> dict[int, tuple[int, int]]:
+        """By member, where it starts and stops, in elements."""
+        return dict(zip(self.members, pairwise(self.edges), strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +107,6 @@ def assign(
 
 
 def bucket_of(members: Sequence[int], extents: Sequence[Extent], shards: int = 1) -> Bucket:
-    """The bucket of these members, which are of one kind."""
     first = extents[members[0]]
     edges = offsets([extents[member].numel for member in members])
     return Bucket(tuple(members), edges, first.itemsize, first.kind, -edges[-1] % shards)

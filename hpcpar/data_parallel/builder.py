@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from hpcpar.data_parallel.bucket_shards import Piece
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.flat_parameters import Block, gather_into_blocks
+from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.guards import require_castable, require_names
 from hpcpar.data_parallel.norms import GradientNorm
 from hpcpar.data_parallel.offload import make_offload
@@ -38,8 +39,6 @@ from hpcpar.data_parallel.zero3 import FullyShardedState
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
     from hpcpar.comm.loans import Loan
-
-GradientReducer = Reducer | ShardedGradients
 
 
 @dataclass(frozen=True)

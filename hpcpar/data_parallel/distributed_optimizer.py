@@ -27,8 +27,9 @@ from hpcpar.autograd.torch_clipping import install, note_split_over
 from hpcpar.data_parallel import guards
 from hpcpar.data_parallel.average_gradients import AverageGradients
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from hpcpar.data_parallel.builder import Builder, GradientReducer, Options
+from hpcpar.data_parallel.builder import Builder, Options
 from hpcpar.data_parallel.flat_parameters import Block
+from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.held_gradient import HeldGradient
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import Named, OwnPiece, distinct
@@ -622,7 +623,7 @@ class DistributedOptimizer(Optimizer):
         self.inner.state = defaultdict(dict)
 
     def _as_inner_takes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | Named]:
-        """Return parameters with their names where the optimizer was made of named ones, and so must stay."""
+        """Name the parameters if the optimizer was made of named ones."""
         if "param_names" not in self.inner.param_groups[0]:
             return tensors
         name_of = {id(parameter): name for name, parameter in self._named}

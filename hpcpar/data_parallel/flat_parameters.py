@@ -88,7 +88,7 @@ def gather_into_blocks(
             for piece in shard.pieces:
                 values = in_memory_order(parameters[piece.member], layout_of(parameters[piece.member]))
                 wide[piece.offset : piece.end] = values[piece.start : piece.stop]
-        for member, start, stop in zip(bucket.members, bucket.edges[:-1], bucket.edges[1:], strict=True):
+        for member, (start, stop) in bucket.ranges.items():
             parameter = parameters[member]
             view = view_like(flat, start, stop, parameter)
             view.copy_(parameter.detach())

@@ -194,7 +194,7 @@ class FsdpUnit:
         self._versions = [parameter._version for parameter in self.parameters]
 
     def _written(self) -> str | None:
-        """Return the name of a parameter that was written to since, which would not reach the shards."""
+        """Return the name of a parameter that was written to since; that would not reach the shards."""
         pairs = zip(self.parameters, self._versions, strict=True)
         return next((info_of(p).name for p, seen in pairs if p._version != seen), None)
 

@@ -68,8 +68,7 @@ class GradientViews:
     def _cut(self, index: int) -> Tensor:
         """Return a view in the parameter's present shape."""
         parameter, state = self._parameters[index], self.state_of[index]
-        position = state.bucket.members.index(index)
-        start, stop = state.bucket.edges[position : position + 2]
+        start, stop = state.bucket.ranges[index]
         flat = state.flat
         if (parameter.dtype, parameter.device, parameter.numel()) != (flat.dtype, flat.device, stop - start):
             raise OperationError(

@@ -18,7 +18,8 @@ from hpcpar.parameter_info import info_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from hpcpar.data_parallel.builder import GradientReducer, Options
+    from hpcpar.data_parallel.builder import Options
+    from hpcpar.data_parallel.gradient_reducer import GradientReducer
     from hpcpar.data_parallel.sharded_step import ShardedStep
     from hpcpar.data_parallel.zero3 import FullyShardedState
 
@@ -119,8 +120,13 @@ def refuse_leftovers(reducer: GradientReducer, named: Iterable[Named], held: Con
             "from step to step; call zero_grad() after each step()"
         )
     trained = {id(parameter) for parameter in reducer.parameters}
-    for name, parameter in named:
-        if id(parameter) not in trained and id(parameter) in held and parameter.grad is not None:
+    refuse_thawed((name, p) for name, p in named if id(p) not in trained and id(p) in held)
+
+
+def refuse_thawed(frozen: Iterable[Named]) -> None:
+    """OperationError for a parameter that was frozen, and has a gradient now."""
+    for name, parameter in frozen:
+        if parameter.grad is not None:
             raise OperationError(
                 f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
                 "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
@@ -143,8 +149,7 @@ def refuse_replaced(update: ShardedStep, names: Sequence[str]) -> None:
         if block.flat is None:
             continue
         base, itemsize = block.flat.data_ptr(), block.flat.element_size()
-        edges = block.bucket.edges
-        for member, start, stop in zip(block.bucket.members, edges[:-1], edges[1:], strict=True):
+        for member, (start, stop) in block.bucket.ranges.items():
             if stop > start and update.parameters[member].data_ptr() != base + start * itemsize:
                 raise OperationError(
                     f"the memory of {names[member]} was replaced after its optimizer "

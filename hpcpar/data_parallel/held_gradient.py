@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order
+from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, nested_values
 from hpcpar.errors import OperationError
 
 
@@ -70,7 +70,7 @@ class HeldGradient(Tensor):
                 own = [each[number] if isinstance(each, list | tuple) else each for each in args[1:]]
                 getattr(gradient, single)(*own)
             return None
-        held = next(value for value in _flattened([args, kwargs]) if type(value) is cls)
+        held = next(value for value in nested_values([args, kwargs]) if type(value) is cls)
         raise OperationError(
             f"a gradient was used by {name}, of which this rank has only a shard, as with zero_stage="
             f"{held.shards.zero_stage}, precision or offload. Clip by optimizer.clip_grad_norm_() or "
@@ -100,7 +100,7 @@ class HeldGradient(Tensor):
 def _change(gradient: HeldGradient, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Do to this rank's shard what an operation in place does to the whole."""
     found = gradient.shards.own_gradient_of(gradient.parameter)
-    if any(type(value) is HeldGradient for value in _flattened([args, kwargs])):
+    if any(type(value) is HeldGradient for value in nested_values([args, kwargs])):
         raise OperationError(
             f"{getattr(func, '__name__', 'an operation')} was to combine gradients of which this rank has "
             "shards of different elements; do it with optimizer.named_gradients(), shard by shard"
@@ -117,16 +117,6 @@ def _change(gradient: HeldGradient, func: Callable[..., Any], args: Any, kwargs:
 
     with torch.no_grad():
         func(own, *map(cut, args), **{key: cut(value) for key, value in kwargs.items()})
-
-
-def _flattened(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flattened(value)
-        elif isinstance(value, dict):
-            yield from _flattened(list(value.values()))
-        else:
-            yield value
 
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]

@@ -98,7 +98,6 @@ class InitialValues:
                         )
 
     def _told(self, name: str, buffer: Any) -> Tensor | None:
-        """The value of a buffer, if values know it."""
         if self._values is None:
             return None
         try:
@@ -206,7 +205,6 @@ def _unmade(buffer: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_unmade(buffer: Any) -> bool:
-    """True where something of a buffer is as `_unmade` left it."""
     if buffer is None or buffer.dtype is torch.bool:
         return False
     unmade = _unmade(buffer, buffer.device)

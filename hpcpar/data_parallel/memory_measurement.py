@@ -7,7 +7,7 @@ shards and the rounding of the shards, which are computed too: nothing may be le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from hpcpar.data_parallel.process_memory import process_memory
 from hpcpar.data_parallel.rank_memory import MemoryReport, RankMemory, StateLine
 from hpcpar.data_parallel.saved_activations import Activations, storage_id, storage_nbytes
 from hpcpar.data_parallel.sharded_step import ShardedStep, State
-from hpcpar.data_parallel.zero2 import ShardedGradients
+from hpcpar.data_parallel.unit_plan import tensors_in
 from hpcpar.errors import OperationError
 from hpcpar.planner.memory import GRADIENTS, OPTIMIZER, PARAMETERS, SHARDED_FROM, shards
 from hpcpar.units import format_nbytes
@@ -67,8 +67,6 @@ def memory_report(
 
 @dataclass
 class _Line:
-    """Sums for one part of the model state."""
-
     device_nbytes: int = 0
     host_nbytes: int = 0
     disk_nbytes: int = 0
@@ -137,8 +135,6 @@ def _measured(
         scalars += ledger.nbytes(
             each for unit in sharding.units for held in unit.groups for each in held.placeholders
         )
-    waited = sync.peak_waiting_nbytes if isinstance(sync, ShardedGradients) else 0
-    allocated = sync.staging_nbytes if isinstance(sync, ShardedGradients) else 0
     devices = {parameter.device for parameter in _trained(optimizer)}
     return RankMemory(
         rank=optimizer.dp_comm.rank if rank is None else rank,
@@ -146,7 +142,7 @@ def _measured(
         sharers=1 if optimizer.node_shared is None else optimizer.node_shared.ranks,
         state={PARAMETERS: parameters.done(), GRADIENTS: gradients.done(), OPTIMIZER: state.done()},
         staging_nbytes=staging,
-        peak_staging_nbytes=max(staging, allocated + waited),
+        peak_staging_nbytes=max(staging, sync.staging_nbytes + sync.peak_waiting_nbytes),
         gathered_nbytes=gathered,
         peak_gathered_nbytes=0 if sharding is None else sharding.unshard_stats.peak_nbytes,
         peak_gathered_units=0 if sharding is None else sharding.unshard_stats.peak_units,
@@ -184,23 +180,20 @@ def _add_parameters(line: _Line, model: nn.Module, optimizer: DistributedOptimiz
 
 
 def _add_gradients(line: _Line, optimizer: DistributedOptimizer, ledger: _Ledger) -> None:
-    sync = optimizer.reducer
-    held = sync.shards if isinstance(sync, ShardedGradients) else sync.flats
+    reducer = optimizer.reducer
     parts = shards(GRADIENTS, optimizer.zero_stage, optimizer.dp_comm.size)
-    line.hold(*ledger.places(held))
-    for bucket, flat in zip(sync.buckets, held, strict=True):
+    line.hold(*ledger.places(reducer.flats))
+    for bucket, flat in zip(reducer.buckets, reducer.flats, strict=True):
         _add_bucket(line, bucket, flat.element_size(), parts)
 
 
 def _add_bucket(line: _Line, bucket: Bucket, itemsize: int, parts: int) -> None:
-    """Add a bucket's elements to the formula, and its padding beside it."""
     line.formula_nbytes += Fraction(bucket.edges[-1] * itemsize, parts)
     line.padding_nbytes += Fraction(bucket.padding * itemsize, parts)
 
 
 def _staging(model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger) -> int:
-    sync = optimizer.reducer
-    buffers = [buffer.memory for buffer in sync.staging] if isinstance(sync, ShardedGradients) else []
+    buffers = [buffer.memory for buffer in optimizer.reducer.staging]
     loose = [own_gradient(parameter) for parameter in (*_trained(optimizer), *model.parameters())]
     return ledger.nbytes([*buffers, *optimizer.averages, *loose])
 
@@ -221,8 +214,8 @@ def _optimizer_state(optimizer: DistributedOptimizer, ledger: _Ledger) -> tuple[
         line.hold(*ledger.places(master for _, master in update.masters_apart()))
         line.disk_nbytes += update.offload.nbytes()
     values = [[value for key, value in state.items() if key not in COUNTERS] for _, _, state in found]
-    line.hold(*ledger.places(tensor for each in values for tensor in _tensors(each)))
-    scalars = ledger.nbytes(tensor for _, _, state in found for tensor in _tensors(state))
+    line.hold(*ledger.places(tensor for each in values for tensor in tensors_in(each)))
+    scalars = ledger.nbytes(tensor for _, _, state in found for tensor in tensors_in(state))
     per_element = _per_element([(groups[id(p)], state) for p, _, state in found], len(optimizer.param_groups))
     for parameter, numel, state in found:
         if not any(isinstance(value, Tensor) for value in state.values()):
@@ -245,10 +238,9 @@ def _add_state_formula(
     master_nbytes = {id(block): master.element_size() for block, master in update.masters_apart()}
     for block in update.blocks:
         apart = master_nbytes.get(id(block), 0)
-        edges = block.bucket.edges
         whole = sum(
             (stop - start) * (apart + per_element[member])
-            for member, start, stop in zip(block.bucket.members, edges[:-1], edges[1:], strict=True)
+            for member, (start, stop) in block.bucket.ranges.items()
         )
         own = sum(piece.numel * (apart + per_element[piece.member]) for piece in block.shard.pieces)
         line.formula_nbytes += Fraction(whole, parts)
@@ -268,17 +260,6 @@ def _per_element(states: Sequence[tuple[int, State]], groups: int) -> list[int]:
                 kinds[group][key] = value.element_size()
     everything = {key: nbytes for kind in kinds for key, nbytes in kind.items()}
     return [sum((kind or everything).values()) for kind in kinds]
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an optimizer's state, at any depth."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _formula(of_rank: RankMemory, optimizer: DistributedOptimizer) -> str:

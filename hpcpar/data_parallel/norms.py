@@ -5,7 +5,6 @@ Parts of parameters that are split over further axes count as `hpcpar.autograd.s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 
 from hpcpar.autograd.split_norms import (
-    combined_over,
     in_common_order,
-    powers,
+    norm_of_parts,
     require_norm_type,
     split_over_of,
-    summed,
     wide,
 )
 from hpcpar.data_parallel.bucket_shards import shard_of
@@ -67,7 +64,6 @@ class GradientNorm:
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int, int]]]:
-        """Ranges (parameter, start, stop) in each flat gradient."""
         return [
             [
                 (piece.member, piece.offset, piece.end)
@@ -87,17 +83,7 @@ class GradientNorm:
         require_norm_type(norm_type)
         if not self._kinds:
             return torch.zeros(())
-        largest = math.isinf(norm_type)
-        add = torch.maximum if largest else torch.add
-        sums = {kind: torch.zeros((), dtype=torch.float64) for kind in self._kinds}
-        for kind, part in self._parts(flats, members):
-            if part.numel():
-                sums[kind] = add(sums[kind], powers(part, norm_type))
-        if self._dp_comm is not None:
-            stacked = summed(torch.stack(list(sums.values())), self._dp_comm, largest=largest)
-            sums = dict(zip(sums, stacked, strict=True))
-        total = combined_over(sums, largest=largest)
-        result = total if largest else total ** (1 / norm_type)
+        result = norm_of_parts(self._parts(flats, members), self._kinds, norm_type, self._dp_comm)
         if not flats:
             return result.to(torch.get_default_dtype())
         return result.to(

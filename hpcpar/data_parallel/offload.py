@@ -69,7 +69,7 @@ class Offload:
 
 
 class NoOffload(Offload):
-    """All stays where it is."""
+    """Masters and states stay where they were made."""
 
 
 class CpuOffload(Offload):
@@ -179,7 +179,6 @@ class DiskOffload(Offload):
         return sum(file.nbytes for file in self._files.values())
 
     def _note_peak(self) -> None:
-        """Blocks that are here, are being read or are being written."""
         here = (
             file.nbytes
             for file in self._files.values()
@@ -253,14 +252,14 @@ def _put(each: _Field, value: Tensor) -> None:
 
 
 def _memory(nbytes: int) -> Tensor:
-    """Memory that the system has back as soon as it is freed, which malloc keeps in part, for each thread."""
+    """Allocate memory that the system gets back once freed; malloc keeps some for each thread."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
 
 
 def _reserve(path: Path, nbytes: int) -> None:
-    """Have the room before anything is written, so that a full disk is known while all is in memory."""
+    """Reserve room before writing, so that a full disk is known while all is in memory."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if nbytes > os.fstat(descriptor).st_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +144,6 @@ def view_as(flat: Tensor, start: int, stop: int, layout: Layout) -> Tensor:
 
 
 def view_like(flat: Tensor, start: int, stop: int, tensor: Tensor) -> Tensor:
-    """Elements start to stop of a flat buffer, seen as the tensor is."""
     return view_as(flat, start, stop, layout_of(tensor))
 
 
@@ -207,3 +206,14 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= length
     return True
+
+
+def nested_values(value: Any) -> Iterator[Any]:
+    """Yield what lies in tuples, lists and dictionaries, at any depth."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from nested_values(each)
+    elif isinstance(value, dict):
+        yield from nested_values(list(value.values()))
+    else:
+        yield value

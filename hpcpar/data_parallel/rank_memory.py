@@ -189,7 +189,6 @@ class MemoryReport:
 
 
 def _rows(memory: RankMemory) -> Iterator[tuple[str, ...]]:
-    """Yield the cells: purpose, place, now, at most, formula, beyond it, padding."""
     for what, line in memory.state.items():
         places = {place: nbytes for place, nbytes in line.by_place.items() if nbytes} or {"host": 0}
         theory = (

@@ -13,8 +13,7 @@ source   Li et al. 2020, PyTorch Distributed, arXiv 2006.15704 (buckets, order, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,18 +22,13 @@ from torch import Tensor
 
 from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Extent, assign
+from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.gradient_views import GradientViews, allocate_bucket
-from hpcpar.data_parallel.parameters import (
-    Named,
-    agree_on_parameters,
-    distinct,
-    extent,
-    offer_grad_buffers,
-    watch_gradients,
-)
+from hpcpar.data_parallel.guards import refuse_thawed
+from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
 from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
-from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
-from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
+from hpcpar.data_parallel.replicas import Writes
+from hpcpar.errors import GradientOrderError, OperationError
 from hpcpar.planner.traffic import expected_nbytes
 
 if TYPE_CHECKING:
@@ -48,7 +42,7 @@ ADVICE = (
 )
 
 
-class Reducer:
+class Reducer(GradientReducer):
     """Average the gradients of named parameters over `dp_comm`, in buckets, during backward.
 
         reducer = Reducer(model.named_parameters(), comm)
@@ -59,8 +53,7 @@ class Reducer:
         reducer.zero()
 
     A backward outside `no_sync` is the averaging one. A parameter that got no gradient counts as zero on that
-    rank; one that got none on any rank keeps `.grad` None, as in one process. Ranks learn which by a map of
-    one bit per parameter, or-ed over all ranks beside the last bucket. Frozen parameters take no part.
+    rank; one that got none on any rank keeps `.grad` None, as in one process. Frozen parameters take no part.
 
     passes            backwards outside `no_sync` whose sum is averaged: the last of them sends
     groups            parameters that are to share a bucket
@@ -74,9 +67,6 @@ class Reducer:
 
     Making one is collective: every rank must hold the same parameters (MismatchError).
 
-    used           for each parameter, 1 if it got a gradient on any rank, as of the last `synchronize`
-    synchronized   gradients are averages
-    round_open     an averaging backward has begun whose averages nobody has waited for
     """
 
     def __init__(
@@ -99,7 +89,13 @@ class Reducer:
         everything = distinct(named_parameters)
         agree_on_parameters(everything, dp_comm)
         trainable = [(name, tensor) for name, tensor in everything if tensor.requires_grad]
-        self.dp_comm = dp_comm
+        own, values = [name for name, _ in everything], [tensor for _, tensor in everything]
+        super().__init__(
+            [name for name, _ in trainable],
+            [tensor for _, tensor in trainable],
+            dp_comm,
+            Writes(own, values, dp_comm if held else None),
+        )
         self.algorithm = algorithm
         self.passes = passes
         self._late = frozenset(late)
@@ -107,8 +103,6 @@ class Reducer:
         self._reduction = Averaging(dp_comm, algorithm) if reduction is None else reduction
         self._sparse_as_dense = sparse_as_dense
         self._advice = advice
-        self.names = [name for name, _ in trainable]
-        self.parameters = [tensor for _, tensor in trainable]
         self._frozen = [(name, tensor) for name, tensor in everything if not tensor.requires_grad]
         positions = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.buckets = bucketed(
@@ -122,19 +116,9 @@ class Reducer:
             allocate_bucket(bucket, self.parameters[bucket.members[0]], dp_comm) for bucket in self.buckets
         ]
         self._views = GradientViews(self.names, self.parameters, self._states)
-        self._accumulating = False
-        self.used: list[int] = []
-        own, values = [name for name, _ in everything], [tensor for _, tensor in everything]
-        self._writes = Writes(own, values, dp_comm if held else None)
-        self.used_up = False
-        """True if nothing may be added to the averages before the next `zero`."""
         self._hidden = False
         self._begin_round()
-        self.synchronized = False
-        self._hooks = [
-            *watch_gradients(self.parameters, self._on_gradient),
-            *offer_grad_buffers(self.parameters, self._grad_buffer),
-        ]
+        self._watch()
 
     def expected_nbytes(self, synchronizations: int = 1) -> int:
         """Return the bytes that all ranks together send for so many synchronizations, in theory."""
@@ -150,15 +134,6 @@ class Reducer:
         """
         return [state.flat for state in self._states]
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Add to the gradients and send nothing inside: for all microbatches but the last."""
-        outer, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = outer
-
     def synchronize(self) -> None:
         """Wait until every gradient is the average over all ranks; collective, once after each backward.
 
@@ -166,8 +141,8 @@ class Reducer:
         where gradients on their way were written to, or set to None; they are averages of nobody knows what
         then. On every rank where ranks have written different values to parameters since the last step.
         """
-        require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
-        self._refuse_thawed()
+        self._require_new_gradients()
+        refuse_thawed(self._frozen)
         written, dropped = self._written_under_way(), self._dropped_under_way()
         self._complete_round()
         if written:
@@ -221,24 +196,16 @@ class Reducer:
             self._adopt(index)
 
     def has_taken(self, index: int) -> bool:
-        """Return whether the backward under way, or the last one, has brought a gradient to be averaged."""
         return self._arrived[index]
 
     def forget(self, index: int) -> None:
-        """Step as if a parameter had got no gradient, on any rank; once the gradients are averages."""
         self.used[index] = 0
         release(self.parameters[index])
         self.parameters[index].grad = None
 
     @property
     def round_open(self) -> bool:
-        """Return whether an averaging backward has begun whose averages nobody has waited for yet."""
         return self._round_open
-
-    def next_step(self) -> None:
-        """Note that a step was taken: gradients must be averaged again, even if no backward follows."""
-        self.synchronized = False
-        self._writes.next_step()
 
     def recount(self) -> None:
         """Count the backwards from zero again, where no averaging is under way."""
@@ -250,14 +217,6 @@ class Reducer:
         for state in self._states:
             state.handle = None
         self._begin_round()
-
-    def close(self) -> None:
-        """Take the hooks off the parameters; gradients stay where they are."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for parameter in self.parameters:
-            release(parameter)
 
     def _begin_round(self) -> None:
         self._arrived = [False] * len(self.parameters)
@@ -271,7 +230,6 @@ class Reducer:
             state.missing = len(state.bucket.members)
 
     def _on_gradient(self, index: int) -> None:
-        """Autograd has added to `.grad` of parameter `index`."""
         if self._arrived[index]:
             state = self._views.state_of[index]
             state.version = state.flat._version  # told here already
@@ -310,11 +268,7 @@ class Reducer:
             return
         if gradient.layout is not torch.strided and self._sparse_as_dense:
             gradient = gradient.to_dense()
-        if gradient.layout is not torch.strided:
-            raise BufferTypeError(
-                f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
-                "build the layer with sparse=False"
-            )
+        self._require_dense(index, gradient)
         with torch.no_grad():
             view.copy_(gradient)
         set_own_gradient(parameter, view)
@@ -336,8 +290,7 @@ class Reducer:
             state.version = state.flat._version  # with the write of the reduction itself
             self._departed += 1
             if self._departed == len(self._states):
-                used = np.packbits(np.array(self._gave, dtype=bool))
-                self._usage_bits = np.concatenate([used, self._writes.digest()])
+                self._usage_bits = self._map_of(self._gave)
                 self._usage_handle = self._reduction.start_map(self._usage_bits)
 
     def _written_under_way(self) -> list[str]:
@@ -357,7 +310,7 @@ class Reducer:
         ]
 
     def _dropped_under_way(self) -> list[str]:
-        """The parameters whose gradient somebody has set to None since it came."""
+        """Return the parameters whose gradient somebody has set to None since it came."""
         given = zip(self._gave, self.names, self.parameters, strict=True)
         return [name for gave, name, parameter in given if gave and own_gradient(parameter) is None]
 
@@ -373,9 +326,10 @@ class Reducer:
             if state.handle is not None:
                 state.handle.wait()
                 state.handle = None
+        told = self._usage_bits
         if self._usage_handle is not None:
             self._usage_handle.wait()
-            self.used = np.unpackbits(self._usage_bits, count=len(self.parameters)).tolist()
+            told = self._read_map(self._usage_bits)
             for index, parameter in enumerate(self.parameters):
                 release(parameter)
                 if parameter.grad is None and self.used[index]:
@@ -385,32 +339,9 @@ class Reducer:
                         f"rank {self.dp_comm.rank}: the gradient of {self.names[index]} was set to another "
                         f"tensor while its average was under way; call synchronize() first, then change it"
                     )
-        told = self._usage_bits[-TOLD_NBYTES:]
         self._begin_round()
         self.synchronized = True
         self._writes.require_same(told)
-
-    def _refuse_thawed(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.grad is not None:
-                raise OperationError(
-                    f"{name} was frozen when its optimizer was made distributed and now has a gradient, "
-                    "which no bucket holds; set requires_grad first, then build the DistributedOptimizer"
-                )
-
-
-def require_new_gradients(*, accumulating: bool, synchronized: bool) -> None:
-    """OperationError where gradients were to be averaged that are not complete, or averages already."""
-    if accumulating:
-        raise OperationError(
-            "gradients were to be averaged inside no_sync(); leave it for the last microbatch's "
-            "backward, then step"
-        )
-    if synchronized:
-        raise OperationError(
-            "the gradients are averages already; call synchronize() once after each backward "
-            "(step and clip_grad_norm_ call it if nobody has)"
-        )
 
 
 def bucketed(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpcpar.autograd.held_parameter import HeldParameter
+from hpcpar.data_parallel.parameters import nested_values
 from hpcpar.errors import ShardedParameterError
 from hpcpar.parameter_info import info_of
 
@@ -22,7 +22,7 @@ class ShardedParameter(HeldParameter):
         doing = getattr(func, "__name__", "an operation")
         result = None
         with torch._C.DisableTorchFunctionSubclass():
-            given = [value for value in _flattened([args, kwargs]) if type(value) is ShardedParameter]
+            given = [value for value in nested_values([args, kwargs]) if type(value) is ShardedParameter]
             absent = next((value for value in given if value.numel()), None)
             if absent is None:  # of nothing, nothing is absent
                 return func(*args, **kwargs)
@@ -32,7 +32,7 @@ class ShardedParameter(HeldParameter):
                 result = func(*args, **kwargs)
             # Whatever is no tensor (its size, its type) says nothing about values, nor does the parameter
             # itself, which model.to(device) returns where nothing is to be moved.
-            made = [each for each in _flattened(result) if isinstance(each, Tensor) and each is not absent]
+            made = [each for each in nested_values(result) if isinstance(each, Tensor) and each is not absent]
             is_use = func not in _HARMLESS and bool(made)
         if is_use:
             raise ShardedParameterError(
@@ -48,18 +48,7 @@ class ShardedParameter(HeldParameter):
 
 
 def _writes(name: str) -> bool:
-    """Return whether an operation of this name writes to what it is given: mul_, __imul__, __setitem__."""
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-
-
-def _flattened(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _flattened(each)
-    elif isinstance(value, dict):
-        yield from _flattened(list(value.values()))
-    else:
-        yield value
 
 
 _HARMLESS = {

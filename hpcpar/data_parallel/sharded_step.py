@@ -295,7 +295,7 @@ class ShardedStep:
         return self.masters[number].dtype != self.blocks[number].own.dtype
 
     def _taken_states(self) -> dict[int, State]:
-        """The states that the optimizer has of whole parameters, which it forgets."""
+        """Take the states that the optimizer has of whole parameters out of it."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         held = [parameter for parameter in self.inner.state if id(parameter) in numbers]
         taken = {numbers[id(parameter)]: dict(self.inner.state.pop(parameter)) for parameter in held}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +73,7 @@ class BucketInFlight:
     handle: Handle | None = None
 
     def __post_init__(self) -> None:
-        self._ranges = dict(zip(self.bucket.members, pairwise(self.bucket.edges), strict=True))
+        self._ranges = self.bucket.ranges
 
     def begin_backward(self) -> None:
         """Expect a gradient of every member."""

@@ -44,7 +44,6 @@ class OptimizerStates:
     # --- whole ------------------------------------------------------------------------------------
 
     def state_dict(self, root: int | None) -> dict[str, Any]:
-        """Return states of whole parameters, on `root` or everywhere. Collective from stage 1 on."""
         if self.parts.update is None:
             return self.inner.state_dict()
         whole = self._whole_states(self.parts.update, root)
@@ -55,7 +54,6 @@ class OptimizerStates:
         return {**state, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` or the plain optimizer's gave, the same on every rank."""
         if self.parts.update is None:
             self._load_plain(state_dict)
             return
@@ -83,7 +81,6 @@ class OptimizerStates:
     def load_own_states(
         self, state_of: Callable[[OwnPiece], Mapping[str, Any]], state_dict: Mapping[str, Any]
     ) -> None:
-        """Take states as `own_states` gives them. Collective; errors of `state_of` end all ranks."""
         update, allgather = self.parts.update, self.parts.allgather
         if update is None:
             number_in_state = {id(parameter): number for number, parameter in enumerate(self._held())}
@@ -104,7 +101,6 @@ class OptimizerStates:
         allgather.wait()
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return this rank's pieces and their states, copied. Sends nothing."""
         pieces = {
             piece.name: {
                 "elements": (piece.start, piece.stop),
@@ -118,7 +114,6 @@ class OptimizerStates:
         return {"pieces": pieces, "param_groups": self.param_groups(), "loss_scale": self.scaler.state_dict()}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `sharded_state_dict` gave on this rank; OperationError for other pieces. Collective."""
         saved = state_dict["pieces"]
         found = {name: tuple(piece["elements"]) for name, piece in saved.items()}
         with self.dp_comm.together("loading a sharded state"):
@@ -206,7 +201,6 @@ class OptimizerStates:
 
     @torch.no_grad()
     def _load_plain(self, state_dict: Mapping[str, Any]) -> None:
-        """Load into the inner optimizer; master weights become the parameters."""
         self._load_scale(state_dict)
         masters: dict[int, Tensor] = {}
         states = {number: dict(state) for number, state in state_dict["state"].items()}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from hpcpar.data_parallel.parameters import nested_values
 from hpcpar.errors import OperationError
 
 Policy = Callable[[str, nn.Module], bool]
@@ -58,7 +59,6 @@ def layers_policy(model: nn.Module) -> Policy:
 
 
 def _members(name: str, container: nn.Module) -> list[str]:
-    """Names of what is called of a container."""
     found = []
     for own_name, member in container.named_children():
         full = f"{name}.{own_name}".lstrip(".")
@@ -119,19 +119,10 @@ def _within(module_name: str, unit_name: str) -> bool:
 
 def tensors_in(value: object) -> list[Tensor]:
     """The tensors in a module's input or output, through tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in tensors_in(each)]
-    if isinstance(value, dict):
-        return [tensor for each in value.values() for tensor in tensors_in(each)]
-    return []
+    return [each for each in nested_values(value) if isinstance(each, Tensor)]
 
 
 def hides(value: object) -> bool:
     """Return whether there is an object in a module's output in which `tensors_in` would not find tensors."""
-    if isinstance(value, list | tuple):
-        return any(map(hides, value))
-    if isinstance(value, dict):
-        return any(map(hides, value.values()))
-    return not isinstance(value, Tensor | numbers.Number | str | bytes | None)
+    plain = Tensor | numbers.Number | str | bytes | None
+    return not all(isinstance(each, plain) for each in nested_values(value))

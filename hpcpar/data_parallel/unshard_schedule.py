@@ -307,14 +307,12 @@ def _nothing(*_: Any) -> None:
 
 
 def _differentiable(value: Any) -> list[Tensor]:
-    """Return the tensors in a module's input or output that a backward goes through."""
     if not torch.is_grad_enabled():
         return []
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def _is_in_backward(parameter: Tensor) -> bool:
-    """Return whether the graph of the backward under way leads to a parameter."""
     if not parameter.requires_grad:
         return False
     with torch._C.DisableTorchFunctionSubclass():  # a ShardedParameter would refuse

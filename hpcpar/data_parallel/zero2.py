@@ -13,28 +13,26 @@ source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
 from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.parameters import Layout, layout_of, offer_grad_buffers, watch_gradients
-from hpcpar.data_parallel.reducer import require_new_gradients
-from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
+from hpcpar.data_parallel.gradient_reducer import GradientReducer
+from hpcpar.data_parallel.parameters import Layout, layout_of
+from hpcpar.data_parallel.replicas import Writes
 from hpcpar.data_parallel.staging import BucketInFlight, StagingBuffer, allocate_staging
-from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
+from hpcpar.errors import GradientOrderError, OperationError
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
-class ShardedGradients:
+class ShardedGradients(GradientReducer):
     """Average gradients over `dp_comm` in every backward; each rank keeps its shards.
 
     names, parameters   those that get gradients; collective, the same on every rank
@@ -44,9 +42,6 @@ class ShardedGradients:
     replicated          every rank has the parameters themselves
 
     shards   of each bucket this rank's part of the sum of all averages since the last `zero`
-    used     of each parameter, whether it got a gradient on any rank, as of the last `synchronize`;
-             none after `zero`
-    peak_waiting_nbytes   the most that gradients took at once which had come and were in no buffer yet
     """
 
     def __init__(
@@ -61,10 +56,9 @@ class ShardedGradients:
         layouts: Sequence[Layout] | None = None,
         replicated: bool = True,
     ) -> None:
-        self.names = list(names)
-        self.parameters = list(parameters)
+        writes = Writes(names, parameters, dp_comm) if replicated else Writes([], [])
+        super().__init__(names, parameters, dp_comm, writes)
         self.buckets = tuple(buckets)
-        self.dp_comm = dp_comm
         self._algorithm = algorithm
         types = [dtype or parameters[bucket.members[0]].dtype for bucket in buckets]
         devices = [parameters[bucket.members[0]].device for bucket in buckets]
@@ -75,25 +69,17 @@ class ShardedGradients:
             for bucket, length, dtype, device in zip(buckets, lengths, types, devices, strict=True)
         ]
         self._state_of = {member: state for state in self._states for member in state.bucket.members}
-        self._staging = allocate_staging(dp_comm, self._states, devices)
-        self.used: list[int] = [0] * len(self.parameters)
-        self._writes = Writes(self.names, self.parameters, dp_comm) if replicated else Writes([], [])
-        self.used_up = False
-        """True if nothing may be added to the averages before the next `zero`."""
-        self.synchronized = False
+        self.staging = allocate_staging(dp_comm, self._states, devices)
+        self.used = [0] * len(self.parameters)
         self.on_bucket_done: Callable[[Bucket], None] | None = None
         """Called when the bucket's last gradient of a backward has been taken: its parameters are done."""
         self.before_backward: Callable[[], None] | None = None
         """Called before a backward sends anything; where it raises, nothing has begun."""
-        self._accumulating = False
         self._in_backward = False
         self._next = self._backwards = 0
         self._had = [False] * len(self.parameters)
         self._waiting_nbytes = self.peak_waiting_nbytes = 0
-        self._hooks = [
-            *watch_gradients(self.parameters, self._on_gradient),
-            *offer_grad_buffers(self.parameters, self._buffer_for),
-        ]
+        self._watch()
 
     # --- as a reducer ------------------------------------------------------------------------
 
@@ -102,49 +88,27 @@ class ShardedGradients:
         return [state.shard for state in self._states]
 
     @property
-    def staging(self) -> Sequence[StagingBuffer]:
-        """Memory for buckets on their way."""
-        return self._staging
-
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes of the buffers: what this takes beside the shards."""
-        return sum(buffer.memory.nbytes for buffer in self._staging)
+    def flats(self) -> list[Tensor]:
+        return self.shards
 
     @property
     def round_open(self) -> bool:
-        """Return whether there are gradients that no `synchronize` has waited for."""
         return self._backwards > 0
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Enter for all microbatches but the last. Every backward sends all the same: shards accumulate."""
-        outer, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = outer
-
     def synchronize(self) -> None:
-        """Wait until all shards are averages; collective, once after the last backward before a step."""
-        require_new_gradients(accumulating=self._accumulating, synchronized=self.synchronized)
+        self._require_new_gradients()
         self.complete_backward()
         self._finish_all()
-        bits = np.concatenate([np.packbits(np.array(self._had, dtype=bool)), self._writes.digest()])
+        bits = self._map_of(self._had)
         self.dp_comm.allreduce(bits, "or")
-        self.used = np.unpackbits(bits, count=len(self.parameters)).tolist()
+        told = self._read_map(bits)
         self._had = [bool(used) for used in self.used]
         for parameter, is_used in zip(self.parameters, self.used, strict=True):
             if is_used:
                 hold(parameter)
         self._backwards = 0
         self.synchronized = True
-        self._writes.require_same(bits[-TOLD_NBYTES:])
-
-    def next_step(self) -> None:
-        """Note that a step was taken."""
-        self.synchronized = False
-        self._writes.next_step()
+        self._writes.require_same(told)
 
     def zero(self, *, set_to_none: bool = True) -> None:
         """Forget all gradients; what is under way is awaited first, with all other ranks.
@@ -168,22 +132,12 @@ class ShardedGradients:
         self.synchronized = self.used_up = False
 
     def has_taken(self, index: int) -> bool:
-        """Return whether the backward under way, or the last one, has brought a gradient to be averaged."""
         return index in self._state_of[index].taken or index in self._state_of[index].arrived
 
     def forget(self, index: int) -> None:
-        """Step as if a parameter had got no gradient, on any rank; once the shards are averages."""
         self._had[index] = False
         self.used[index] = 0
         release(self.parameters[index])
-
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for parameter in self.parameters:
-            release(parameter)
 
     # --- a backward -------------------------------------------------------------------------------
 
@@ -222,7 +176,6 @@ class ShardedGradients:
         self._launch_ready()
 
     def _on_gradient(self, index: int) -> None:
-        """Take the gradient of parameter `index`; none where a hook took it or backward gave None."""
         self.expect_backward()
         state = self._state_of[index]
         if index in state.taken or index in state.arrived:
@@ -273,7 +226,6 @@ class ShardedGradients:
         self._in_backward = False
 
     def _launch_ready(self) -> None:
-        """Copy gradients into staging buffers, and send complete buckets."""
         # Buckets leave in index order on every rank, whatever order the hooks fire in; otherwise rank 0
         # could be reducing bucket 3 against rank 1's bucket 2.
         while self._next < len(self._states):
@@ -292,7 +244,7 @@ class ShardedGradients:
         for state in self._states[self._next + 1 :]:
             if state.arrived:
                 if state.staging is None:
-                    buffer = next((buffer for buffer in self._staging if buffer.owner is None), None)
+                    buffer = next((buffer for buffer in self.staging if buffer.owner is None), None)
                     if buffer is None or self._is_last_buffer(buffer):
                         continue
                     state.assign(buffer)
@@ -301,19 +253,18 @@ class ShardedGradients:
     def _is_last_buffer(self, buffer: StagingBuffer) -> bool:
         """Return whether the bucket whose turn is next would have to wait if this buffer were given away."""
         return self._states[self._next].staging is None and not any(
-            other.owner is None for other in self._staging if other is not buffer
+            other.owner is None for other in self.staging if other is not buffer
         )
 
     def _free_buffer(self) -> StagingBuffer:
-        for buffer in self._staging:
+        for buffer in self.staging:
             if buffer.owner is None:
                 return buffer
         # Buckets left in order, so the first of those under way is done first.
         first = next(state for state in self._states if state.handle is not None)
         return first.finish()
 
-    def _buffer_for(self, index: int) -> Tensor | None:
-        """Return memory for a gradient, so that `_copy_in` need not copy it; None where it has to wait."""
+    def _grad_buffer(self, index: int) -> Tensor | None:
         self.expect_backward()
         state = self._state_of[index]
         if state.is_settled(index):
@@ -326,18 +277,13 @@ class ShardedGradients:
         return place if place.dtype == self.parameters[index].dtype else None
 
     def _copy_in(self, state: BucketInFlight) -> None:
-        """Copy the gradients that have come into the bucket's buffer, and free them."""
         if state.flat is None:
             return
         for index in state.arrived:
             parameter = self.parameters[index]
             gradient = own_gradient(parameter)
             assert gradient is not None, "its hook has been called"
-            if gradient.layout is not torch.strided:
-                raise BufferTypeError(
-                    f"the gradient of {self.names[index]} is {gradient.layout}, but buckets hold dense ones; "
-                    "build the layer with sparse=False"
-                )
+            self._require_dense(index, gradient)
             if not state.holds(index, gradient):
                 state.view(index).copy_(gradient.detach())
                 self._waiting_nbytes -= _gradient_nbytes(parameter)

@@ -38,7 +38,7 @@ from hpcpar.data_parallel.unshard_schedule import UnshardSchedule
 from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import MismatchError, OperationError, ShardedParameterError
 from hpcpar.parameter_info import info_of, note
-from hpcpar.planner.traffic import allgather_nbytes, dtype_of
+from hpcpar.planner.traffic import collective_nbytes, dtype_of
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -255,7 +255,9 @@ class FullyShardedState:
             times = forwards + (0 if unit.keeps else backwards)
             for group in unit.groups:
                 bucket = group.block.bucket
-                total += times * allgather_nbytes(self.dp_comm, bucket.nbytes, dtype=dtype_of(bucket))
+                total += times * collective_nbytes(
+                    self.dp_comm, "allgather", bucket.nbytes, dtype=dtype_of(bucket)
+                )
         return {"allgather": total}
 
 

@@ -11,7 +11,7 @@ from hpcpar.errors import ConfigError
 
 
 def gpu_for(local_rank: int, visible: int, local_size: int) -> int | None:
-    """Index of the visible device for a local rank: local rank modulo visible devices; None without one.
+    """Return the visible device of a local rank: local rank modulo visible devices; None without one.
 
     A launcher that shows every rank one device of its own (`--gpus-per-task=1`) is served as well.
     """
@@ -21,7 +21,7 @@ def gpu_for(local_rank: int, visible: int, local_size: int) -> int | None:
 
 
 def gpu_sharing_warning(visible: int, local_size: int, identities: Sequence[str] | None = None) -> str | None:
-    """A sentence when ranks of a node share a GPU, else None.
+    """Return a sentence if ranks of a node share a GPU, else None.
 
     identities   the chosen device's UUID or bus id of every local rank, which decides exactly;
                  without them one visible device says nothing (each rank may see another one)
@@ -59,7 +59,7 @@ def quota_cores(path: str = "/sys/fs/cgroup/cpu.max") -> float:
 def oversubscribed(
     local_size: int, masks: Sequence[Collection[int]] | None = None, *, quota: float | None = None
 ) -> bool:
-    """More ranks on the node than cores in the union of their masks.
+    """Return whether the node has more ranks than cores in the union of their masks.
 
     masks   affinity masks of all ranks of the node. Without them this rank's mask counts for all,
             which errs on the side of yielding when the launcher bound each rank to cores of its own.

@@ -23,7 +23,7 @@ MPIEXECS = ("openmpi", "pals", "mvapich", "hydra")
 
 @dataclass(frozen=True, slots=True)
 class MpiView:
-    """The position of this rank by MPI's count; what is not known is None.
+    """Position of this rank by MPI's count; what is not known is None.
 
     library                  what MPI_Get_library_version says
     local_rank, local_size   from a shared-memory split of MPI_COMM_WORLD

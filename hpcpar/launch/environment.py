@@ -47,7 +47,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The variables by which one launcher tells a process who it is; "" where it has none.
+    """Variables by which one launcher tells a process who it is; "" where it has none.
 
     marker    set for this launcher's own processes only
     called    what people know it as

@@ -55,7 +55,7 @@ _AS_IT_IS = {
 
 @dataclass(frozen=True, slots=True)
 class HorovodSettings:
-    """The settings of `HOROVOD_*` variables that have a meaning here.
+    """Settings of `HOROVOD_*` variables that have a meaning here.
 
     fusion_threshold_nbytes  HOROVOD_FUSION_THRESHOLD             most bytes of tensors that travel as one
                                                                   (128 MiB); 0: each travels alone

@@ -1,4 +1,4 @@
-"""On which hosts the ranks of a job run: lists as users write them, words as launchers want them.
+"""Hosts of a job: lists as users write them, words as launchers want them.
 
 source   the manuals of Slurm's srun, MPICH's Hydra, Intel MPI and Open MPI
 """
@@ -19,17 +19,7 @@ _SLOTS = re.compile(r"\bslots\s*=\s*(?P<slots>\d+)")
 _MOST_SLOTS = re.compile(r"\bmax[-_]slots\s*=\s*\d+")
 _OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 
-_VERSIONS = (
-    ("intel", "Intel(R) MPI"),
-    ("mpich", "HYDRA"),
-    ("openmpi", "Open MPI"),
-    ("openmpi", "OpenRTE"),
-    ("openmpi", "PRRTE"),
-)
-
-
-KINDS = ("mpich", "intel", "openmpi")
-"""Whose mpiexec can be told of hosts here."""
+_VERSIONS = {"intel": r"Intel\(R\) MPI", "mpich": "HYDRA", "openmpi": "Open MPI|OpenRTE|PRRTE"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +45,7 @@ class HostOptions:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts and their slots: "node[1-2]:4,login" -> node1 with 4, node2 with 4, login with 1.
+    """Parse hosts and their slots: "node[1-2]:4,login" -> node1 with 4, node2 with 4, login with 1.
 
     A host that is named twice has the slots of both.
     errors   ConfigError where the text is not of this form
@@ -72,7 +62,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """The hosts in a file, one on a line: `host slots=4` (Horovod, Open MPI), `host:4` (MPICH) or `host`.
+    """Read hosts from a file, one on a line: `host slots=4` (Horovod, Open MPI), `host:4` (MPICH) or `host`.
 
     `#` starts a comment; Open MPI's max_slots is passed over. Without a number a host has one slot.
     errors   ConfigError names the line that is not understood
@@ -116,7 +106,7 @@ def added_up(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def place(hosts: Sequence[Host], n: int) -> tuple[Host, ...]:
-    """Ranks on each host: n ranks, the hosts filled in their order; a host without any is left out.
+    """Place n ranks on hosts, filled in their order; leave out a host without any.
 
     errors   ConfigError where the slots do not suffice
     """
@@ -138,7 +128,7 @@ def place(hosts: Sequence[Host], n: int) -> tuple[Host, ...]:
 
 def kind_of(version: str) -> str:
     """Recognise a launcher by its version: "mpich" (Hydra), "intel", "openmpi", or "" if not known."""
-    return next((kind for kind, mark in _VERSIONS if mark in version), "")
+    return next((kind for kind, mark in _VERSIONS.items() if re.search(mark, version)), "")
 
 
 def host_options(
@@ -167,7 +157,7 @@ def host_options(
 
 
 def _srun_host_options(placed: Sequence[Host], file: str, job_nodes: Sequence[str]) -> HostOptions:
-    """Equal numbers by options; else a line for each rank, which is what srun calls arbitrary.
+    """Place equal numbers by options; else by a line for each rank, which srun calls arbitrary.
 
     So it is where hosts are not named in the job's order, in which srun takes those of an option.
     """
@@ -181,7 +171,7 @@ def _srun_host_options(placed: Sequence[Host], file: str, job_nodes: Sequence[st
 
 
 def ssh_variables(port: int | None, identity_file: str | None) -> dict[str, str]:
-    """Variables by which each mpiexec calls ssh with a port and a private key; none where neither is given.
+    """Return the variables by which each mpiexec calls ssh with a port and a private key, if given.
 
     source   MPICH's and Intel MPI's Hydra, Open MPI's plm/rsh, PRRTE's plm/ssh. srun needs no ssh
     """

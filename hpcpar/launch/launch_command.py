@@ -356,7 +356,7 @@ def within_allocation(
     slurm.require_cores(n, environ)
     hosts = allocated_hosts(environ)
     # A site's own mpiexec knows its batch system.
-    if not hosts or launcher_kind(mpiexec) not in host_lists.KINDS:
+    if not hosts or not launcher_kind(mpiexec):
         return options
     return replace(options, hosts=hosts) if len(host_lists.place(hosts, n)) > 1 else options
 

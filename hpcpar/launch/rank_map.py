@@ -63,7 +63,7 @@ class RankBinding:
 
 
 def allowed_cores(cores: tuple[int, ...]) -> tuple[int, ...]:
-    """Cores that this thread, now on `cores`, might be bound to.
+    """Return the cores that this thread, now on `cores`, might be bound to.
 
     Asked of the kernel, which cuts a mask of all cores to those that the control group grants; where
     these are written down differs with the kind of control group and the container.
@@ -81,7 +81,7 @@ def allowed_cores(cores: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def visible_gpus(environ: Mapping[str, str], device_files: str = "/dev/nvidia") -> tuple[str, ...]:
-    """GPUs that a rank sees: what its variables name, else all that the node has files for.
+    """Return the GPUs that a rank sees: those that its variables name, else all that the node has files for.
 
     A name that hides all of them hides those behind it; the ones before it stay.
     """

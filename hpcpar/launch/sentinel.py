@@ -20,7 +20,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -53,7 +52,9 @@ def start(
     The sentinel needs no looking after: it leaves when its last rank has gone.
     """
     try:
-        name = _socket_name()
+        if sys.platform != "linux":
+            raise OSError("it needs Linux")
+        name = f"\0hpcpar-{secrets.token_hex(8)}"  # an abstract name, which leaves no file behind
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with listener:
             listener.bind(name)
@@ -65,7 +66,6 @@ def start(
                 "local_size": local_size,
                 "nodes": nodes,
                 "run_directory": os.path.abspath(run_directory) if run_directory else None,
-                "socket_path": None if name.startswith("\0") else name,
                 "end_command": list(end_command),
                 "join_limit_s": join_limit_s,
                 "abort_grace_s": abort_grace_s,
@@ -106,13 +106,6 @@ def start_daemon(script: str, order: str, listener: socket.socket, without: Sequ
         raise OSError(f"{sys.executable} ended with status {process.returncode} when it was to start {name}")
 
 
-def _socket_name() -> str:
-    """Return an abstract name on Linux, which leaves no file behind; else a path in a private directory."""
-    if os.uname().sysname == "Linux":
-        return f"\0hpcpar-{secrets.token_hex(8)}"
-    return os.path.join(tempfile.mkdtemp(prefix="hpcpar-"), "sentinel")
-
-
 def end_command_for(launcher: str, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the command that ends a job's ranks on other nodes, where the launcher would leave them hanging.
 
@@ -133,7 +126,7 @@ class Guard:
 
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._connection = connection
-        if connection is not None and hasattr(os, "register_at_fork"):
+        if connection is not None:
             # A forked child (a data loader's worker) would hold the connection open
             # beyond its rank's death.
             reference = weakref.ref(self)

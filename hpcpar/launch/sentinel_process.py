@@ -17,8 +17,10 @@ its parent.
 
 A dying process closes its socket before its parent hears of the death, and epoll hands events out
 in the order in which they happened: so the first end of file is the first loss, even when
-all the others are dead by the time the sentinel runs. Where Linux gives a pidfd it is watched as
-well, because a child that a rank forked can keep the rank's socket open.
+all the others are dead by the time the sentinel runs. That needs edge-triggered events: a
+level-triggered descriptor, once reported, keeps its place in the kernel's queue until the next wait,
+and would overtake a rank that was lost in between. The rank's pidfd is watched as well, because a
+child that a rank forked can keep the rank's socket open.
 
 A rank that was ended from outside (SIGTERM, as scancel and time limits send it; or anything after the
 sentinel has had one itself) is a loss only if others still work a second later, or if more of them went
@@ -57,6 +59,9 @@ PIDFD_INFO_EXIT = 1 << 3
 PIDFD_GET_INFO = 0xC0000000 | PIDFD_INFO_NBYTES << 16 | 0xFF << 8 | 11
 """_IOWR(0xFF, 11, struct pidfd_info) of linux/pidfd.h."""
 
+CHANGES = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
+CLOSED = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
+
 FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals by which a launcher or a person ends a program."""
 
@@ -86,37 +91,6 @@ class Rank:
                 signal.pidfd_send_signal(self.pidfd, number)
             elif self.pid > 0:
                 os.kill(self.pid, number)
-
-
-class Poller:
-    """Readable descriptors in the order of their events: epoll where there is one, else poll.
-
-    The order holds because events are edge-triggered: a level-triggered descriptor, once reported,
-    keeps its place in the kernel's queue until the next wait, and would overtake a rank that was lost
-    in between.
-    """
-
-    def __init__(self) -> None:
-        self.edges = hasattr(select, "epoll")
-        self.poll = select.epoll() if self.edges else select.poll()
-
-    def add(self, descriptor: int, *, level: bool = False) -> None:
-        events = select.POLLIN
-        if self.edges:
-            events = select.EPOLLIN | select.EPOLLRDHUP | (0 if level else select.EPOLLET)
-        self.poll.register(descriptor, events)
-
-    def remove(self, descriptor: int) -> None:
-        self.poll.unregister(descriptor)
-
-    def wait(self, timeout_s: float | None) -> list[tuple[int, bool]]:
-        """Return (descriptor, the other end had closed when the event was taken), in order."""
-        timeout = None if timeout_s is None else max(0.0, timeout_s) * (1 if self.edges else 1000)
-        found = self.poll.poll(timeout)
-        if not self.edges:
-            return [(descriptor, bool(events & ~select.POLLIN)) for descriptor, events in found]
-        closed = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
-        return [(descriptor, bool(events & closed)) for descriptor, events in found]
 
 
 class LossJudge:
@@ -200,7 +174,7 @@ class Sentinel:
         self.join_deadline = time.monotonic() + float(order["join_limit_s"])
         self.kill_grace_s = float(order["kill_grace_s"])
         self.abort_grace_s = float(order["abort_grace_s"])
-        self.poller = Poller()
+        self.epoll = select.epoll()
         self.ranks: dict[int, Rank] = {}
         self.pidfds: dict[int, Rank] = {}
         self.was_told = False
@@ -208,8 +182,8 @@ class Sentinel:
         self.kill_at: float | None = None
         self.leave_at: float | None = None
         listener.setblocking(False)
-        self.poller.add(listener.fileno(), level=True)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        self.epoll.register(listener.fileno(), select.EPOLLIN)
+        for number in FROM_OUTSIDE:
             signal.signal(number, self.told_to_end)
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
@@ -221,13 +195,13 @@ class Sentinel:
 
     def watch(self) -> None:
         while not self.is_over():
-            for descriptor, closed in self.poller.wait(self.patience_s()):
+            for descriptor, events in self.epoll.poll(self.patience_s()):
                 if self.listener is not None and descriptor == self.listener.fileno():
                     self.accept()
                 elif descriptor in self.pidfds:
                     self.read(self.pidfds[descriptor], ended=True)
                 elif descriptor in self.ranks:
-                    self.read(self.ranks[descriptor], ended=closed)
+                    self.read(self.ranks[descriptor], ended=bool(events & CLOSED))
             self.act_on_time()
 
     def members(self) -> list[Rank]:
@@ -246,7 +220,7 @@ class Sentinel:
         now = time.monotonic()
         if self.listener is not None:
             deadlines += [self.join_deadline, now + STARTER_POLL_S]
-        return min(deadlines) - now if deadlines else None
+        return max(0.0, min(deadlines) - now) if deadlines else None
 
     def accept(self) -> None:
         assert self.listener is not None
@@ -254,12 +228,12 @@ class Sentinel:
             connection, _ = self.listener.accept()
         except OSError:
             return
-        if len(self.ranks) > 4 * self.local_size + 16 or not same_user(connection):
+        if len(self.ranks) > 4 * self.local_size + 16 or peer(connection)[1] != os.getuid():
             connection.close()
             return
         connection.setblocking(False)
         self.ranks[connection.fileno()] = Rank(connection)
-        self.poller.add(connection.fileno())
+        self.epoll.register(connection.fileno(), CHANGES)
 
     def read(self, rank: Rank, *, ended: bool) -> None:
         """Read all that a rank has said.
@@ -297,11 +271,11 @@ class Sentinel:
             self.gone(rank)
             return
         rank.number, rank.named_pid = number, named_pid
-        rank.pid = peer_pid(rank.connection, named_pid)
+        rank.pid = peer(rank.connection)[0]  # in our own namespace: the kernel's word, not the rank's
         rank.pidfd = open_pidfd(rank.pid)
         if rank.pidfd >= 0:
             self.pidfds[rank.pidfd] = rank
-            self.poller.add(rank.pidfd)
+            self.epoll.register(rank.pidfd, CHANGES)
         self.judge.pids[number] = named_pid
         with suppress(OSError):  # should it have gone already, its end of file comes next
             rank.connection.sendall(b"ok\n")
@@ -315,11 +289,11 @@ class Sentinel:
             return
         unexpected = rank.joined and not rank.finished and not self.ending
         from_outside = unexpected and (self.was_told or ending_signal(rank.pid, rank.pidfd) in FROM_OUTSIDE)
-        self.poller.remove(descriptor)
+        self.epoll.unregister(descriptor)
         del self.ranks[descriptor]
         rank.connection.close()
         if rank.pidfd >= 0:
-            self.poller.remove(rank.pidfd)
+            self.epoll.unregister(rank.pidfd)
             del self.pidfds[rank.pidfd]
             os.close(rank.pidfd)
         if from_outside:
@@ -381,7 +355,7 @@ class Sentinel:
     def close_door(self) -> None:
         if self.listener is None:
             return
-        self.poller.remove(self.listener.fileno())
+        self.epoll.unregister(self.listener.fileno())
         self.listener.close()
         self.listener = None
 
@@ -398,20 +372,11 @@ class Sentinel:
             os.posix_spawn(self.end_command[0], self.end_command, dict(os.environ), file_actions=quiet)
 
 
-def same_user(connection: socket.socket) -> bool:
-    """Return whether the other end is our user's; True where the system cannot say (the token decides)."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user of the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
-
-
-def peer_pid(connection: socket.socket, named_pid: int) -> int:
-    """Return the rank's process number in our own namespace: the kernel's word, not the rank's."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return named_pid
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[0])
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 def open_pidfd(pid: int) -> int:
@@ -479,9 +444,6 @@ def main() -> None:
     finally:
         if mark:
             os.unlink(mark)
-        if order["socket_path"]:
-            os.unlink(order["socket_path"])
-            os.rmdir(os.path.dirname(order["socket_path"]))
 
 
 if __name__ == "__main__":

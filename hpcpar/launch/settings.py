@@ -17,7 +17,7 @@ YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
 
 TOKEN = "HPCPAR_RUN_TOKEN"
-"""By this the ranks of a `horovod.run` show that they are its own."""
+"""Token by which the ranks of a `horovod.run` show that they are its own."""
 
 ASKED_RANKS = "HPCPAR_RUN_RANKS"
 """The number of ranks that `hpcpar run` was asked for, which `hpcpar.init()` compares with what there is."""
@@ -26,7 +26,7 @@ RANK_PID = "HPCPAR_RANK_PID"
 """The process that is a rank already, for those that it starts."""
 
 CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
-"""Uses of device pointers that an MPI may support; see `hpcpar.launch.cuda_aware`."""
+"""Uses of device pointers that HPCPAR_CUDA_AWARE may name; hpcpar itself needs the first alone."""
 
 
 @dataclass(frozen=True, slots=True)

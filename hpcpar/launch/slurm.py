@@ -52,7 +52,7 @@ def task_counts(text: str) -> tuple[int, ...]:
 
 
 def host_names(text: str) -> tuple[str, ...]:
-    """The hosts of a Slurm host list in Slurm's order, repetitions kept.
+    """Expand a Slurm host list in Slurm's order, repetitions kept.
 
     host_names("gpu[003,1-2],login") == ("gpu003", "gpu1", "gpu2", "login")
     errors   LaunchError where brackets do not pair or a range is none
@@ -80,7 +80,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _hosts(item: str, text: str) -> Iterator[str]:
-    """The hosts of one item of a list: "r[1-2]n[1,3]" -> r1n1 r1n3 r2n1 r2n3.
+    """Yield the hosts of one item of a list: "r[1-2]n[1,3]" -> r1n1 r1n3 r2n1 r2n3.
 
     Of several brackets Slurm changes the last one fastest, but before it the first one: from fast to
     slow last, first, second, ... That is no plan, but its order, and a node's number counts by it.

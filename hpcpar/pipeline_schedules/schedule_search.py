@@ -1,4 +1,4 @@
-"""Search a schedule for measured times and a memory limit: the zero-bubble paper's heuristic, and beyond.
+"""Search a schedule for measured times and a memory limit by the zero-bubble paper's heuristic.
 
     rank 0   0F0 0F1 0F2 0F3 0F4 0B0 0W0 0F5 0B1 0W1 0F6 ...     F = B = W, at most five microbatches
     rank 1       1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1W0 1F5 ...     alive: no rank waits once it has
@@ -14,13 +14,10 @@ order and its times, which equal those of `simulate`. W runs
     before a forward that would not fit into memory;
     at the end, for what is left.
 
-The paper leaves some choices open. All are tried, and the cheapest order is taken. `effort="search"` goes on:
-rank by rank it varies the number of warm-up forwards, as long as that helps.
+The paper leaves some choices open. All are tried, and the cheapest order is taken.
 
     bubble rate of 8 ranks, 24 microbatches       memory of 8      of 16 microbatches
-    F 29.718, B 29.444, W 19.927, hop 0.527
-        heuristic                                 0.1323           0.0029     as printed for ZB-1p and ZB-2p
-        search                                    0.1323           0.0012
+    F 29.718, B 29.444, W 19.927, hop 0.527       0.1323           0.0029     as printed for ZB-1p and ZB-2p
 
 The result depends on the arguments alone, so ranks that pass the same arguments get the same schedule.
 Measured times differ from rank to rank; ranks agree on them first.
@@ -32,9 +29,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal, get_args
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action, Kind
@@ -42,11 +38,6 @@ from hpcpar.pipeline_schedules.one_f_one_b import one_f_one_b
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
 from hpcpar.pipeline_schedules.zero_bubble import zb_h1, zb_h2
-
-Effort = Literal["heuristic", "search"]
-
-MAX_TRIALS = 400
-"""Orders tried by a search: a few seconds for 32 ranks and 96 microbatches."""
 
 ROUNDING = 1e-9
 """Relative difference below which two times are equal: sums in another order differ by rounding."""
@@ -59,7 +50,6 @@ def automatic(
     memory_limit: float | None = None,
     *,
     kept_after_backward: float = 1.0,
-    effort: Effort = "heuristic",
 ) -> Schedule:
     """Return the schedule of least simulated cost that was found: one stage per rank, every backward split.
 
@@ -69,16 +59,12 @@ def automatic(
     kept_after_backward   share of a microbatch's memory held between B and W, 0 to 1. With 1 a schedule is
                           within the limit as `prove` counts. The paper counts the inputs of a layer's
                           products, 32 / (34 + 5as/h), which is less than a half of its models' memory
-    effort                "heuristic": up to a second at 32 ranks and 96 microbatches; "search": a few
+    cost                  up to a second at 32 ranks and 96 microbatches
     errors                ScheduleError for a limit that lets no forward run, and other impossible numbers
     """
     problem = _problem(ranks, microbatches, durations, memory_limit, kept_after_backward)
-    if effort not in get_args(Effort):
-        raise ScheduleError(f"effort is {effort!r}: take one of {', '.join(get_args(Effort))}")
-    cost_s, choices = _best_of_grid(problem)
-    if effort == "search":
-        cost_s, choices = _hill_climb(problem, cost_s, choices)
-    rows = HeuristicOrder(problem, choices).rows
+    best = _best_of_grid(problem)
+    cost_s, rows = best.cost_s, best.rows
     # Where stages differ much, a fixed pattern is better now and then.
     for pattern in _patterns(problem):
         pattern_s = simulate(pattern, durations).cost_s
@@ -169,8 +155,8 @@ class Choices:
 # --- search ---------------------------------------------------------------------------------------
 
 
-def _best_of_grid(problem: SearchProblem) -> tuple[float, Choices]:
-    """Try all combinations of the heuristic's choices; return the least cost and its first choices."""
+def _best_of_grid(problem: SearchProblem) -> HeuristicOrder:
+    """Try all combinations of the heuristic's choices; return the first order of least cost."""
     both = (False, True)
     starts = (
         warm_up_counts(problem, delay_backward=delay, leave_room=room)
@@ -179,43 +165,13 @@ def _best_of_grid(problem: SearchProblem) -> tuple[float, Choices]:
     candidates = dict.fromkeys(
         Choices(start, postpone, short) for start, postpone, short in product(starts, both, (True, False))
     )
-    best, *others = candidates
-    cost_s = HeuristicOrder(problem, best).cost_s
+    first, *others = candidates
+    best = HeuristicOrder(problem, first)
     for choices in others:
-        cost_s, best = _cheaper(problem, choices, cost_s, best)
-    return cost_s, best
-
-
-def _hill_climb(problem: SearchProblem, cost_s: float, best: Choices) -> tuple[float, Choices]:
-    """Vary the warm-up of one rank at a time by one forward, and keep what costs less."""
-    trials = 0
-    previous_s = None
-    while cost_s != previous_s:
-        previous_s = cost_s
-        for rank, change in product(range(problem.ranks - 1), (1, -1)):
-            counts = _varied(problem, best.warm_up, rank, change)
-            if counts is not None and trials < MAX_TRIALS:
-                trials += 1
-                cost_s, best = _cheaper(problem, replace(best, warm_up=counts), cost_s, best)
-    return cost_s, best
-
-
-def _cheaper(problem: SearchProblem, choices: Choices, cost_s: float, best: Choices) -> tuple[float, Choices]:
-    below_s = cost_s * (1 - ROUNDING)
-    found_s = HeuristicOrder(problem, choices, below_s).cost_s
-    return (found_s, choices) if found_s < below_s else (cost_s, best)
-
-
-def _varied(
-    problem: SearchProblem, counts: tuple[int, ...], rank: int, change: int
-) -> tuple[int, ...] | None:
-    """Change one rank's warm-up, and keep counts falling from rank to rank; None beyond the limits."""
-    count = counts[rank] + change
-    if not 1 <= count <= problem.most_alive:
-        return None
-    before = (max(each, count) for each in counts[:rank])
-    after = (min(each, count) for each in counts[rank + 1 :])
-    return (*before, count, *after)
+        below_s = best.cost_s * (1 - ROUNDING)
+        order = HeuristicOrder(problem, choices, below_s)
+        best = order if order.cost_s < below_s else best
+    return best
 
 
 def _patterns(problem: SearchProblem) -> Iterator[Schedule]:

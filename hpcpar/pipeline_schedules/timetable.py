@@ -13,7 +13,7 @@ source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and du
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -156,7 +156,7 @@ def _parsed(entry: Any, where: str) -> Timed:
 
 def trace_json(timetable: Timetable) -> str:
     """Format a file for a trace viewer."""
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(timetable)})
+    return trace_file(trace_events(timetable))
 
 
 def trace_events(timetable: Timetable) -> list[Event]:
@@ -166,22 +166,27 @@ def trace_events(timetable: Timetable) -> list[Event]:
 
 
 def _events(rank: int, row: tuple[Timed, ...], origin_s: float) -> Iterator[Event]:
-    yield _name("process_name", rank, 0, f"rank {rank}")
+    yield name_event("process_name", rank, 0, f"rank {rank}")
     for stage in sorted({each.action.stage for each in row}):
-        yield _name("thread_name", rank, stage, f"stage {stage}")
+        yield name_event("thread_name", rank, stage, f"stage {stage}")
     for timed in row:
         stage, kind, microbatch = timed.action
         yield {
-            "ph": "X",
-            "name": str(timed.action),
-            "cat": CATEGORIES[kind],
-            "pid": rank,
-            "tid": stage,
-            "ts": (timed.start_s - origin_s) * 1e6,
-            "dur": timed.seconds * 1e6,
-            "args": {"stage": stage, "microbatch": microbatch},
+            **span_event(str(timed.action), CATEGORIES[kind], timed.start_s - origin_s, timed.seconds),
+            **{"pid": rank, "tid": stage, "args": {"stage": stage, "microbatch": microbatch}},
         }
 
 
-def _name(kind: str, rank: int, thread: int, name: str) -> Event:
+def trace_file(events: Sequence[Event]) -> str:
+    """Format a file of events for a trace viewer."""
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def span_event(name: str, category: str, start_s: float, seconds: float) -> Event:
+    """Describe a complete event; the caller adds pid, tid and args."""
+    return {"ph": "X", "name": name, "cat": category, "ts": start_s * 1e6, "dur": seconds * 1e6}
+
+
+def name_event(kind: str, rank: int, thread: int, name: str) -> Event:
+    """Name a process or a thread."""
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}

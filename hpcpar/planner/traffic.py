@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from hpcpar.errors import OperationError
 from hpcpar.partition import bounds
@@ -60,11 +60,15 @@ class Ranks(Protocol):
         ...
 
 
+Collective = Literal["allreduce", "allgather", "reduce_scatter", "broadcast"]
+
+
 # --- one collective -------------------------------------------------------------------------------
 
 
-def allreduce_nbytes(
+def collective_nbytes(
     comm: Ranks,
+    collective: Collective,
     nbytes: int,
     *,
     algorithm: str | None = None,
@@ -72,15 +76,18 @@ def allreduce_nbytes(
     op: str = "sum",
     on_device: bool = False,
 ) -> int:
-    """Count the bytes that all ranks of `comm` send in one all-reduce of S = `nbytes`.
+    """Count the bytes that all ranks of `comm` send in one collective of S = `nbytes` of the whole array.
 
-    2(p-1)S                ring, direct, both kinds of tree, anything on two ranks: no byte twice
-    m·log₂m·S + 2(p-m)S    recursive doubling, m the largest power of two up to p
-    p(p-1)S                one-shot: every rank sends its whole vector to every other
-    2(m-1)S + 2(p-m)S      Rabenseifner
-    2(p-N)S + 2(N-1)S      hierarchical on N nodes: within them and between them, so 2(p-1)S again
-    2(p-N)S + …            leaders: as recursive doubling among N ranks
-    0                      native: MPI's own messages are not counted
+    all-reduce       2(p-1)S                ring, direct, trees, hierarchical; anything on two ranks
+                     m·log₂m·S + 2(p-m)S    recursive doubling, m the largest power of two up to p
+                     p(p-1)S                one-shot: every rank sends its whole vector to every other
+                     2(m-1)S + 2(p-m)S      Rabenseifner
+                     2(p-N)S + …            leaders: as recursive doubling among N nodes
+    reduce-scatter   (p-1)S                 every algorithm of ours; to equal shards
+                     (p-1)S + (p-m)S/p      recursive halving: the folded ranks
+    all-gather       (p-1)S
+    broadcast        (p-1)S
+    native           0: MPI's own messages are not counted
 
     nbytes      as they travel: half of a float32 array's where it is compressed
     algorithm   None = the communicator's choice for this many bytes
@@ -88,8 +95,12 @@ def allreduce_nbytes(
     on_device   the array is on a GPU, for which other algorithms may be chosen
     """
     size = comm.size
-    name = comm.algorithm_for("allreduce", nbytes, named=algorithm, dtype=dtype, op=op, on_device=on_device)
-    members = _power_of_two_up_to(size)
+    name = comm.algorithm_for(collective, nbytes, named=algorithm, dtype=dtype, op=op, on_device=on_device)
+    if name == NATIVE:
+        return 0
+    folded = size - _power_of_two_up_to(size)
+    if collective != "allreduce":
+        return (size - 1) * nbytes + (folded * nbytes // size if name == "recursive_halving" else 0)
     match name:
         case "ring" | "direct" | "binomial" | "double_binary":
             return 2 * (size - 1) * nbytes
@@ -100,51 +111,16 @@ def allreduce_nbytes(
         case "one_shot":
             return size * (size - 1) * nbytes
         case "rabenseifner":
-            return (2 * (members - 1) + 2 * (size - members)) * nbytes
+            return (2 * (size - folded - 1) + 2 * folded) * nbytes
         case "leaders":
             nodes = len(set(comm.nodes))
             return (2 * (size - nodes) + _doubling_vectors(nodes)) * nbytes
-        case "native":
-            return 0
     raise OperationError(f"no theory of the bytes of an allreduce by {name!r}")
 
 
-def reduce_scatter_nbytes(
-    comm: Ranks,
-    nbytes: int,
-    *,
-    algorithm: str | None = None,
-    dtype: str = "any",
-    op: str = "sum",
-    on_device: bool = False,
-) -> int:
-    """Count the bytes that all ranks of `comm` send in one reduce-scatter of S = `nbytes` to equal shards.
-
-    (p-1)S                 every algorithm of ours
-    (p-1)S + (p-m)S/p      recursive halving, m the largest power of two up to p: the folded ranks
-    0                      native
-    """
-    size = comm.size
-    name = comm.algorithm_for(
-        "reduce_scatter", nbytes, named=algorithm, dtype=dtype, op=op, on_device=on_device
-    )
-    if name == NATIVE:
-        return 0
-    folded = size - _power_of_two_up_to(size) if name == "recursive_halving" else 0
-    return (size - 1) * nbytes + folded * nbytes // size
-
-
-def allgather_nbytes(
-    comm: Ranks,
-    nbytes: int,
-    *,
-    algorithm: str | None = None,
-    dtype: str = "any",
-    on_device: bool = False,
-) -> int:
-    """Count the bytes that all ranks of `comm` send in one all-gather of S = `nbytes` in all: (p-1)S."""
-    name = comm.algorithm_for("allgather", nbytes, named=algorithm, dtype=dtype, on_device=on_device)
-    return 0 if name == NATIVE else (comm.size - 1) * nbytes
+def allreduce_nbytes(comm: Ranks, nbytes: int, **options: Any) -> int:
+    """Count the bytes of an all-reduce; options as of `collective_nbytes`."""
+    return collective_nbytes(comm, "allreduce", nbytes, **options)
 
 
 def _power_of_two_up_to(size: int) -> int:
@@ -230,16 +206,21 @@ def data_parallel_nbytes(
         own_dtype, on_device = dtype_of(bucket), is_on_gpu(bucket)
         travels_as = own_dtype if dtype is None else dtype_name(dtype)
         nbytes = bucket.nbytes if dtype is None else bucket.numel * ITEMSIZE[travels_as]
-        reduction = reduce_scatter_nbytes if stage else allreduce_nbytes
-        sent = reduction(
-            comm, nbytes, algorithm=algorithm, dtype=travels_as, op="average", on_device=on_device
+        sent = collective_nbytes(
+            comm,
+            "reduce_scatter" if stage else "allreduce",
+            nbytes,
+            algorithm=algorithm,
+            dtype=travels_as,
+            op="average",
+            on_device=on_device,
         )
         if stage == 0:
             reduced += sent
             continue
         total["reduce_scatter"] += counts.steps * (1 if stage == 1 else counts.backwards) * sent
         if stage < 3 and gathered:
-            shards = allgather_nbytes(comm, bucket.nbytes, dtype=own_dtype, on_device=on_device)
+            shards = collective_nbytes(comm, "allgather", bucket.nbytes, dtype=own_dtype, on_device=on_device)
             total["allgather"] += (counts.steps + counts.loads) * shards
     if stage:
         reduced += counts.norms * allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
@@ -263,15 +244,10 @@ def expected_nbytes(
 
 
 def broadcast_nbytes(comm: Ranks, buckets: Iterable[FlatBuffer]) -> int:
-    """Count the bytes that all ranks of `comm` send to copy these buckets from one rank to all.
-
-    Every algorithm of ours sends every value to every other rank once: (p-1)S.
-    """
+    """Count the bytes that all ranks of `comm` send to copy these buckets from one rank to all."""
     return sum(
-        (comm.size - 1) * bucket.nbytes
-        for bucket in buckets
-        if comm.algorithm_for("broadcast", bucket.nbytes, dtype=dtype_of(bucket), on_device=is_on_gpu(bucket))
-        != NATIVE
+        collective_nbytes(comm, "broadcast", each.nbytes, dtype=dtype_of(each), on_device=is_on_gpu(each))
+        for each in buckets
     )
 
 
@@ -292,8 +268,6 @@ def is_on_gpu(bucket: FlatBuffer) -> bool:
 
 
 # --- tensor and sequence parallelism --------------------------------------------------------------
-
-Collective = Literal["allreduce", "allgather", "reduce_scatter"]
 
 Values = Literal["of the model", "largest logits", "of the loss"]
 
@@ -353,85 +327,66 @@ class TensorParallelCalls:
     def __init__(self, config: LlamaConfig, tp: TensorParallelOptions, microbatch: Microbatch) -> None:
         self._config = config
         self._tp = tp
-        self._sequences, self._tokens = microbatch
-        self._unit = self._sequences * self._tokens * config.hidden_size
+        sequences, tokens = microbatch
+        self._tokens = sequences * tokens
+        unit = self._tokens * config.hidden_size
+        # Each chunk of a unit is an equal range of every rank's part of the sequence.
+        own = tokens // tp.size
+        chunks = [
+            sequences * tp.size * (stop - start) * config.hidden_size
+            for start, stop in bounds(own, min(tp.chunks, own) or 1)
+        ]
+        if tp.sequence_parallel:
+            gathers = [CollectiveCall("allgather", values) for values in chunks]
+            scatters = [CollectiveCall("reduce_scatter", values) for values in chunks]
+            again = [CollectiveCall("allgather", unit)] if tp.gather_again else []
+            self._embedding = CollectiveCall("reduce_scatter", unit)
+            self._of_embedding = [CollectiveCall("allgather", unit)]
+            self._column, self._row, self._of_row = gathers, scatters, gathers
+            norm = CollectiveCall("allreduce", config.hidden_size)
+            self._of_column = [*again, *scatters, norm]  # and of the norm before it
+        else:
+            self._embedding = CollectiveCall("allreduce", unit)
+            self._of_embedding = []
+            self._column, self._row, self._of_row = [], [self._embedding], []
+            self._of_column = [self._embedding]
 
     def forward(self, part: Part) -> Iterator[CollectiveCall]:
         """Yield the collectives from tokens to the loss, as far as a part goes."""
         if part.embeds:
-            yield CollectiveCall("reduce_scatter" if self._tp.sequence_parallel else "allreduce", self._unit)
+            yield self._embedding
         for _ in part.layers:
             yield from self.layer_forward()
         if part.heads:
-            yield from self._column_forward()
-            tokens = self._sequences * self._tokens
-            yield CollectiveCall("allreduce", tokens, "largest logits")
-            yield CollectiveCall("allreduce", 2 * tokens, "of the loss")
+            yield from self._column
+            yield CollectiveCall("allreduce", self._tokens, "largest logits")
+            yield CollectiveCall("allreduce", 2 * self._tokens, "of the loss")
 
     def backward(self, part: Part, recompute: Recompute) -> Iterator[CollectiveCall]:
         """Yield the collectives from the loss to the embedding, without those of shared heads."""
         if part.heads:
-            yield from self._column_backward()
-            yield from self._norm_backward()
+            yield from self._of_column
         for number in part.layers:
             if recompute.of_layer(number, self._config.layers) == "full":
                 yield from self.layer_forward()
             yield from self.layer_backward()
-        if part.embeds and self._tp.sequence_parallel:
-            yield CollectiveCall("allgather", self._unit)
+        if part.embeds:
+            yield from self._of_embedding
 
-    def layer_forward(self) -> Iterator[CollectiveCall]:
-        """Yield the collectives of attention and feed-forward."""
-        for _ in range(2):
-            yield from self._column_forward()
-            yield from self._row_forward()
+    def layer_forward(self) -> list[CollectiveCall]:
+        """List the collectives of attention and feed-forward."""
+        return 2 * (self._column + self._row)
 
-    def layer_backward(self) -> Iterator[CollectiveCall]:
-        """Yield the collectives of feed-forward and attention, and of the norm before each."""
-        for _ in range(2):
-            if self._tp.sequence_parallel:
-                yield from self._in_chunks("allgather")
-            yield from self._column_backward()
-            yield from self._norm_backward()
+    def layer_backward(self) -> list[CollectiveCall]:
+        """List the collectives of feed-forward and attention, and of the norm before each."""
+        return 2 * (self._of_row + self._of_column)
 
-    def shared_heads_backward(self, part: Part) -> Iterator[CollectiveCall]:
-        """Yield the all-reduces of key and value weights over the ranks with the same head."""
-        if self._config.key_value_heads < self._tp.size:
-            for _ in range(2 * len(part.layers)):
-                yield CollectiveCall("allreduce", self._config.head_width * self._config.hidden_size)
-
-    def _column_forward(self) -> Iterator[CollectiveCall]:
-        """Gather the input of the column-parallel layers that share it."""
-        if self._tp.sequence_parallel:
-            yield from self._in_chunks("allgather")
-
-    def _column_backward(self) -> Iterator[CollectiveCall]:
-        """Sum the input's gradient; gather the input again if it was not kept."""
-        if not self._tp.sequence_parallel:
-            yield CollectiveCall("allreduce", self._unit)
-            return
-        if self._tp.gather_again:
-            yield CollectiveCall("allgather", self._unit)
-        yield from self._in_chunks("reduce_scatter")
-
-    def _row_forward(self) -> Iterator[CollectiveCall]:
-        """Sum the output of a row-parallel layer."""
-        if self._tp.sequence_parallel:
-            yield from self._in_chunks("reduce_scatter")
-        else:
-            yield CollectiveCall("allreduce", self._unit)
-
-    def _norm_backward(self) -> Iterator[CollectiveCall]:
-        """Sum the gradient of a norm's weight, to which each rank adds that of its own tokens."""
-        if self._tp.sequence_parallel:
-            yield CollectiveCall("allreduce", self._config.hidden_size)
-
-    def _in_chunks(self, collective: Collective) -> Iterator[CollectiveCall]:
-        """Cut a unit into chunks, each with an equal range of every rank's part of the sequence."""
-        own = self._tokens // self._tp.size
-        for start, stop in bounds(own, min(self._tp.chunks, own) or 1):
-            values = self._sequences * self._tp.size * (stop - start) * self._config.hidden_size
-            yield CollectiveCall(collective, values)
+    def shared_heads_backward(self, part: Part) -> list[CollectiveCall]:
+        """List the all-reduces of key and value weights over the ranks with the same head."""
+        if self._config.key_value_heads >= self._tp.size:
+            return []
+        values = self._config.head_width * self._config.hidden_size
+        return 2 * len(part.layers) * [CollectiveCall("allreduce", values)]
 
 
 def tensor_parallel_calls(
@@ -486,14 +441,8 @@ def calls_nbytes(
         if call.kind != "of the model" and ITEMSIZE[name] < ITEMSIZE["float32"]:
             name = "float32"
         nbytes = call.values * ITEMSIZE[name]
-        match call.collective:
-            case "allgather":
-                sent = allgather_nbytes(comm, nbytes, dtype=name, on_device=on_device)
-            case "reduce_scatter":
-                sent = reduce_scatter_nbytes(comm, nbytes, dtype=name, on_device=on_device)
-            case "allreduce":
-                op = "max" if call.kind == "largest logits" else "sum"
-                sent = allreduce_nbytes(comm, nbytes, dtype=name, op=op, on_device=on_device)
+        op = "max" if call.kind == "largest logits" else "sum"
+        sent = collective_nbytes(comm, call.collective, nbytes, dtype=name, op=op, on_device=on_device)
         total[call.collective] += times * sent
     return total
 

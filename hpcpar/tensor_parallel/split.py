@@ -89,7 +89,7 @@ class Split:
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """For each rank, the number of lower ranks with the same part."""
+        """Number of lower ranks with the same part, by rank."""
         return tuple(self.parts[:rank].count(part) for rank, part in enumerate(self.parts))
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ from hpcpar.tensor_parallel.split import (
     split_evenly,
     split_sections,
 )
+
+Plain = TypeVar("Plain", nn.Linear, nn.Embedding)
 
 
 class Style(ABC):
@@ -97,7 +99,7 @@ class Column(Style):
         return not self.enter
 
     def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
-        linear = _linear(name, module, self)
+        linear = _plain(name, module, nn.Linear, self)
         parts = self._sections(linear)
         rows = sum(part.rows if isinstance(part, Heads) else part for part in parts)
         if rows != linear.out_features:
@@ -115,17 +117,9 @@ class Column(Style):
         return _of_weight_and_bias(linear, split_sections(parts, size))
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
-        linear = _linear("", module, self)
-        column = ColumnParallelLinear(
-            linear.in_features,
-            self._sections(linear),
-            tp,
-            bias=linear.bias is not None,
-            gather_output=self.gather_output,
-            enter=self.enter,
-            draw=False,
-        )
-        return _with_shards(column, linear)
+        linear = _plain("", module, nn.Linear, self)
+        options = {"gather_output": self.gather_output, "enter": self.enter}
+        return _column(linear, self._sections(linear), tp, **options)
 
     def _sections(self, linear: nn.Linear) -> tuple[Section, ...]:
         if self.sections or self.heads is None:
@@ -145,12 +139,12 @@ class Row(Style):
     covers: ClassVar[bool] = True
 
     def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
-        linear = _linear(name, module, self)
+        linear = _plain(name, module, nn.Linear, self)
         require_divisible(linear.in_features, size, f"{name}: in_features")
         return {"weight": split_evenly(linear.in_features, size, dim=1)}
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
-        linear = _linear("", module, self)
+        linear = _plain("", module, nn.Linear, self)
         row = RowParallelLinear(
             linear.in_features,
             linear.out_features,
@@ -176,21 +170,13 @@ class Vocabulary(Style):
     covers: ClassVar[bool] = True
 
     def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
-        linear = _linear(name, module, self)
+        linear = _plain(name, module, nn.Linear, self)
         return _of_weight_and_bias(linear, _of_vocabulary(linear.out_features, size))
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
-        linear = _linear("", module, self)
-        column = ColumnParallelLinear(
-            linear.in_features,
-            linear.out_features,
-            _on_whole_sequences(tp) if self.whole_sequence else tp,
-            bias=linear.bias is not None,
-            gather_output=self.gather_output,
-            pad=True,
-            draw=False,
-        )
-        return _with_shards(column, linear)
+        linear = _plain("", module, nn.Linear, self)
+        own = _on_whole_sequences(tp) if self.whole_sequence else tp
+        return _column(linear, linear.out_features, own, gather_output=self.gather_output, pad=True)
 
 
 @dataclass(frozen=True)
@@ -205,11 +191,11 @@ class VocabularyEmbedding(Style):
     covers: ClassVar[bool] = True
 
     def splits(self, name: str, module: nn.Module, size: int) -> dict[str, Split]:
-        embedding = _embedding(name, module)
+        embedding = _embedding(name, module, self)
         return {"weight": _of_vocabulary(embedding.num_embeddings, size)}
 
     def applied(self, module: nn.Module, tp: TensorParallel) -> nn.Module:
-        embedding = _embedding("", module)
+        embedding = _embedding("", module, self)
         parallel = VocabParallelEmbedding(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -220,31 +206,34 @@ class VocabularyEmbedding(Style):
         return _with_shards(parallel, embedding)
 
 
-def _linear(name: str, module: nn.Module, style: Style) -> nn.Linear:
+def _column(linear: nn.Linear, sections: Any, tp: TensorParallel, **options: Any) -> nn.Module:
+    """Make a linear layer column-parallel."""
+    bias = linear.bias is not None
+    column = ColumnParallelLinear(linear.in_features, sections, tp, bias=bias, draw=False, **options)
+    return _with_shards(column, linear)
+
+
+def _plain(name: str, module: nn.Module, kind: type[Plain], style: Style) -> Plain:
+    """Return a layer of this very kind, which holds nothing that its replacement would lose."""
     # Not a subclass: the replacement would lose the function of an adapter or a quantised layer.
-    if type(module) is not nn.Linear:
+    if type(module) is not kind:
         raise LayoutError(
-            f"{name} is a {kind_of(module)}, and {type(style).__name__} is for torch.nn.Linear; name another "
-            f"module, or give this one another style"
+            f"{name} is a {kind_of(module)}, and {type(style).__name__} is for torch.nn.{kind.__name__}; "
+            f"name another module, or give this one another style"
         )
     _require_plain(name, module)
     return module
 
 
-def _embedding(name: str, module: nn.Module) -> nn.Embedding:
-    if type(module) is not nn.Embedding:
-        raise LayoutError(
-            f"{name} is a {kind_of(module)}, and VocabularyEmbedding is for torch.nn.Embedding; name another "
-            f"module, or give this one another style"
-        )
+def _embedding(name: str, module: nn.Module, style: Style) -> nn.Embedding:
+    embedding = _plain(name, module, nn.Embedding, style)
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
+        if value := getattr(embedding, option):
             raise LayoutError(
-                f"{name} has {option}={getattr(module, option)}, which a divided vocabulary does not have; "
+                f"{name} has {option}={value}, which a divided vocabulary does not have; "
                 f"build the model without it"
             )
-    _require_plain(name, module)
-    return module
+    return embedding
 
 
 def _require_plain(name: str, module: nn.Module) -> None:

@@ -12,7 +12,6 @@ source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and du
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcpar.comm import Communicator, Trace, TraceEvent
+from hpcpar.pipeline_schedules.timetable import name_event, span_event, trace_file
 
 COMPUTE = "compute"
 
@@ -63,20 +63,23 @@ class StepTimeline:
         gathered = self._comm.gather_object(events)
         if gathered is not None:
             merged = [event for of_rank in gathered for event in of_rank]
-            path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": merged}), encoding="utf-8")
+            path.write_text(trace_file(merged), encoding="utf-8")
 
 
 def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) -> list[dict[str, Any]]:
     """Return one rank's events in the viewer's format, with names of its process and threads."""
     categories = sorted({event.category for event in events}, key=lambda name: (name != COMPUTE, name))
-    formed = [_name("process_name", rank, 0, f"rank {rank}")]
+    formed = [name_event("process_name", rank, 0, f"rank {rank}")]
     thread = 0
     for category in categories:
         for number, lane in enumerate(lanes([event for event in events if event.category == category])):
-            formed.append(
-                _name("thread_name", rank, thread, f"{category} {number + 1}" if number else category)
-            )
-            formed += [_complete(event, rank, thread, origin_s) for event in lane]
+            title = f"{category} {number + 1}" if number else category
+            formed.append(name_event("thread_name", rank, thread, title))
+            formed += [
+                span_event(each.name, category, each.start_s - origin_s, each.stop_s - each.start_s)
+                | {"pid": rank, "tid": thread, "args": each.arguments}
+                for each in lane
+            ]
             thread += 1
     return formed
 
@@ -100,20 +103,3 @@ def lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
             spread.append([event])
             open_stops.append([event.stop_s])
     return spread
-
-
-def _complete(event: TraceEvent, rank: int, thread: int, origin_s: float) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": event.name,
-        "cat": event.category,
-        "pid": rank,
-        "tid": thread,
-        "ts": (event.start_s - origin_s) * 1e6,
-        "dur": (event.stop_s - event.start_s) * 1e6,
-        "args": event.arguments,
-    }
-
-
-def _name(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}

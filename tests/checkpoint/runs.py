@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hpcpar.checkpoint import Loaded, load, save
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
+from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, summon_full_parameters
 from hpcpar.errors import PeerFailedError
 from hpcpar.tensor_parallel.split import (
     Heads,
@@ -54,6 +55,9 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], Callable[[int], Split] | None]] = {
     "layers.0.gate_up": ((14, 3), lambda n: split_sections((7, 7), n)),
     # Only the first and the last layer have vectors: in a pipeline the ranks between have an empty group.
     "layers.0.gate_up_bias": ((14,), lambda n: split_sections((7, 7), n)),
+    "layers.1.scale": ((), None),
+    "layers.1.unused": ((3,), None),
+    "layers.1.empty": ((0, 3), None),
     "layers.3.unembed": (
         (3, VOCABULARY),
         lambda n: split_evenly(VOCABULARY, n, dim=1, padded=padded_length(VOCABULARY, n)),
@@ -64,6 +68,15 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], Callable[[int], Split] | None]] = {
     "layers.3.frozen": ((12, 2), lambda n: split_evenly(12, n)),
 }
 """Shapes of the serial model, and the split of each over n ranks; of some, the last ranks have nothing."""
+
+WITHOUT_STATE = ("layers.1.unused", "layers.1.empty", "layers.3.frozen")
+"""Never stepped on: of their states some optimizers have a step count, others nothing."""
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.125, momentum=0.5),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05),
+}
 
 Layers = tuple[int, ...]
 Placement = tuple[Layers, ...]
@@ -95,6 +108,8 @@ class Block(nn.Module):
 
     def forward(self, total: Tensor, step: int) -> Tensor:
         for name, parameter in self.named_parameters():
+            if name == "unused":
+                continue
             gradient = own_shard(parameter, whole_value(f"{self.prefix}.{name}", 1000 + step))
             total = total + (parameter * gradient.to(parameter.dtype)).sum()
         return total
@@ -158,14 +173,23 @@ def _parameter(name: str, tp_comm: Communicator | None, seed: int) -> nn.Paramet
 
 
 class Mode(NamedTuple):
-    """Distribution of a run over ranks; `plain` has an optimizer of torch itself, and no dp communicator."""
+    """Distribution of a run over ranks.
+
+    plain     the optimizer is torch's own, and there is no dp communicator
+    offload   optimizer states are on disk
+    shared    the ranks of a node share parameters
+    """
 
     placement: Placement = WHOLE
     tp: int = 1
     dp: int = 1
     stage: int = 0
-    precision: str | None = None
+    precision: Precision | str | None = None
     plain: bool = False
+    offload: bool = False
+    shared: bool = False
+    optimizer: str = "adamw"
+    dtype: torch.dtype = torch.float64
 
     @property
     def size(self) -> int:
@@ -173,7 +197,7 @@ class Mode(NamedTuple):
 
     def __str__(self) -> str:
         placement = " ".join("".join(map(str, layers)) or "-" for layers in self.placement)
-        extra = [self.precision or "", "plain" if self.plain else ""]
+        extra = [str(self.precision or ""), "plain" if self.plain else "", "disk" if self.offload else ""]
         return " ".join([f"[{placement}] tp{self.tp} dp{self.dp} zero{self.stage}", *filter(None, extra)])
 
 
@@ -192,14 +216,16 @@ class Run:
         assert self.dp_comm is not None
         tp_comm = None if mode.tp == 1 and mode.plain else self.tp_comm
         self.model = Stages(mode.placement[pp_rank], tp_comm=tp_comm, seed=seed, **of_model)
+        self.model.to(mode.dtype)
         if mode.stage == 3:
-            fully_shard(self.model, self.dp_comm, precision=mode.precision)
+            fully_shard(self.model, self.dp_comm, precision=mode.precision, shared_parameters=mode.shared)
         parameters = list(self.model.parameters())
         groups: Any = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.125},
-            {"params": [p for p in parameters if p.dim() == 1]},
+            {"params": [p for p in parameters if p.dim() < 2]},
         ]
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01)
+        self.optimizer: Any = OPTIMIZERS[mode.optimizer](groups)
+        self.offload = TemporaryDirectory() if mode.offload else None
         if not mode.plain:
             self.optimizer = DistributedOptimizer(
                 self.optimizer,
@@ -207,13 +233,17 @@ class Run:
                 self.dp_comm,
                 zero_stage=mode.stage,
                 precision=None if mode.stage == 3 else mode.precision,
+                offload=None if self.offload is None else self.offload.name,
+                shared_parameters=mode.shared and mode.stage < 3,
                 bucket_bytes=400,
                 first_bucket_bytes=100,
             )
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last):
-            self.model(step).backward()
+            loss = self.model(step)
+            scaled = self.optimizer.scale_loss if isinstance(self.optimizer, DistributedOptimizer) else None
+            (loss if scaled is None else scaled(loss)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -231,7 +261,8 @@ class Run:
         with summon_full_parameters(self.model):
             for name, parameter in self.model.named_parameters():
                 number = next((n for n, other in enumerate(numbers) if other is parameter), -1)
-                values = self._agreed(parameter, {"": parameter.detach(), **states.get(number, {})})
+                of_state = {} if name in WITHOUT_STATE else states.get(number, {})
+                values = self._agreed(parameter, {"": parameter.detach(), **of_state})
                 for key, value in values.items():
                     whole = gather_whole(parameter, value) if value.dim() else value.clone()
                     found[f"{TIED.get(name, name)}/{key}"] = whole
@@ -265,12 +296,12 @@ def in_run(mode: Mode, body: Callable[[Run], Any], **of_run: Any) -> list[Any]:
 
 
 @cache
-def serial(steps: int) -> dict[str, Tensor]:
+def serial(steps: int, optimizer: str = "adamw") -> dict[str, Tensor]:
     def body(run: Run) -> dict[str, Tensor]:
         run.steps(0, steps)
         return run.everything()
 
-    return in_run(SERIAL, body)[0]
+    return in_run(SERIAL._replace(optimizer=optimizer), body)[0]
 
 
 def saved_by(mode: Mode, directory: Path, **of_run: Any) -> Path:

@@ -129,7 +129,7 @@ def test_views_into_a_larger_buffer_are_saved_by_themselves(tmp_path: Path, alon
 def test_parameters_that_share_their_memory_are_saved_and_go_on_sharing(
     tmp_path: Path, alone: Communicator
 ) -> None:
-    """As after b.weight.data = a.weight.data, or in a buffer that shows a parameter."""
+    """Memory is shared after b.weight.data = a.weight.data, or by a buffer that shows a parameter."""
 
     def sharing() -> nn.ModuleDict:
         model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})

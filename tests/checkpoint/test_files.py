@@ -151,7 +151,7 @@ WAYS: dict[str, tuple[int, list[list[tuple[int, int]]]]] = {
 
 
 def holdings(way: str, padding: int = 0) -> list[LocalTensor]:
-    """Of a tensor of shape (6, 4), for each part in two memory orders."""
+    """Describe each part of a tensor of shape (6, 4), in two memory orders."""
     dim, ranges = WAYS[way]
     found = []
     for along in ranges:
@@ -164,7 +164,7 @@ def holdings(way: str, padding: int = 0) -> list[LocalTensor]:
 
 
 def in_memory(value: Tensor, holding: LocalTensor) -> Tensor:
-    """What a rank has of a tensor in its memory, flat; zeros for padding."""
+    """Return a rank's part of a tensor, flat in memory order, with zeros for padding."""
     rows, columns = (
         [n for start, stop in along for n in range(start, stop)] for along in holding.region.ranges
     )

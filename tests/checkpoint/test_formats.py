@@ -18,6 +18,7 @@ from hpcpar.checkpoint import load
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.tensor_parallel.split import own_shard, place, split_evenly
+from tests.grid import checkered
 
 
 def format_path(number: int) -> Path:
@@ -53,8 +54,8 @@ def saved_states(number: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("number", "stage", "tp", "precision"),
     [
-        *((1, stage, 1, precision) for stage in range(4) for precision in (None, "bfloat16")),
-        *((2, stage, tp, "bfloat16") for stage in (0, 1, 3) for tp in (1, 7)),
+        *((1, stage, 1, precision) for stage, precision in checkered(range(4), (None, "bfloat16"))),
+        *((2, stage, tp, "bfloat16") for stage, tp in checkered((0, 1, 3), (1, 7))),
     ],
 )
 def test_an_older_checkpoint_loads_into_every_stage_and_split(

@@ -17,7 +17,7 @@ RANGES = {
 
 
 def elements(part: Region) -> list[tuple[int, ...]]:
-    """Of the whole, in the part's order."""
+    """List a part's elements of the whole, in its order."""
     along = [[n for start, stop in ranges for n in range(start, stop)] for ranges in part.ranges]
     return list(product(*along))
 

@@ -29,7 +29,7 @@ def who_writes(coordinates: list[RankCoordinates], split: Split | None, *, shard
 
 
 def grid(tp: int, dp: int) -> list[RankCoordinates]:
-    """Of ranks of which those of one tp communicator follow each other."""
+    """Coordinates of tp x dp ranks, tp innermost."""
     return [RankCoordinates(t, tp, d, dp, "tp", "dp") for d in range(dp) for t in range(tp)]
 
 

@@ -45,16 +45,7 @@ def test_a_value_that_is_not_understood_is_a_usage_error(option: str, value: str
 
 
 def test_all_stands_for_every_collective() -> None:
-    measuring = {
-        "collectives": ("all",),
-        "min_bytes": 4,
-        "max_bytes": 8,
-        "factor": 2,
-        "rounds": 1,
-        "round_seconds": 0.1,
-        "shared": False,
-    }
-    options = bench._options(measuring, dtype="int32")
+    options = bench._options(collectives=("all",), min_nbytes=4, max_nbytes=8, round_s=0.1, dtype="int32")
     assert options.collectives == bench.COLLECTIVES
     assert (options.min_nbytes, options.max_nbytes, options.round_s) == (4, 8, 0.1)
     assert options.dtype == "int32"

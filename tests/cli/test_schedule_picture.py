@@ -34,7 +34,7 @@ def hexadecimal(colour: Colour) -> str:
 
 
 def bars(svg: str) -> Counter[str]:
-    """How many bars there are of each colour."""
+    """Count the bars of each colour."""
     return Counter(re.findall(r'style="fill: (#\w+); stroke: #ffffff; stroke-width: 0.4"', svg))
 
 

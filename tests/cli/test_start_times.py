@@ -1,4 +1,4 @@
-"""How long imports take, and how much of it is waiting."""
+"""Times of imports, and the waiting in them."""
 
 from __future__ import annotations
 

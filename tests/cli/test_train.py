@@ -20,7 +20,7 @@ from hpcpar.comm.preemption import INTERRUPT_SAME_WITHIN_S
 from hpcpar.errors import MismatchError, OperationError, ScheduleError
 from hpcpar.training import run_directory, trainer
 from hpcpar.training.metrics import Metrics, records_of
-from tests.command import run
+from tests.command import run, until
 
 RUN = """
 [model]
@@ -188,23 +188,13 @@ def test_a_misspelt_key_ends_a_real_process_with_status_2_and_without_a_tracebac
 def test_a_signal_ends_a_real_process_with_status_75_and_a_restarted_job_goes_on(
     config: Path, tmp_path: Path, when: str
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "hpcpar",
-        "train",
-        str(config),
-        "train.steps=100000",
-        "output.log_every=1",
-    ]
+    words = (str(config), "train.steps=100000", "output.log_every=1")
+    command = [sys.executable, "-m", "hpcpar", "train", *words]
     metrics = tmp_path / "run" / "metrics.jsonl"
     ended = [subprocess.PIPE, subprocess.STDOUT]
     with subprocess.Popen(command, stdout=ended[0], stderr=ended[1], text=True) as process:
         maps = Path(f"/proc/{process.pid}/maps")
-        deadline_s = time.monotonic() + 60
-        while not (metrics.exists() if when == "in the run" else "libtorch" in maps.read_text()):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until(lambda: metrics.exists() if when == "in the run" else "libtorch" in maps.read_text())
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 75, said
@@ -234,10 +224,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_a_real_process_with_status_130_and_o
         text=True,
         preexec_fn=interruptible,
     ) as process:
-        deadline_s = time.monotonic() + 60
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until(lambda: metrics.exists() and metrics.stat().st_size)
         process.send_signal(signal.SIGINT)
         said, complained = process.communicate(timeout=60)
     assert process.returncode == 130, complained
@@ -259,13 +246,10 @@ def test_a_second_ctrl_c_ends_at_once_and_one_before_the_first_step_says_that_no
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "wait = lambda *a, **k: (print('here', flush=True), time.sleep(100)); "
     )
+    nothing_yet = "Ctrl-C before the first step: nothing is there to be saved yet"
     for patch, presses, words in (
         ("trainer.train_step = wait; ", 2, "SIGINT, after it had been asked to stop already"),
-        (
-            "trainer.prepare_data = wait; ",
-            1,
-            "Ctrl-C before the first step: nothing is there to be saved yet",
-        ),
+        ("trainer.prepare_data = wait; ", 1, nothing_yet),
     ):
         program = f"{slow}{patch}cli.main(['train', {str(config)!r}])"
         with subprocess.Popen(
@@ -291,9 +275,6 @@ def test_a_second_ctrl_c_ends_at_once_and_one_before_the_first_step_says_that_no
 def test_a_run_that_is_not_preemptible_ends_of_the_signal(config: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpcpar", "train", str(config), "train.steps=100000"]
     with subprocess.Popen([*command, "train.preemptible=false"], stdout=subprocess.DEVNULL) as process:
-        deadline_s = time.monotonic() + 60
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until((tmp_path / "run" / "metrics.jsonl").exists)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM

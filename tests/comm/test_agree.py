@@ -8,6 +8,7 @@ import torch
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import MismatchError, PeerFailedError
+from tests.grid import checkered
 
 
 def what_each_rank_is_told(size, call):
@@ -51,8 +52,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(("mistake", "size"), checkered(MISTAKES, [2, 3, 4]))
 def test_a_mismatch_is_told_on_every_rank(mistake, size):
     told = what_each_rank_is_told(size, MISTAKES[mistake])
     assert all(text is not None and "rank 0 asked for" in text for text in told), told

@@ -26,6 +26,7 @@ from hpcpar.transport.gpu.runtime import driver
 from hpcpar.transport.loopback import LoopbackTransport
 from tests.comm import device_cases
 from tests.comm.device_cases import CASES, on_device, values
+from tests.grid import pairwise
 from tests.transport.gpu import kernel_stand_in
 
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
@@ -46,9 +47,7 @@ def shared(way: str, function):
     return body
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("way", ["pull", "staged"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "way", "size"), pairwise(CASES, ["pull", "staged"], [1, 2, 3, 4]))
 def test_arrays_on_devices_get_what_arrays_on_hosts_get(kernels, case: str, way: str, size: int) -> None:
     run_loopback(size, shared(way, CASES[case]), check=True)
 

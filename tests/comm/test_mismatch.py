@@ -12,6 +12,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.shm_segment import SLOTS
 from hpcpar.errors import MismatchError
 from hpcpar.units import KiB, MiB
+from tests.grid import pairwise
 
 USUAL_NBYTES = [64, 256 * KiB, 4 * MiB]
 
@@ -46,9 +47,7 @@ def told(comm: Communicator, call: Call, count: int, who: int) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("nbytes", USUAL_NBYTES)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("difference", CALLS)
+@pytest.mark.parametrize(("difference", "size", "nbytes"), pairwise(CALLS, [2, 3], USUAL_NBYTES))
 def test_a_difference_is_told_to_every_rank_that_shares_memory(difference, size, nbytes):
     found = run_loopback(
         size, lambda comm: told(comm, CALLS[difference], nbytes // 4, size - 1), shared_memory=True

@@ -21,21 +21,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, summon_full_parameters
+from tests.data_parallel.staged import ResidualLayer, fill
 
 TOLERANCE = 1e-9
 
 Course = list[tuple[str, list[Tensor]]]
 """After each action what a user sees."""
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 6)
-        self.outer = nn.Linear(6, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))  # type: ignore[no-any-return]
 
 
 class Net(nn.Module):
@@ -44,16 +35,12 @@ class Net(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(ResidualLayer(4, 6) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(3))
         self.head = nn.Linear(4, 7)
         self.head.weight = self.embed.weight
-        self.double()
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+        fill(self.double(), seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) * self.scale

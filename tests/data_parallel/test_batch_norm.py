@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, SyncBatchNorm, fully_shard, summon_full_parameters
+from hpcpar.data_parallel import SyncBatchNorm, summon_full_parameters
 from hpcpar.errors import OperationError
+from tests.data_parallel.staged import staged
 
 RANKS = 2
 ROUNDING = {"rtol": 1e-9, "atol": 1e-10}
@@ -44,11 +45,7 @@ def own_part(batch: Tensor, comm: Communicator) -> Tensor:
 
 def trained(model: nn.Module, comm: Communicator, stage: int) -> list[Tensor]:
     """Parameters, buffers and an evaluation after some steps."""
-    if stage == 3:
-        fully_shard(model, comm)
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), comm, zero_stage=stage
-    )
+    optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, stage)
     for step in range(3):
         model(own_part(images(step), comm)).square().mean().backward()
         optimizer.step()

@@ -13,6 +13,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.planner.traffic import usage_map_nbytes
+from tests.data_parallel.staged import staged
 from tests.grid import checkered
 
 
@@ -218,15 +219,6 @@ def test_clipping_and_stepping_wait_once() -> None:
     assert sum(found) == 2 * (expected + usage_map_nbytes(2))
 
 
-def test_a_step_inside_no_sync_is_refused() -> None:
-    model = linear()
-    optimizer = distributed(model, Communicator.alone())
-    with optimizer.no_sync():
-        model(torch.ones(3, dtype=torch.float64)).sum().backward()
-        with pytest.raises(OperationError, match=r"inside no_sync\(\); leave it for the last microbatch"):
-            optimizer.step()
-
-
 def test_unused_parameters_are_not_decayed() -> None:
     def body(comm: Communicator) -> list[float]:
         model = linear()
@@ -314,27 +306,36 @@ def test_parameters_may_be_added_to_an_optimizer_that_knows_names(stage: int) ->
     torch.testing.assert_close(second.bias.detach(), start - 0.5)
 
 
-def test_an_optimizer_is_not_copied_or_saved_whole() -> None:
-    optimizer = distributed(linear(), Communicator.alone())
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(OperationError, match=r"save its state_dict\(\), and load that into one"):
-            copied(optimizer)
-
-
-def test_parameters_added_without_a_name_are_refused() -> None:
-    optimizer = distributed(linear(), Communicator.alone())
-    with pytest.raises(
-        OperationError, match=r"2 of the optimizer's 2 parameters have no name \(shapes \[2, 3\], \[2\]"
+def test_what_makes_no_sense_is_refused() -> None:
+    alone = Communicator.alone()
+    model, other = linear(), linear(1)
+    optimizer, under_way = distributed(model, alone), distributed(other, alone)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    named = [*model.named_parameters()]
+    twice = [*named, *other.named_parameters()]
+    other.bias.sum().backward()
+    unnamed = r"2 of the optimizer's 2 parameters have no name \(shapes \[2, 3\], \[2\]"
+    later = r"call it between step\(\) and the next backward"
+    for words, call in (
+        (r"where a torch\.optim\.Optimizer is needed", lambda: DistributedOptimizer(model, named, alone)),  # type: ignore[arg-type]
+        (r"where a torch\.optim\.Optimizer is needed", lambda: DistributedOptimizer(optimizer, named, alone)),
+        (r"1 of the .* no name \(shapes \[2\]\); pass", lambda: DistributedOptimizer(sgd, named[:1], alone)),
+        (
+            "two parameters are called 'weight'",
+            lambda: DistributedOptimizer(both, twice, alone),
+        ),
+        (unnamed, lambda: optimizer.add_param_group({"params": [*linear().parameters()]})),
+        (later, lambda: under_way.add_param_group({"params": linear().named_parameters("new")})),
+        (r"save its state_dict\(\), and load that into one", lambda: copy.deepcopy(optimizer)),
+        (r"save its state_dict\(\), and load that into one", lambda: pickle.dumps(optimizer)),
     ):
-        optimizer.add_param_group({"params": list(linear(1).parameters())})
-
-
-def test_parameters_cannot_be_added_while_gradients_are_under_way() -> None:
-    model = linear()
-    optimizer = distributed(model, Communicator.alone())
-    model.bias.sum().backward()
-    with pytest.raises(OperationError, match=r"call it between step\(\) and the next backward"):
-        optimizer.add_param_group({"params": linear(1).named_parameters("other")})
+        with pytest.raises(OperationError, match=words):
+            call()
+    with optimizer.no_sync():
+        model.bias.sum().backward()
+        with pytest.raises(OperationError, match=r"inside no_sync\(\); leave it for the last microbatch"):
+            optimizer.step()
 
 
 def test_only_parameters_that_the_optimizer_holds_are_averaged() -> None:
@@ -343,33 +344,6 @@ def test_only_parameters_that_the_optimizer_holds_are_averaged() -> None:
         torch.optim.SGD([model.bias], lr=0.1), model.named_parameters(), Communicator.alone()
     )
     assert optimizer.reducer.names == ["bias"]
-
-
-def test_parameters_without_a_name_are_refused() -> None:
-    model = linear()
-    with pytest.raises(
-        OperationError, match=r"1 of the optimizer's 2 parameters have no name \(shapes \[2\]\); pass"
-    ):
-        DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), [("weight", model.weight)], Communicator.alone()
-        )
-
-
-def test_two_parameters_of_one_name_are_refused() -> None:
-    one, other = linear(), linear()
-    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    with pytest.raises(OperationError, match="two parameters are called 'weight'"):
-        DistributedOptimizer(
-            optimizer, [*one.named_parameters(), *other.named_parameters()], Communicator.alone()
-        )
-
-
-@pytest.mark.parametrize("wrong", ["model", "nested"])
-def test_what_is_no_plain_optimizer_is_refused(wrong: str) -> None:
-    model = linear()
-    given = model if wrong == "model" else distributed(model, Communicator.alone())
-    with pytest.raises(OperationError, match=r"where a torch\.optim\.Optimizer is needed"):
-        DistributedOptimizer(given, model.named_parameters(), Communicator.alone())  # type: ignore[arg-type]
 
 
 def test_ranks_with_models_of_different_shapes_are_told_on_every_rank() -> None:
@@ -438,9 +412,7 @@ def test_ranks_may_use_two_models_in_different_backwards(stage: int, check: bool
 def test_named_gradients_are_those_that_have_been_clipped(stage: int) -> None:
     def body(comm: Communicator) -> tuple[list[float], list[float]]:
         model = linear()
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), comm, zero_stage=stage
-        )
+        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=1.0), comm, stage)
         start = model.bias.detach().clone()
         model(torch.full((1, 3), 10.0, dtype=torch.float64)).sum().backward()
         optimizer.clip_grad_norm_(1e-3)
@@ -464,12 +436,7 @@ def test_two_live_optimizers_over_the_same_parameters_are_refused_until_one_is_c
         model = linear()
 
         def make() -> DistributedOptimizer:
-            return DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.5),
-                model.named_parameters(),
-                comm,
-                zero_stage=stage,
-            )
+            return staged(model, torch.optim.SGD(model.parameters(), lr=0.5), comm, stage)
 
         def step(optimizer: DistributedOptimizer) -> None:
             model.bias.sum().backward()
@@ -500,9 +467,7 @@ def test_two_live_optimizers_over_the_same_parameters_are_refused_until_one_is_c
 def test_a_parameter_whose_memory_was_replaced_is_named(stage: int) -> None:
     def body(comm: Communicator) -> str:
         model = linear()
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), comm, zero_stage=stage
-        )
+        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.5), comm, stage)
         model.bias.data = torch.zeros(2, dtype=torch.float64)
         model(torch.ones(3, dtype=torch.float64)).sum().backward()
         with pytest.raises(OperationError) as caught:

@@ -15,6 +15,7 @@ from hpcpar.comm import Communicator
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.errors import OperationError
+from tests.data_parallel.staged import staged
 
 
 def weights() -> list[nn.Parameter]:
@@ -303,13 +304,7 @@ def test_a_step_of_somebody_elses_optimizer_is_the_same_on_pieces() -> None:
     def stepped(stage: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        optimizer = DistributedOptimizer(
-            Signs(model.parameters()),
-            model.named_parameters(),
-            Communicator.alone(),
-            zero_stage=stage,
-            elementwise=True,
-        )
+        optimizer = staged(model, Signs(model.parameters()), Communicator.alone(), stage, elementwise=True)
         for _ in range(3):
             model(torch.arange(3.0)).square().sum().backward()
             optimizer.step()

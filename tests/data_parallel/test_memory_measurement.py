@@ -21,13 +21,13 @@ from hpcpar.data_parallel import (
     DistributedOptimizer,
     MemoryReport,
     Precision,
-    fully_shard,
     memory_report,
     summon_full_parameters,
     watch_activations,
 )
 from hpcpar.errors import OperationError, PeerFailedError
 from hpcpar.planner.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STATE, shards
+from tests.data_parallel.staged import staged
 from tests.grid import pairwise
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -72,15 +72,13 @@ def trained(
     **options: Any,
 ) -> tuple[nn.Module, DistributedOptimizer]:
     model = Network()
-    if stage == 3:
-        fully_shard(model, comm, precision=precision, shared_parameters=shared_parameters)
-    optimizer = DistributedOptimizer(
+    optimizer = staged(
+        model,
         make(model.parameters()),
-        model.named_parameters(),
         comm,
-        zero_stage=stage,
-        precision=None if stage == 3 else precision,
-        shared_parameters=shared_parameters and stage < 3,
+        stage,
+        precision=precision,
+        shared_parameters=shared_parameters,
         bucket_bytes=bucket_bytes,
         first_bucket_bytes=100,
         **options,
@@ -192,14 +190,8 @@ def test_what_is_frozen_is_told_apart() -> None:
     def work(comm: Communicator, stage: int) -> MemoryReport:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[0].requires_grad_(False)
-        if stage == 3:
-            fully_shard(model, comm, policy=lambda name, module: name in ("0", "1"))
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-            model.named_parameters(),
-            comm,
-            zero_stage=stage,
-        )
+        inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer = staged(model, inner, comm, stage, policy=lambda name, module: name in ("0", "1"))
         return memory_report(model, optimizer, comm)
 
     for stage, formula in ((0, "8Φ"), (2, "4Φ + 4Φ/p"), (3, "8Φ/p")):
@@ -449,15 +441,8 @@ def test_state_in_host_memory_is_told_from_that_on_the_gpu(world: Communicator, 
     # rank's that waits in it for another rank keeps that rank's own from coming.
     device = use_gpu(world)
     model = Network().to(device)
-    if stage == 3:
-        fully_shard(model, world, precision="bfloat16")
-    optimizer = DistributedOptimizer(
-        torch.optim.AdamW(model.parameters()),
-        model.named_parameters(),
-        world,
-        zero_stage=stage,
-        precision=None if stage == 3 else "bfloat16",
-        offload="cpu",
+    optimizer = staged(
+        model, torch.optim.AdamW(model.parameters()), world, stage, precision="bfloat16", offload="cpu"
     )
     model(torch.ones(2, 5, dtype=torch.bfloat16, device=device)).sum().backward()
     optimizer.step()

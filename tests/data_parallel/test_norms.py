@@ -15,6 +15,7 @@ from hpcpar.data_parallel import DistributedOptimizer, fully_shard
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.norms import GradientNorm
 from hpcpar.errors import OperationError
+from tests.data_parallel.staged import staged
 from tests.grid import checkered, pairwise
 
 STAGES = [0, 1, 2, 3]
@@ -48,13 +49,11 @@ def gradients(rank: int) -> list[Tensor]:
 def averaged(comm: Communicator, stage: int, found: list[Tensor], **options: Any) -> DistributedOptimizer:
     """An optimizer whose average gradients are those of `found` over all ranks."""
     model = Pieces()
-    if stage == 3:
-        fully_shard(model, comm)
-    optimizer = DistributedOptimizer(
+    optimizer = staged(
+        model,
         torch.optim.SGD(model.parameters(), lr=1.0),
-        model.named_parameters(),
         comm,
-        zero_stage=stage,
+        stage,
         bucket_bytes=64,
         first_bucket_bytes=8,
         **options,
@@ -240,11 +239,11 @@ def test_a_split_parameter_must_be_one_of_the_optimizers() -> None:
 def test_who_has_all_parameters_frozen_takes_part_in_the_norm_of_the_others(stage: int) -> None:
     def body(comm: Communicator) -> tuple[float, bool]:
         model = Piece(2).requires_grad_(comm.rank == 1)
-        optimizer = DistributedOptimizer(
+        optimizer = staged(
+            model,
             torch.optim.SGD(model.parameters(), lr=1.0),
-            model.named_parameters(),
             Communicator.alone(),
-            zero_stage=stage,
+            stage,
             split_over={"value": [comm]},
         )
         if comm.rank == 1:

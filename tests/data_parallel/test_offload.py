@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, offload, summon_full_parameters
+from hpcpar.data_parallel import DistributedOptimizer, Precision, offload
 from hpcpar.data_parallel.offload import CpuOffload, DiskOffload, NoOffload, make_offload
 from hpcpar.errors import HpcparError, OffloadError, PeerFailedError
+from tests.data_parallel.staged import fill, staged, whole
 from tests.grid import checkered
 
 STEPS = 4
@@ -39,10 +40,7 @@ class Network(nn.Module):
         self.head = nn.Linear(6, 5, bias=False)
         self.scale = nn.Parameter(torch.empty(1))
         self.unused = nn.Parameter(torch.empty(2))
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        fill(self, 1, 1.0, dtype=torch.float32)
 
     def forward(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:
@@ -54,14 +52,12 @@ def built(
     comm: Communicator, stage: int, make: str, precision: Precision | None, **options: Any
 ) -> tuple[Network, DistributedOptimizer]:
     model = Network()
-    if stage == 3:
-        fully_shard(model, comm, precision=precision)
-    optimizer = DistributedOptimizer(
+    optimizer = staged(
+        model,
         MAKE[make](model.parameters()),
-        model.named_parameters(),
         comm,
-        zero_stage=stage,
-        precision=None if stage == 3 else precision,
+        stage,
+        precision=precision,
         bucket_bytes=150,
         first_bucket_bytes=20,
         **options,
@@ -84,9 +80,7 @@ def course(comm: Communicator, stage: int, make: str, precision: Precision | Non
     for number in range(STEPS):
         step(comm, model, optimizer, number)
     states = optimizer.state_dict()["state"]
-    with summon_full_parameters(model):
-        parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    return parameters, [
+    return whole(model), [
         sorted((k, torch.as_tensor(v)) for k, v in states.get(n, {}).items()) for n in range(9)
     ]
 

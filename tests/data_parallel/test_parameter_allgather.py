@@ -20,6 +20,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.errors import OperationError
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
+from tests.data_parallel.staged import fill, staged, whole
 from tests.grid import checkered
 
 
@@ -30,10 +31,7 @@ class Network(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.head = nn.Linear(4, 3)
         self.double()
-        generator = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+        fill(self, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.embed(inputs)
@@ -46,19 +44,8 @@ def built(comm: Communicator, stage: int, **options: Any) -> tuple[Network, Dist
     model = Network()
     if options.pop("overlap", False):
         options |= {"model": model, "overlap_allgather": stage > 0}
-    if stage == 3:
-        fully_shard(model, comm, **options)
-        options = {}
-    optimizer = DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.05, fused=True),
-        model.named_parameters(),
-        comm,
-        zero_stage=stage,
-        bucket_bytes=100,
-        first_bucket_bytes=100,
-        **options,
-    )
-    return model, optimizer
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    return model, staged(model, inner, comm, stage, bucket_bytes=100, first_bucket_bytes=100, **options)
 
 
 def backward(comm: Communicator, model: nn.Module, number: int) -> None:
@@ -74,8 +61,7 @@ def trained(comm: Communicator, stage: int, steps: int = 4, **options: Any) -> l
         optimizer.step()
         optimizer.zero_grad()
     optimizer.wait_for_parameters()
-    with summon_full_parameters(model):
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    return whole(model)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -128,11 +114,11 @@ def test_layers_that_are_computed_together_have_their_new_parameters(stage: int,
     def body(comm: Communicator) -> tuple[int, float, float]:
         layers = parallel_layers(sizes, Communicator.alone())
         model = Llama(sizes, layers, recompute=Recompute(mode)).double()
-        optimizer = DistributedOptimizer(
+        optimizer = staged(
+            model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
             comm,
-            zero_stage=stage,
+            stage,
             bucket_bytes=100,
             first_bucket_bytes=100,
             model=model,

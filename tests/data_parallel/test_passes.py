@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
+from hpcpar.data_parallel import DistributedOptimizer, summon_full_parameters
 from hpcpar.errors import GradientOrderError, OperationError
+from tests.data_parallel.staged import staged
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -23,12 +24,8 @@ def model_of() -> nn.Linear:
 
 def distributed(stage: int, comm: Communicator, passes: int = 1) -> tuple[nn.Linear, DistributedOptimizer]:
     model = model_of()
-    if stage == 3:
-        fully_shard(model, comm)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    return model, DistributedOptimizer(
-        inner, model.named_parameters(), comm, zero_stage=stage, backward_passes_per_step=passes
-    )
+    return model, staged(model, inner, comm, stage, backward_passes_per_step=passes)
 
 
 def values(model: nn.Module) -> list[list[float]]:

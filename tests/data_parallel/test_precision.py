@@ -6,7 +6,6 @@ their average, rounded to 16 bits once; the optimizer in float32 on the masters.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, summon_full_parameters
+from hpcpar.data_parallel import Precision, summon_full_parameters
 from hpcpar.data_parallel.precision import (
     GROWTH_INTERVAL,
     INITIAL_SCALE,
@@ -27,6 +26,7 @@ from hpcpar.data_parallel.precision import (
     narrowed,
 )
 from hpcpar.errors import OperationError
+from tests.data_parallel.staged import fill, masters_of, staged, whole
 from tests.grid import pairwise
 
 STAGES = [0, 1, 2, 3]
@@ -171,10 +171,7 @@ class Network(nn.Module):
         self.embed = nn.Linear(5, 16)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.head = nn.Linear(16, 3)
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+        fill(self, 5, 1 / 3, dtype=torch.float32)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.embed(inputs)
@@ -224,14 +221,12 @@ def plain(
 def trained(comm: Communicator, stage: int, precision: Precision, **options: Any) -> list[Tensor]:
     """The masters at the end, whole."""
     model = Network()
-    if stage == 3:
-        fully_shard(model, comm, precision=precision)
-    optimizer = DistributedOptimizer(
+    optimizer = staged(
+        model,
         make(list(model.parameters())),
-        model.named_parameters(),
         comm,
-        zero_stage=stage,
-        precision=None if stage == 3 else precision,
+        stage,
+        precision=precision,
         bucket_bytes=400,
         first_bucket_bytes=100,
         **options,
@@ -241,8 +236,7 @@ def trained(comm: Communicator, stage: int, precision: Precision, **options: Any
         optimizer.scale_loss(functional.mse_loss(model(inputs), targets)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = optimizer.state_dict()["state"]
-    masters = [state[number]["master_weight"] for number in range(len(state))]
+    masters = masters_of(optimizer)
     with summon_full_parameters(model):
         for parameter, master in zip(model.parameters(), masters, strict=True):
             assert torch.equal(parameter, master.to(precision.parameters)), "parameters are rounded masters"
@@ -287,13 +281,11 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_training_goes_on(stage: i
     def body(comm: Communicator) -> tuple[list[Tensor], list[float], list[bool]]:
         model = Network()
         precision = Precision("float16")
-        if stage == 3:
-            fully_shard(model, comm, precision=precision)
-        optimizer = DistributedOptimizer(
+        optimizer = staged(
+            model,
             make(list(model.parameters())),
-            model.named_parameters(),
             comm,
-            zero_stage=stage,
+            stage,
             precision=precision,
             bucket_bytes=400,
             first_bucket_bytes=100,
@@ -304,18 +296,14 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_training_goes_on(stage: i
             inputs, targets = part(step, comm.rank, size, torch.float16)
             loss = functional.mse_loss(model(inputs), targets)
             bad = step == bad_step and len(scales) == bad_step
-            with summon_full_parameters(model):
-                before = copy.deepcopy([parameter.detach().clone() for parameter in model.parameters()])
+            before = whole(model)
             optimizer.scale_loss(loss * (math.inf if bad and comm.rank == 1 else 1.0)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            with summon_full_parameters(model):
-                same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-            unchanged.append(same)
+            unchanged.append(all(torch.equal(a, b) for a, b in zip(before, whole(model), strict=True)))
             scales.append(optimizer.scaler.scale)
-        state = optimizer.state_dict()["state"]
         assert optimizer.scaler.skipped == 1
-        return [state[number]["master_weight"] for number in range(len(state))], scales, unchanged
+        return masters_of(optimizer), scales, unchanged
 
     expected = plain(size, torch.float16, scale=1024.0)
     for masters, scales, unchanged in run_loopback(size, body):
@@ -336,15 +324,7 @@ def test_what_is_done_to_gradients_does_not_hide_an_overflow(stage: int) -> None
 
     def body(comm: Communicator) -> tuple[int, float, float]:
         model = Bias()
-        if stage == 3:
-            fully_shard(model, comm, precision="float16")
-        optimizer = DistributedOptimizer(
-            make(list(model.parameters())),
-            model.named_parameters(),
-            comm,
-            zero_stage=stage,
-            precision="float16",
-        )
+        optimizer = staged(model, make(list(model.parameters())), comm, stage, precision="float16")
         # Infinite, and not NaN, which no clipping hides.
         (model(torch.ones(5, dtype=torch.float16)).sum() * (math.inf if comm.rank else 1.0)).backward()
         optimizer.clip_grad_value_(0.1)
@@ -361,22 +341,15 @@ def test_clipping_knows_of_the_scale(stage: int) -> None:
     def norm_and_masters(comm: Communicator, scale: float | None) -> tuple[float, list[Tensor]]:
         model = Network()
         precision = Precision("bfloat16", loss_scale=scale)
-        if stage == 3:
-            fully_shard(model, comm, precision=precision)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            model.named_parameters(),
-            comm,
-            zero_stage=stage,
-            precision=precision,
+        optimizer = staged(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), comm, stage, precision=precision
         )
         inputs, targets = part(0, comm.rank, comm.size, torch.bfloat16)
         optimizer.scale_loss(functional.mse_loss(model(inputs), targets)).backward()
         norms = [float(optimizer.clip_grad_norm_(0.5)), float(optimizer.clip_grad_norm_(0.25))]
         optimizer.clip_grad_value_(0.01)
         optimizer.step()
-        state = optimizer.state_dict()["state"]
-        return norms, [state[number]["master_weight"] for number in range(len(state))]
+        return norms, masters_of(optimizer)
 
     # A power of two changes exponents alone, so all is the same to the last bit.
     scaled = run_loopback(2, lambda comm: norm_and_masters(comm, 64.0))
@@ -395,23 +368,18 @@ def test_master_weights_follow_parameters_that_were_written_to(stage: int) -> No
     def body(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
         model = Network()
         starts = [parameter.detach().clone() for parameter in model.parameters()]
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            model.named_parameters(),
-            comm,
-            zero_stage=stage,
-            precision="bfloat16",
+        optimizer = staged(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), comm, stage, precision="bfloat16"
         )
         name, written = next(iter(model.named_parameters()))
         model.load_state_dict({name: torch.full_like(written, 3.0)}, strict=False)
         starts[0] = torch.full_like(starts[0], 3.0)
-        before = optimizer.state_dict()["state"]
+        before = masters_of(optimizer)
         inputs, targets = part(0, comm.rank, comm.size, torch.bfloat16)
         functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         assert torch.equal(written, torch.full_like(written, 3.0))
-        after = optimizer.state_dict()["state"]
-        return starts, [state[n]["master_weight"] for state in (before, after) for n in range(len(starts))]
+        return starts, [*before, *masters_of(optimizer)]
 
     for starts, masters in run_loopback(2, body):
         assert all(torch.equal(a, b) for a, b in zip(masters, starts * 2, strict=True))

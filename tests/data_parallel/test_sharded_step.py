@@ -17,9 +17,10 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
+from hpcpar.data_parallel import DistributedOptimizer, summon_full_parameters
 from hpcpar.data_parallel.sharded_step import MASTER, is_elementwise
 from hpcpar.errors import OperationError
+from tests.data_parallel.staged import ResidualLayer, fill, staged, whole
 from tests.grid import pairwise
 
 SIZE = 3
@@ -50,38 +51,20 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 }
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 5)
-        self.outer = nn.Linear(5, 4, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.outer(torch.tanh(self.inner(inputs)))
-
-
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(3, 4)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(ResidualLayer() for _ in range(2))
         self.head = nn.Linear(4, 3, bias=False)
         self.double()
-        fill(self)
+        fill(self, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.embed(inputs)
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(hidden)
-
-
-def fill(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(values / 2)
 
 
 def batch(step: int, shape: tuple[int, ...] = (3,)) -> tuple[Tensor, Tensor]:
@@ -97,15 +80,8 @@ def own_part(comm: Communicator, step: int, shape: tuple[int, ...] = (3,)) -> li
 def wrapped(
     model: nn.Module, optimizer: optim.Optimizer, comm: Communicator, stage: int, **options: Any
 ) -> DistributedOptimizer:
-    limits = {"bucket_bytes": 200, "first_bucket_bytes": 80}
-    return DistributedOptimizer(
-        optimizer, model.named_parameters(), comm, zero_stage=stage, **{**limits, **options}
-    )
-
-
-def whole(model: nn.Module) -> list[Tensor]:
-    with summon_full_parameters(model):
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    """Make it with small buckets, in stage 3 on a sharded model."""
+    return staged(model, optimizer, comm, stage, **{"bucket_bytes": 200, "first_bucket_bytes": 80, **options})
 
 
 def assert_near(found: Iterable[Tensor], expected: Iterable[Tensor], tolerance: float = TOLERANCE) -> None:
@@ -157,8 +133,6 @@ def parallel(
     shape: tuple[int, ...] = (3,),
     **options: Any,
 ) -> list[Tensor]:
-    if stage == 3:
-        fully_shard(model, comm)
     inner = make(groups(model))
     scheduler = schedule(inner) if schedule_first else None
     optimizer = wrapped(model, inner, comm, stage, **options)
@@ -215,8 +189,6 @@ def test_the_state_of_a_parameter_without_dimensions_goes_on(way: str, name: str
             inner.step()
             inner.zero_grad()
         state = inner.state_dict()
-        if stage == 3:
-            fully_shard(model, comm)
         if way != "wrapped late":
             inner = OPTIMIZERS[name](model.parameters())
         optimizer = wrapped(model, inner, comm, stage)
@@ -267,8 +239,6 @@ def test_groups_keep_their_options_and_schedulers_change_them(name: str, stage: 
 def test_hooks_of_the_optimizer_are_called_once_a_step(stage: int) -> None:
     def body(comm: Communicator) -> list[str]:
         model = Network()
-        if stage == 3:
-            fully_shard(model, comm)
         optimizer = wrapped(model, OPTIMIZERS["adamw fused"](model.parameters()), comm, stage)
         called: list[str] = []
         optimizer.register_step_pre_hook(lambda *_: called.append("before"))
@@ -301,11 +271,11 @@ def test_a_hook_for_after_a_step_finds_and_may_change_whole_parameters(stage: in
 
     def body(comm: Communicator) -> list[Tensor]:
         model = Network()
-        optimizer = DistributedOptimizer(
+        optimizer = staged(
+            model,
             OPTIMIZERS["adamw fused"](model.parameters()),
-            model.named_parameters(),
             comm,
-            zero_stage=stage,
+            stage,
             model=model,
             overlap_allgather=overlap,
             bucket_bytes=200,
@@ -355,7 +325,7 @@ class Odd(nn.Module):
         self.sometimes = nn.Parameter(torch.empty(3, dtype=torch.float64))
         self.never = nn.Parameter(torch.empty(3, dtype=torch.float64))
         self.head = nn.Linear(4, 3, dtype=torch.float64)
-        fill(self)
+        fill(self, 3)
         self.conv.to(memory_format=torch.channels_last)
 
     def forward(self, inputs: Tensor, use: bool = False) -> Tensor:
@@ -389,8 +359,6 @@ def odd_course(
 def test_odd_parameters_are_stepped_on_as_in_one_process(name: str, set_to_none: bool, stage: int) -> None:
     def body(comm: Communicator) -> tuple[list[Tensor], list[str]]:
         model = Odd()
-        if stage == 3:
-            fully_shard(model, comm)
         optimizer = wrapped(model, OPTIMIZERS[name](model.parameters()), comm, stage)
         odd_course(model, optimizer, comm, set_to_none=set_to_none)
         optimizer.zero_grad()
@@ -418,7 +386,7 @@ class Mixed(nn.Module):
         self.wide = nn.Linear(3, 4, dtype=torch.float64)
         self.layers = nn.ModuleList([nn.Linear(4, 4, dtype=torch.float32)])
         self.head = nn.Linear(4, 3, dtype=torch.float64)
-        fill(self)
+        fill(self, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.wide(inputs)).float()
@@ -441,8 +409,6 @@ def test_complex_parameters_are_stepped_on_by_their_parts(stage: int) -> None:
         model = nn.Module()
         model.value = value
         model.forward = lambda inputs: (model.value * inputs).abs().square().sum()  # type: ignore[method-assign]
-        if stage == 3:
-            fully_shard(model, comm)
         optimizer = wrapped(model, optim.Adam([model.value], lr=0.1, foreach=False), comm, stage)
         for _ in range(3):
             model(torch.tensor(1.0 + comm.rank)).backward()
@@ -477,8 +443,6 @@ def backward(comm: Communicator, model: nn.Module, step: int = 0) -> None:
 def test_gradients_that_are_edited_are_those_that_are_stepped_on(stage: int) -> None:
     def body(comm: Communicator) -> tuple[list[Tensor], dict[str, int]]:
         model = Network()
-        if stage == 3:
-            fully_shard(model, comm)
         optimizer = wrapped(model, OPTIMIZERS["adamw fused"](model.parameters()), comm, stage)
         backward(comm, model)
         seen: dict[str, int] = {}
@@ -507,8 +471,6 @@ def test_gradients_that_are_edited_are_those_that_are_stepped_on(stage: int) -> 
 @pytest.mark.parametrize(("stage", "waits"), [(1, True), (2, True), (3, True), (2, False), (3, False)])
 def test_a_gradient_that_is_set_when_its_bucket_has_left_is_an_error(stage: int, waits: bool) -> None:
     model = Network()
-    if stage == 3:
-        fully_shard(model, Communicator.alone())
     optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), Communicator.alone(), stage)
     backward(Communicator.alone(), model)
     if waits:
@@ -521,8 +483,6 @@ def test_a_gradient_that_is_set_when_its_bucket_has_left_is_an_error(stage: int,
 def test_a_gradient_that_no_backward_made_is_no_silent_loss(stage: int) -> None:
     model = Network()
     start = model.head.weight.detach().clone()
-    if stage == 3:
-        fully_shard(model, Communicator.alone())
     optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), Communicator.alone(), stage)
     model.head.weight.grad = torch.ones(3, 4, dtype=torch.float64)
     optimizer.step()
@@ -534,8 +494,6 @@ def test_a_gradient_that_no_backward_made_is_no_silent_loss(stage: int) -> None:
 def test_a_parameter_that_was_frozen_when_the_optimizer_was_made_may_not_get_a_gradient(stage: int) -> None:
     model = Network()
     model.head.requires_grad_(False)
-    if stage == 3:
-        fully_shard(model, Communicator.alone())
     optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), Communicator.alone(), stage)
     model.head.requires_grad_(True)
     backward(Communicator.alone(), model)
@@ -548,8 +506,6 @@ def test_a_step_uses_gradients_up_and_says_so(stage: int) -> None:
     # In one process the next backward would add to what the last step has used; shards keep no such sum.
     def body(comm: Communicator) -> str:
         model = Network()
-        if stage == 3:
-            fully_shard(model, comm)
         optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), comm, stage)
         backward(comm, model)
         optimizer.step()
@@ -567,8 +523,6 @@ def test_a_step_uses_gradients_up_and_says_so(stage: int) -> None:
 def test_a_closure_is_called_once_and_its_average_loss_comes_back(stage: int) -> None:
     def body(comm: Communicator) -> tuple[float, int, list[Tensor]]:
         model = Network()
-        if stage == 3:
-            fully_shard(model, comm)
         optimizer = wrapped(model, OPTIMIZERS["adamw fused"](model.parameters()), comm, stage)
         calls = []
 

@@ -15,6 +15,7 @@ from hpcpar.autograd import fused_layers
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer
 from tests.autograd.modules import Made
+from tests.data_parallel.staged import staged
 
 pytestmark = pytest.mark.usefixtures("gradients_of_any_size_are_added_in_place")
 
@@ -34,14 +35,8 @@ def trained(comm: Communicator, stage: int) -> Course:
     generator = torch.Generator().manual_seed(0)  # the process's own is every thread's
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=generator)
-    if stage == 3:
-        hpcpar.fully_shard(model, comm)
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        model.named_parameters(),
-        comm,
-        zero_stage=stage,
-        model=None if stage == 3 else model,
+    optimizer = staged(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), comm, stage, model=model
     )
 
     def backward(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Every stage of ZeRO follows one process with the same global batch, and sends what theory says.
+"""Every stage follows one process with the same global batch, and sends what theory says.
 
 float64, and a tolerance of 1e-10: sums are taken in another order, so the last bits differ, and the steps
 carry them on.
@@ -7,6 +7,7 @@ carry them on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,13 @@ from torch.nn import functional
 
 from hpcpar import partition
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
+from hpcpar.data_parallel import (
+    DistributedOptimizer,
+    broadcast_parameters,
+    summon_full_parameters,
+)
+from hpcpar.errors import OperationError
+from tests.data_parallel.staged import ResidualLayer, fill, staged, whole
 from tests.grid import pairwise
 
 STEPS = 10
@@ -26,6 +33,7 @@ STEPS_ON_MPI = 4
 SAMPLES = 36
 CLIP = 10.0
 TOLERANCE = 1e-10
+LIMITS = {"bucket_bytes": 700, "first_bucket_bytes": 100}
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -34,34 +42,20 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(7, 9)
-        self.outer = nn.Linear(9, 7, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.outer(torch.tanh(self.inner(inputs)))
-
-
 class Network(nn.Module):
     """Layers in a list, a head that is tied to the first matrix, a parameter that is never used."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.embed = nn.Linear(5, 7, bias=False)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(ResidualLayer(7, 9) for _ in range(3))
         self.head = nn.Linear(7, 5)
         self.head.weight = nn.Parameter(torch.empty(5, 7))
         self.unembed = nn.Linear(7, 5, bias=False)
         self.embed.weight = nn.Parameter(torch.empty(7, 5))
         self.unembed.weight = self.head.weight
         self.unused = nn.Parameter(torch.empty(3))
-        self.double()
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+        fill(self.double(), seed)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.embed(inputs)
@@ -70,13 +64,28 @@ class Network(nn.Module):
         return self.head(hidden) + self.unembed(hidden)
 
 
-class Course(NamedTuple):
-    """Norms before clipping, parameters at the end, bytes sent in the last step by collective."""
+class Branches(nn.Module):
+    """Branches side by side, walked in an order of their own on every rank, so hooks fire in that order."""
 
+    def __init__(self, seed: int, first_branch: int = 0) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(5, 7) for _ in range(4))
+        self.head = nn.Linear(7, 5)
+        fill(self.double(), seed, 1.0)
+        self.first_branch = first_branch
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        walk = [self.branches[(self.first_branch + step) % 4] for step in range(4)]
+        return self.head(sum(torch.tanh(branch(inputs)) for branch in walk))
+
+
+class Course(NamedTuple):
+    """Own part of each step's loss, norms before clipping, parameters at the end, last step's bytes sent."""
+
+    losses: list[float]
     norms: list[float]
     parameters: list[Tensor]
     sent: dict[str, int]
-    theory: dict[str, int]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -85,100 +94,187 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
 
 
-def serial(make: Make, clip: float = CLIP, steps: int = STEPS) -> Course:
-    model = Network()
-    optimizer = make(list(model.parameters()))
-    norms = []
-    for step in range(steps):
-        inputs, targets = batch(step)
-        functional.mse_loss(model(inputs), targets).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Course(norms, [p.detach().clone() for p in model.parameters()], {}, {})
-
-
-def parallel(
+def train(
+    model: nn.Module,
+    optimizer: Any,
     comm: Communicator,
-    stage: int,
-    make: Make,
-    microbatches: int,
     *,
     steps: int = STEPS,
-    overlap: bool = False,
-    **options: Any,
+    microbatches: int = 1,
+    set_to_none: bool = True,
 ) -> Course:
-    model = Network()
-    if stage == 3:
-        fully_shard(
-            model, comm, **{key: options.pop(key) for key in ("shared_parameters",) if key in options}
-        )
-    optimizer = DistributedOptimizer(
-        make(list(model.parameters())),
-        model.named_parameters(),
-        comm,
-        zero_stage=stage,
-        bucket_bytes=700,
-        first_bucket_bytes=100,
-        model=model if overlap else None,
-        overlap_allgather=overlap and stage in (1, 2),
-        **options,
-    )
+    """Train on this rank's part of each batch; with a plain optimizer on all of it, in one process."""
     start, stop = partition.bounds(SAMPLES, comm.size)[comm.rank]
-    norms = []
+    is_plain = not isinstance(optimizer, DistributedOptimizer)
+    losses, norms = [], []
     for step in range(steps):
         comm.traffic.reset()
         inputs, targets = (tensor[start:stop].chunk(microbatches) for tensor in batch(step))
+        losses.append(0.0)
         for number, (part, target) in enumerate(zip(inputs, targets, strict=True)):
             loss = functional.mse_loss(model(part), target) / microbatches
-            if number < microbatches - 1:
-                with optimizer.no_sync():
-                    loss.backward()
-            else:
+            losses[-1] += loss.item()
+            with nullcontext() if number == microbatches - 1 else optimizer.no_sync():
                 loss.backward()
-        norms.append(float(optimizer.clip_grad_norm_(CLIP)))
+        clipped = (
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            if is_plain
+            else optimizer.clip_grad_norm_(CLIP)
+        )
+        norms.append(float(clipped))
         optimizer.step()
-        optimizer.zero_grad()
-    optimizer.wait_for_parameters()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    if not is_plain:
+        optimizer.wait_for_parameters()
     sent = {name: comm.traffic.nbytes_sent(name) for name in ("allreduce", "reduce_scatter", "allgather")}
-    theory = optimizer.expected_traffic(1, backwards=microbatches, norms=1)
-    with summon_full_parameters(model):
-        return Course(norms, [p.detach().clone() for p in model.parameters()], sent, theory)
+    return Course(losses, norms, whole(model), sent)
 
 
-def assert_same_course(found: Course, expected: Course) -> None:
-    torch.testing.assert_close(found.norms, expected.norms, rtol=TOLERANCE, atol=TOLERANCE)
-    torch.testing.assert_close(found.parameters, expected.parameters, rtol=TOLERANCE, atol=TOLERANCE)
+def serial(model: nn.Module, make: Make, steps: int = STEPS) -> Course:
+    return train(model, make(list(model.parameters())), Communicator.alone(), steps=steps)
+
+
+def in_stage(
+    comm: Communicator, stage: int, make: Make, microbatches: int, *, steps: int = STEPS, **options: Any
+) -> tuple[Course, dict[str, int]]:
+    """Train in a stage of ZeRO; return what theory says of the bytes sent in a step, too."""
+    model = Network()
+    if options.pop("overlap", False):
+        options |= {"model": model, "overlap_allgather": stage in (1, 2)}
+    optimizer = staged(model, make(list(model.parameters())), comm, stage, **LIMITS, **options)
+    course = train(model, optimizer, comm, steps=steps, microbatches=microbatches)
+    return course, optimizer.expected_traffic(1, backwards=microbatches, norms=1)
+
+
+def assert_same_course(courses: Sequence[Course], expected: Course) -> None:
+    """Norms and parameters of all ranks are those of one process, and their losses on average."""
+    means = [
+        sum(losses) / len(courses) for losses in zip(*(course.losses for course in courses), strict=True)
+    ]
+    torch.testing.assert_close(means, expected.losses, rtol=TOLERANCE, atol=TOLERANCE)
+    for found in courses:
+        torch.testing.assert_close(found.norms, expected.norms, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(found.parameters, expected.parameters, rtol=TOLERANCE, atol=TOLERANCE)
+        assert all(torch.equal(a, b) for a, b in zip(found.parameters, courses[0].parameters, strict=True))
 
 
 @pytest.mark.parametrize(
     ("stage", "size", "optimizer", "microbatches"), pairwise([0, 1, 2, 3], [1, 2, 3, 4], OPTIMIZERS, [1, 3])
 )
 def test_every_stage_follows_one_process(stage: int, size: int, optimizer: str, microbatches: int) -> None:
-    expected = serial(OPTIMIZERS[optimizer])
+    make = OPTIMIZERS[optimizer]
+    expected = serial(Network(), make)
     assert min(expected.norms) < CLIP < max(expected.norms), "clipping is to be seen at work and at rest"
-    courses = run_loopback(size, lambda comm: parallel(comm, stage, OPTIMIZERS[optimizer], microbatches))
-    for course in courses:
-        assert_same_course(course, expected)
-        assert all(torch.equal(a, b) for a, b in zip(course.parameters, courses[0].parameters, strict=True))
-    for name, theory in courses[0].theory.items():
-        assert sum(course.sent[name] for course in courses) == theory, name
+    found = run_loopback(size, lambda comm: in_stage(comm, stage, make, microbatches))
+    assert_same_course([course for course, _ in found], expected)
+    for name, theory in found[0][1].items():
+        assert sum(course.sent[name] for course, _ in found) == theory, name
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("shared", [False, True], ids=["apart", "in common"])
+@pytest.mark.parametrize(("shared", "stage", "microbatches"), pairwise([False, True], [1, 2, 3], [1, 3]))
 def test_every_stage_on_mpi_follows_one_process(
     world: Communicator, shared: bool, stage: int, microbatches: int
 ) -> None:
     make = OPTIMIZERS["adamw"]
-    expected = serial(make, steps=STEPS_ON_MPI)
-    course = parallel(
+    expected = serial(Network(), make, STEPS_ON_MPI)
+    course, _ = in_stage(
         world, stage, make, microbatches, steps=STEPS_ON_MPI, overlap=True, shared_parameters=shared
     )
-    for found in world.allgather_object(course):
-        assert_same_course(found, expected)
+    assert_same_course(world.allgather_object(course), expected)
+
+
+def replicas(
+    comm: Communicator, make: Make, microbatches: int, *, set_to_none: bool = True
+) -> tuple[Course, str]:
+    """Train replicas whose hooks fire in an order of each rank's own; return that order, too."""
+    model = Branches(seed=comm.rank, first_branch=comm.rank)
+    broadcast_parameters(model, comm)
+    inner = make(list(model.parameters()))
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, **LIMITS)
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    course = train(model, optimizer, comm, microbatches=microbatches, set_to_none=set_to_none)
+    return course, " ".join(order)
+
+
+@pytest.mark.parametrize(
+    ("size", "optimizer", "microbatches", "set_to_none"),
+    pairwise([1, 2, 3, 4], OPTIMIZERS, [1, 3], [True, False]),
+)
+def test_replicas_follow_one_process(size: int, optimizer: str, microbatches: int, set_to_none: bool) -> None:
+    make = OPTIMIZERS[optimizer]
+    found = run_loopback(size, lambda comm: replicas(comm, make, microbatches, set_to_none=set_to_none))
+    assert_same_course([course for course, _ in found], serial(Branches(seed=0), make))
+    assert len({order for _, order in found}) == size, "hooks fire in other orders"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("optimizer", "microbatches"), pairwise(OPTIMIZERS, [1, 3]))
+def test_replicas_on_mpi_follow_one_process(world: Communicator, optimizer: str, microbatches: int) -> None:
+    course, _ = replicas(world, OPTIMIZERS[optimizer], microbatches)
+    assert_same_course(world.allgather_object(course), serial(Branches(seed=0), OPTIMIZERS[optimizer]))
+
+
+IGNORED = -100
+
+VALID = (((7, 1), (0, 0)), ((0, 3), (5, 2)), ((0, 0), (0, 4)))
+"""Labels that count, by step, rank and microbatch, of 9 each."""
+
+
+def labels_of(step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + number)
+    inputs = torch.randn(9, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (9,), generator=generator)
+    labels[VALID[step][rank][number] :] = IGNORED
+    return inputs, labels
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sums_times_the_loss_factor_are_the_mean_of_unequal_parts(stage: int) -> None:
+    def body(comm: Communicator) -> list[Tensor]:
+        model = Branches(seed=0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = staged(model, inner, comm, stage)
+        for step in range(len(VALID)):
+            parts = [labels_of(step, comm.rank, number) for number in range(2)]
+            factor = optimizer.loss_factor(sum((labels != IGNORED).sum() for _, labels in parts))
+            for number, (inputs, labels) in enumerate(parts):
+                total = functional.cross_entropy(model(inputs), labels, ignore_index=IGNORED, reduction="sum")
+                with optimizer.no_sync() if number == 0 else nullcontext():
+                    (total * factor).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model)
+
+    model = Branches(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(len(VALID)):
+        parts = [labels_of(step, rank, number) for rank in range(2) for number in range(2)]
+        inputs, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        functional.cross_entropy(model(inputs), labels, ignore_index=IGNORED).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_loopback(2, body):
+        for mine, expected in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_loss_factor_of_nothing_is_none_and_of_no_counts_an_error_on_every_rank() -> None:
+    def body(comm: Communicator) -> float:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm)
+        for odd in (-1.0, float("nan")):
+            with pytest.raises(OperationError, match="loss_factor"):
+                optimizer.loss_factor(odd if comm.rank else 2)
+        return optimizer.loss_factor(torch.tensor(0))
+
+    assert run_loopback(2, body) == [0.0, 0.0]
 
 
 class Withheld(torch.autograd.Function):
@@ -221,11 +317,7 @@ def test_a_gradient_that_is_withheld_on_one_rank_counts_as_zero(stage: int, by: 
 
         if by == "hook":
             model.weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        if stage == 3:
-            fully_shard(model, comm)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.25), model.named_parameters(), comm, zero_stage=stage
-        )
+        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.25), comm, stage)
         for step in range(2):
             tells = step == 0 or comm.rank == 0
             model(tells or by == "hook").sum().backward()
@@ -245,15 +337,7 @@ def test_a_compiled_step_is_the_step(stage: int) -> None:
     def course(compiled: bool) -> list[Tensor]:
         model, alone = nn.Linear(5, 2, bias=False), Communicator.alone()
         nn.init.ones_(model.weight)
-        if stage == 3:
-            fully_shard(model, alone)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
-            alone,
-            zero_stage=stage,
-            model=model,
-        )
+        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.1), alone, stage, model=model)
 
         def step(inputs: Tensor) -> None:
             optimizer.zero_grad()
@@ -263,7 +347,6 @@ def test_a_compiled_step_is_the_step(stage: int) -> None:
         taken = torch.compile(step, backend="eager") if compiled else step
         for number in range(2):
             taken(torch.full((2, 5), number + 1.0))
-        with summon_full_parameters(model):
-            return [parameter.detach().clone() for parameter in model.parameters()]
+        return whole(model)
 
     torch.testing.assert_close(course(compiled=True), course(compiled=False))

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from hpcpar.autograd.held_parameter import own_gradient
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, fully_shard
+from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
+from tests.data_parallel.staged import staged
 from tests.grid import checkered
 
 MICROBATCHES = 3
@@ -50,13 +51,11 @@ def one() -> Tensor:
 
 
 def optimizer_of(model: Chain, comm: Communicator, stage: int) -> DistributedOptimizer:
-    if stage == 3:
-        fully_shard(model, comm)
-    return DistributedOptimizer(
+    return staged(
+        model,
         torch.optim.SGD(model.parameters(), lr=0.001),
-        model.named_parameters(),
         comm,
-        zero_stage=stage,
+        stage,
         bucket_bytes=80,
         first_bucket_bytes=80,
     )

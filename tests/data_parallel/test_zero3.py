@@ -28,35 +28,18 @@ from hpcpar.errors import (
     ShardedParameterError,
 )
 from hpcpar.parameter_info import info_of, note
+from tests.data_parallel.staged import ResidualLayer, fill, whole
 
 STEPS = 3
 
 
-def fill(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-    return model
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 5)
-        self.outer = nn.Linear(5, 4, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.outer(torch.tanh(self.inner(inputs)))
-
-
 class Network(nn.Module):
-    def __init__(self, layer: Callable[[], nn.Module] = Layer, count: int = 4) -> None:
+    def __init__(self, layer: Callable[[], nn.Module] = ResidualLayer, count: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(3, 4)
         self.layers = nn.ModuleList(layer() for _ in range(count))
         self.head = nn.Linear(4, 3, bias=False)
-        fill(self)
+        fill(self, 4, dtype=torch.float32)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.embed(inputs)
@@ -72,11 +55,6 @@ def batch(number: int, rank: int) -> Tensor:
 def optimizer_of(model: nn.Module, comm: Communicator, **options: Any) -> DistributedOptimizer:
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     return DistributedOptimizer(inner, model.named_parameters(), comm, **options)
-
-
-def whole(model: nn.Module) -> list[Tensor]:
-    with summon_full_parameters(model):
-        return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -223,7 +201,7 @@ def test_units_may_be_chosen(policy: str) -> None:
 
 class Recomputing(Network):
     def __init__(self, inside: bool) -> None:
-        super().__init__(Inside if inside else Layer)
+        super().__init__(Inside if inside else ResidualLayer)
         self.inside = inside
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -239,7 +217,7 @@ class Recomputing(Network):
         return self.head(hidden)
 
 
-class Inside(Layer):
+class Inside(ResidualLayer):
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(super().forward, inputs, use_reentrant=False)
 
@@ -269,7 +247,7 @@ class Tied(Network):
         self.unembed = nn.Linear(4, 3, bias=False)
         self.unembed.weight = self.head.weight
         self.layers[2].outer.weight = self.layers[0].outer.weight
-        fill(self)
+        fill(self, 4, dtype=torch.float32)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) + functional.linear(self.embed(inputs), self.unembed.weight)
@@ -329,7 +307,7 @@ class Results(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Telling() for _ in range(3))
-        fill(self)
+        fill(self, 4, dtype=torch.float32)
 
     def forward(self, inputs: Tensor) -> Any:
         state = {"hidden": (inputs, [inputs * 2]), "step": 0}
@@ -442,7 +420,7 @@ def test_a_model_that_was_frozen_after_it_was_sharded_can_be_called() -> None:
 
 
 def test_a_unit_may_return_tensors_that_have_no_gradient() -> None:
-    class Deciding(Layer):
+    class Deciding(ResidualLayer):
         def forward(self, inputs: Tensor) -> Tensor:
             return super().forward(inputs).argmax(-1)
 
@@ -646,7 +624,7 @@ def test_what_is_gathered_for_differentiating_a_gradient_goes_with_it_or_with_th
 
 @pytest.mark.parametrize("first", [True, False], ids=["in the first forward", "later"])
 def test_after_an_error_in_a_forward_training_goes_on(first: bool) -> None:
-    class Failing(Layer):
+    class Failing(ResidualLayer):
         fails = False
 
         def forward(self, inputs: Tensor) -> Tensor:
@@ -720,7 +698,7 @@ def test_only_the_root_the_last_the_current_and_those_ahead_are_gathered(
     count = 9
 
     def body(comm: Communicator) -> tuple[list[int], list[str]]:
-        model = Network(Inside if inside else Layer, count=count)
+        model = Network(Inside if inside else ResidualLayer, count=count)
         fully_shard(model, comm, prefetch=prefetch)
         optimizer = optimizer_of(model, comm)
         counts: list[int] = []
@@ -771,7 +749,7 @@ def test_the_first_forward_gathers_nothing_ahead_and_a_backward_frees_all() -> N
 
 
 def test_a_unit_with_a_parameter_that_gets_no_gradient_goes_when_the_next_one_comes() -> None:
-    class Unused(Layer):
+    class Unused(ResidualLayer):
         def __init__(self) -> None:
             super().__init__()
             self.never = nn.Parameter(torch.ones(2))

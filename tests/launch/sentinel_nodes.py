@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,13 +27,6 @@ FOR_MPIEXEC = {
 """Open MPI's, without `hpcpar run`, refuses root, and more ranks than cores."""
 
 
-def await_that(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"after {patience_s:g} s it is still not true that {what}"
-        time.sleep(0.01)
-
-
 def has_ended(pid: int) -> bool:
     """Whoever has to reap it may not have done so."""
     try:
@@ -44,7 +37,7 @@ def has_ended(pid: int) -> bool:
 
 @contextmanager
 def paused(pid: int) -> Iterator[None]:
-    """What happens meanwhile the process sees at once, afterwards."""
+    """Stop a process meanwhile: it sees all at once, afterwards."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -55,6 +48,7 @@ def paused(pid: int) -> Iterator[None]:
 RANK = """
 import os, signal, sys, time
 from hpcpar.launch.sentinel import Guard, start
+from tests.command import until
 
 rank, size, address, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], eval(sys.argv[4])
 if not address:
@@ -150,7 +144,7 @@ class Node:
         return any(self.directory.glob("watching-*"))
 
     def lines(self) -> list[str]:
-        """What the sentinel has said, once it has gone."""
+        """Return the lines of the sentinel, once it has gone."""
         await_sentinels(self.directory, patience_s=15)
         assert not self.is_watched(), "the sentinel is still there"
         self.error.seek(0)

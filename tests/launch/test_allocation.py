@@ -17,6 +17,7 @@ from hpcpar.launch.allocation import (
 )
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host
+from tests.command import write_script
 
 HOSTS = (Host("a", 2), Host("b", 2))
 
@@ -87,8 +88,7 @@ def test_outside_of_batch_jobs_there_are_no_hosts() -> None:
 
 
 def test_a_flux_instance_tells_its_nodes(tmp_path: Path) -> None:
-    (tmp_path / "flux").write_text('#!/bin/sh\n[ "$*" = "getattr size" ] && echo 3\n')
-    (tmp_path / "flux").chmod(0o755)
+    write_script(tmp_path / "flux", '[ "$*" = "getattr size" ] && echo 3')
     environ = {"FLUX_URI": "local:///run/flux", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert flux_nodes(environ) == 3
     assert flux_nodes({"PATH": environ["PATH"]}) == 0

@@ -20,20 +20,11 @@ from hpcpar.launch.binding import (
 )
 
 
-def test_ranks_take_visible_devices_in_turn() -> None:
+def test_ranks_take_visible_devices_in_turn_if_there_are_any() -> None:
     assert [gpu_for(local_rank, 4, 4) for local_rank in range(4)] == [0, 1, 2, 3]
     assert [gpu_for(local_rank, 2, 4) for local_rank in range(4)] == [0, 1, 0, 1]
-
-
-def test_a_rank_that_sees_one_device_takes_it() -> None:
     assert gpu_for(3, 1, 4) == 0
-
-
-def test_without_devices_there_is_none_to_take() -> None:
     assert gpu_for(0, 0, 1) is None
-
-
-def test_a_local_rank_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ConfigError, match="local rank 4 of 4"):
         gpu_for(4, 2, 4)
 

@@ -43,14 +43,11 @@ def test_agreement_returns_what_the_launcher_said() -> None:
     assert check(SLURM) == SLURM
 
 
-def test_local_ranks_in_another_order_than_mpis_are_no_disagreement() -> None:
+def test_local_ranks_in_any_order_of_the_node_s_ranks_are_no_disagreement() -> None:
     assert check(SLURM, local_rank=1, neighbours=[1, 0]) == SLURM
-
-
-@pytest.mark.parametrize("neighbours", [[0, 0], [0, 2], [0, None]])
-def test_local_ranks_that_are_no_order_of_the_node_s_ranks_are_refused(neighbours: list[int | None]) -> None:
-    with pytest.raises(LaunchError, match="local rank 0 of 2"):
-        check(SLURM, local_rank=1, neighbours=neighbours)
+    for neighbours in ([0, 0], [0, 2], [0, None]):
+        with pytest.raises(LaunchError, match="local rank 0 of 2"):
+            check(SLURM, local_rank=1, neighbours=neighbours)
 
 
 def test_mpi_fills_in_what_the_launcher_leaves_open() -> None:
@@ -91,39 +88,34 @@ def test_a_refusal_names_only_what_this_slurm_has() -> None:
     assert "`srun --mpi=list` shows" in refusal(SLURM, OPENMPI)
 
 
-def test_intel_mpi_under_srun_is_told_of_slurms_library() -> None:
-    assert "I_MPI_PMI_LIBRARY" in singleton(SLURM, INTEL)
-
-
-def test_hydra_with_open_mpis_library_is_refused_and_the_right_mpiexec_named() -> None:
-    message = singleton(HYDRA, OPENMPI)
-    assert "Open MPI's own `mpiexec`" in message
-    assert "module" in message
-
-
-def test_torchrun_is_refused_because_it_starts_no_mpi() -> None:
-    message = singleton(RankInfo(2, 4, 2, 4, 0, None, "torchrun", "none"), MPICH)
-    assert "torchrun does not start MPI ranks" in message
-
-
-def test_who_has_started_by_another_mpis_mpiexec_is_told_which_one_hpcpar_run_starts() -> None:
-    message = singleton(RankInfo(0, 2, 0, 2, None, None, "openmpi", "own"), MPICH)
-    assert "use the `mpiexec` of MPICH 5.0.2 (Debian calls them mpiexec.mpich" in message
-    assert "`hpcpar run` starts the mpiexec beside this Python, else the first on PATH" in message
+def test_a_refusal_names_the_launcher_or_option_that_fits_the_library() -> None:
+    torchrun = RankInfo(2, 4, 2, 4, 0, None, "torchrun", "none")
+    for info, library, words in (
+        (SLURM, INTEL, ("I_MPI_PMI_LIBRARY",)),
+        (HYDRA, OPENMPI, ("Open MPI's own `mpiexec`", "module")),
+        (torchrun, MPICH, ("torchrun does not start MPI ranks",)),
+        (
+            RankInfo(0, 2, 0, 2, None, None, "openmpi", "own"),
+            MPICH,
+            (
+                "use the `mpiexec` of MPICH 5.0.2 (Debian calls them mpiexec.mpich",
+                "`hpcpar run` starts the mpiexec beside this Python, else the first on PATH",
+            ),
+        ),
+    ):
+        message = singleton(info, library)
+        assert all(each in message for each in words), message
 
 
 def test_another_rank_or_size_is_refused_with_both_answers() -> None:
-    with pytest.raises(LaunchError, match=r"rank 2 of 4, MPICH 5\.0\.2 says rank 1 of 4"):
-        check(SLURM, rank=1)
-    with pytest.raises(LaunchError, match=r"rank 2 of 4, .* says rank 2 of 8"):
-        check(HYDRA, size=8)
-
-
-def test_another_local_rank_or_size_is_refused_with_both_answers() -> None:
-    with pytest.raises(LaunchError, match=r"local rank 0 of 2, .* says local rank 1 of 2"):
-        check(SLURM, local_rank=1)
-    with pytest.raises(LaunchError, match=r"local rank 0 of 2, .* says local rank 0 of 4"):
-        check(SLURM, local_size=4)
+    for info, mpi, answers in (
+        (SLURM, {"rank": 1}, r"rank 2 of 4, MPICH 5\.0\.2 says rank 1 of 4"),
+        (HYDRA, {"size": 8}, r"rank 2 of 4, .* says rank 2 of 8"),
+        (SLURM, {"local_rank": 1}, r"local rank 0 of 2, .* says local rank 1 of 2"),
+        (SLURM, {"local_size": 4}, r"local rank 0 of 2, .* says local rank 0 of 4"),
+    ):
+        with pytest.raises(LaunchError, match=answers):
+            check(info, **mpi)
 
 
 def test_a_launcher_that_we_do_not_know_is_taken_at_mpis_word() -> None:

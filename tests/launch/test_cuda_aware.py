@@ -1,4 +1,4 @@
-"""Whether MPI takes device pointers: the user's word, probes that crash or hang, what is remembered."""
+"""CUDA-awareness of MPI: the user's word, probes that crash or hang, what is remembered."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from hpcpar.launch.cuda_aware import (
     session_members,
 )
 from hpcpar.launch.settings import CAPABILITIES
+from tests.command import write_script
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI"
 MPICH = "MPICH Version: 5.0.2"
@@ -282,9 +283,7 @@ def test_the_job_inherits_what_the_user_tells_mpi_and_not_what_tells_a_rank_who_
 
 def launcher_that(tmp_path: Path, does: str) -> dict[str, str]:
     """An environment whose mpiexec is a shell script; the one beside this Python must not be taken."""
-    script = tmp_path / "mpiexec"
-    script.write_text(f"#!/bin/sh\n{does}\n")
-    script.chmod(0o755)
+    write_script(tmp_path / "mpiexec", does)
     return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 

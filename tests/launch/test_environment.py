@@ -1,4 +1,4 @@
-"""Who am I, by the variables of each launcher, and of several at once."""
+"""The rank by the variables of each launcher, and of several at once."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from hpcpar.launch.launch_command import (
     under_horovod,
     words_for,
 )
+from tests.command import write_script
 
 PYTHON = "/venv/bin/python"
 SLURM = {"SLURM_JOB_ID": "12"}
@@ -60,14 +61,10 @@ def command(
         )[0]
 
 
-def test_outside_slurm_mpiexec_starts_the_ranks() -> None:
+def test_outside_slurm_mpiexec_starts_the_ranks_the_one_beside_python_before_the_one_on_path() -> None:
+    assert command(2, "a.py", found=("mpiexec", "/venv/bin/mpiexec"))[0] == "/venv/bin/mpiexec"
     expected = ["/usr/bin/mpiexec", "-n", "4", PYTHON, "train.py", "--lr", "0.1"]
     assert command(4, "train.py", "--lr", "0.1") == expected
-
-
-def test_the_mpiexec_beside_python_comes_before_the_one_on_path() -> None:
-    found = ("mpiexec", "/venv/bin/mpiexec")
-    assert command(2, "a.py", found=found)[0] == "/venv/bin/mpiexec"
 
 
 def test_inside_an_allocation_srun_starts_the_ranks_and_ends_the_job_with_the_first_that_fails() -> None:
@@ -79,10 +76,6 @@ def test_inside_an_allocation_srun_starts_the_ranks_and_ends_the_job_with_the_fi
         PYTHON,
         "a.py",
     ]
-
-
-def test_inside_an_allocation_without_srun_mpiexec_starts_the_ranks() -> None:
-    assert command(2, "a.py", environ=SLURM, found=("mpiexec",))[0] == "/usr/bin/mpiexec"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +112,7 @@ def test_a_step_inside_a_step_may_share_its_cores() -> None:
 
 
 def test_the_launcher_can_be_chosen_and_given_more_words() -> None:
+    assert command(2, "a.py", environ=SLURM, found=("mpiexec",))[0] == "/usr/bin/mpiexec"
     words = command(2, "a.py", environ=SLURM, options=LaunchOptions(launcher="mpiexec", words=("-ppn", "1")))
     assert words == ["/usr/bin/mpiexec", "-n", "2", "-ppn", "1", PYTHON, "a.py"]
     with pytest.raises(LaunchError, match="allocation"):
@@ -167,9 +161,7 @@ def test_open_mpi_may_start_more_ranks_than_cores_and_as_root_only_where_we_are(
     assert job["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert job["OMPI_ALLOW_RUN_AS_ROOT"] == job["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in environ_for({}, "/tmp/r", is_root=False)
-
-
-def test_what_the_user_has_set_stays() -> None:
+    # The user's own settings stay.
     mine = {"PRTE_MCA_rmaps_default_mapping_policy": "node", "OMPI_ALLOW_RUN_AS_ROOT": "0"}
     job = environ_for(mine, "/tmp/r", is_root=True)
     assert {name: job[name] for name in mine} == mine
@@ -228,6 +220,9 @@ def test_open_mpi_is_told_what_ranks_on_other_hosts_need_of_the_environment() ->
         "HOROVOD_CYCLE_TIME",
     )
     assert words_of("mpich", 2, LaunchOptions(variables={"HOROVOD_CYCLE_TIME": "2"})) == ()
+    ucx = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
+    words = words_of("openmpi", 2, LaunchOptions(hosts=(Host("a", 2),), variables=ucx), {"UCX_TLS": "tcp"})
+    assert {*ucx, "UCX_TLS"} <= {words[i + 1] for i, word in enumerate(words) if word == "-x"}
 
 
 def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:
@@ -244,9 +239,7 @@ def test_the_limit_for_starting_is_sruns_and_said_to_be_so() -> None:
 
 
 def test_a_launcher_is_asked_whose_it_is_whatever_wheels_are_there(tmp_path: Path) -> None:
-    fake = tmp_path / "mpiexec"
-    fake.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
-    fake.chmod(0o755)
+    fake = write_script(tmp_path / "mpiexec", "echo 'mpiexec (Open MPI) 5.0.11'")
     assert launcher_kind(str(fake)) == "openmpi"
     assert launcher_kind("/usr/bin/srun") == "srun"
     assert launcher_kind(str(tmp_path / "none")) == ""
@@ -260,9 +253,7 @@ def test_a_launcher_is_asked_whose_it_is_whatever_wheels_are_there(tmp_path: Pat
 @pytest.fixture
 def in_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     """An allocation whose srun knows no pmix, on a machine with Open MPI."""
-    srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\nprintf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n'\n")
-    srun.chmod(0o755)
+    write_script(tmp_path / "srun", "printf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n'")
     monkeypatch.setattr(launch_command, "own_library", lambda environ: "openmpi")
     return SLURM | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
 
@@ -340,20 +331,6 @@ def test_a_job_in_a_container_without_srun_is_started_without_it(
     assert variables({**SLURM, "SLURM_JOB_NUM_NODES": "2"}) == {}
 
 
-UCX = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
-
-
-def test_open_mpi_sends_what_makes_it_cuda_aware_to_other_hosts() -> None:
-    options = LaunchOptions(hosts=(Host("a", 1), Host("b", 1)), variables=UCX)
-    words = words_of("openmpi", 2, options, {"UCX_TLS": "tcp"})
-    sent = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
-    assert {*UCX, "UCX_TLS"} <= set(sent)
-
-
-def test_srun_ends_the_job_at_one_interrupt() -> None:
-    assert "--quit-on-interrupt" in command(2, "a.py", environ=SLURM)
-
-
 JOB_OF_GPUS = SLURM | {"SLURM_GPUS": "4", "SLURM_NTASKS_PER_GPU": "1", "SLURM_NTASKS_PER_TRES": "1"}
 
 
@@ -375,8 +352,7 @@ def test_the_srun_inside_of_an_mpiexec_brings_no_pmi_and_shares_the_cores_of_our
 def batch_job(tmp_path: Path) -> dict[str, dict[str, str]]:
     """Variables of a job of two hosts with two slots each, by batch system."""
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
-    (tmp_path / "flux").write_text("#!/bin/sh\necho 2\n")
-    (tmp_path / "flux").chmod(0o755)
+    write_script(tmp_path / "flux", "echo 2")
     return {
         "PBS": {"PBS_NODEFILE": str(tmp_path / "nodes")},
         "LSF": {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 2"},
@@ -387,10 +363,8 @@ def batch_job(tmp_path: Path) -> dict[str, dict[str, str]]:
 def prepared(
     tmp_path: Path, n: int, environ: Mapping[str, str], says: str, options: LaunchOptions = NO_OPTIONS
 ) -> tuple[list[str], dict[str, str]]:
-    """What `hpcpar run` starts by an mpiexec that says this as its version."""
-    fake = tmp_path / "mpiexec"
-    fake.write_text(f"#!/bin/sh\necho '{says}'\n")
-    fake.chmod(0o755)
+    """Prepare a job for an mpiexec that says this as its version."""
+    fake = write_script(tmp_path / "mpiexec", f"echo '{says}'")
     return prepare(
         n, ["a.py"], options, str(tmp_path), say=print, environ=environ, which=lambda name: str(fake)
     )

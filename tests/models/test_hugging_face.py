@@ -74,7 +74,7 @@ def tokens() -> Tensor:
 
 
 class Trained(NamedTuple):
-    """Of the first step logits, loss and gradients; of the last one parameters; all of them whole."""
+    """Logits, loss and gradients of the first step, and parameters after the last; all of them whole."""
 
     logits: Tensor
     loss: Tensor

@@ -90,7 +90,7 @@ def test_first_values_are_those_of_the_whole_model(counts: list[int], config: Ll
 
 @pytest.mark.parametrize(("counts", "config"), SPLITS_AND_TIES, ids=str)
 def test_all_stages_on_one_rank_have_the_whole_models_state(counts: list[int], config: LlamaConfig) -> None:
-    """In its order, and with its parameters: embeddings that are tied are one."""
+    """The order is the same, and tied embeddings are one parameter."""
     whole = Llama(config, seed=1)
     stages = built(config, counts)
     assert list(stages.state_dict()) == list(whole.state_dict())

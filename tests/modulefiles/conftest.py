@@ -12,7 +12,7 @@ from tests.modulefiles.systems import ModuleSystem
 
 @pytest.fixture(scope="session")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `make install-module` has put this version, over MPICH's wheel."""
+    """Prefix of `make install-module` with this version over MPICH's wheel."""
     mine = tmp_path_factory.getbasetemp()
     # Under xdist every process has its own directory below one that they share.
     return installation.installed(mine.parent if mine.name.startswith("popen-") else mine)

@@ -59,7 +59,7 @@ class ModuleSystem:
 
 
 def login_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a new login has: nothing of this process's Python, module system, launcher or settings."""
+    """Return the environment of a new login, without this process's Python, modules and launcher."""
     path = "/usr/local/bin:/usr/bin:/bin"
     kept = {name: environ[name] for name in ("HOME", "USER", "LANG", "OMP_NUM_THREADS") if name in environ}
     # Open MPI's launcher refuses root otherwise.

@@ -28,7 +28,7 @@ OWN = {
 
 
 def environ_of(path: Path) -> dict[str, str]:
-    """What `env -0` has written, without the module systems' own variables."""
+    """Read what `env -0` has written, without the module systems' own variables."""
     pairs = (pair.partition("=") for pair in path.read_text().split("\0") if pair)
     return {name: value for name, _, value in pairs if not BOOKKEEPING.match(name)}
 

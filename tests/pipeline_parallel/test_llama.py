@@ -24,7 +24,7 @@ STEPS, SEQUENCE = 10, 4
 
 
 def config_for(schedule: Schedule) -> LlamaConfig:
-    """With the embedding and the head something for each stage, and several layers for one of few."""
+    """Choose sizes that give each stage an item, and some stages several layers."""
     return LlamaConfig(
         7,
         8,
@@ -45,7 +45,7 @@ Case = tuple[str, int, int, str]
 
 
 def cases() -> Iterator[Case]:
-    """Of all, one in nineteen: each schedule with each number of ranks, and many of microbatches."""
+    """Yield one case in nineteen: each schedule with each number of ranks, and many of microbatches."""
     number = 0
     for name in schedule_registry.METHODS:
         for ranks in (2, 3, 4):
@@ -140,15 +140,19 @@ def require_serial(
 ) -> None:
     expected, expected_losses = serial(config_for(schedule), optimizer, sequences)
     missing = set(expected)
+    embedding = "model.embed_tokens.weight"
+    copies = []
     for parameters, losses in results:
         if losses is not None:
             assert losses == pytest.approx(expected_losses, abs=1e-10)
         for name, value in parameters.items():
-            first = name if name in expected else "model.embed_tokens.weight"
+            first = name if name in expected else embedding
             missing.discard(first)
+            copies += [value] if first == embedding else []
             # float64: only the order of summation differs.
             torch.testing.assert_close(value, expected[first], rtol=0, atol=1e-10)
     assert not missing
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
     assert any(losses is not None for _, losses in results)
 
 

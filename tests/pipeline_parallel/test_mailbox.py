@@ -20,16 +20,9 @@ from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.order import in_order
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.transport.interface import COLLECTIVE_TAGS
+from tests.pipeline_parallel.test_pipeline import LOOP, ONE_F_ONE_B, OUT_OF_ORDER, V, by_rows
 
 CPU = torch.device("cpu")
-
-
-def by_rows(*rows: str) -> Schedule:
-    return Schedule(tuple(tuple(map(Action.parse, row.split())) for row in rows), name="by hand")
-
-
-ONE_F_ONE_B = by_rows("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
-V = by_rows("0F0 0F1 3F0 3B0 3F1 0B0 3B1 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1")
 
 
 def value(boundary: int, microbatch: int, direction: str = "F") -> Tensor:
@@ -88,8 +81,8 @@ def walk(
     [
         ONE_F_ONE_B,
         V,
-        by_rows("0F1 0F0 0F2 0B2 0B0 0B1", "1F0 1F2 1F1 1B1 1B2 1B0"),
-        by_rows("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 3F0 3B0 1F1 3F1 1B0 3B1 1B1"),
+        OUT_OF_ORDER,
+        LOOP,
         by_rows("0F0 2F0 4F0 4B0 2B0 0B0", "1F0 3F0 3B0 1B0"),
         # Over boundaries 0 and 2 rank 0 sends in another order than rank 1 receives.
         by_rows("0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1", "1F0 3F0 3B0 1F1 3F1 1B0 3B1 1B1"),

@@ -31,6 +31,7 @@ from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from tests.grid import pairwise
 
 TOLERANCE = 1e-10
 WIDTH = 4
@@ -68,7 +69,7 @@ class Layer(nn.Module):
 
 
 def layers(count: int, make: Callable[[], nn.Module] = Layer) -> list[nn.Module]:
-    """The same ones every time."""
+    """Build equal layers on every call."""
     generator = torch.Generator().manual_seed(count)
     made = [make().double() for _ in range(count)]
     with torch.no_grad():
@@ -180,7 +181,7 @@ def made(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", schedule_registry.METHODS)
 def test_every_schedule_of_the_catalogue_follows_one_process(name, ranks):
-    """With the method's own number of stages on a rank, and for 4 microbatches with two."""
+    """Stages per rank are the method's default, and two for 4 microbatches."""
     asked = [(count, None) for count in MICROBATCHES[ranks]] + [(4, 2)]
     schedules = [
         each for each in dict.fromkeys(made(name, ranks, *each) for each in asked) if each is not None
@@ -502,11 +503,13 @@ class BadGradient(torch.autograd.Function):
         raise KeyError("the planted fault")
 
 
-@pytest.mark.parametrize("shapes", ["announced", "known"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", [LOOP, V], ids=["loop", "v"])
-def test_what_a_stage_raises_is_told_on_all_ranks_and_the_next_step_is_right(schedule, stage, where, shapes):
+@pytest.mark.parametrize(
+    ("name", "stage", "where", "shapes"),
+    pairwise(["loop", "v"], range(4), ["forward", "backward"], ["announced", "known"]),
+)
+def test_what_a_stage_raises_is_told_on_all_ranks_and_the_next_step_is_right(name, stage, where, shapes):
+    schedule = BY_HAND[name]
+
     def fault(module: Fault, x: Tensor) -> Tensor:
         return failing(x) if where == "forward" else BadGradient.apply(module.layer(x))
 

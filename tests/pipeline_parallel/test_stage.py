@@ -91,7 +91,7 @@ def test_a_split_backward_of_what_is_recomputed_is_autograds_or_an_error_that_sa
 
 
 def test_a_split_backward_of_a_fully_sharded_stage_says_which_schedules_can_be_had():
-    """By itself the model would say to use weights inside its forward, which W cannot."""
+    """The model's own error would advise to use weights inside its forward, which W cannot."""
     own = Stage(1, fully_shard(nn.Linear(3, 2).double(), Communicator.alone()))
     own.forward(0, (drawn(2, 3),), WITH_GRADIENT, split=True)
     own.backward(0, (drawn(2, 2),))

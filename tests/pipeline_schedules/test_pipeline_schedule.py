@@ -1,4 +1,4 @@
-"""What a schedule knows of its rows: stages and their ranks, split backwards, what an action needs."""
+"""A schedule derives from its rows: stages and their ranks, split backwards, needs of an action."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_a_memory_limit_that_is_passed_is_named_with_the_action_that_passes_it()
 
 
 def shuffled(schedule: Schedule, seed: int) -> Schedule:
-    """With a few neighbours in its rows swapped."""
+    """Swap a few neighbours in the rows."""
     choose = random.Random(seed)
     rows = [list(row) for row in schedule.rows]
     for _ in range(choose.randint(1, 8)):
@@ -157,7 +157,7 @@ def is_proved(schedule: Schedule) -> bool:
 
 
 def has_no_cycle(schedule: Schedule) -> bool:
-    """By the standard library: each action comes after what it needs and after its neighbour in the row."""
+    """Ask the standard library: each action comes after its needs and after its neighbour in the row."""
     before = {action: set(schedule.needs(action)) for action in schedule.actions()}
     for row in schedule.rows:
         for first, second in pairwise(row):

@@ -9,20 +9,17 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
-from typing import get_args
 
 import pytest
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.one_f_one_b import one_f_one_b
-from hpcpar.pipeline_schedules.peak_memory import peak_nbytes
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
 from hpcpar.pipeline_schedules.proof import prove
 from hpcpar.pipeline_schedules.schedule_search import (
     Choices,
-    Effort,
     HeuristicOrder,
     SearchProblem,
     automatic,
@@ -63,8 +60,18 @@ def prove_split(schedule: Schedule, ranks: int, microbatches: int, limit: int | 
     assert all(len(row) == 3 * microbatches for row in schedule.rows)
 
 
+def require_within(schedule: Schedule, limit: float, kept: float) -> None:
+    """Check the microbatches alive on each rank, of which B leaves a share of `kept` for W."""
+    freed = {"F": -1.0, "B": 1 - kept, "W": kept}
+    for row in schedule.rows:
+        alive = 0.0
+        for action in row:
+            alive -= freed[action.kind]
+            assert alive <= limit * SAME
+
+
 def split(schedule: Schedule) -> Schedule:
-    """The same order with a W right after each B."""
+    """Add a W right after each B."""
     return Schedule(
         tuple(
             tuple(each for a in row for each in ((a, a._replace(kind="W")) if a.kind == "B" else (a,)))
@@ -82,19 +89,8 @@ def test_the_paper_s_bubble_rates_come_out_to_every_printed_digit(model: str, pe
     limit = per_rank * ranks
     schedule = automatic(ranks, microbatches, durations, limit, kept_after_backward=PAPER_KEPT)
     prove_split(schedule, ranks, microbatches)
-    assert max(peak_nbytes(schedule, 1, kept_after_backward=PAPER_KEPT)) <= limit * SAME
+    require_within(schedule, limit, PAPER_KEPT)
     assert f"{simulate(schedule, durations).bubble_rate:.4f}" == printed[per_rank - 1]
-
-
-@pytest.mark.parametrize("model", ["6.2 B", "14.6 B"])
-def test_a_search_halves_the_bubbles_that_the_paper_leaves(model: str) -> None:
-    ranks, microbatches, durations, _, printed = PAPER[model]
-    found = automatic(
-        ranks, microbatches, durations, 2 * ranks, kept_after_backward=PAPER_KEPT, effort="search"
-    )
-    prove_split(found, ranks, microbatches)
-    assert max(peak_nbytes(found, 1, kept_after_backward=PAPER_KEPT)) <= 2 * ranks * SAME
-    assert simulate(found, durations).bubble_rate < float(printed) / 2
 
 
 # --- drawn by hand --------------------------------------------------------------------------------
@@ -163,18 +159,12 @@ def test_schedules_are_right_within_memory_and_no_worse_than_the_fixed_patterns(
             zb_h1(ranks, microbatches, memory_limit=limit),
             zb_h2(ranks, microbatches, memory_limit=limit),
         )
-        costs = [min(cost_s(pattern, times) for pattern in patterns)]
-        for effort in get_args(Effort):
-            schedule = automatic(ranks, microbatches, times, limit, kept_after_backward=kept, effort=effort)
-            prove_split(schedule, ranks, microbatches, limit if kept == 1 else None)
-            assert max(peak_nbytes(schedule, 1, kept_after_backward=kept)) <= limit * SAME
-            costs.append(cost_s(schedule, times))
-        fixed_s, heuristic_s, search_s = costs
-        assert search_s <= heuristic_s * SAME
-        assert heuristic_s <= fixed_s * SAME
-        gains.append((fixed_s / heuristic_s, heuristic_s / search_s))
-    # Neither is in vain.
-    assert [max(gain) > 1.02 for gain in zip(*gains, strict=True)] == [True, True]
+        schedule = automatic(ranks, microbatches, times, limit, kept_after_backward=kept)
+        prove_split(schedule, ranks, microbatches, limit if kept == 1 else None)
+        require_within(schedule, limit, kept)
+        gains.append(min(cost_s(pattern, times) for pattern in patterns) / cost_s(schedule, times))
+    assert min(gains) * SAME >= 1
+    assert max(gains) > 1.02
 
 
 def test_more_memory_is_no_more_than_may_be_used() -> None:
@@ -276,7 +266,7 @@ def test_processes_that_hash_differently_make_the_same_schedule() -> None:
     program = (
         "from hpcpar.pipeline_schedules.schedule_search import automatic\n"
         "from hpcpar.pipeline_schedules.pipeline_simulation import Durations\n"
-        "made = automatic(4, 6, Durations([1, 2, 1.5, 1], 1.1, 0.7, 0.1), 5, effort='search')\n"
+        "made = automatic(4, 6, Durations([1, 2, 1.5, 1], 1.1, 0.7, 0.1), 5)\n"
         "print(*(action for row in made.rows for action in row))\n"
     )
     made = {
@@ -305,7 +295,6 @@ def test_processes_that_hash_differently_make_the_same_schedule() -> None:
         ({"ranks": 0}, "asked for 0 ranks and 5 microbatches"),
         ({"microbatches": 0}, "asked for 3 ranks and 0 microbatches"),
         ({"kept_after_backward": 1.5}, "kept_after_backward is 1.5: .* from 0 to 1"),
-        ({"effort": "all"}, "effort is 'all': take one of heuristic, search"),
         (
             {"durations": Durations([1, 2], 1, 1)},
             "forward_s has seconds for 2 stages, but the schedule has 3",

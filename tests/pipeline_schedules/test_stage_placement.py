@@ -1,4 +1,4 @@
-"""Where stages are: as drawn, each exactly once."""
+"""Stages are placed as drawn, each exactly once."""
 
 from __future__ import annotations
 

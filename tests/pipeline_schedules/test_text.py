@@ -42,7 +42,7 @@ PEERS = (
 
 
 def stages_of_torch(ranks: int, each: int) -> list[Any]:
-    """What torch's schedules ask of the stages of one rank, without a process group."""
+    """Stand in for the stages of one rank in torch's schedules, without a process group."""
     return [
         SimpleNamespace(num_stages=ranks * each, group_size=ranks, group_rank=0, submod=None)
         for _ in range(each)
@@ -54,7 +54,7 @@ def made_by_torch(name: str, ranks: int, each: int, microbatches: int) -> Any:
 
 
 def done_by_torch(order: dict[int, list[Any]]) -> tuple[tuple[Action, ...], ...]:
-    """What torch's runtime would do, from its own objects; I and B are both B here."""
+    """Convert the actions of torch's runtime to ours; I and B are both B here."""
     letters = {
         peer.FORWARD: "F",
         peer.BACKWARD_INPUT: "B",

@@ -10,7 +10,7 @@ from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
 
 def timetable(*rows: str) -> Timetable:
-    """From rows such as "0F0@0-1 0B0@3-5"."""
+    """Parse rows such as "0F0@0-1 0B0@3-5"."""
 
     def timed(word: str) -> Timed:
         written, _, times = word.partition("@")

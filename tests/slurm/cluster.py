@@ -43,7 +43,7 @@ class ClusterError(Exception):
 
 
 def obstacle() -> str | None:
-    """Why no cluster can be brought up on this machine; None where one can."""
+    """Say why no cluster can be brought up on this machine; None where one can."""
     missing = [command for command in COMMANDS if shutil.which(command, path=_path(os.environ)) is None]
     if missing:
         return f"{', '.join(missing)} not installed ({PACKAGES})"

@@ -39,7 +39,7 @@ class Job:
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in shown.stdout.splitlines() if line.strip()]
 
     def field(self, name: str) -> str:
-        """What scontrol says after `name=`, of the first record: "ExitCode", "Restarts", "NodeList", ..."""
+        """Return scontrol's field of the first record: "ExitCode", "Restarts", "NodeList", ..."""
         return self.records()[0][name]
 
     def state(self) -> str:
@@ -61,7 +61,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What it has written so far, jobs of an array one after the other; "" before it starts."""
+        """Output so far, jobs of an array one after the other; "" before it starts."""
         files = dict.fromkeys(
             Path(record["StdOut"]) for record in reversed(self.records()) if "StdOut" in record
         )

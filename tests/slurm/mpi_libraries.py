@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Library:
-    """How a rank gets this MPI library: by the Python that runs it, and variables of its environment."""
+    """An MPI library: a rank gets it by the Python that runs it, and variables of its environment."""
 
     name: str
     python: str

@@ -1,4 +1,4 @@
-"""Whatever plugin srun has and whatever library is loaded: a world of all ranks, or a word on what to do."""
+"""Every plugin of srun with every MPI library: a world of all ranks, or a word on what to do."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ BY_THE_SERVER = set(itertools.product(("mpich-wheel", "machine's-mpich"), STARTS
 AT_ONCE = 3
 
 ENDS_WITHIN_S = 60
-"""What is at once on a busy machine: ranks wait ten times as long for each other."""
+"""Limit for "at once" on a busy machine: ranks wait ten times as long for each other."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a start gave: its exit status, what was written, and how long it took."""
+    """Exit status, output and time of a start."""
 
     status: int
     output: str
@@ -86,6 +86,13 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Library | N
         "machine's-mpich": mpi_libraries.machines_mpich(directory),
         "machine's-openmpi": mpi_libraries.machines_openmpi(),
     }
+
+
+@pytest.fixture
+def mpich(libraries: dict[str, Library | None]) -> Library:
+    library = libraries["mpich-wheel"]
+    assert library is not None
+    return library
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +205,11 @@ def _mpich() -> str:
 
 
 def test_the_secret_is_made_once_and_for_this_user_alone_by_steps_that_start_together(
-    cluster: Cluster, libraries: dict[str, Library | None], tmp_path: Path
+    cluster: Cluster, mpich: Library, tmp_path: Path
 ) -> None:
-    library = libraries["mpich-wheel"]
-    assert library is not None
     with ThreadPoolExecutor(AT_ONCE) as pool:
         steps = [
-            pool.submit(_start, cluster, library, "none", XDG_CONFIG_HOME=str(tmp_path))
-            for _ in range(AT_ONCE)
+            pool.submit(_start, cluster, mpich, "none", XDG_CONFIG_HOME=str(tmp_path)) for _ in range(AT_ONCE)
         ]
     for step in steps:
         _is_a_world_of(4, step.result())
@@ -218,17 +222,15 @@ Srun = Callable[..., Outcome]
 
 
 @pytest.fixture
-def srun(cluster: Cluster, libraries: dict[str, Library | None], tmp_path: Path) -> Srun:
+def srun(cluster: Cluster, mpich: Library, tmp_path: Path) -> Srun:
     """A program under `srun --mpi=none` with the wheel of MPICH, on two nodes with two tasks each."""
-    library = libraries["mpich-wheel"]
-    assert library is not None
 
     def start(program: str, *words: str, **variables: str) -> Outcome:
         script = tmp_path / "program.py"
         script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['SLURM_PROCID'])\n{program}")
         shape = ("-N2", "--ntasks-per-node=2", "-t1", "--mpi=none", *words)
         begun = time.monotonic()
-        done = cluster.run("srun", *shape, library.python, str(script), **{**library.variables, **variables})
+        done = cluster.run("srun", *shape, mpich.python, str(script), **{**mpich.variables, **variables})
         return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - begun)
 
     return start
@@ -323,34 +325,22 @@ def test_an_exception_ends_all_ranks_under_our_server(srun: Srun) -> None:
     assert "ValueError: so it is" in outcome.errors
 
 
-def test_one_step_may_run_one_program_after_the_other(
-    cluster: Cluster, libraries: dict[str, Library | None]
-) -> None:
-    library = libraries["mpich-wheel"]
-    assert library is not None
-    both = f"{library.python} {RANK} && {library.python} {RANK}"
+def test_one_step_may_run_one_program_after_the_other(cluster: Cluster, mpich: Library) -> None:
+    both = f"{mpich.python} {RANK} && {mpich.python} {RANK}"
     done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", "sh", "-c", both)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"size": 2') == 4, done.stdout
 
 
-def test_a_word_of_the_users_own_stands_in_for_the_secrets_file(
-    cluster: Cluster, libraries: dict[str, Library | None]
-) -> None:
-    library = libraries["mpich-wheel"]
-    assert library is not None
+def test_a_word_of_the_users_own_stands_in_for_the_secrets_file(cluster: Cluster, mpich: Library) -> None:
     secret = {"HPCPAR_STEP_SECRET": "a word that nobody knows", "XDG_CONFIG_HOME": "/dev/null"}
-    done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", library.python, RANK, **secret)
+    done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", mpich.python, RANK, **secret)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"size": 2') == 2, done.stdout
 
 
-def test_the_doctor_under_srun_says_who_connected_the_ranks(
-    cluster: Cluster, libraries: dict[str, Library | None]
-) -> None:
-    library = libraries["mpich-wheel"]
-    assert library is not None
-    doctor = (library.python, "-m", "hpcpar", "doctor")
-    done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", *doctor, **library.variables)
+def test_the_doctor_under_srun_says_who_connected_the_ranks(cluster: Cluster, mpich: Library) -> None:
+    doctor = (mpich.python, "-m", "hpcpar", "doctor")
+    done = cluster.run("srun", "-N2", "-n2", "-t1", "--mpi=none", *doctor, **mpich.variables)
     assert "connected by" in done.stdout, done.stderr
     assert f"own PMI-1 server: srun offers --mpi=none, {_mpich()} speaks PMI-1" in done.stdout

@@ -194,7 +194,7 @@ def told(case: Path) -> list[tuple[str, dict[str, str]]]:
 def truth(
     tasks: Sequence[tuple[str, dict[str, str]]], size: int, pmi: str, nodes: Sequence[str]
 ) -> list[RankInfo]:
-    """What the tasks of a step should find out, in the order of the tasks."""
+    """Return what the tasks of a step should find out, in their order."""
     ranks = defaultdict(list)
     for host, environ in tasks:
         ranks[host].append(int(environ["SLURM_PROCID"]))

@@ -93,7 +93,7 @@ def submit(cluster: Cluster, project: Path) -> Submit:
 
 
 def node_names(job: Job) -> set[str]:
-    """As the ranks' own report at the start has them."""
+    """Return the nodes of the ranks' own report at the start."""
     return set(re.findall(r"^node \d+  (\w+): rank", job.output, re.MULTILINE))
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 
 @pytest.fixture(scope="session")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `make install-module` has put this version, over MPICH's wheel."""
+    """Prefix of `make install-module` with this version over MPICH's wheel."""
     return installation.installed(tmp_path_factory.getbasetemp())
 
 

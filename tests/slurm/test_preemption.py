@@ -74,7 +74,7 @@ TWO_TASKS = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append", "--requeu
 
 
 class Scene:
-    """Where jobs run, and what is done to them."""
+    """Directory of the jobs, and the commands upon them."""
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
         self.cluster, self.directory = cluster, directory

@@ -29,7 +29,7 @@ if found:
 def placed(
     cluster: Cluster, *options: str
 ) -> tuple[list[str], list[tuple[str, list[tuple[int, list[str], int]]]]]:
-    """What a step with these options logs, and the placement that its rank 0 gathers."""
+    """Return the log of a step with these options, and the rank map of its rank 0."""
     script = cluster.state / "work" / "place.py"
     script.write_text(PROGRAM)
     done = cluster.run("srun", "-t1", "--mpi=pmi2", *options, sys.executable, str(script))

@@ -1,4 +1,4 @@
-"""What users type, with nothing set: the ranks that were asked for, or one clear error."""
+"""Commands as users type them, with nothing set: the ranks that were asked for, or one clear error."""
 
 from __future__ import annotations
 

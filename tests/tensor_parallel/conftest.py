@@ -1,4 +1,4 @@
-"""What the tests of parallel layers have in common: one layer on several ranks beside the serial one."""
+"""Helpers of the tests of parallel layers: one layer on several ranks compared with the serial one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]]
 
 
 class Trained(NamedTuple):
-    """What a layer gave and what it became; all of it whole."""
+    """Results of training a layer, all of them whole."""
 
     output: Tensor
     of_input: Tensor
@@ -93,7 +93,7 @@ def trained(
 
 
 def own_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
-    """With sequence parallelism this rank's part of [B, S, …], else all of it."""
+    """Return this rank's part of [B, S, …] under sequence parallelism, else all of it."""
     if not tp.sequence_parallel:
         return x
     start, stop = bounds(x.shape[1], tp.size)[tp.rank]
@@ -101,7 +101,7 @@ def own_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def all_tokens(part: Tensor, tp: TensorParallel) -> Tensor:
-    """What ranks have a part each of; collective."""
+    """Join the parts of all ranks. Collective."""
     gathered = tp.comm.allgather(part.detach().contiguous())
     return torch.cat(list(gathered.view(tp.size, *part.shape)), dim=1)
 

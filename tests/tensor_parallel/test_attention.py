@@ -68,7 +68,7 @@ def test_it_is_the_serial_attention(
 
 
 def test_dropped_shares_differ_between_ranks_and_average_out() -> None:
-    """With p = 1/2 the mean of many draws comes near what no dropout gives; and ranks drop other ones."""
+    """The mean of many draws comes near the result without dropout; ranks drop different shares."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64, generator=generator) for _ in range(3))
     truth = causal_attention(q, k, v)

@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Scaled(Block):
-    """With a parameter of the block itself; `size` 1 or all features."""
+    """A block with a parameter of its own; `size` is 1 or all features."""
 
     def __init__(self, size: int) -> None:
         super().__init__(lambda block, x: functional.silu(x) * block.scale)

@@ -25,7 +25,7 @@ def tokens(vocabulary: int) -> Tensor:
 def test_it_is_the_serial_embedding(
     compare: Callable[..., None], size: int, way: str, optimizer: str, vocabulary: int
 ) -> None:
-    """Also where the vocabulary does not divide, and where some ranks have nothing but padding."""
+    """Vocabularies that do not divide, and ranks with nothing but padding, are included."""
     compare(
         size,
         nn.Embedding(vocabulary, 6),

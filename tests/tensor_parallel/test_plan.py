@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -45,17 +45,13 @@ from hpcpar.tensor_parallel import (
 from hpcpar.tensor_parallel.plan import checksum, matches
 from hpcpar.tensor_parallel.region_styles import OnOwnPart
 from tests.grid import checkered, pairwise
-
-TOLERANCE = 1e-10
-"""In float64: sums over ranks are taken in another order, and some steps carry the last bits on."""
-
-STEPS = 4
+from tests.tensor_parallel.conftest import TOLERANCE, Trained, require_same, trained
 
 HIDDEN, HEADS, HEAD_SIZE, FFN, VOCABULARY = 16, 12, 2, 24, 23
 
 
 def drawn(model: nn.Module) -> nn.Module:
-    """In float64 with values that do not depend on the process's random numbers; norms other than one."""
+    """Draw float64 values, also for norms, from a generator of their own."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.double().parameters():
@@ -64,7 +60,7 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """By hand, with numbers of heads in attributes."""
+    """Hand-written attention with its numbers of heads in attributes."""
 
     def __init__(self, kv_heads: int) -> None:
         super().__init__()
@@ -172,44 +168,6 @@ def tokens() -> Tensor:
     return drawn
 
 
-class Trained(NamedTuple):
-    """Of the first step outputs and gradients, of the last one parameters; all of them whole."""
-
-    output: Tensor
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-
-
-def trained(model: nn.Module, x: Tensor, optimizer: str = "sgd") -> Trained:
-    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        "adamw": partial(torch.optim.AdamW, lr=0.01),
-    }
-    steps = makers[optimizer](model.parameters())
-    first = None
-    own = x.clone().requires_grad_(x.is_floating_point())
-    for _ in range(STEPS):
-        steps.zero_grad()
-        output = model(own)
-        weights = torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype)
-        ((output - weights).square() * (1 + weights)).mean().backward()
-        if first is None:
-            gradients = {name: gather_whole(p, p.grad) for name, p in model.named_parameters()}
-            if own.grad is not None:
-                gradients["of the input"] = own.grad.clone()
-            first = output.detach(), gradients
-        steps.step()
-    return Trained(*first, {name: gather_whole(p) for name, p in model.named_parameters()})
-
-
-def require_same(found: Trained, serial: Trained) -> None:
-    torch.testing.assert_close(found.output, serial.output, rtol=TOLERANCE, atol=TOLERANCE)
-    for mine, truth in ((found.gradients, serial.gradients), (found.parameters, serial.parameters)):
-        assert mine.keys() == truth.keys()
-        for name in truth:
-            torch.testing.assert_close(mine[name], truth[name], rtol=TOLERANCE, atol=TOLERANCE)
-
-
 def compare(
     size: int,
     model: nn.Module,
@@ -268,7 +226,7 @@ def test_an_mlp_of_complex_numbers_trains_as_the_serial_one(way: dict[str, Any])
 
     def trained_on(model: nn.Module) -> dict[str, Tensor]:
         steps = torch.optim.SGD(model.parameters(), lr=0.05)
-        for _ in range(STEPS):
+        for _ in range(4):
             steps.zero_grad()
             (model(x) - 1j).abs().square().mean().backward()
             steps.step()
@@ -747,7 +705,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_model_stays_as_it_was(case:
 
 
 def refused(models: list[nn.Module], plans: list[Plan], **ways: list[Any]) -> list[HpcparError]:
-    """What each rank says."""
+    """Return the error of each rank."""
 
     def on_rank(comm: Communicator) -> HpcparError:
         tp = TensorParallel(comm, **{name: given[comm.rank] for name, given in ways.items()})

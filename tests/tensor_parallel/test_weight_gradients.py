@@ -85,7 +85,7 @@ CASES = [
 
 
 class Multiplications(TorchDispatchMode):
-    """How many of a matrix product there are; in a thread, as ranks are here."""
+    """Count the multiplications of matrix products in this thread; ranks are threads here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def summed(calls: list[dict[str, int]]) -> dict[str, int]:
 
 
 def both(comm: Communicator, make: Callable[[], nn.Module], x: Tensor) -> tuple[Found, Found]:
-    """By a whole backward, and by a split one."""
+    """Measure a whole backward, and a split one."""
     module = make().double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

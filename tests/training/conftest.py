@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import pytest
 
 from hpcpar.comm import run_loopback
 from hpcpar.training import Config, Outcome, Run, parse
-
-MakeConfig = Callable[..., Config]
-OfOneProcess = Callable[..., tuple[Config, Outcome]]
+from tests.training.runs import MakeConfig, OfOneProcess
 
 RUN = """
 [model]

@@ -1,8 +1,6 @@
-"""What a run needs is known before it allocates, and said on every rank where there is less."""
+"""A run that needs more memory than there is ends on every rank before it allocates."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 
@@ -13,8 +11,7 @@ from hpcpar.planner.memory import BUILDING, MemoryNeed
 from hpcpar.training import Config, Run, memory_check
 from hpcpar.training.memory_check import memory_need
 from hpcpar.units import KiB
-
-MakeConfig = Callable[..., Config]
+from tests.training.runs import MakeConfig
 
 SIZES = LlamaConfig.preset("llama2-7b")
 PHI = SIZES.parameters()

@@ -1,9 +1,8 @@
-"""What is exported is, to transformers, the model that was trained."""
+"""An exported model is, to transformers, the model that was trained."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from hpcpar.errors import CheckpointError, ConfigError, DataError
 from hpcpar.models import Llama
 from hpcpar.training import Config, Run
 from hpcpar.training.model_export import export
-
-MakeConfig = Callable[..., Config]
+from tests.training.runs import MakeConfig
 
 TEXT = "The cät\tsat\n\n on 12 €; \x00 and \x7f were bytes."
 
@@ -32,7 +30,7 @@ def trained(config: Config, size: int = 1) -> Path:
 
 
 def trained_model(run: Path, config: Config, dtype: torch.dtype, vocabulary: int = 256) -> Llama:
-    """As our own code reads it from the checkpoint, without the export."""
+    """Read the model from the checkpoint by our own code, without the export."""
     model = Llama(config.model_config_for(vocabulary), seed=None).to(dtype)
     load(run / "checkpoints", model=model, comm=Communicator.alone(), restore_random=False)
     return model.eval()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import PeerFailedError
-from hpcpar.training import Config, Run
+from hpcpar.training import Run
 from hpcpar.training.build import place_on_hardware
-
-MakeConfig = Callable[..., Config]
+from tests.training.runs import MakeConfig
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(4, [0, 1, 2]), (2, [0, 1, 0]), (1, [0, 0, 0])])

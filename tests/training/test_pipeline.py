@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,12 +14,22 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, LayoutError, PeerFailedError
 from hpcpar.models import LlamaStages
 from hpcpar.pipeline_schedules.timetable import read_timetable
-from hpcpar.training import Config, Outcome, Run
-from hpcpar.training.metrics import records_of
+from hpcpar.training import Run
 from hpcpar.training.pipelined import make_schedule
-
-MakeConfig = Callable[..., Config]
-OfOneProcess = Callable[..., tuple[Config, Outcome]]
+from tests.training.runs import (
+    SEQUENCE,
+    MakeConfig,
+    OfOneProcess,
+    course,
+    deviations,
+    half_of,
+    refused,
+    require_resumed,
+    require_resumed_bit_for_bit,
+    require_same_on_all,
+    require_serial,
+    trained,
+)
 
 MODEL = (
     "model.hidden_size=24",
@@ -37,28 +46,6 @@ MODEL = (
 """Every gradient is clipped."""
 
 TIED = "model.tie_embeddings=true"
-
-SEQUENCE = "tensor_parallel.sequence_parallel=true"
-
-
-def trained(config: Config, size: int = 1, *, resume: bool = False) -> list[Outcome]:
-    return run_loopback(size, lambda comm: Run(config, comm, resume=resume).train())
-
-
-def course(config: Config) -> list[float]:
-    """Losses and gradient norms of all steps."""
-    records = records_of(config.output.directory / "metrics.jsonl")
-    return [record[key] for record in records if "loss" in record for key in ("loss", "gradient_norm")]
-
-
-def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
-    """Of what carries the run's numbers."""
-    return {
-        (line.communicator, line.collective): line.deviation
-        for line in outcome.traffic
-        if line.communicator.split("-")[0] in ("pp", "dp", "tp", "losses")
-        and line.collective in ("send", "allreduce", "allgather", "reduce_scatter", "broadcast")
-    }
 
 
 @pytest.mark.parametrize(
@@ -93,17 +80,8 @@ def test_any_layout_and_schedule_trains_the_model_of_one_process_and_sends_what_
     alone, expected = of_one_process(*MODEL, *of_run)
     together = config_of(*MODEL, *small, *options, f"mesh.pp={pp}", f"mesh.tp={tp}", name="together")
     outcomes = trained(together, pp * dp * tp)
-    # float64: only the order of summation differs.
-    assert min(course(alone)[1::2]) > 0.2
-    assert course(together) == pytest.approx(course(alone), abs=1e-10)
-    assert outcomes[0].held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
-    assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
-        (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
-    }
-    found = deviations(outcomes[0])
-    assert set(found.values()) == {0}, found
-    assert ("pp", "send") in found
-    assert outcomes[0].memory.worst.unexplained_nbytes == 0
+    require_serial(together, outcomes, alone, expected)
+    assert ("pp", "send") in deviations(outcomes[0])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -135,9 +113,7 @@ def test_copies_of_tied_weights_stay_the_same_to_the_last_bit(config_of: MakeCon
 def test_half_precision_sends_half_of_the_bytes(config_of: MakeConfig, precision: str) -> None:
     config = config_of(*MODEL, TIED, "mesh.pp=2", "train.microbatch=1", f"train.precision={precision}")
     outcomes = trained(config, 4)
-    assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
-        (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
-    }
+    require_same_on_all(outcomes)
     found = deviations(outcomes[0])
     assert {nbytes for (name, _), nbytes in found.items() if name.startswith("pp")} == {0}, found
 
@@ -161,17 +137,6 @@ def test_averages_over_replicas_travel_while_other_stages_still_work(
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------
-
-
-def half_of(config: Config, size: int) -> None:
-    """Train 2 of 4 steps, save, and be gone."""
-
-    def interrupted(comm: Communicator) -> None:
-        run = Run(config, comm)
-        run.train_steps(0, 2, None)
-        run.save(2)
-
-    run_loopback(size, interrupted)
 
 
 Way = tuple[int, tuple[str, ...]]
@@ -199,21 +164,12 @@ def test_a_run_is_resumed_with_another_pipeline(
     (size, options), (size_after, options_after) = before, after
     half_of(config_of(*model, *options, name="parts"), size)
     config = config_of(*model, *options_after, name="parts")
-    resumed = trained(config, size_after, resume=True)[0]
-    assert resumed.first_step == 2
-    # float64: only the order of summation differs.
-    assert resumed.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
-    assert course(config) == pytest.approx(course(whole)[4:], abs=1e-10)
+    require_resumed(config, size_after, whole, expected)
 
 
 def test_a_run_with_dropout_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:
     told = (*MODEL, "mesh.pp=2", "model.dropout=0.2", "train.microbatch=1")
-    whole, parts = config_of(*told, name="whole"), config_of(*told, name="parts")
-    uninterrupted = trained(whole, 4)[0]
-    half_of(parts, 4)
-    resumed = trained(parts, 4, resume=True)[0]
-    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
-    assert course(parts) == course(whole)[4:]
+    require_resumed_bit_for_bit(config_of(*told, name="whole"), config_of(*told, name="parts"), 4)
 
 
 # --- what is said, and left behind ------------------------------------------------------------------------
@@ -276,14 +232,7 @@ def test_the_stages_are_told_a_sample_is_the_serial_models_and_the_last_step_is_
 def test_what_cannot_work_is_refused_on_every_rank(
     config_of: MakeConfig, options: tuple[str, ...], kind: type[Exception], words: str
 ) -> None:
-    config = config_of(*MODEL, "mesh.pp=2", *options)
-
-    def work(comm: Communicator) -> str:
-        with pytest.raises(kind, match=words) as caught:
-            Run(config, comm)
-        return type(caught.value).__name__
-
-    assert run_loopback(2, work) == [kind.__name__] * 2
+    assert re.search(words, refused(config_of(*MODEL, "mesh.pp=2", *options), 2, kind))
 
 
 @pytest.mark.parametrize(
@@ -303,12 +252,7 @@ def test_a_schedule_of_a_file_is_followed_or_refused(
     path = tmp_path / "own.txt"
     path.write_text(rows)
     config = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", name="refused")
-
-    def refused(comm: Communicator) -> None:
-        with pytest.raises(PeerFailedError, match=words):
-            Run(config, comm)
-
-    run_loopback(2, refused)
+    assert re.search(words, refused(config, 2, PeerFailedError))
     path.write_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n")
     followed = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", name="followed")
     alone, _ = of_one_process(*MODEL)
@@ -339,12 +283,7 @@ def test_what_is_asked_of_a_schedule_is_asked_of_a_files_too(
     path = tmp_path / "own.txt"
     path.write_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n")
     config = config_of(*MODEL, "mesh.pp=2", f"pipeline.schedule={path}", f"pipeline.{option}")
-
-    def refused(comm: Communicator) -> None:
-        with pytest.raises(PeerFailedError, match=words):
-            Run(config, comm)
-
-    run_loopback(2, refused)
+    assert re.search(words, refused(config, 2, PeerFailedError))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.preemption import Preemption
 from hpcpar.training import Config, Outcome, Preempted, Run
 from hpcpar.training.metrics import records_of
-
-MakeConfig = Callable[..., Config]
+from tests.training.runs import MakeConfig
 
 # Cut by log_every = 3 and evaluate_every = 4 into steps 0-3, 3-4, 4-6, 6-8.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +12,22 @@ from rich.console import Console
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.tensor_parallel import TensorParallel
-from hpcpar.training import Config, Outcome, Run
+from hpcpar.training import Run
 from hpcpar.training.build import build_model
-from hpcpar.training.metrics import records_of
-
-MakeConfig = Callable[..., Config]
-OfOneProcess = Callable[..., tuple[Config, Outcome]]
+from tests.training.runs import (
+    SEQUENCE,
+    MakeConfig,
+    OfOneProcess,
+    course,
+    deviations,
+    half_of,
+    refused,
+    require_resumed,
+    require_resumed_bit_for_bit,
+    require_same_on_all,
+    require_serial,
+    trained,
+)
 
 MODEL = (
     "model.hidden_size=24",
@@ -33,28 +41,6 @@ MODEL = (
     "optimizer.clip_norm=0.2",
 )
 """Small, and divisible by 2, 3 and 4; every gradient is clipped."""
-
-SEQUENCE = "tensor_parallel.sequence_parallel=true"
-
-
-def trained(config: Config, size: int = 1, *, resume: bool = False) -> list[Outcome]:
-    return run_loopback(size, lambda comm: Run(config, comm, resume=resume).train())
-
-
-def course(config: Config) -> list[float]:
-    """Losses and gradient norms of all steps."""
-    records = records_of(config.output.directory / "metrics.jsonl")
-    return [record[key] for record in records if "loss" in record for key in ("loss", "gradient_norm")]
-
-
-def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
-    """Of all lines but those of objects that were exchanged."""
-    return {
-        (line.communicator, line.collective): line.deviation
-        for line in outcome.traffic
-        if line.communicator.split("-")[0] in ("dp", "tp", "losses")
-        and line.collective in ("allreduce", "allgather", "reduce_scatter", "broadcast")
-    }
 
 
 @pytest.mark.parametrize(
@@ -97,17 +83,8 @@ def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
     alone, expected = of_one_process(*MODEL, *of_model)
     together = config_of(*MODEL, *options, f"mesh.tp={tp}", name="together")
     outcomes = trained(together, dp * tp)
-    # float64: only the order of summation differs.
-    assert min(course(alone)[1::2]) > 0.2
-    assert course(together) == pytest.approx(course(alone), abs=1e-10)
-    assert outcomes[0].held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
-    assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
-        (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
-    }
-    found = deviations(outcomes[0])
-    assert set(found.values()) == {0}, found
-    assert ("tp", "allreduce") in found
-    assert outcomes[0].memory.worst.unexplained_nbytes == 0
+    require_serial(together, outcomes, alone, expected)
+    assert ("tp", "allreduce") in deviations(outcomes[0])
 
 
 @pytest.mark.parametrize("options", [(), (SEQUENCE, "optimizer.zero_stage=3")])
@@ -116,10 +93,8 @@ def test_half_precision_sends_half_of_the_bytes_and_the_loss_in_single(
     config_of: MakeConfig, precision: str, options: tuple[str, ...]
 ) -> None:
     config = config_of(*MODEL, *options, "mesh.tp=2", f"train.precision={precision}")
-    outcomes = run_loopback(4, lambda comm: Run(config, comm).train())
-    assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
-        (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
-    }
+    outcomes = trained(config, 4)
+    require_same_on_all(outcomes)
     found = deviations(outcomes[0])
     assert {nbytes for (name, _), nbytes in found.items() if name == "tp"} == {0}, found
 
@@ -155,17 +130,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(config_
 # --- checkpoints ----------------------------------------------------------------------------------------
 
 
-def half_of(config: Config, size: int) -> None:
-    """Train 2 of 4 steps, save, and be gone."""
-
-    def interrupted(comm: Communicator) -> None:
-        run = Run(config, comm)
-        run.train_steps(0, 2, None)
-        run.save(2)
-
-    run_loopback(size, interrupted)
-
-
 Way = tuple[int, int, tuple[str, ...]]
 """dp, tp, options"""
 
@@ -187,24 +151,14 @@ def test_a_run_is_resumed_on_another_layout(
     (dp, tp, options), (dp_after, tp_after, options_after) = before, after
     half_of(config_of(*model, *options, f"mesh.tp={tp}", name="parts"), dp * tp)
     config = config_of(*model, *options_after, f"mesh.tp={tp_after}", name="parts")
-    resumed = trained(config, dp_after * tp_after, resume=True)[0]
-    assert resumed.first_step == 2
-    # float64: only the order of summation differs.
-    assert resumed.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
-    assert course(config) == pytest.approx(course(whole)[4:], abs=1e-10)
-    found = deviations(resumed)
+    found = deviations(require_resumed(config, dp_after * tp_after, whole, expected))
     assert {nbytes for (_, name), nbytes in found.items() if name != "broadcast"} <= {0}, found
 
 
 @pytest.mark.parametrize("options", [(), (SEQUENCE, "optimizer.zero_stage=3")])
 def test_a_run_with_dropout_is_resumed_bit_for_bit(config_of: MakeConfig, options: tuple[str, ...]) -> None:
     told = (*MODEL, *options, "mesh.tp=2", "model.dropout=0.2")
-    whole, parts = config_of(*told, name="whole"), config_of(*told, name="parts")
-    uninterrupted = run_loopback(4, lambda comm: Run(whole, comm).train())[0]
-    half_of(parts, 4)
-    resumed = run_loopback(4, lambda comm: Run(parts, comm, resume=True).train())[0]
-    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
-    assert course(parts) == course(whole)[4:]
+    require_resumed_bit_for_bit(config_of(*told, name="whole"), config_of(*told, name="parts"), 4)
 
 
 # --- what is said, and refused --------------------------------------------------------------------------
@@ -232,16 +186,6 @@ def test_the_layout_is_told_and_a_sample_is_the_serial_models(config_of: MakeCon
     assert sample(said) == sample(serial)
     assert sample(said).startswith("document ")
     assert outcomes[0].memory.parameters < alone.memory.parameters < 2 * outcomes[0].memory.parameters
-
-
-def refused(config: Config, size: int, error: type[Exception]) -> str:
-    def work(comm: Communicator) -> str:
-        with pytest.raises(error) as caught:
-            Run(config, comm)
-        return str(caught.value)
-
-    (message,) = set(run_loopback(size, work))
-    return message
 
 
 def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_built(config_of: MakeConfig) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,20 @@ from hpcpar.errors import (
     LayoutError,
     PeerFailedError,
 )
-from hpcpar.training import Config, Outcome, Run, run_directory
+from hpcpar.training import Config, Run, run_directory
 from hpcpar.training.metrics import records_of
 from hpcpar.training.milestones import intervals, is_due
 from hpcpar.training.run_directory import move_aside
 from tests.grid import checkered
-
-MakeConfig = Callable[..., Config]
-
-
-def trained(config: Config, size: int = 1, *, resume: bool = False) -> list[Outcome]:
-    return run_loopback(size, lambda comm: Run(config, comm, resume=resume).train())
-
-
-def losses(config: Config) -> list[float]:
-    return [
-        record["loss"] for record in records_of(config.output.directory / "metrics.jsonl") if "loss" in record
-    ]
+from tests.training.runs import (
+    MakeConfig,
+    half_of,
+    losses,
+    require_resumed,
+    require_resumed_bit_for_bit,
+    require_same_on_all,
+    trained,
+)
 
 
 def test_any_number_of_ranks_trains_the_same_model(config_of: MakeConfig) -> None:
@@ -48,9 +44,7 @@ def test_any_number_of_ranks_trains_the_same_model(config_of: MakeConfig) -> Non
         # float64: only the order of summation differs.
         assert outcomes[0].held_out_loss == pytest.approx(alone.held_out_loss, abs=1e-10)
         assert losses(config) == pytest.approx(losses(config_of(name="alone")), abs=1e-10)
-        assert {(o.loss, o.held_out_loss, o.traffic) for o in outcomes} == {
-            (outcomes[0].loss, outcomes[0].held_out_loss, outcomes[0].traffic)
-        }
+        require_same_on_all(outcomes)
 
 
 def test_a_run_learns_and_leaves_metrics_picture_summary_and_checkpoint(config_of: MakeConfig) -> None:
@@ -96,44 +90,13 @@ def test_memory_is_the_formula_and_is_told_to_people_and_in_the_summary(
     assert "activations" in said
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(config_of: MakeConfig) -> None:
-    whole, parts = config_of(name="whole"), config_of("output.checkpoint_every=4", name="parts")
-    uninterrupted = trained(whole, 2)[0]
-
-    def interrupted(comm: Communicator) -> None:
-        run = Run(parts, comm)
-        run.train_steps(0, 4, None)
-        run.save(4)
-
-    run_loopback(2, interrupted)
-    resumed = trained(parts, 2, resume=True)[0]
-    assert (resumed.first_step, resumed.steps) == (4, 8)
-    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
-    assert losses(parts) == losses(whole)[4:]
-
-
-def half_of(config: Config, size: int) -> None:
-    """Train 4 of 8 steps, save, and be gone."""
-
-    def interrupted(comm: Communicator) -> None:
-        run = Run(config, comm)
-        run.train_steps(0, 4, None)
-        run.save(4)
-
-    run_loopback(size, interrupted)
-
-
-@pytest.mark.parametrize(("stage", "precision"), checkered([1, 2, 3], ["float64", "float16", "float32"]))
+@pytest.mark.parametrize(("stage", "precision"), checkered([0, 1, 2, 3], ["float64", "float16", "float32"]))
 def test_a_run_of_every_stage_is_resumed_bit_for_bit(
     config_of: MakeConfig, stage: int, precision: str
 ) -> None:
     options = f"optimizer.zero_stage={stage}", f"train.precision={precision}"
     whole, parts = config_of(*options, name="whole"), config_of(*options, name="parts")
-    uninterrupted = run_loopback(3, lambda comm: Run(whole, comm).train())[0]
-    half_of(parts, 3)
-    resumed = run_loopback(3, lambda comm: Run(parts, comm, resume=True).train())[0]
-    assert (resumed.loss, resumed.held_out_loss) == (uninterrupted.loss, uninterrupted.held_out_loss)
-    assert losses(parts) == losses(whole)[4:]
+    require_resumed_bit_for_bit(whole, parts, 3, steps=4)
 
 
 @pytest.mark.parametrize(
@@ -144,12 +107,9 @@ def test_a_run_is_resumed_in_another_stage_on_other_ranks(
     config_of: MakeConfig, before: int, ranks_before: int, after: int, ranks_after: int
 ) -> None:
     whole = trained(config_of(name="whole"))[0]
-    half_of(config_of(f"optimizer.zero_stage={before}", name="parts"), ranks_before)
+    half_of(config_of(f"optimizer.zero_stage={before}", name="parts"), ranks_before, steps=4)
     config = config_of(f"optimizer.zero_stage={after}", name="parts")
-    resumed = trained(config, ranks_after, resume=True)[0]
-    # float64: only the order of summation differs.
-    assert resumed.held_out_loss == pytest.approx(whole.held_out_loss, abs=1e-10)
-    assert losses(config) == pytest.approx(losses(config_of(name="whole"))[4:], abs=1e-10)
+    resumed = require_resumed(config, ranks_after, config_of(name="whole"), whole, steps=4)
     deviations = {line.collective: line.deviation for line in resumed.traffic if line.communicator == "dp"}
     assert set(deviations.values()) <= {0, None}, deviations
     assert all(deviations.get(name, 0) == 0 for name in ("allreduce", "reduce_scatter", "allgather"))
@@ -215,7 +175,7 @@ def test_what_is_told_of_the_optimizer_when_resuming_is_what_it_does(
 ) -> None:
     options = (f"optimizer.zero_stage={stage}", "optimizer.clip_norm=0")
     changed = (*options, "optimizer.weight_decay=0.7", "optimizer.betas=[0.5, 0.6]", "optimizer.epsilon=1e-3")
-    half_of(config_of(*options), 2)
+    half_of(config_of(*options), 2, steps=4)
 
     def resumed(comm: Communicator) -> list[tuple[Any, ...]]:
         run = Run(config_of(*changed), comm, resume=True)
@@ -284,7 +244,7 @@ def test_a_checkpoint_that_counts_steps_alone_is_gone_on_from_behind_its_batches
 
 
 def without(extra: dict[str, Any]) -> dict[str, Any]:
-    """As versions before the position had it."""
+    """Drop the position, which earlier versions did not save."""
     return {key: value for key, value in extra.items() if key != "data"}
 
 

@@ -114,6 +114,7 @@ class Sharded(DistributedOptimizer):
             self._barrier.hold(STEP)
             super().synchronize()
         else:
+            assert isinstance(gradients, Reducer), "stages 0 and 1 have one"
             try:
                 super().synchronize()
             except HorovodInternalError:

@@ -52,6 +52,8 @@ LAUNCHER_VARIABLES = ("PMI_", "PMIX_")
 CONNECTED = "HPCPAR_CONNECTED_STEP"
 """Set for the children of a rank: the step whose world they cannot join again."""
 
+NOBODY = "nobody listens yet, so rank 0 has not come to MPI's start: see what it wrote"
+STRANGER = "somebody who does not know this step's key"
 WITHOUT_IT = "`srun --mpi=pmi2` with HPCPAR_BOOTSTRAP=launcher"
 
 
@@ -73,8 +75,11 @@ def connected(
         )
     key = step_key(user_secret(environ, may_create=info.rank == 0), environ)
     ports = port_row(key, environ)
-    address = start_server(info, key, ports, timeout_s, environ) if info.rank == 0 else None
-    connection = _Search(info, key, ports, time.monotonic() + timeout_s, environ, address).join()
+    likely, others = hosts_of_rank_0(environ) if info.rank > 0 else ([], [])
+    if info.rank == 0:
+        host, port = start_server(info, key, ports, timeout_s, environ)
+        likely, ports = [host], (port,)
+    connection = _Search(info, key, ports, time.monotonic() + timeout_s, environ, likely, others).join()
     remove_variables(LAUNCHER_VARIABLES, environ)  # srun's offer, which the library would try to take
     # MPI reads PMI_FD in this process; programs that it starts do not get the connection.
     descriptor = connection.detach()
@@ -182,23 +187,16 @@ def listen(ports: Sequence[int]) -> socket.socket:
 
 @dataclass
 class _Search:
-    """Search of one rank for its step's server: hosts and ports to try, and what answered there.
-
-    address      where the server is, for rank 0, which knows
-    reachable    some host refuses connections or has a stranger: rank 0 may still be on its way
-    strangers    "host:port" of listeners that did not know the key
-    """
+    """Search of one rank for its step's server; `found` says by host what answered there instead."""
 
     info: RankInfo
     key: bytes
     ports: Sequence[int]
     deadline: float
     environ: Mapping[str, str]
-    address: tuple[str, int] | None = None
-    hosts: list[str] = field(default_factory=list)
-    reachable: bool = False
-    strangers: set[str] = field(default_factory=set)
-    errors: dict[str, str] = field(default_factory=dict)
+    likely: list[str]
+    others: list[str] = field(default_factory=list)
+    found: dict[str, str] = field(default_factory=dict)
 
     def join(self) -> socket.socket:
         """Find the server and wait until all ranks have joined it: the connection is MPI's next."""
@@ -220,18 +218,16 @@ class _Search:
         return connection
 
     def find(self) -> socket.socket:
-        likely, others = ([self.address[0]], []) if self.address else hosts_of_rank_0(self.environ)
-        self.ports = [self.address[1]] if self.address else self.ports
         start, waited_s, pause_s = time.monotonic(), 0.0, 0.01
         while True:
-            self.hosts = likely if waited_s < OTHER_HOSTS_AFTER_S else [*likely, *others]
-            self.reachable = False
-            for host in self.hosts:
+            for host in self.likely if waited_s < OTHER_HOSTS_AFTER_S else [*self.likely, *self.others]:
                 connection = self.try_host(host)
                 if connection is not None:
                     return connection
             waited_s = time.monotonic() - start
-            limit_s = math.inf if self.reachable else UNREACHABLE_LIMIT_S
+            # Where somebody answers the host can be reached: rank 0 may still come.
+            answers = any(word in why for why in self.found.values() for word in (NOBODY, STRANGER))
+            limit_s = math.inf if answers else UNREACHABLE_LIMIT_S
             if start + waited_s >= self.deadline or waited_s > limit_s:
                 if self.info.rank > 1:
                     leave_it_to_another_rank(f"rank {self.info.rank} did not find rank 0, either")
@@ -241,26 +237,26 @@ class _Search:
             pause_s = min(2 * pause_s, 0.5)
 
     def try_host(self, host: str) -> socket.socket | None:
+        found = []
         try:
-            where = address_of(host)
+            where, ports = address_of(host), self.ports
         except OSError as error:
-            self.errors[host] = _reason(error)
-            return None
-        for port in self.ports:
+            found, ports = [_reason(error)], ()
+        for port in ports:
             try:
                 connection = socket.create_connection((where, port), timeout=CONNECT_LIMIT_S)
             except ConnectionRefusedError:
-                self.reachable = True
+                found.append(NOBODY)
                 continue
             except OSError as error:
-                self.errors[host] = _reason(error)
+                found.append(_reason(error))
                 continue
             with suppress(OSError, ValueError):
                 if self.introduce(connection):
                     return connection
             connection.close()
-            self.strangers.add(f"{host}:{port}")
-            self.reachable = True  # somebody is there, so the host can be reached: rank 0 may still come
+            found.append(f"on port {port} {STRANGER}")
+        self.found[host] = ", ".join(dict.fromkeys(found))
         return None
 
     def introduce(self, connection: socket.socket) -> bool:
@@ -284,17 +280,13 @@ class _Search:
         return answer == "here"
 
     def not_found(self, waited_s: float) -> str:
-        found = [f"{host}: {why}" for host, why in sorted(self.errors.items()) if host in self.hosts]
-        if self.strangers:
-            strangers = ", ".join(sorted(self.strangers)[:4])
-            found.append(f"{strangers}: somebody who does not know this step's key")
-        if self.reachable:
-            found.append("nobody listens yet, so rank 0 has not come to MPI's start: see what it wrote")
+        found = "; ".join(f"{host}: {why}" for host, why in sorted(self.found.items())[:8])
+        ports = ", ".join(map(str, self.ports))
         secret = VARIABLE if VARIABLE in self.environ else str(secret_file(self.environ))
         return (
             f"rank {self.info.rank} of step {step_name(self.environ)} did not find rank 0 within "
-            f"{waited_s:.0f} s: tried {', '.join(self.hosts[:8])}, ports {', '.join(map(str, self.ports))} "
-            f"({'; '.join(found)}). Is there a firewall (HPCPAR_PMI_PORTS=first-last), another address "
+            f"{waited_s:.0f} s: tried {', '.join(list(self.found)[:8])}, ports {ports} "
+            f"({found}). Is there a firewall (HPCPAR_PMI_PORTS=first-last), another address "
             f"(HPCPAR_PMI_HOST=…), or another secret on rank 0's node ({secret})? {WITHOUT_IT} "
             f"does without any of this where Slurm has it"
         )

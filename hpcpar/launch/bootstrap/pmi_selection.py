@@ -47,7 +47,7 @@ SETTLE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """The means by which MPI_COMM_WORLD comes about.
+    """Means by which MPI_COMM_WORLD comes about.
 
     kind      "launcher": nothing to do; "server": hpcpar's own PMI-1 server; "none": launcher and library
               cannot meet
@@ -95,13 +95,13 @@ def choose(
     if library not in ("mpich", "intel", "mvapich"):
         return Bootstrap("launcher", f"{offer}; what {name} speaks is not known here")
     if asked == "auto":
-        stale = {"pmi2": ("PMIX_",), "pmix": ("PMI_",)}.get(info.pmi, ()) if library == "mpich" else ()
         if info.pmi == "pmi2" and library == "mpich" and re.search("^MPICH Device.*ucx", mpi_library, re.M):
             return Bootstrap(
                 "server", f"own PMI-1 server: {offer}, whose lines may be too short for {name} over UCX"
             )
         spoken = _srun_speaks(info.pmi, library, libraries, environ)
         if spoken:
+            stale = {"pmi2": ("PMIX_",), "pmix": ("PMI_",)}.get(info.pmi, ()) if library == "mpich" else ()
             return Bootstrap("launcher", f"{offer}, {spoken.format(name)}", stale=stale)
     cause = f"{variable}=server asks for it" if asked == "server" else offer
     return Bootstrap("server", f"own PMI-1 server: {cause}, {name} speaks PMI-1")

@@ -21,6 +21,8 @@ from hpcpar.comm.shm_segment import SLOTS
 from hpcpar.errors import StallError
 from hpcpar.transport import loopback
 from hpcpar.units import MiB
+from tests import soak
+from tests.grid import pairwise
 
 SIZES = [2, 3, 4]
 
@@ -120,12 +122,13 @@ def remembered_on(comm, kind, count, times=TIMES):
     return list(remembered(comm, *arrays, times))
 
 
-@pytest.mark.parametrize("count", [5, 2000, 12_000])
-@pytest.mark.parametrize(("kind", "size"), [*product(KINDS, [3]), *product(["torch", "mixed"], [2, 4])])
-@pytest.mark.parametrize("options", [LONG, USUAL], ids=["long", "usual"])
+@pytest.mark.parametrize(
+    ("kind", "count", "size", "is_long"), pairwise(KINDS, [5, 2000, 12_000], SIZES, [True, False])
+)
 def test_remembered_calls_are_right_in_one_piece_in_several_and_read_where_they_lie(
-    kind, count, size, options, quick_looks, assert_true
+    kind, count, size, is_long, quick_looks, assert_true
 ):
+    options = LONG if is_long else USUAL
     for checks in run_loopback(size, lambda comm: remembered_on(comm, kind, count), **options):
         assert_true(checks)
 
@@ -159,9 +162,9 @@ def test_long_messages_over_mpi_are_right(any_world, assert_true):
     assert_true(checks)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("count", [7, 5000])
+@pytest.mark.parametrize(
+    ("size", "dtype", "count"), pairwise(SIZES, [torch.float16, torch.bfloat16, torch.float32], [7, 5000])
+)
 def test_remembered_sums_have_identical_bits_on_all_ranks_and_in_all_calls(count, dtype, size, quick_looks):
     def work(comm):
         fresh = torch.randn(count, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
@@ -403,174 +406,13 @@ def test_several_messages_between_two_ranks_in_one_step_keep_their_order(size, s
             np.testing.assert_array_equal(found, expected, err_msg=what)
 
 
-REDUCE = {"sum": np.add, "min": np.minimum, "max": np.maximum}
-RANDOM_COUNTS = (0, 1, 5, 40, 300, 2500)
-
-
-class Play:
-    """A program of random calls, the same on all ranks, but with arrays and waits of each rank's own.
-
-    Blocking calls take arrays from a pool, so that they are remembered; calls that are started have
-    fresh ones. Results are compared when all is over.
-    """
-
-    def __init__(self, comm, seed):
-        self.everyone = np.random.default_rng(seed)
-        self.mine = np.random.default_rng((seed, comm.rank))
-        self.comms = [comm, comm.split(0, key=-comm.rank, name="reversed"), comm.split(comm.rank % 2)]
-        self.pools = [self._pool(c) for c in self.comms]
-        self.open, self.checks = [], []
-
-    def run(self, calls):
-        for call in range(calls):
-            number = int(self.everyone.integers(len(self.comms)))
-            comm, started = self.comms[number], bool(self.everyone.random() < 0.3)
-            collective = str(self.everyone.choice([*ALGORITHMS, "sendrecv"]))
-            count = int(self.everyone.choice(RANDOM_COUNTS))
-            root = int(self.everyone.integers(12)) % comm.size
-            op = str(self.everyone.choice(list(REDUCE)))
-            name = self.everyone.choice(["", *ALGORITHMS.get(collective, ())])
-            how = {"algorithm": str(name) or None} if collective != "sendrecv" else {}
-            array = self._fresh if started else self._from(self.pools[number])
-            getattr(self, collective)(comm, call, count, root, op, how, array, started)
-            while self.open and self.mine.random() < 0.3:
-                self._finish(self.open.pop(int(self.mine.integers(len(self.open)))))
-        while self.open:
-            self._finish(self.open.pop())
-        return self.checks
-
-    def free(self):
-        for comm in self.comms[1:]:
-            comm.free()
-
-    def _pool(self, comm):
-        """For every length that occurs, and every use, an array of each kind."""
-        counts = {factor * count for count in RANDOM_COUNTS for factor in (1, comm.size)}
-        return {
-            (use, count): (
-                np.empty(count, dtype=int),
-                torch.empty(count, dtype=torch.int64),
-                comm.allocate_shared(count, "int64"),
-                comm.allocate_shared(count, torch.int64),
-            )
-            for use in ("data", "out")
-            for count in sorted(counts)
-        }
-
-    def _from(self, pool):
-        def array(use, numbers):
-            kinds = pool[use, len(numbers)]
-            # out has to be of the same library: half of the kinds are NumPy's, half torch's.
-            self.kind = int(self.mine.integers(4)) if use == "data" else self.kind
-            put(kinds[self.kind], numbers)
-            return kinds[self.kind]
-
-        return array
-
-    @staticmethod
-    def _fresh(use, numbers):
-        return numbers.copy()
-
-    def _do(self, comm, name, started, expected, what, *arguments, **options):
-        if started:
-            self.open.append((getattr(comm, f"start_{name}")(*arguments, **options), expected, what))
-        else:
-            self._compare(getattr(comm, name)(*arguments, **options), expected, what)
-
-    def _finish(self, opened):
-        handle, expected, what = opened
-        self._compare(handle.wait(), expected, what)
-
-    def _compare(self, found, expected, what):
-        self.checks.append((what, None if found is None else numpy_of(found), expected))
-
-    def _inputs(self, comm, count, call):
-        return [values(rank, count, call) for rank in range(comm.size)]
-
-    def allreduce(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count, call)
-        data, what = array("data", inputs[comm.rank]), f"{call}: allreduce {op} of {count} by {how}"
-        options = {"out": array("out", 0 * inputs[0])} if root % 2 else {}
-        expected = REDUCE[op].reduce(inputs)
-        self._do(comm, "allreduce", started, expected, what, data, op, **options, **how)
-
-    def reduce_scatter(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count, call)
-        start, stop = partition.bounds(count, comm.size)[comm.rank]
-        if count % comm.size:
-            how = {}
-        what = f"{call}: reduce_scatter {op} of {count} by {how}"
-        expected = REDUCE[op].reduce(inputs)[start:stop]
-        self._do(comm, "reduce_scatter", started, expected, what, array("data", inputs[comm.rank]), op, **how)
-
-    def reduce(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count, call)
-        expected = REDUCE[op].reduce(inputs) if comm.rank == root else None
-        what = f"{call}: reduce {op} of {count} to {root} by {how}"
-        self._do(comm, "reduce", started, expected, what, array("data", inputs[comm.rank]), op, root, **how)
-
-    def allgather(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count, call)
-        expected = np.concatenate(inputs)
-        data = array("data", inputs[comm.rank])
-        what = f"{call}: allgather of {count} by {how}"
-        self._do(comm, "allgather", started, expected, what, data, out=array("out", 0 * expected), **how)
-
-    def gather(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count, call)
-        expected = np.concatenate(inputs) if comm.rank == root else None
-        what = f"{call}: gather of {count} to {root} by {how}"
-        self._do(comm, "gather", started, expected, what, array("data", inputs[comm.rank]), root, **how)
-
-    def scatter(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count, call)
-        whole = np.concatenate(inputs) if comm.rank == root else None
-        what = f"{call}: scatter of {count} from {root} by {how}"
-        out = array("data", 0 * inputs[0])
-        self._do(comm, "scatter", started, inputs[comm.rank], what, whole, root, out=out, **how)
-
-    def alltoall(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count * comm.size, call)
-        expected = np.concatenate([x.reshape(comm.size, count)[comm.rank] for x in inputs])
-        data = array("data", inputs[comm.rank])
-        what = f"{call}: alltoall of {count} by {how}"
-        self._do(comm, "alltoall", started, expected, what, data, out=array("out", 0 * expected), **how)
-
-    def broadcast(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count, call)
-        what = f"{call}: broadcast of {count} from {root} by {how}"
-        data = array("data", inputs[comm.rank])
-        self._do(comm, "broadcast", started, inputs[root], what, data, root, **how)
-
-    def barrier(self, comm, call, count, root, op, how, array, started):
-        self._do(comm, "barrier", started, None, f"{call}: barrier", **how)
-
-    def sendrecv(self, comm, call, count, root, op, how, array, started):
-        inputs = self._inputs(comm, count, call)
-        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        data, out = array("data", inputs[comm.rank]), array("out", 0 * inputs[0])
-        self._compare(comm.sendrecv(data, right, out, left), inputs[left], f"{call}: sendrecv of {count}")
-
-
-def played(comm, seed, calls):
-    play = Play(comm, seed)
-    checks = play.run(calls)
-    play.free()
-    return checks
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("post_nbytes", [1024, None])
-def test_random_programs_equal_the_serial_computation(seed, size, post_nbytes, quick_looks, assert_true):
+@pytest.mark.parametrize(("seed", "size", "post_nbytes"), pairwise([1, 2], SIZES, [1024, None]))
+def test_random_programs_equal_the_serial_computation(seed, size, post_nbytes, quick_looks):
     options = {"shared_memory": True, "post_nbytes": post_nbytes}
-    for checks in run_loopback(size, lambda comm: played(comm, seed, 200), **options):
-        assert_true(checks)
-
-
-@pytest.mark.mpi
-def test_a_random_program_over_mpi_equals_the_serial_computation(any_world, assert_true):
-    assert_true(played(any_world, 3, 150))
+    report, *_ = run_loopback(
+        size, lambda comm: soak.run(soak.Options(300, seed, name_algorithms=True), comm), **options
+    )
+    assert report.wrong == 0, report.described
 
 
 # Counting.

@@ -18,6 +18,7 @@ from hpcpar.launch.bootstrap import pmi_client, pmi_server
 from hpcpar.launch.bootstrap.pmi_client import connected, hosts_of_rank_0, listen, port_row
 from hpcpar.launch.bootstrap.secret import step_key
 from hpcpar.launch.environment import RankInfo
+from tests.command import write_script
 
 SECRET = "s" * 32
 Environ = dict[str, str]
@@ -159,8 +160,7 @@ def test_without_rank_0_the_others_end_with_what_they_tried(
 
 
 def scontrol_that(does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{does}\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    write_script(tmp_path / "scontrol", does)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 

@@ -1,4 +1,4 @@
-"""Who connects the ranks, for every library and every plugin of srun."""
+"""The bootstrap that is selected, for every library and every plugin of srun."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hpcpar.launch.bootstrap.pmi_selection import (
     srun_plugins,
 )
 from hpcpar.launch.environment import RankInfo
+from tests.command import write_script
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Tue\n"
 OPENMPI_5 = "Open MPI v5.0.11, package: Open MPI runner, ident: 5.0.11"
@@ -72,17 +73,11 @@ def test_an_mpich_over_ucx_is_not_left_to_pmi2_whose_lines_may_be_too_short() ->
     assert selected("pmi2", MPICH + "MPICH Device:       ch4:ofi\n").kind == "launcher"
 
 
-def test_an_mpich_that_was_built_with_pmix_uses_it() -> None:
+def test_a_library_that_was_built_with_or_told_of_sruns_protocol_is_left_to_it() -> None:
     assert selected("pmix", MPICH, "/usr/lib/libpmix.so.2").kind == "launcher"
     assert selected("none", MPICH, "/usr/lib/libpmix.so.2").kind == "server"
-
-
-def test_an_mpich_that_was_built_with_slurms_own_library_is_left_to_srun() -> None:
     assert selected("none", MPICH, "/usr/lib/libpmi.so.0").kind == "launcher"
     assert selected("none", MPICH, "/usr/lib/libpmi2.so.0").kind == "server"
-
-
-def test_intel_mpi_that_was_told_of_slurms_library_is_left_to_srun() -> None:
     assert selected("none", INTEL, I_MPI_PMI_LIBRARY="/usr/lib/libpmi.so").kind == "launcher"
 
 
@@ -101,13 +96,10 @@ def test_open_mpi_4_is_refused_under_pmi2_only_where_it_certainly_was_built_with
     assert selected("pmi2", OPENMPI_4, str(library)).kind == kind
 
 
-@pytest.mark.parametrize("launcher", ["hydra", "openmpi", "single", "torchrun"])
-def test_other_launchers_connect_their_ranks_themselves(launcher: str) -> None:
-    info = RankInfo(0, 2, 0, 2, 0, None, launcher, "own")
-    assert choose(info, MPICH, environ={}, loaded=()).kind == "launcher"
-
-
-def test_a_step_of_one_task_needs_nobody() -> None:
+def test_other_launchers_connect_their_ranks_themselves_and_a_step_of_one_task_needs_nobody() -> None:
+    for launcher in ("hydra", "openmpi", "single", "torchrun"):
+        info = RankInfo(0, 2, 0, 2, 0, None, launcher, "own")
+        assert choose(info, MPICH, environ={}, loaded=()).kind == "launcher"
     info = RankInfo(0, 1, 0, 1, 0, None, "slurm", "none")
     assert choose(info, OPENMPI_5, environ={}, loaded=()).kind == "launcher"
 
@@ -129,21 +121,14 @@ def test_the_libraries_of_this_process_are_found() -> None:
 @pytest.mark.parametrize("stream", ["", " >&2"])
 def test_sruns_plugins_are_read_from_its_list(tmp_path: Path, stream: str) -> None:
     text = "MPI plugin types are...\\n\\tpmix\\n\\tnone\\n\\tpmi2\\nspecific pmix plugin versions: pmix_v4"
-    srun = tmp_path / "srun"
-    srun.write_text(f"#!/bin/sh\nprintf '{text}\\n'{stream}\n")
-    srun.chmod(0o755)
+    write_script(tmp_path / "srun", f"printf '{text}\\n'{stream}")
     assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("pmix", "none", "pmi2")
 
 
-def test_older_srun_names_itself_on_every_line(tmp_path: Path) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\nprintf 'srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n' >&2\n")
-    srun.chmod(0o755)
-    assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("none", "pmi2")
-
-
-def test_without_srun_its_plugins_are_not_known(tmp_path: Path) -> None:
+def test_older_srun_names_itself_on_every_line_and_without_srun_nothing_is_known(tmp_path: Path) -> None:
     assert srun_plugins({"PATH": str(tmp_path)}) is None
+    write_script(tmp_path / "srun", "printf 'srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n' >&2")
+    assert srun_plugins({"PATH": f"{tmp_path}:/usr/bin:/bin"}) == ("none", "pmi2")
 
 
 HYDRA = RankInfo(1, 4, 1, 4, None, None, "hydra", "own")
@@ -213,10 +198,7 @@ def test_an_mpich_with_pmix_keeps_the_protocol_of_its_launcher() -> None:
 
 
 def python_that(tmp_path: Path, does: str) -> str:
-    script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\n{does}\n")
-    script.chmod(0o755)
-    return str(script)
+    return str(write_script(tmp_path / "python", does))
 
 
 @pytest.mark.parametrize(

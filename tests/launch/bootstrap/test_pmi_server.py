@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from hpcpar.launch.bootstrap import pmi_server
 from hpcpar.launch.bootstrap.pmi_server import PROTOCOL, process_mapping, proof, ranges
+from tests.command import until
 
 KEY = b"k" * 32
 ORDER = {"key": KEY.hex(), "step": "7.0", "end_command": [], "handshake_limit_s": 10.0}
@@ -353,7 +354,7 @@ def test_ranks_that_do_not_come_are_named_when_the_time_is_up_and_the_step_is_en
     assert peer.join(2, 5) == "here"
     assert "ranks 0-1, 3-4 have not come to MPI's start within 1.5 s, of 5 ranks" in peer.hear()
     server.said()
-    wait_for(ended.exists)
+    until(ended.exists)
 
 
 def test_a_rank_lost_after_the_start_ends_the_step_unless_somebody_else_does(
@@ -363,7 +364,7 @@ def test_a_rank_lost_after_the_start_ends_the_step_unless_somebody_else_does(
     server = start(3, end_command=["/usr/bin/touch", str(ended)])
     peers = world(server, 3)
     peers[2].close()
-    wait_for(ended.exists)
+    until(ended.exists)
     for peer in peers[:2]:
         peer.close()
     assert "rank 2 (on node1) was lost: it left without MPI_Finalize; ending step 7.0" in server.said()
@@ -397,7 +398,7 @@ def test_mpi_abort_ends_the_step_at_once(start: Start, tmp_path: Path) -> None:
     server = start(2, loss_grace_s=60.0, end_command=["/usr/bin/touch", str(ended)])
     peers = world(server, 2)
     peers[1].send("cmd=abort exitcode=3")
-    wait_for(ended.exists)
+    until(ended.exists)
     for peer in peers:
         peer.close()
     server.said()
@@ -415,11 +416,4 @@ def test_a_server_whose_starter_dies_before_it_has_joined_leaves(tmp_path: Path)
     with open(tmp_path / "said", "w+") as said:
         command = [sys.executable, "-c", code, pmi_server.__file__, json.dumps(order)]
         subprocess.run(command, stderr=said, timeout=30, check=True)
-    wait_for(lambda: "ended before MPI's start" in (tmp_path / "said").read_text())
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
-        time.sleep(0.01)
+    until(lambda: "ended before MPI's start" in (tmp_path / "said").read_text())

@@ -18,63 +18,10 @@ from hpcpar.transport.gpu import runtime
 
 ROOT = Path(__file__).parents[3]
 
-OTHER = """
-import sys
-import numpy as np
-from tests.transport.gpu import cuda_stand_in
-from tests.transport.gpu.cuda_stand_in import DeviceArray
-
-cuda_stand_in.load()
-from hpcpar.errors import CudaError
-from hpcpar.transport.gpu.runtime import driver
-
-cuda = driver()
-cuda.use(0)
-
-def refusal(call, *arguments):
-    try:
-        call(*arguments)
-    except CudaError as error:
-        return str(error)
-
-for line in sys.stdin:
-    try:
-        found = eval(line)
-    except SyntaxError:
-        found = exec(line)
-    print(repr(found), flush=True)
-"""
-"""Evaluates a line after the other."""
-
-
-class OtherProcess:
-    """A second process with the same device: `ask("1 + 1")` gives 2."""
-
-    def __init__(self):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", OTHER], cwd=ROOT, **pipes)
-
-    def ask(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, "the other process has ended"
-        return eval(answer)
-
 
 @pytest.fixture
 def cuda(stand_in):
     return runtime.driver()
-
-
-@pytest.fixture
-def other(cuda):
-    second = OtherProcess()
-    with second.process:
-        try:
-            yield second
-        finally:
-            second.process.kill()
 
 
 @pytest.fixture
@@ -178,18 +125,6 @@ driver()
     assert "cuInit(0): CUDA_ERROR_NO_DEVICE (100): no device is visible" in ended.stderr
 
 
-def test_several_processes_build_the_stand_in_at_once(stand_in, tmp_path):
-    script = f"""
-import tempfile
-tempfile.tempdir = {str(tmp_path)!r}
-from tests.transport.gpu import cuda_stand_in
-cuda_stand_in.load()
-"""
-    started = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) for _ in range(3)]
-    assert [process.wait(60) for process in started] == [0, 0, 0]
-    assert len(list(tmp_path.glob("*/*"))) == 1
-
-
 # Devices
 
 
@@ -227,11 +162,6 @@ def test_each_device_has_memory_and_streams_of_its_own(cuda, stand_in, monkeypat
         cuda.record(event, stream)
 
 
-def test_a_device_that_is_not_there_is_named(cuda):
-    with pytest.raises(CudaError, match=r"cuDeviceGet\(7\): CUDA_ERROR_INVALID_DEVICE \(101\)"):
-        cuda.use(7)
-
-
 def test_a_forked_child_is_told_to_be_spawned():
     script = f"""{LOADED}
 import os, sys
@@ -262,10 +192,6 @@ def test_what_was_copied_to_the_device_comes_back(cuda, host):
     assert received.tolist() == [*range(10), 0, 0, *range(12, 1000)]
     cuda.free(first)
     cuda.free(second)
-
-
-def test_fresh_memory_is_not_zero(stand_in):
-    assert stand_in.DeviceArray(4, np.uint8).to_host().tolist() == [0xA5] * 4
 
 
 def test_an_inner_address_is_in_its_allocation(cuda):
@@ -299,14 +225,6 @@ def test_only_memory_of_the_drivers_own_allocator_is_exportable(cuda, stand_in):
     assert not cuda.is_exportable(device)
 
 
-def test_memory_that_the_driver_does_not_know_belongs_to_no_device(cuda):
-    ordinary = np.zeros(8)
-    with pytest.raises(CudaError, match=f"{address_of(ordinary):#x} is no memory of CUDA"):
-        cuda.ordinal_of(address_of(ordinary))
-    with pytest.raises(CudaError, match="is no memory of CUDA"):
-        cuda.buffer_id(address_of(ordinary))
-
-
 def test_the_host_cannot_read_device_memory(cuda, stand_in):
     script = f"""{LOADED}
 import ctypes
@@ -332,25 +250,31 @@ def test_a_copy_beyond_an_allocation_is_refused(cuda, host, begin):
     cuda.free(inside)
 
 
-def test_a_copy_from_freed_memory_is_refused(cuda, host):
-    target, source = host(np.zeros(16, dtype=np.uint8)), cuda.alloc(16)
-    cuda.free(source)
-    with pytest.raises(CudaError, match="not all of these bytes"):
-        cuda.copy(address_of(target), source, 16, 0)
-
-
-def test_only_an_allocations_own_beginning_is_freed(cuda):
-    base = cuda.alloc(16)
-    with pytest.raises(CudaError, match=r"cuMemFree_v2.*no allocation begins"):
-        cuda.free(base + 1)
-    cuda.free(base)
-    with pytest.raises(CudaError, match=r"cuMemFree_v2.*no allocation begins"):
-        cuda.free(base)
-
-
-def test_an_allocation_has_at_least_one_byte(cuda):
-    with pytest.raises(CudaError, match=r"cuMemAlloc_v2\(0\).*at least one byte"):
-        cuda.alloc(0)
+def test_what_the_driver_refuses_is_an_error_with_the_call_and_what_to_do(cuda, stand_in, host):
+    ordinary, pinned = np.zeros(8), host(np.zeros(16, dtype=np.uint8))
+    base, freed, pooled = cuda.alloc(64), cuda.alloc(16), stand_in.alloc_pooled(64)
+    event = cuda.event(interprocess=True)
+    memory_handle, event_handle = cuda.export_memory(base), cuda.export_event(event)
+    cuda.free(freed)
+    for expected, call, *arguments in (
+        (r"cuDeviceGet\(7\): CUDA_ERROR_INVALID_DEVICE \(101\)", cuda.use, 7),
+        (f"{address_of(ordinary):#x} is no memory of CUDA", cuda.ordinal_of, address_of(ordinary)),
+        ("is no memory of CUDA", cuda.buffer_id, address_of(ordinary)),
+        ("not all of these bytes", cuda.copy, address_of(pinned), freed, 16, 0),
+        (r"cuMemFree_v2.*no allocation begins", cuda.free, base + 1),
+        (r"cuMemFree_v2.*no allocation begins", cuda.free, freed),
+        (r"cuMemAlloc_v2\(0\).*at least one byte", cuda.alloc, 0),
+        (r"cuIpcOpenMemHandle_v2.*cannot open memory that it has exported", cuda.open_memory, memory_handle),
+        (r"cuIpcOpenEventHandle.*cannot open an event that it has exported", cuda.open_event, event_handle),
+        (r"cudaMallocAsync.*expandable_segments:False", cuda.export_memory, pooled),
+        (r"cuIpcGetEventHandle.*interprocess=True", cuda.export_event, cuda.event()),
+        (r"cuIpcOpenMemHandle_v2.*INVALID_VALUE", cuda.open_memory, bytes(64)),
+        (r"cuIpcOpenEventHandle.*INVALID_VALUE", cuda.open_event, memory_handle),
+    ):
+        with pytest.raises(CudaError, match=expected):
+            call(*arguments)
+    for address in (base, pooled):
+        cuda.free(address)
 
 
 # Streams and events
@@ -371,57 +295,6 @@ def test_the_host_goes_on_while_a_stream_is_held_up(cuda, stand_in, host):
     cuda.free(device)
 
 
-def test_operations_of_a_stream_run_in_order(cuda, host, monkeypatch):
-    monkeypatch.setenv("STAND_IN_JITTER_US", "200")
-    stream, device = cuda.stream(), cuda.alloc(8)
-    sent, received = host(np.arange(50)), host(np.zeros(50, dtype=np.int64))
-    for i in range(50):
-        cuda.copy(device, address_of(sent[i:]), 8, stream)
-        cuda.copy(address_of(received[i:]), device, 8, stream)
-    cuda.synchronize(stream)
-    assert received.tolist() == sent.tolist()
-    cuda.free(device)
-
-
-def test_a_stream_does_not_hold_another_up(cuda, stand_in):
-    slow, fast = cuda.stream(), cuda.stream()
-    with stand_in.Gate(slow), stand_in.Gate(0):
-        cuda.synchronize(fast)
-
-
-def test_an_event_never_recorded_is_complete_and_holds_nothing_up(cuda):
-    event, stream = cuda.event(), cuda.stream()
-    assert cuda.is_complete(event)
-    wait_for(cuda, event)
-    cuda.wait(stream, event)
-    cuda.synchronize(stream)
-
-
-def test_a_wait_before_the_record_holds_nothing_up(cuda, stand_in):
-    event, slow, fast = cuda.event(), cuda.stream(), cuda.stream()
-    with stand_in.Gate(slow):
-        cuda.wait(fast, event)
-        cuda.record(event, slow)
-        cuda.synchronize(fast)
-        assert not cuda.is_complete(event)
-
-
-def test_a_wait_is_for_the_record_before_it_whatever_comes_after(cuda, stand_in):
-    event, waited = cuda.event(), cuda.event()
-    slow, fast, waiting = cuda.stream(), cuda.stream(), cuda.stream()
-    with stand_in.Gate(slow) as gate:
-        cuda.record(event, slow)
-        cuda.wait(waiting, event)
-        cuda.record(waited, waiting)
-        cuda.record(event, fast)
-        wait_for(cuda, event)
-        assert cuda.is_complete(event), "it tells of the last record"
-        time.sleep(0.02)
-        assert not cuda.is_complete(waited)
-        gate.open()
-        wait_for(cuda, waited)
-
-
 def test_an_event_may_be_destroyed_while_streams_still_use_it(cuda, stand_in):
     event, slow, waiting = cuda.event(), cuda.stream(), cuda.stream()
     with stand_in.Gate(slow) as gate:
@@ -432,23 +305,6 @@ def test_an_event_may_be_destroyed_while_streams_still_use_it(cuda, stand_in):
             cuda.is_complete(event)
         gate.open()
         cuda.synchronize(waiting)
-
-
-def test_a_stream_destroyed_ends_what_it_has_begun(cuda, stand_in, host):
-    stream, value, device = cuda.stream(), host([7]), cuda.alloc(8)
-    event = cuda.event()
-    with stand_in.Gate(stream):
-        cuda.copy(device, address_of(value), 8, stream)
-        cuda.record(event, stream)
-        cuda.destroy_stream(stream)
-        with pytest.raises(CudaError, match="INVALID_HANDLE"):
-            cuda.record(event, stream)
-    wait_for(cuda, event)
-    received = host([0])
-    cuda.copy(address_of(received), device, 8, 0)
-    cuda.synchronize(0)
-    assert received.tolist() == [7]
-    cuda.free(device)
 
 
 def relayed(cuda, host, *, is_ordered):
@@ -476,18 +332,6 @@ def test_streams_that_wait_for_each_other_relay_what_they_should(cuda, host, mon
     assert relayed(cuda, host, is_ordered=True) == list(range(1, 41))
 
 
-def test_jitter_delays_every_operation(cuda, monkeypatch):
-    monkeypatch.setenv("STAND_IN_JITTER_US", "20000")
-    stream, device = cuda.stream(), cuda.alloc(8)
-    begin = time.monotonic()
-    for _ in range(20):
-        cuda.copy(device, device, 8, stream)
-    cuda.synchronize(stream)
-    # 0.2 s are to be expected; less than a quarter of it comes once in 10^9 times.
-    assert time.monotonic() - begin > 0.05
-    cuda.free(device)
-
-
 def test_a_missing_wait_shows_as_wrong_data(cuda, host, monkeypatch):
     monkeypatch.setenv("STAND_IN_JITTER_US", "500")
     assert relayed(cuda, host, is_ordered=False) != list(range(1, 41))
@@ -497,149 +341,6 @@ def test_dropped_waits_show_as_wrong_data(cuda, host, monkeypatch):
     monkeypatch.setenv("STAND_IN_JITTER_US", "500")
     monkeypatch.setenv("STAND_IN_DROP_WAITS", "1")
     assert relayed(cuda, host, is_ordered=True) != list(range(1, 41))
-
-
-def test_a_function_runs_in_a_streams_order_on_device_memory(cuda, stand_in):
-    library = stand_in.load()
-    array = stand_in.DeviceArray.from_host(np.arange(4), stream=cuda.stream())
-    real = stand_in.reach(array.address, array.nbytes)
-    assert library.stand_in_translate(array.address + 8) == real + 8
-    done = []
-
-    def double(_):
-        memory = (ctypes.c_int64 * 4).from_address(real)
-        done.append(list(memory))
-        memory[:] = [2 * value for value in memory]
-
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(double)
-    with stand_in.Gate(array.stream):
-        assert library.stand_in_enqueue(array.stream, function, None) == 0
-        assert not done
-    assert array.to_host().tolist() == [0, 2, 4, 6]
-    with pytest.raises(IndexError, match="not all there"):
-        stand_in.reach(array.address, array.nbytes + 1)
-
-
-def test_calls_are_counted(cuda, stand_in):
-    before = stand_in.calls("cuEventQuery")
-    event = cuda.event()
-    for _ in range(3):
-        cuda.is_complete(event)
-    assert stand_in.calls("cuEventQuery") == before + 3
-    assert stand_in.calls("cuNoSuchCall") == 0
-
-
-# Other processes
-
-
-def test_another_process_reads_and_writes_an_exported_allocation(cuda, stand_in, other):
-    array = stand_in.DeviceArray.from_host(np.arange(6))
-    handle = cuda.export_memory(array.address)
-    assert len(handle) == runtime.HANDLE_NBYTES
-    other.ask(f"array = DeviceArray(6, np.int64, alloc=lambda _: cuda.open_memory({handle!r}))")
-    assert other.ask("array.to_host().tolist()") == [0, 1, 2, 3, 4, 5]
-    assert other.ask("cuda.range_of(array.address)[1]") == 48
-    other.ask("array.put(np.arange(6) * 11)")
-    assert array.to_host().tolist() == [0, 11, 22, 33, 44, 55]
-    other.ask("cuda.close_memory(array.address)")
-    assert "in no allocation" in other.ask("refusal(cuda.range_of, array.address)")
-
-
-def test_memory_opened_twice_is_one_and_closed_twice(cuda, other):
-    handle = cuda.export_memory(base := cuda.alloc(64))
-    other.ask(f"first, second = cuda.open_memory({handle!r}), cuda.open_memory({handle!r})")
-    assert other.ask("first == second")
-    other.ask("cuda.close_memory(first)")
-    assert other.ask("cuda.range_of(first)[1]") == 64
-    other.ask("cuda.close_memory(first)")
-    assert "in no allocation" in other.ask("refusal(cuda.range_of, first)")
-    cuda.free(base)
-
-
-def test_a_process_does_not_open_what_it_has_exported(cuda):
-    base, event = cuda.alloc(64), cuda.event(interprocess=True)
-    with pytest.raises(CudaError, match=r"cuIpcOpenMemHandle_v2.*cannot open memory that it has exported"):
-        cuda.open_memory(cuda.export_memory(base))
-    with pytest.raises(CudaError, match=r"cuIpcOpenEventHandle.*cannot open an event that it has exported"):
-        cuda.open_event(cuda.export_event(event))
-    cuda.free(base)
-
-
-def test_memory_of_a_pool_is_not_exported_and_the_error_says_what_to_do(cuda, stand_in):
-    pooled = stand_in.alloc_pooled(64)
-    with pytest.raises(CudaError, match=r"cudaMallocAsync.*expandable_segments:False"):
-        cuda.export_memory(pooled)
-    cuda.free(pooled)
-
-
-def test_an_event_for_this_process_alone_is_not_exported(cuda):
-    with pytest.raises(CudaError, match=r"cuIpcGetEventHandle.*interprocess=True"):
-        cuda.export_event(cuda.event())
-
-
-def test_the_handle_of_freed_memory_is_refused(cuda, other):
-    base = cuda.alloc(64)
-    handle = cuda.export_memory(base)
-    cuda.free(base)
-    assert "INVALID_HANDLE" in other.ask(f"refusal(cuda.open_memory, {handle!r})")
-    assert cuda.alloc(64) == base
-    assert "INVALID_HANDLE" in other.ask(f"refusal(cuda.open_memory, {handle!r})")
-
-
-def test_a_later_allocation_in_the_same_place_is_opened_once_the_earlier_is_closed(cuda, other):
-    base = cuda.alloc(64)
-    other.ask(f"opened = cuda.open_memory({cuda.export_memory(base)!r})")
-    cuda.free(base)
-    assert cuda.alloc(64) == base
-    handle = cuda.export_memory(base)
-    assert "is still open" in other.ask(f"refusal(cuda.open_memory, {handle!r})")
-    other.ask("cuda.close_memory(opened)")
-    assert other.ask(f"cuda.range_of(cuda.open_memory({handle!r}))[1]") == 64
-    cuda.free(base)
-
-
-def test_bytes_that_are_no_handle_are_refused(cuda):
-    with pytest.raises(CudaError, match=r"cuIpcOpenMemHandle_v2.*INVALID_VALUE"):
-        cuda.open_memory(bytes(64))
-    with pytest.raises(CudaError, match=r"cuIpcOpenEventHandle.*INVALID_VALUE"):
-        cuda.open_event(cuda.export_memory(cuda.alloc(8)))
-
-
-def test_a_stream_waits_for_a_stream_of_another_process(cuda, stand_in, other, host):
-    array = stand_in.DeviceArray.from_host(np.arange(3), stream=cuda.stream())
-    there, taken = cuda.event(interprocess=True), cuda.event(interprocess=True)
-    other.ask(f"address = cuda.open_memory({cuda.export_memory(array.address)!r})")
-    other.ask(f"there = cuda.open_event({cuda.export_event(there)!r})")
-    other.ask(f"taken = cuda.open_event({cuda.export_event(taken)!r})")
-    other.ask("mine = DeviceArray(3, np.int64, stream=cuda.stream())")
-    with stand_in.Gate(array.stream) as gate:
-        array.put(np.array([7, 8, 9]), wait=False)
-        cuda.record(there, array.stream)
-        assert other.ask("cuda.is_complete(there)") is False
-        other.ask("cuda.wait(mine.stream, there)")
-        other.ask("cuda.copy(mine.address, address, 24, mine.stream)")
-        other.ask("cuda.record(taken, mine.stream)")
-        assert not cuda.is_complete(taken)
-        # The second half of the way: what overwrites the array has to wait until the other has read it.
-        cuda.wait(array.stream, taken)
-        array.put(np.array([0, 0, 0]), wait=False)
-        gate.open()
-        cuda.synchronize(array.stream)
-    assert other.ask("mine.to_host().tolist()") == [7, 8, 9]
-    assert cuda.is_complete(taken)
-    other.ask("cuda.destroy_event(there)")
-    cuda.record(there, array.stream)
-
-
-def test_the_memory_of_a_process_that_has_ended_is_not_there(cuda, other, host):
-    handle = other.ask("cuda.export_memory(cuda.alloc(2**20))")
-    base = cuda.open_memory(handle)
-    other.process.stdin.close()
-    assert other.process.wait(60) == 0
-    cuda.copy(base, address_of(host([0])), 8, 0)
-    cuda.close_memory(base)
-    with pytest.raises(CudaError, match=r"cuIpcOpenMemHandle_v2.*INVALID_HANDLE"):
-        cuda.open_memory(handle)
 
 
 # The arrays of the stand-in
@@ -661,35 +362,3 @@ def test_an_array_is_what_the_cuda_array_interface_says(cuda, stand_in):
     assert array[::2].to_host().tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
     assert array[::2].__cuda_array_interface__["strides"] == (32, 4)
     assert array[1:].__cuda_array_interface__["strides"] is None
-
-
-def test_an_array_of_the_default_stream_names_it(stand_in):
-    assert stand_in.DeviceArray(0, np.int8).__cuda_array_interface__["stream"] == 1
-
-
-def test_an_array_of_bfloat16_has_its_bits(stand_in):
-    bits = np.array([0x3F80, 0xBF80], dtype=np.uint16)
-    array = stand_in.DeviceArray.from_host(bits, dtype="bfloat16")
-    assert array.dtype == "bfloat16"
-    assert array.to_host().tolist() == bits.tolist()
-    with pytest.raises(TypeError, match="has not the bits"):
-        stand_in.DeviceArray.from_host(np.zeros(2), dtype="bfloat16")
-
-
-def test_a_views_memory_lives_as_long_as_the_view(cuda, stand_in):
-    part = stand_in.DeviceArray.from_host(np.arange(4))[1:3]
-    assert part.to_host().tolist() == [1, 2]
-    address = part.address
-    del part
-    with pytest.raises(CudaError, match="no memory of CUDA"):
-        cuda.ordinal_of(address)
-
-
-def test_an_array_frees_only_what_it_has_allocated(cuda, stand_in):
-    array = stand_in.DeviceArray(8, np.int8)
-    address = array.address
-    cuda.free(address)
-    assert cuda.alloc(8) == address
-    del array
-    assert cuda.ordinal_of(address) == 0
-    cuda.free(address)
