@@ -77,56 +77,55 @@ def _public(name: str, doc: str) -> Callable[..., Any]:
     …_async     returns a handle, else the result
     …_          in place
 
-    Those into new tensors that block have a gradient, and `compression` if they reduce.
+    Those that block and return new tensors have a gradient, and `compression` if they reduce.
     """
-    kind = next(kind for kind in _COLLECTIVES if kind in name)
-    start, _ = _COLLECTIVES[kind]
+    start, _ = _COLLECTIVES[next(kind for kind in _COLLECTIVES if kind in name)]
     function = _FUNCTIONS.get(name)
     form = Form(is_group=name.startswith("grouped_"), in_place=name.endswith("_"))
     blocking = "_async" not in name
     _, first, *others = inspect.signature(start).parameters.values()
-    shown = list(others)
-    place = len(others)
+    if not form.is_group:
+        first = first.replace(name="tensor", annotation="Tensor")
+    place: int | None = None
     if function is not None and any(each.name == "op" for each in others):
         place = 1 + [each.name for each in others].index("name")
         compression = others[0].replace(name="compression", default=Compression.none, annotation=Any)
-        shown.insert(place, compression)
-    if not form.is_group:
-        first = first.replace(name="tensor", annotation="Tensor")
+        others.insert(place, compression)
     result = ("list[Tensor]" if form.is_group else "Tensor") if blocking else "int"
-    signature = inspect.Signature([first, *shown], return_annotation=result)
+    signature = inspect.Signature([first, *others], return_annotation=result)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not args:
             args = (signature.bind(**kwargs).arguments[first.name],)
             del kwargs[first.name]
         tensors, rest = (args[0] if form.is_group else args[:1]), args[1:]
-        if function is not None:
-            return _run(function, start, form, tensors, _told(rest, kwargs))
-        handle = start(form, tensors, *rest, **kwargs)
-        return synchronize(handle) if blocking else handle
-
-    def _told(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Return the compression and the other arguments, in order."""
-        told = [kwargs.pop(each.name, each.default) for each in shown[len(rest) :]]
-        is_short = any(value is inspect.Parameter.empty for value in told)
-        if kwargs or is_short or len(rest) > len(shown):
+        if function is None:
+            handle = start(form, tensors, *rest, **kwargs)
+            return synchronize(handle) if blocking else handle
+        # By hand: Signature.bind takes longer than all else here.
+        ordered = [*rest, *(kwargs.pop(each.name, each.default) for each in others[len(rest) :])]
+        is_short = any(value is inspect.Parameter.empty for value in ordered)
+        if kwargs or is_short or len(rest) > len(others):
             signature.bind(None, *rest, **kwargs)  # raises TypeError
-        ordered = [*rest, *told]
-        return (ordered.pop(place) if place < len(others) else Compression.none), tuple(ordered)
+        compression = Compression.none if place is None else ordered.pop(place)
+        return _run(function, start, form, tensors, compression, tuple(ordered))
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = doc
     call.__signature__ = signature  # type: ignore[attr-defined]
-    call.__annotations__ = {each.name: each.annotation for each in (first, *shown)} | {"return": result}
+    call.__annotations__ = {each.name: each.annotation for each in (first, *others)} | {"return": result}
     return uncompiled(call)
 
 
 def _run(
-    function: Any, start: Callable[..., int], form: Form, tensors: Sequence[Tensor], told: tuple[Any, Any]
+    function: Any,
+    start: Callable[..., int],
+    form: Form,
+    tensors: Sequence[Tensor],
+    compression: Any,
+    arguments: tuple[Any, ...],
 ) -> Any:
     """Compress, apply the collective, by its autograd function where a gradient is needed, and decompress."""
-    compression, arguments = told
     tensors = list(tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
     packed = [tensor for tensor, _ in pairs]
@@ -141,10 +140,9 @@ def _run(
     return [compression.decompress(each, context) for each, (_, context) in zip(found, pairs, strict=True)]
 
 
-_Arguments = tuple["bool | None", "str | None", "int | None", float, float, ProcessSet]
-
-
-def _dividing_first(packed: Sequence[Tensor], given: Sequence[Tensor], arguments: _Arguments) -> _Arguments:
+def _dividing_first(
+    packed: Sequence[Tensor], given: Sequence[Tensor], arguments: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Divide before the sum, for averages of tensors narrowed to float16: a sum may leave its range."""
     average, name, op, before, after, process_set = arguments
     kinds = {(narrow.dtype, of.dtype is torch.float16) for narrow, of in zip(packed, given, strict=True)}
