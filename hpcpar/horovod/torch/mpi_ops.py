@@ -23,6 +23,7 @@ from torch import Tensor
 from hpcpar.horovod import basics
 from hpcpar.horovod.basics import *  # noqa: F403  its __all__ is the list of queries
 from hpcpar.horovod.basics import HorovodBasics, rank
+from hpcpar.horovod.exceptions import HorovodInternalError  # noqa: F401  scripts import it from here
 from hpcpar.horovod.negotiation import TensorRequest
 from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.process_sets import (
