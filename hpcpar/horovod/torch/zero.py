@@ -193,9 +193,10 @@ class ShardedOptimizer(Wrapped):
         name = engine.next_optimizer()
         self._barrier = ReadinessBarrier(engine, name)
         self._barrier.hold(f"DistributedOptimizer({self._told()})")
-        return engine.run_together(
+        comm: Communicator = engine.run_together(
             f"{name}.communicator", lambda: engine.steps.lend_communicator(self, f"{name}.shards")
         )
+        return comm
 
     def _told(self) -> str:
         zero = self._settings["zero"]
