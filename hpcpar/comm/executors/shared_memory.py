@@ -172,7 +172,6 @@ class SharedCall:
         return lent.part(run[1] - at, run[2] - at).octets
 
     def advance(self, looks: int) -> bool:
-        words, slot, fence = self.words, self.slot, self._fence
         if self._state == CLAIMING:
             if not self.claim():
                 return False
@@ -181,45 +180,17 @@ class SharedCall:
             self._state = COPYING
         steps = self.steps
         while True:
-            position, before, posts, beside, groups, readers, elsewhere, is_held = steps[self.done]
+            step = steps[self.done]
             if self._state == COPYING:
-                if before:
-                    if self._actions is None:
-                        self._actions = iter(before)
-                    for action in self._actions:
-                        action()
-                for action in posts[slot]:
-                    action()
-                if fence is not None:
-                    fence()
-                words[self.header] = self.stamp | 2 * position + 1
-                for action in beside:
-                    action()
-                self._actions = None
-                self._state = RECEIVING
+                self._post(step)
+            elsewhere = step.elsewhere
             if elsewhere is not None and not self._is_elsewhere_done:
                 self._is_elsewhere_done = elsewhere.advance(looks)
-                if is_held and not self._is_elsewhere_done:
+                if step.is_held and not self._is_elsewhere_done:
                     return False
-            if self._state == RECEIVING:
-                while self._at < len(groups):
-                    if self._actions is None:
-                        group = groups[self._at]
-                        if not self._is_reached(group.waits, looks):
-                            return False
-                        if fence is not None:
-                            fence()
-                        self._actions = iter(group.by_slot[slot] or group.actions())
-                    for action in self._actions:
-                        action()
-                    self._at += 1
-                    self._actions = None
-                if not self.is_short:
-                    if fence is not None:
-                        fence()
-                    words[self.header] = self.stamp | 2 * position + 2
-                self._state = READ
-            if readers and not self._is_reached(readers, looks):
+            if self._state == RECEIVING and not self._receive(step, looks):
+                return False
+            if step.readers and not self._is_reached(step.readers, looks):
                 return False
             if elsewhere is not None and not self._is_elsewhere_done:
                 return False
@@ -229,9 +200,48 @@ class SharedCall:
             self._at, self._is_elsewhere_done, self._state = 0, False, COPYING
         for rank in self.glances:
             self.has_come(rank, 0)
-        if fence is not None:
-            fence()
-        words[self.segment.ended + slot] = self.number + 1
+        if self._fence is not None:
+            self._fence()
+        self.words[self.segment.ended + self.slot] = self.number + 1
+        return True
+
+    def _post(self, step: SharedStep) -> None:
+        """Let the peers read what a step sends."""
+        if step.before:
+            if self._actions is None:
+                self._actions = iter(step.before)
+            for action in self._actions:
+                action()
+        for action in step.posts[self.slot]:
+            action()
+        if self._fence is not None:
+            self._fence()
+        self.words[self.header] = self.stamp | 2 * step.position + 1
+        for action in step.beside:
+            action()
+        self._actions = None
+        self._state = RECEIVING
+
+    def _receive(self, step: SharedStep, looks: int) -> bool:
+        """Read and reduce all that has come; True when that is everything, of which the senders are told."""
+        fence, groups = self._fence, step.groups
+        while self._at < len(groups):
+            if self._actions is None:
+                group = groups[self._at]
+                if not self._is_reached(group.waits, looks):
+                    return False
+                if fence is not None:
+                    fence()
+                self._actions = iter(group.by_slot[self.slot] or group.actions())
+            for action in self._actions:
+                action()
+            self._at += 1
+            self._actions = None
+        if not self.is_short:
+            if fence is not None:
+                fence()
+            self.words[self.header] = self.stamp | 2 * step.position + 2
+        self._state = READ
         return True
 
     def claim(self) -> bool:
