@@ -194,12 +194,12 @@ def _derive(given: Mapping[str, int | None], world_size: int) -> dict[str, int]:
     if unknown:
         raise LayoutError(
             f"{_product_text(known)} does not divide the job's {world_size} ranks, so {unknown[0]} cannot be "
-            f"derived; {_cure_by_divisor(known, world_size)}"
+            f"derived; {_cure(known, world_size, exactly=False)}"
         )
     if product != world_size:
         raise LayoutError(
             f"{_product_text(known)} = {product} ranks, but the job has {world_size}; "
-            + _cure_by_equality(known, world_size)
+            + _cure(known, world_size, exactly=True)
         )
     return degrees
 
@@ -209,24 +209,17 @@ def _product_text(degrees: Mapping[str, int]) -> str:
     return " x ".join(above_one) or "dp=1"
 
 
-def _cure_by_equality(degrees: Mapping[str, int], world_size: int) -> str:
-    """Advise one other degree that makes the product equal the number of ranks, or another job size."""
+def _cure(degrees: Mapping[str, int], world_size: int, *, exactly: bool) -> str:
+    """Advise one other degree that makes the product equal, or divide, the number of ranks, or a job size."""
     product = math.prod(degrees.values())
-    for axis in ("dp", "tp", "pp", "cp"):
-        degree, rest = divmod(world_size, product // degrees.get(axis, 1))
-        if not rest:
+    for axis in ("dp", "tp", "pp", "cp") if exactly else ("tp", "cp", "pp", "dp"):
+        own = degrees.get(axis, 1)
+        degree, rest = divmod(world_size, product // own)
+        if not rest and exactly:
             return f"try {axis}={degree}"
-    return f"start {product} ranks"
-
-
-def _cure_by_divisor(degrees: Mapping[str, int], world_size: int) -> str:
-    """Advise one other degree that makes the product divide the number of ranks."""
-    product = math.prod(degrees.values())
-    for axis in ("tp", "cp", "pp", "dp"):
-        others = product // degrees.get(axis, 1)
-        if degrees.get(axis, 1) > 1 and world_size % others == 0:
-            return _nearest_divisors(axis, degrees[axis], world_size // others)
-    return f"start a multiple of {product} ranks"
+        if not rest and own > 1:
+            return _nearest_divisors(axis, own, degree)
+    return f"start {product} ranks" if exactly else f"start a multiple of {product} ranks"
 
 
 def _nearest_divisors(axis: str, asked: int, number: int) -> str:

@@ -65,11 +65,6 @@ def directives(script: Path) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", before, re.MULTILINE))
 
 
-@pytest.mark.parametrize("script", FILES, ids=lambda path: path.name)
-def test_a_job_script_is_bash(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
-
-
 def test_shellcheck_finds_nothing() -> None:
     if shutil.which("shellcheck") is None:
         if os.environ.get("HPCPAR_REQUIRE_SLURM") == "1":
@@ -120,16 +115,18 @@ def test_the_site_block_is_the_same_in_every_script_and_in_the_readme() -> None:
     assert len(commands) == 1
 
 
-@pytest.mark.parametrize("script", SUBMITTED, ids=lambda path: path.name)
-def test_directives_come_before_commands_and_errors_end_the_script(script: Path) -> None:
-    text = script.read_text()
-    lines = text.splitlines()
-    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    late = [line for line in lines[first:] if re.match(r"#SBATCH|#PBS|# flux:", line)]
-    assert late == []
-    assert text.startswith("#!/bin/bash\n# ")
-    # After the block: `module` and `activate` of some sites read variables that are not set.
-    assert BLOCK.split(text)[1].startswith("set -euo pipefail\n")
+def test_scripts_are_bash_with_directives_before_commands_and_end_at_errors() -> None:
+    for script in FILES:
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+    for script in SUBMITTED:
+        text = script.read_text()
+        lines = text.splitlines()
+        first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+        late = [line for line in lines[first:] if re.match(r"#SBATCH|#PBS|# flux:", line)]
+        assert late == [], script.name
+        assert text.startswith("#!/bin/bash\n# "), script.name
+        # After the block: `module` and `activate` of some sites read variables that are not set.
+        assert BLOCK.split(text)[1].startswith("set -euo pipefail\n"), script.name
 
 
 def test_flux_takes_none_of_the_comments_for_directives() -> None:
@@ -174,12 +171,20 @@ def environ(directory: Path, **variables: str) -> dict[str, str]:
     return kept | {"PATH": path} | variables
 
 
-def project(directory: Path) -> Path:
-    """A directory to submit from; without .venv, so that stand-ins come first on the PATH."""
-    for name in ("examples", "jobscripts"):
-        if not (directory / name).exists():
-            (directory / name).symlink_to(ROOT / name)
-    return directory
+def submit(name: str, directory: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a directory without .venv, so that stand-ins come first on the PATH."""
+    for linked in ("examples", "jobscripts"):
+        if not (directory / linked).exists():
+            (directory / linked).symlink_to(ROOT / linked)
+    return subprocess.run(
+        ["bash", str(named(name)), *words],
+        cwd=directory,
+        env=environ(directory, **variables),
+        capture_output=True,
+        text=True,
+        timeout=200,  # some 8 s on two free cores
+        check=False,
+    )
 
 
 BATCH = {
@@ -202,52 +207,40 @@ def test_a_script_fails_when_what_it_starts_fails(script: Path, tmp_path: Path) 
     for name in ("srun", "hpcpar", "mpiexec", "flux", "vllm"):
         stand_in(tmp_path, name, f'echo "{name} was started" >&2; exit 41')
     told = [str(tmp_path)] if script.stem == "serve-vllm" else []
-    done = subprocess.run(
-        ["bash", str(script), *told],
-        cwd=project(tmp_path),
-        env=environ(tmp_path, **BATCH),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = submit(script.stem, tmp_path, *told, **BATCH)
     assert done.returncode != 0
     assert "was started" in done.stderr, done.stderr
 
 
 def test_the_summary_of_a_sweep_is_sorted_and_names_what_is_missing(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
     for task, loss in (("1", "2.5"), ("2", "NaN"), ("5", "1.5"), ("10", "2.0")):
-        (tmp_path / task).mkdir()
-        (tmp_path / task / "summary.json").write_text(f'{{"held_out_loss": {loss}}}')
-        (tmp_path / task / "row.txt").write_text(f"optimizer.learning_rate={task}\n")
-    command = ["bash", str(named("sweep-summary")), str(tmp_path)]
-    told = {"cwd": tmp_path, "env": environ(tmp_path), "capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(command, check=True, **told)  # type: ignore[call-overload]
+        (sweep / task).mkdir(parents=True)
+        (sweep / task / "summary.json").write_text(f'{{"held_out_loss": {loss}}}')
+        (sweep / task / "row.txt").write_text(f"optimizer.learning_rate={task}\n")
+    done = submit("sweep-summary", tmp_path, str(sweep))
     assert [line.split() for line in done.stdout.splitlines()[1:]] == [
         ["1.5000", "5", "optimizer.learning_rate=5"],
         ["2.0000", "10", "optimizer.learning_rate=10"],
         ["2.5000", "1", "optimizer.learning_rate=1"],
         ["nan", "2", "optimizer.learning_rate=2"],
     ]
-    (tmp_path / "3").mkdir()
-    done = subprocess.run(command, check=False, **told)  # type: ignore[call-overload]
+    (sweep / "3").mkdir()
+    done = submit("sweep-summary", tmp_path, str(sweep))
     assert (done.returncode, done.stderr) == (1, "not finished: tasks 3\n")
 
 
 def test_a_task_of_a_sweep_that_comes_to_nothing_is_named_by_the_summary(tmp_path: Path) -> None:
     stand_in(tmp_path, "hpcpar", "exit 2")
-    told = {"cwd": project(tmp_path), "env": environ(tmp_path, **BATCH), "text": True, "timeout": 60}
-    assert subprocess.run(["bash", str(named("sweep"))], check=False, **told).returncode == 2  # type: ignore[call-overload]
-    command = ["bash", str(named("sweep-summary")), "runs/sweep-7"]
-    done = subprocess.run(command, check=False, capture_output=True, **told)  # type: ignore[call-overload]
+    assert submit("sweep", tmp_path, **BATCH).returncode == 2
+    done = submit("sweep-summary", tmp_path, "runs/sweep-7", **BATCH)
     assert (done.returncode, done.stderr) == (1, "not finished: tasks 1\n")
 
 
 def test_rays_head_is_asked_for_by_slurms_name_of_the_node(tmp_path: Path) -> None:
     stand_in(tmp_path, "hostname", "echo node1.site.example")
     stand_in(tmp_path, "srun", f'echo "$*" >> {tmp_path}/words; exit 41')
-    told = {"cwd": project(tmp_path), "env": environ(tmp_path, **BATCH), "timeout": 60}
-    subprocess.run(["bash", str(named("ray-preprocess"))], check=False, capture_output=True, **told)  # type: ignore[call-overload]
+    submit("ray-preprocess", tmp_path, **BATCH)
     assert " --nodelist=node1 " in (tmp_path / "words").read_text().splitlines()[0]
 
 
@@ -280,16 +273,7 @@ exec {mpiexec} -n {ranks} {directory}/as-its-rank "$@"
 
 
 def run_script(name: str, directory: Path, *words: str, **variables: str) -> str:
-    """What a script says, which ends well."""
-    done = subprocess.run(
-        ["bash", str(named(name)), *words],
-        cwd=project(directory),
-        env=environ(directory, **variables),
-        capture_output=True,
-        text=True,
-        timeout=200,  # some 8 s on two free cores
-        check=False,
-    )
+    done = submit(name, directory, *words, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -298,16 +282,10 @@ def run_script(name: str, directory: Path, *words: str, **variables: str) -> str
 def test_a_script_for_pbs_trains_under_the_words_of_pals(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("node1\nnode2\n")
     stand_in(tmp_path, "mpiexec", starting("mpiexec", 2, tmp_path, AS_PALS))
-    said = run_script(
-        "pbs-many-nodes",
-        tmp_path,
-        PBS_JOBID="12.head",
-        PBS_NODEFILE=str(tmp_path / "nodes"),
-        OVERRIDES=" ".join(TINY),
-    )
-    assert (
-        "mpiexec -n 2 --ppn 1 --depth 1 --cpu-bind depth python -m hpcpar train examples/tiny.toml " in said
-    )
+    told = {"PBS_JOBID": "12.head", "PBS_NODEFILE": str(tmp_path / "nodes"), "OVERRIDES": " ".join(TINY)}
+    said = run_script("pbs-many-nodes", tmp_path, **told)
+    train = "python -m hpcpar train examples/tiny.toml "
+    assert f"mpiexec -n 2 --ppn 1 --depth 1 --cpu-bind depth {train}" in said
     assert "ranks: 2 (dp=2)" in said
     assert "step 1/1  loss" in said
     assert (tmp_path / "runs" / "many-nodes-12" / "summary.json").exists()

@@ -239,14 +239,11 @@ class PiecesRecord(Record):
 
 
 def as_record(stored: StoredTensor) -> TensorRecord:
-    parts: list[RegionRecord] = [
-        {
-            "ranges": list(map(list, each.region.ranges)),
-            "strides": each.strides,
-            "pieces": [(piece.file, piece.start, piece.stop) for piece in each.pieces],
-        }
-        for each in stored.regions
-    ]
+    parts: list[RegionRecord] = []
+    for each in stored.regions:
+        pieces = [(piece.file, piece.start, piece.stop) for piece in each.pieces]
+        ranges = list(map(list, each.region.ranges))
+        parts.append({"ranges": ranges, "strides": each.strides, "pieces": pieces})
     return {"dtype": _name(stored.dtype), "shape": stored.shape, "parts": parts}
 
 
@@ -322,19 +319,12 @@ def pieces_text(model: Iterable[WrittenShard], optimizer: Iterable[WrittenShard]
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """One piece of a tensor that a rank wrote.
-
-    shape     of the whole tensor
-    region    of the whole that the rank has
-    strides   memory order in which its elements are counted
-    """
+    """One piece that a rank wrote of a tensor of this whole shape."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    region: Region
-    strides: tuple[int, ...]
-    piece: StoredPiece
+    part: StoredRegion
 
 
 @dataclass
@@ -376,10 +366,8 @@ class ShardWriter:
         self._waiting[name] = on_cpu(values)
         self._waiting_nbytes += values.nbytes
         _, strides = local.packed
-        piece = StoredPiece(first, end, self._file)
-        self._written.shards.append(
-            WrittenShard(name, values.dtype, local.shape, local.region, strides, piece)
-        )
+        part = StoredRegion(local.region, strides, (StoredPiece(first, end, self._file),))
+        self._written.shards.append(WrittenShard(name, values.dtype, local.shape, part))
         if self._waiting_nbytes >= FILE_NBYTES:
             self._flush()
 
@@ -478,16 +466,18 @@ def joined(shards: Iterable[WrittenShard]) -> dict[str, StoredTensor]:
 
 
 def _joined(name: str, shards: Sequence[WrittenShard]) -> StoredTensor:
-    of_region: dict[Region, list[WrittenShard]] = defaultdict(list)
+    of_region: dict[Region, list[StoredRegion]] = defaultdict(list)
     for shard in shards:
-        of_region[shard.region].append(shard)
+        of_region[shard.part.region].append(shard.part)
     forms = {(shard.dtype, shard.shape) for shard in shards}
-    orders = {(shard.region, shard.strides) for shard in shards}
+    orders = {(shard.part.region, shard.part.strides) for shard in shards}
     if len(forms) > 1 or len(orders) > len(of_region):
-        found = sorted({f"{each.dtype} {each.shape} {each.region} {each.strides}" for each in shards})
-        raise CheckpointError(f"ranks have {name} in several forms: {found}")
+        found = {f"{each.dtype} {each.shape} {each.part.region} {each.part.strides}" for each in shards}
+        raise CheckpointError(f"ranks have {name} in several forms: {sorted(found)}")
     regions = [
-        StoredRegion(region, found[0].strides, tuple(sorted(shard.piece for shard in found)))
+        StoredRegion(
+            region, found[0].strides, tuple(sorted(piece for each in found for piece in each.pieces))
+        )
         for region, found in of_region.items()
     ]
     return StoredTensor(name, shards[0].dtype, shards[0].shape, tuple(regions))

@@ -110,14 +110,13 @@ class Calls:
         # No call of a function from here on: a signal handler finds the call either not begun, or begun.
         count[0] = number + 1
         self.recent[number % RECENT] = number, compiled.described
-        compiled.last_used = number
         self.latest = compiled
         program = compiled.program
         if program is not None:
-            signature = program.signature
+            signature, turn = program.signature, compiled.turn
             signature.at = (signature.at + 1) % TURNS
-        if compiled.turn is not None:
-            compiled.turn.queue += [compiled]
+            if turn is not None:
+                turn.queue += [compiled]
         compiled.is_under_way = True
         return compiled
 
@@ -209,7 +208,7 @@ class Calls:
         self.cache[request] = compiled
         if len(self.cache) > CACHED or sum(each.nbytes for each in self.cache.values()) > CACHED_NBYTES:
             idle = [
-                (each.last_used, key)
+                (each.number, key)
                 for key, each in self.cache.items()
                 if not each.is_under_way and each is not compiled
             ]
@@ -259,7 +258,6 @@ class Calls:
         # Ranks make different numbers of these: they take no call number.
         number = self.count[0]
         compiled.begin(number, (array, None))
-        compiled.last_used = number
         self.latest = compiled
         compiled.is_under_way = True
         return compiled

@@ -32,7 +32,16 @@ NO_ARRAYS = (None, None)
 
 
 class ExecutorStep(Protocol):
-    """One step of a schedule, bound to memory by an executor."""
+    """One or several steps of a schedule, bound to memory by an executor.
+
+    count, done   how many steps, and how many of them have been done before the one under way
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def done(self) -> int: ...
 
     def begin(self, number: int) -> None:
         """Make ready for call `number`."""
@@ -90,7 +99,6 @@ class CompiledCollective:
         "is_cached",
         "is_under_way",
         "last",
-        "last_used",
         "nbytes",
         "number",
         "program",
@@ -137,7 +145,6 @@ class CompiledCollective:
         self.comm_id: int | None = None
         self.is_cached = False
         self.nbytes = 0
-        self.last_used = 0
         self.number = 0
         self.is_under_way = False
         self.error: BaseException | None = None
@@ -154,8 +161,6 @@ class CompiledCollective:
         May be repeated: the call counts only when its number is taken.
         """
         self.number = number
-        self.error = None
-        self.handle = None
         self._memory = memory
         if self.written is not None:
             count_write(memory[self.written])
@@ -264,7 +269,10 @@ class CompiledCollective:
         return tuple(self.world_ranks[r] for r in self.steps[self._index].waiting_for())
 
     def progress(self) -> str:
-        return f"step {min(self._index + 1, len(self.steps))} of {len(self.steps)}"
+        done = sum(step.count for step in self.steps[: self._index])
+        done += sum(step.done for step in self.steps[self._index : self._index + 1])
+        count = sum(step.count for step in self.steps)
+        return f"step {min(done + 1, count)} of {count}"
 
     def free(self) -> None:
         """Leave the cache: requests go back to MPI, the account takes over what was counted."""

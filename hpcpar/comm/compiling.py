@@ -18,7 +18,7 @@ from hpcpar.comm.device_steps import device_steps
 from hpcpar.comm.devices import lead_caller
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
-from hpcpar.comm.executors.shared_binding import NodeLayout, is_short, shared_steps
+from hpcpar.comm.executors.shared_binding import NodeLayout, bind_steps, is_short
 from hpcpar.comm.executors.shared_memory import SharedCall
 from hpcpar.comm.plan import (
     NOT_COUNTED,
@@ -206,7 +206,8 @@ def _bind_steps(
                 )
         if arguments.lent is not None and not elsewhere and call.lend(arguments.lent, arguments.own, planned):
             compiled.first = []
-        compiled.steps = shared_steps(call, planned, op, elsewhere)
+        bind_steps(call, planned, op, elsewhere)
+        compiled.steps = [call]
     elif (
         calls.size > 1
         and arguments.same_everywhere

@@ -19,18 +19,15 @@ from hpcpar.transport.interface import Transport
 
 ATTEMPTS_BETWEEN_LOOKS = 128
 
-ATTEMPTS_ALONE = 128
-"""Attempts of a blocking call before it joins what is under way, and its wait is watched."""
-
 LOOKS = 40
-"""Looks of a blocking call at a word of shared memory before it pauses, where each rank has its own core.
+"""Looks of a wait for one call at a word of shared memory before it pauses, where each rank has its own core.
 A look costs 60 ns."""
 
 
 class Progress:
     """All calls of one rank that are under way, on every communicator of a job.
 
-    looks   of a blocking call at a word of shared memory before it pauses
+    looks   of a wait for one call at a word of shared memory before it pauses
     """
 
     def __init__(self, transport: Transport, watch: Watch) -> None:
@@ -65,15 +62,16 @@ class Progress:
         if get_ident() not in self._inside:
             self._advance([compiled])
 
-    def _advance(self, calls: Sequence[CompiledCollective]) -> None:
-        latest, thread = self._latest, get_ident()
+    def _advance(self, calls: Sequence[CompiledCollective], looks: int = 1) -> None:
+        thread = get_ident()
         try:
             self._inside.add(thread)
             with self._lock:
+                latest = self._latest
                 for compiled in calls if latest is None else [latest, *calls]:
                     self._latest = compiled
                     # Another thread may have brought it to its end already.
-                    if compiled.advance() and compiled in self.under_way:
+                    if compiled.advance(looks) and compiled in self.under_way:
                         self.under_way.remove(compiled)
                 self._latest = None
         finally:
@@ -81,27 +79,10 @@ class Progress:
 
     def run(self, compiled: CompiledCollective) -> None:
         """Bring a started call to its end; its error is raised here."""
-        if not self.under_way:  # the usual case: a few looks, without the list
-            thread, lock, looks = get_ident(), self._lock, self.looks
-            if thread in self._inside:
-                self.require_outside("a collective")
-            started_s = 0.0
-            try:
-                self._inside.add(thread)
-                for attempt in range(ATTEMPTS_ALONE):
-                    with lock:
-                        self._latest = compiled
-                        is_over = compiled.advance(looks)
-                        self._latest = None
-                    if is_over:
-                        break
-                    if attempt == 0:
-                        started_s = time.perf_counter()
-                    self._transport.pause(attempt)
-            finally:
-                self._inside.discard(thread)
-                if started_s:
-                    compiled.row.seconds_waited += time.perf_counter() - started_s
+        if get_ident() in self._inside:
+            self.require_outside("a collective")
+        if not self.under_way:  # the usual case: most end at the first attempt, without the list
+            self._advance((compiled,), self.looks)
         if compiled.is_under_way:
             self.under_way.append(compiled)
             self.wait(compiled)
@@ -120,7 +101,8 @@ class Progress:
         started_s = time.perf_counter()
         try:
             while True:
-                self.poke()
+                under_way = list(self.under_way)
+                self._advance(under_way, self.looks if len(under_way) == 1 else 1)
                 if handle.is_done if handle is not None else not compiled.is_under_way:
                     return
                 attempt += 1

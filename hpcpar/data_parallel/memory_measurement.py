@@ -8,7 +8,6 @@ shards and the rounding of the shards, which are computed too: nothing may be le
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -65,27 +64,6 @@ def memory_report(
     return MemoryReport(optimizer.zero_stage, count, _formula(of_ranks[0], optimizer), tuple(of_ranks))
 
 
-@dataclass
-class _Line:
-    device_nbytes: int = 0
-    host_nbytes: int = 0
-    disk_nbytes: int = 0
-    common_nbytes: int = 0
-    formula_nbytes: Fraction = field(default_factory=Fraction)
-    padding_nbytes: Fraction = field(default_factory=Fraction)
-    pending_nbytes: int = 0
-
-    def hold(self, on_device: int, on_host: int, *, common: bool = False) -> None:
-        self.device_nbytes += on_device
-        if common:
-            self.common_nbytes += on_host
-        else:
-            self.host_nbytes += on_host
-
-    def done(self) -> StateLine:
-        return StateLine(**vars(self))
-
-
 class _Ledger:
     """Count every storage once."""
 
@@ -124,7 +102,7 @@ def _measured(
             "in one process, make one on a communicator of one rank"
         )
     ledger, scalars = _Ledger(), 0
-    parameters, gradients = _Line(), _Line()
+    parameters, gradients = StateLine(), StateLine()
     gathered = _add_parameters(parameters, model, optimizer, ledger)
     buffers = ledger.nbytes(model.buffers())
     _add_gradients(gradients, optimizer, ledger)
@@ -140,7 +118,7 @@ def _measured(
         rank=optimizer.dp_comm.rank if rank is None else rank,
         ranks=optimizer.dp_comm.size,
         sharers=1 if optimizer.node_shared is None else optimizer.node_shared.ranks,
-        state={PARAMETERS: parameters.done(), GRADIENTS: gradients.done(), OPTIMIZER: state.done()},
+        state={PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: state},
         staging_nbytes=staging,
         peak_staging_nbytes=max(staging, sync.staging_nbytes + sync.peak_waiting_nbytes),
         gathered_nbytes=gathered,
@@ -159,7 +137,9 @@ def _trained(optimizer: DistributedOptimizer) -> list[Tensor]:
     return optimizer.reducer.parameters
 
 
-def _add_parameters(line: _Line, model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger) -> int:
+def _add_parameters(
+    line: StateLine, model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger
+) -> int:
     """Add the parameters; return the bytes of unsharded units."""
     sharding, common, ranks = optimizer.sharding, optimizer.node_shared is not None, optimizer.dp_comm.size
     if sharding is not None:
@@ -179,7 +159,7 @@ def _add_parameters(line: _Line, model: nn.Module, optimizer: DistributedOptimiz
     return 0
 
 
-def _add_gradients(line: _Line, optimizer: DistributedOptimizer, ledger: _Ledger) -> None:
+def _add_gradients(line: StateLine, optimizer: DistributedOptimizer, ledger: _Ledger) -> None:
     reducer = optimizer.reducer
     parts = shards(GRADIENTS, optimizer.zero_stage, optimizer.dp_comm.size)
     line.hold(*ledger.places(reducer.flats))
@@ -187,7 +167,7 @@ def _add_gradients(line: _Line, optimizer: DistributedOptimizer, ledger: _Ledger
         _add_bucket(line, bucket, flat.element_size(), parts)
 
 
-def _add_bucket(line: _Line, bucket: Bucket, itemsize: int, parts: int) -> None:
+def _add_bucket(line: StateLine, bucket: Bucket, itemsize: int, parts: int) -> None:
     line.formula_nbytes += Fraction(bucket.edges[-1] * itemsize, parts)
     line.padding_nbytes += Fraction(bucket.padding * itemsize, parts)
 
@@ -198,9 +178,9 @@ def _staging(model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger)
     return ledger.nbytes([*buffers, *optimizer.averages, *loose])
 
 
-def _optimizer_state(optimizer: DistributedOptimizer, ledger: _Ledger) -> tuple[_Line, int]:
+def _optimizer_state(optimizer: DistributedOptimizer, ledger: _Ledger) -> tuple[StateLine, int]:
     """Return the optimizer state, and the bytes of counters beside it."""
-    update, line = optimizer.update, _Line()
+    update, line = optimizer.update, StateLine()
     groups = {
         id(parameter): number
         for number, group in enumerate(optimizer.param_groups)
@@ -228,7 +208,7 @@ def _optimizer_state(optimizer: DistributedOptimizer, ledger: _Ledger) -> tuple[
 
 
 def _add_state_formula(
-    line: _Line, optimizer: DistributedOptimizer, update: ShardedStep, per_element: Sequence[int]
+    line: StateLine, optimizer: DistributedOptimizer, update: ShardedStep, per_element: Sequence[int]
 ) -> None:
     """Add masters and moments to the formula; a shard has none for its padding.
 

@@ -14,7 +14,7 @@ from hpcpar.data_parallel.process_memory import ProcessMemory
 from hpcpar.units import format_nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StateLine:
     """One part of the model state on one rank, in bytes.
 
@@ -26,13 +26,21 @@ class StateLine:
     pending        in the formula, but not allocated yet: state of parameters that never had a gradient
     """
 
-    device_nbytes: int
-    host_nbytes: int
-    disk_nbytes: int
-    common_nbytes: int
-    formula_nbytes: Fraction
-    padding_nbytes: Fraction
+    device_nbytes: int = 0
+    host_nbytes: int = 0
+    disk_nbytes: int = 0
+    common_nbytes: int = 0
+    formula_nbytes: Fraction = Fraction(0)
+    padding_nbytes: Fraction = Fraction(0)
     pending_nbytes: int = 0
+
+    def hold(self, on_device: int, on_host: int, *, common: bool = False) -> None:
+        """Add bytes that are held, on the host perhaps in common with the node's other ranks."""
+        self.device_nbytes += on_device
+        if common:
+            self.common_nbytes += on_host
+        else:
+            self.host_nbytes += on_host
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +31,11 @@ MASTER = "master_weight"
 State = dict[str, Any]
 
 
-class _Part:
+class _Part(NamedTuple):
     """A piece of a parameter as the optimizer sees it: a flat tensor of its own, or one of no dimensions."""
 
-    __slots__ = ("piece", "tensor")
-
-    def __init__(self, piece: Piece, tensor: Tensor) -> None:
-        self.piece = piece
-        self.tensor = tensor
+    piece: Piece
+    tensor: Tensor
 
 
 class ShardedStep:

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -41,6 +41,8 @@ from hpcpar.units import MiB
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
     from hpcpar.launch.horovod_settings import HorovodSettings
+
+T = TypeVar("T")
 
 BUFFER_NBYTES = 8 * MiB
 
@@ -141,6 +143,18 @@ class Engine:
     def setup(self) -> Communicator:
         """Communicator for blocking collectives inside an `on_ready`, where all ranks are."""
         return self._comm
+
+    def run_together(self, name: str, call: Callable[[], T], content: str = "") -> T:
+        """Call a function once all ranks have come to this call; return its result. Collective.
+
+        content   text that must be the same on all ranks
+        """
+        results: list[T] = []
+        request = TensorRequest(name, "schedule", content=content)
+        ticket = Ticket(request, on_ready=lambda: results.append(call()))
+        self.submit([ticket])
+        self.wait(ticket)
+        return results[0]
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Gather one object of each rank while other operations go on. All ranks call it in one order."""

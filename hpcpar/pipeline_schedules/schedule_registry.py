@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.gpipe import gpipe, naive
@@ -140,6 +141,12 @@ def _automatic(asked: ScheduleRequest) -> Schedule:
     return automatic(asked.ranks, asked.microbatches, asked.durations, asked.memory_limit)
 
 
+def _within_limit(build: Callable[..., Schedule]) -> Callable[[ScheduleRequest], Schedule]:
+    return lambda asked: build(asked.ranks, asked.microbatches, memory_limit=asked.memory_limit)
+
+
+TWO_IN_A_V: Any = {"placement": "v", "stages_per_rank": 2, "fewest_stages": 2, "most_stages": 2}
+
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
@@ -161,14 +168,14 @@ METHODS: dict[str, Method] = {
             "1f1b",
             "GPipe's idle time, in the memory of as many microbatches as ranks",
             "Narayanan et al. 2021, arXiv 2104.04473",
-            lambda asked: one_f_one_b(asked.ranks, asked.microbatches, memory_limit=asked.memory_limit),
+            _within_limit(one_f_one_b),
             limited=True,
         ),
         Method(
             "eager-1f1b",
             "1F1B with more forwards at the start, so that messages hide behind work",
             "Zhuang et al. 2022, arXiv 2211.05322",
-            lambda asked: eager_one_f_one_b(asked.ranks, asked.microbatches, memory_limit=asked.memory_limit),
+            _within_limit(eager_one_f_one_b),
             limited=True,
         ),
         Method(
@@ -185,14 +192,14 @@ METHODS: dict[str, Method] = {
             "zb-h1",
             "split backwards; 1F1B's memory, a third of its idle time",
             "Qi et al. 2023, arXiv 2401.10241",
-            lambda asked: zb_h1(asked.ranks, asked.microbatches, memory_limit=asked.memory_limit),
+            _within_limit(zb_h1),
             limited=True,
         ),
         Method(
             "zb-h2",
             "split backwards; no idle time within a step, in twice the memory",
             "Qi et al. 2023, arXiv 2401.10241",
-            lambda asked: zb_h2(asked.ranks, asked.microbatches, memory_limit=asked.memory_limit),
+            _within_limit(zb_h2),
             limited=True,
         ),
         Method(
@@ -200,20 +207,14 @@ METHODS: dict[str, Method] = {
             "two stages per rank in a V: no idle time in 1F1B's memory if F, B and W take equally long",
             "Qi et al. 2024, arXiv 2405.15362",
             lambda asked: zb_v(asked.ranks, asked.microbatches),
-            placement="v",
-            stages_per_rank=2,
-            fewest_stages=2,
-            most_stages=2,
+            **TWO_IN_A_V,
         ),
         Method(
             "dualpipe-v",
             "two stages per rank in a V: forward and backward side by side hide each other's messages",
             "DeepSeek-AI 2024, arXiv 2412.19437, cut in half",
             lambda asked: dualpipe_v(asked.ranks, asked.microbatches),
-            placement="v",
-            stages_per_rank=2,
-            fewest_stages=2,
-            most_stages=2,
+            **TWO_IN_A_V,
         ),
         Method(
             "automatic",

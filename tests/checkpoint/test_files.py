@@ -33,8 +33,9 @@ def written(directory: Path, value: Tensor, layout: Layout, cuts: list[int]) -> 
     pieces = []
     for number, (start, stop) in enumerate(pairwise([0, *cuts, value.numel()])):
         save_file({"w": flat[start:stop].clone()}, directory / f"{number}.safetensors")
-        extract = StoredPiece(start, stop, f"{number}.safetensors")
-        pieces.append(WrittenShard("w", value.dtype, layout[0], Region.whole(layout[0]), layout[1], extract))
+        piece = StoredPiece(start, stop, f"{number}.safetensors")
+        part = StoredRegion(Region.whole(layout[0]), layout[1], (piece,))
+        pieces.append(WrittenShard("w", value.dtype, layout[0], part))
     return joined(reversed(pieces))["w"]
 
 
@@ -115,7 +116,9 @@ def test_gaps_overlaps_and_missing_ends_are_named() -> None:
 
 def test_ranks_that_disagree_about_a_tensor_are_found_out() -> None:
     pieces = [
-        WrittenShard("w", dtype, (2,), Region.whole((2,)), (1,), StoredPiece(place, place + 1, "f"))
+        WrittenShard(
+            "w", dtype, (2,), StoredRegion(Region.whole((2,)), (1,), (StoredPiece(place, place + 1, "f"),))
+        )
         for place, dtype in enumerate((torch.float32, torch.float64))
     ]
     with pytest.raises(CheckpointError, match="ranks have w in several forms"):

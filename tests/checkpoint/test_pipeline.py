@@ -371,37 +371,57 @@ def test_names_that_torch_keeps_in_groups_are_each_ranks_own(tmp_path: Path) -> 
 # --- random numbers -------------------------------------------------------------------------------
 
 
+def give_streams(run: Run, seed: int) -> list[Streams]:
+    """Attach two objects, which several modules share each."""
+    both = [Streams(seed + run.comm.rank), Streams(100 + seed + run.comm.rank)]
+    for number, layer in enumerate(run.model.layers.values()):
+        layer.random_streams = both[number % 2]
+    return both
+
+
 @pytest.mark.parametrize(
-    ("loader", "are_restored"),
+    ("saver", "loader", "is_restored"),
     [
-        (Mode(TWO, dp=2, stage=1), [True] * 4),
-        (Mode(TURNED, dp=2), [False] * 4),
-        (Mode(V, dp=2), [False] * 4),
-        (Mode(((0, 1), (0, 1), (2, 3), (2, 3))), [True] * 4),
-        (Mode(TWO, tp=2), [False] * 4),
-        (Mode(TWO), [False] * 2),
-        (SERIAL, [False]),
+        (Mode(TWO, dp=2), Mode(TWO, dp=2, stage=1), True),
+        (Mode(TWO, dp=2), Mode(((0, 1), (0, 1), (2, 3), (2, 3))), True),
+        *((Mode(TWO, dp=2), loader, False) for loader in (Mode(TURNED, dp=2), Mode(V, dp=2))),
+        *((Mode(TWO, dp=2), loader, False) for loader in (Mode(TWO, tp=2), Mode(TWO), SERIAL)),
+        (Mode(tp=2, dp=2), Mode(tp=2, dp=2, stage=1), True),
+        *((Mode(tp=2, dp=2), loader, False) for loader in (Mode(tp=4), Mode(tp=2), SERIAL)),
     ],
     ids=str,
 )
-def test_random_streams_go_on_where_the_same_layers_are(
-    loader: Mode, are_restored: list[bool], tmp_path: Path
+def test_random_streams_go_on_in_the_same_place_and_are_left_alone_in_another(
+    saver: Mode, loader: Mode, is_restored: bool, tmp_path: Path
 ) -> None:
-    def saved(run: Run) -> tuple[Path, list[float]]:
-        run.model.random_streams = Streams(run.comm.rank)
-        run.model.random_streams.draw()
-        return run.save(tmp_path), run.model.random_streams.draw()
+    def saved(run: Run) -> tuple[Path, list[list[float]]]:
+        streams = give_streams(run, 0)
+        for number, each in enumerate(streams):
+            for _ in range(3 + number):
+                each.draw()
+        return run.save(tmp_path), [each.draw() for each in streams]
 
-    results = in_run(Mode(TWO, dp=2), saved)
+    results = in_run(saver, saved)
 
-    def loaded(run: Run) -> tuple[bool, list[float]]:
-        run.model.random_streams = Streams(50 + run.comm.rank)
+    def loaded(run: Run) -> tuple[bool, list[list[float]]]:
+        streams = give_streams(run, 50)
         found = run.load(results[0][0])
-        return found.random_restored, run.model.random_streams.draw()
+        return found.random_restored, [each.draw() for each in streams]
 
     for rank, found in enumerate(in_run(loader, loaded)):
-        drawn = results[rank][1] if are_restored[rank] else Streams(50 + rank).draw()
-        assert found == (are_restored[rank], drawn)
+        fresh = [Streams(50 + rank).draw(), Streams(150 + rank).draw()]
+        assert found == (is_restored, results[rank][1] if is_restored else fresh)
+
+
+def test_streams_that_a_checkpoint_does_not_know_stay_as_they_are(tmp_path: Path) -> None:
+    path = saved_by(Mode(tp=2), tmp_path)
+
+    def loaded(run: Run) -> tuple[bool, list[list[float]]]:
+        streams = give_streams(run, 0)
+        return run.load(path).random_restored, [each.draw() for each in streams]
+
+    for rank, found in enumerate(in_run(Mode(tp=2), loaded)):
+        assert found == (True, [Streams(rank).draw(), Streams(100 + rank).draw()])
 
 
 def test_a_processs_own_random_numbers_stay_where_other_layers_come(tmp_path: Path) -> None:

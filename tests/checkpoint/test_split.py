@@ -20,11 +20,9 @@ from hpcpar.tensor_parallel.split import comm_of, place, split_evenly, split_sec
 from tests.checkpoint.runs import (
     HEAD,
     PARAMETERS,
-    SERIAL,
     WITHOUT_STATE,
     Mode,
     Run,
-    Streams,
     in_run,
     saved_by,
 )
@@ -154,56 +152,6 @@ def test_a_state_that_cannot_be_split_is_refused_and_named(tmp_path: Path) -> No
 
     with pytest.raises(PeerFailedError, match=r"row_sums of layers\.0\.up, which is split, has shape \(2,\)"):
         in_run(Mode(tp=2, plain=True), body)
-
-
-def give_streams(model: nn.Module, rank: int) -> list[Streams]:
-    """Two, which two modules share each."""
-    shared, own = Streams(rank), Streams(100 + rank)
-    for layer, streams in zip(model.layers.values(), (shared, own, shared, own), strict=True):
-        layer.random_streams = streams
-    return [shared, own]
-
-
-@pytest.mark.parametrize(
-    ("loader", "are_restored"),
-    [(Mode(tp=2, dp=2, stage=1), True), (Mode(tp=4), False), (Mode(tp=2), False), (SERIAL, False)],
-)
-def test_random_streams_go_on_in_the_same_place_and_are_left_alone_in_another(
-    loader: Mode, are_restored: bool, tmp_path: Path
-) -> None:
-    def saved(run: Run) -> tuple[Path, list[list[float]]]:
-        streams = give_streams(run.model, run.comm.rank)
-        for number, each in enumerate(streams):
-            for _ in range(3 + number):
-                each.draw()
-        return run.save(tmp_path), [each.draw() for each in streams]
-
-    results = in_run(Mode(tp=2, dp=2), saved)
-    path = results[0][0]
-
-    def loaded(run: Run) -> tuple[bool, list[list[float]], list[list[float]]]:
-        streams = give_streams(run.model, 50 + run.comm.rank)
-        found = load(path, model=run.model, comm=run.comm)
-        fresh = [Streams(50 + run.comm.rank).draw(), Streams(150 + run.comm.rank).draw()]
-        return found.random_restored, [each.draw() for each in streams], fresh
-
-    for rank, (restored, drawn, fresh) in enumerate(in_run(loader, loaded)):
-        assert restored == are_restored
-        assert drawn == (results[rank][1] if are_restored else fresh)
-
-
-def test_streams_that_a_checkpoint_does_not_know_stay_as_they_are(tmp_path: Path) -> None:
-    path = saved_by(Mode(tp=2), tmp_path)
-
-    def loaded(run: Run) -> tuple[bool, list[list[float]], list[list[float]]]:
-        streams = give_streams(run.model, run.comm.rank)
-        restored = load(path, model=run.model, comm=run.comm).random_restored
-        fresh = [Streams(run.comm.rank).draw(), Streams(100 + run.comm.rank).draw()]
-        return restored, [each.draw() for each in streams], fresh
-
-    for restored, drawn, fresh in in_run(Mode(tp=2), loaded):
-        assert restored
-        assert drawn == fresh
 
 
 def test_the_description_of_parts_can_be_read_by_people(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hpcpar.comm import Communicator
+from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 
 
@@ -30,6 +32,20 @@ def staged(
     else:
         options |= of_parameters
     return DistributedOptimizer(inner, model.named_parameters(), comm, zero_stage=stage, **options)
+
+
+def ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test, whose first argument is the communicator, on each of so many ranks."""
+
+    def on_each(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            run_loopback(size, lambda comm: test(comm, **given))
+
+        others = list(inspect.signature(test).parameters.values())[1:]
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run
+
+    return on_each
 
 
 def whole(model: nn.Module) -> list[Tensor]:

@@ -120,14 +120,8 @@ def test_state_goes_out_and_in_as_the_inner_optimizers() -> None:
 def test_a_rank_without_elements_of_a_block_keeps_nothing_of_it_on_disk(tmp_path: Path) -> None:
     def body(comm: Communicator, offload: str | None) -> list[float]:
         model = linear()
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-            model.named_parameters(),
-            comm,
-            zero_stage=1,
-            offload=offload,
-            first_bucket_bytes=1,
-        )
+        inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        optimizer = staged(model, inner, comm, 1, offload=offload, first_bucket_bytes=1)
         for _ in range(2):
             model(torch.ones(3, dtype=torch.float64)).square().sum().backward()
             optimizer.step()
@@ -142,11 +136,8 @@ def test_a_rank_without_elements_of_a_block_keeps_nothing_of_it_on_disk(tmp_path
 def test_a_fixed_loss_scale_is_not_loaded_into_a_dynamic_one_nor_the_other_way_round() -> None:
     def scaled(precision: str) -> DistributedOptimizer:
         model = linear()
-        return DistributedOptimizer(
-            torch.optim.SGD(model.parameters()),
-            model.named_parameters(),
-            Communicator.alone(),
-            precision=precision,
+        return staged(
+            model, torch.optim.SGD(model.parameters()), Communicator.alone(), 0, precision=precision
         )
 
     dynamic, fixed = scaled("float16"), scaled("bfloat16")

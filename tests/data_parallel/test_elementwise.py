@@ -290,14 +290,9 @@ def test_what_is_refused_for_shards_is_taken_for_whole_parameters() -> None:
     model = nn.Linear(3, 2)
     optimizer = Trusting(model.parameters(), lr=0.1)
     DistributedOptimizer(optimizer, model.named_parameters(), Communicator.alone())
-    for options in ({"zero_stage": 1}, {"precision": "bfloat16"}, {"offload": "cpu"}):
+    for stage, options in ((1, {}), (0, {"precision": "bfloat16"}), (0, {"offload": "cpu"})):
         with pytest.raises(OperationError, match="Take zero_stage=0, without precision and offload"):
-            DistributedOptimizer(
-                Trusting(model.parameters(), lr=0.1),
-                model.named_parameters(),
-                Communicator.alone(),
-                **options,
-            )
+            staged(model, Trusting(model.parameters(), lr=0.1), Communicator.alone(), stage, **options)
 
 
 def test_a_step_of_somebody_elses_optimizer_is_the_same_on_pieces() -> None:

@@ -102,13 +102,7 @@ def test_seven_parameters_on_two_ranks_by_hand() -> None:
     #            rank 0    rank 1           master weights and two moments 4 × 12 bytes, and 3 × 12
     def work(comm: Communicator) -> MemoryReport:
         model = nn.Linear(7, 1, bias=False)
-        optimizer = DistributedOptimizer(
-            torch.optim.AdamW(model.parameters()),
-            model.named_parameters(),
-            comm,
-            zero_stage=2,
-            precision="bfloat16",
-        )
+        optimizer = staged(model, torch.optim.AdamW(model.parameters()), comm, 2, precision="bfloat16")
         model(torch.ones(1, 7, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -337,11 +331,11 @@ def test_gradients_that_wait_for_a_room_are_in_the_peak() -> None:
         """Turned: registered in the order of backward, so that every gradient comes before its turn."""
         names = [str(number) for number in range(6)]
         layers = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in names})
-        optimizer = DistributedOptimizer(
+        optimizer = staged(
+            layers,
             torch.optim.SGD(layers.parameters(), lr=0.1),
-            layers.named_parameters(),
             comm,
-            zero_stage=2,
+            2,
             bucket_bytes=256,
             first_bucket_bytes=256,
         )

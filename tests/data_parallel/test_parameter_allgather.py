@@ -169,11 +169,11 @@ READING: dict[str, Callable[[], nn.Module]] = {
 def test_parameters_that_a_module_reads_in_other_ways_are_waited_for(name: str) -> None:
     def body(comm: Communicator) -> tuple[bool, int]:
         model = READING[name]()
-        optimizer = DistributedOptimizer(
+        optimizer = staged(
+            model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
             comm,
-            zero_stage=1,
+            1,
             model=model,
             overlap_allgather=True,
             bucket_bytes=1,
@@ -250,11 +250,11 @@ def test_modules_of_torch_that_read_their_childrens_parameters_wait_for_those() 
             generator = torch.Generator().manual_seed(2)
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        optimizer = DistributedOptimizer(
+        optimizer = staged(
+            model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
             comm,
-            zero_stage=1,
+            1,
             model=model,
             overlap_allgather=overlap,
             bucket_bytes=1,

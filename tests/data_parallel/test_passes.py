@@ -9,7 +9,7 @@ from torch import nn
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, summon_full_parameters
 from hpcpar.errors import GradientOrderError, OperationError
-from tests.data_parallel.staged import staged
+from tests.data_parallel.staged import ranks, staged
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -88,16 +88,14 @@ def test_backwards_inside_no_sync_are_passes_before_those_that_count(stage: int)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_one_backward_more_is_refused(stage: int) -> None:
-    def body(comm: Communicator) -> None:
-        model, optimizer = distributed(stage, comm, 2)
-        for number in range(2):
-            model(rows(comm.rank, number)).sum().backward()
-        with pytest.raises(GradientOrderError):
-            model(rows(comm.rank, 2)).sum().backward()
-        optimizer.step()
-
-    run_loopback(2, body)
+@ranks(2)
+def test_one_backward_more_is_refused(comm: Communicator, stage: int) -> None:
+    model, optimizer = distributed(stage, comm, 2)
+    for number in range(2):
+        model(rows(comm.rank, number)).sum().backward()
+    with pytest.raises(GradientOrderError):
+        model(rows(comm.rank, 2)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("passes", [0, -1])
@@ -122,14 +120,12 @@ def test_gradients_set_by_hand_are_averaged(stage: int) -> None:
     assert run_loopback(2, body) == [expected] * 2
 
 
-def test_a_gradient_set_by_hand_after_all_have_been_sent_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        model, _optimizer = distributed(2, comm)
-        model(rows(comm.rank, 0)).sum().backward()
-        with pytest.raises(OperationError, match="gradient of bias was to be replaced"):
-            model.bias.grad = torch.ones_like(model.bias)
-
-    run_loopback(2, body)
+@ranks(2)
+def test_a_gradient_set_by_hand_after_all_have_been_sent_is_refused(comm: Communicator) -> None:
+    model, _optimizer = distributed(2, comm)
+    model(rows(comm.rank, 0)).sum().backward()
+    with pytest.raises(OperationError, match="gradient of bias was to be replaced"):
+        model.bias.grad = torch.ones_like(model.bias)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

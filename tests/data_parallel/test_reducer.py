@@ -12,6 +12,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, Reducer
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.errors import BufferTypeError, MismatchError, OperationError
+from tests.data_parallel.staged import ranks
 
 
 def parameters(*values: Iterable[float]) -> list[tuple[str, nn.Parameter]]:
@@ -28,36 +29,34 @@ def on_ranks(size: int, body: Callable[[Communicator], object]) -> list[object]:
     return run_loopback(size, body)
 
 
-def test_gradients_become_views_into_their_bucket() -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0, 2.0], [3.0])
-        reducer = Reducer(named, comm)
-        (named[0][1].sum() * (comm.rank + 1) + named[1][1].sum()).backward()
-        reducer.synchronize()
-        assert gradients(named) == [[1.5, 1.5], [1.0]]
-        assert reducer.flats[0].tolist() == [1.0, 1.5, 1.5]
-        reducer.flats[0].fill_(7)
-        assert gradients(named) == [[7.0, 7.0], [7.0]]
-
-    on_ranks(2, body)
+@ranks(2)
+def test_gradients_become_views_into_their_bucket(comm: Communicator) -> None:
+    named = parameters([1.0, 2.0], [3.0])
+    reducer = Reducer(named, comm)
+    (named[0][1].sum() * (comm.rank + 1) + named[1][1].sum()).backward()
+    reducer.synchronize()
+    assert gradients(named) == [[1.5, 1.5], [1.0]]
+    assert reducer.flats[0].tolist() == [1.0, 1.5, 1.5]
+    reducer.flats[0].fill_(7)
+    assert gradients(named) == [[7.0, 7.0], [7.0]]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_gradient_whose_data_was_set_is_in_its_bucket_again_at_the_next_backward(set_to_none: bool) -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0, 2.0], [3.0])
-        reducer = Reducer(named, comm)
-        for step in range(3):
-            (named[0][1].sum() * (comm.rank + 1 + step) + named[1][1].sum()).backward()
-            reducer.synchronize()
-            assert gradients(named) == [[1.5 + step] * 2, [1.0]]
-            for _, parameter in named:
-                assert parameter.grad is not None
-                parameter.grad.data = parameter.grad.data.clamp(-1.25, 1.25)
-            assert gradients(named) == [[1.25] * 2, [1.0]]
-            reducer.zero(set_to_none=set_to_none)
-
-    on_ranks(2, body)
+@ranks(2)
+def test_a_gradient_whose_data_was_set_is_in_its_bucket_again_at_the_next_backward(
+    comm: Communicator, set_to_none: bool
+) -> None:
+    named = parameters([1.0, 2.0], [3.0])
+    reducer = Reducer(named, comm)
+    for step in range(3):
+        (named[0][1].sum() * (comm.rank + 1 + step) + named[1][1].sum()).backward()
+        reducer.synchronize()
+        assert gradients(named) == [[1.5 + step] * 2, [1.0]]
+        for _, parameter in named:
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data.clamp(-1.25, 1.25)
+        assert gradients(named) == [[1.25] * 2, [1.0]]
+        reducer.zero(set_to_none=set_to_none)
 
 
 def test_a_parameter_that_has_changed_its_type_since_is_named() -> None:
@@ -74,16 +73,14 @@ def test_a_parameter_that_has_changed_its_type_since_is_named() -> None:
     assert all("torch.float64" in str(text) and "torch.float32" in str(text) for text in on_ranks(2, body))
 
 
-def test_a_gradient_that_is_replaced_while_its_average_is_under_way_is_named() -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0, 2.0])
-        reducer = Reducer(named, comm)
-        named[0][1].sum().backward()
-        named[0][1].grad = torch.zeros(2, dtype=torch.float64)
-        with pytest.raises(OperationError, match="p0 was set to another tensor while its average was under"):
-            reducer.synchronize()
-
-    on_ranks(2, body)
+@ranks(2)
+def test_a_gradient_that_is_replaced_while_its_average_is_under_way_is_named(comm: Communicator) -> None:
+    named = parameters([1.0, 2.0])
+    reducer = Reducer(named, comm)
+    named[0][1].sum().backward()
+    named[0][1].grad = torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(OperationError, match="p0 was set to another tensor while its average was under"):
+        reducer.synchronize()
 
 
 def test_a_gradient_that_is_set_to_none_while_its_average_is_under_way_is_named() -> None:
@@ -102,37 +99,33 @@ def test_a_gradient_that_is_set_to_none_while_its_average_is_under_way_is_named(
     assert on_ranks(2, body) == [[[1.0, 1.0], [1.0]]] * 2
 
 
-def test_a_gradient_is_added_to_in_place_in_later_microbatches() -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0])
-        reducer = Reducer(named, comm)
-        with reducer.no_sync():
-            named[0][1].sum().backward()
-        view = named[0][1].grad
+@ranks(2)
+def test_a_gradient_is_added_to_in_place_in_later_microbatches(comm: Communicator) -> None:
+    named = parameters([1.0])
+    reducer = Reducer(named, comm)
+    with reducer.no_sync():
         named[0][1].sum().backward()
-        assert named[0][1].grad is view
-        reducer.synchronize()
-        assert gradients(named) == [[2.0]]
+    view = named[0][1].grad
+    named[0][1].sum().backward()
+    assert named[0][1].grad is view
+    reducer.synchronize()
+    assert gradients(named) == [[2.0]]
 
-    on_ranks(2, body)
 
-
-def test_inner_microbatches_send_nothing() -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0], [2.0])
-        reducer = Reducer(named, comm)
-        comm.traffic.reset()
-        with reducer.no_sync(), reducer.no_sync():
-            (named[0][1] * named[1][1]).sum().backward()
-        with reducer.no_sync():
-            (named[0][1] * named[1][1]).sum().backward()
-        assert comm.traffic.nbytes_sent() == 0
+@ranks(2)
+def test_inner_microbatches_send_nothing(comm: Communicator) -> None:
+    named = parameters([1.0], [2.0])
+    reducer = Reducer(named, comm)
+    comm.traffic.reset()
+    with reducer.no_sync(), reducer.no_sync():
         (named[0][1] * named[1][1]).sum().backward()
-        reducer.synchronize()
-        assert comm.traffic.nbytes_sent() > 0
-        assert gradients(named) == [[6.0], [3.0]]
-
-    on_ranks(2, body)
+    with reducer.no_sync():
+        (named[0][1] * named[1][1]).sum().backward()
+    assert comm.traffic.nbytes_sent() == 0
+    (named[0][1] * named[1][1]).sum().backward()
+    reducer.synchronize()
+    assert comm.traffic.nbytes_sent() > 0
+    assert gradients(named) == [[6.0], [3.0]]
 
 
 def test_buckets_leave_during_backward_before_anybody_waits() -> None:
@@ -221,57 +214,51 @@ def test_frozen_parameters_travel_not_at_all() -> None:
     assert on_ranks(2, body) == [1, 1]
 
 
-def test_gradients_of_unusual_memory_order_are_averaged() -> None:
-    def body(comm: Communicator) -> None:
-        transposed = nn.Parameter(torch.arange(6.0).view(2, 3).t())
-        image = nn.Parameter(torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last))
-        expanded = nn.Parameter(torch.zeros(2, 2))
-        reducer = Reducer([("t", transposed), ("i", image), ("e", expanded)], comm)
-        weights = torch.arange(6.0).view(3, 2) * (comm.rank + 1)
-        (transposed * weights).sum().backward(inputs=[transposed])
-        (image * image).sum().backward(inputs=[image])
-        expanded.grad = torch.tensor([[1.0], [2.0]]).expand(2, 2)
-        reducer.synchronize()
-        assert torch.equal(transposed.grad, torch.arange(6.0).view(3, 2) * 1.5)
-        assert transposed.grad.stride() == transposed.stride()
-        assert torch.equal(image.grad, torch.full((2, 3, 2, 2), 2.0))
-        assert expanded.grad.tolist() == [[1.0, 1.0], [2.0, 2.0]]
-        assert all(
-            p.grad.untyped_storage().data_ptr() == transposed.grad.untyped_storage().data_ptr()
-            for p in (image, expanded)
-        )
-
-    on_ranks(2, body)
+@ranks(2)
+def test_gradients_of_unusual_memory_order_are_averaged(comm: Communicator) -> None:
+    transposed = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    image = nn.Parameter(torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    expanded = nn.Parameter(torch.zeros(2, 2))
+    reducer = Reducer([("t", transposed), ("i", image), ("e", expanded)], comm)
+    weights = torch.arange(6.0).view(3, 2) * (comm.rank + 1)
+    (transposed * weights).sum().backward(inputs=[transposed])
+    (image * image).sum().backward(inputs=[image])
+    expanded.grad = torch.tensor([[1.0], [2.0]]).expand(2, 2)
+    reducer.synchronize()
+    assert torch.equal(transposed.grad, torch.arange(6.0).view(3, 2) * 1.5)
+    assert transposed.grad.stride() == transposed.stride()
+    assert torch.equal(image.grad, torch.full((2, 3, 2, 2), 2.0))
+    assert expanded.grad.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    assert all(
+        p.grad.untyped_storage().data_ptr() == transposed.grad.untyped_storage().data_ptr()
+        for p in (image, expanded)
+    )
 
 
-def test_several_element_types_have_buckets_of_their_own() -> None:
-    def body(comm: Communicator) -> None:
-        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
-        named = [(str(dtype), nn.Parameter(torch.ones(3, dtype=dtype))) for dtype in dtypes]
-        reducer = Reducer(named, comm)
-        for _, parameter in named:
-            with reducer.no_sync():
-                (parameter * (2 * comm.rank + 1)).sum().abs().backward()
-        reducer.synchronize()
-        assert len(reducer.buckets) == 4
-        for _, parameter in named:
-            assert torch.equal(parameter.grad, torch.full_like(parameter, 2))
-
-    on_ranks(2, body)
+@ranks(2)
+def test_several_element_types_have_buckets_of_their_own(comm: Communicator) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+    named = [(str(dtype), nn.Parameter(torch.ones(3, dtype=dtype))) for dtype in dtypes]
+    reducer = Reducer(named, comm)
+    for _, parameter in named:
+        with reducer.no_sync():
+            (parameter * (2 * comm.rank + 1)).sum().abs().backward()
+    reducer.synchronize()
+    assert len(reducer.buckets) == 4
+    for _, parameter in named:
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 2))
 
 
-def test_no_parameters_and_empty_parameters_are_no_trouble() -> None:
-    def body(comm: Communicator) -> None:
-        empty = Reducer([], comm)
-        empty.synchronize()
-        empty.zero()
-        named = [("none", nn.Parameter(torch.zeros(0, 2))), ("one", nn.Parameter(torch.zeros(())))]
-        reducer = Reducer(named, comm)
-        (named[0][1].sum() + named[1][1]).backward()
-        reducer.synchronize()
-        assert named[1][1].grad.item() == 1.0
-
-    on_ranks(2, body)
+@ranks(2)
+def test_no_parameters_and_empty_parameters_are_no_trouble(comm: Communicator) -> None:
+    empty = Reducer([], comm)
+    empty.synchronize()
+    empty.zero()
+    named = [("none", nn.Parameter(torch.zeros(0, 2))), ("one", nn.Parameter(torch.zeros(())))]
+    reducer = Reducer(named, comm)
+    (named[0][1].sum() + named[1][1]).backward()
+    reducer.synchronize()
+    assert named[1][1].grad.item() == 1.0
 
 
 def test_counted_bytes_equal_the_theory_exactly() -> None:
@@ -300,28 +287,24 @@ def test_counted_bytes_equal_the_theory_exactly() -> None:
             assert sum(everything for _, everything, _ in found) == found[0][2]
 
 
-def test_synchronizing_twice_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0])
-        reducer = Reducer(named, comm)
-        named[0][1].sum().backward()
+@ranks(2)
+def test_synchronizing_twice_is_refused(comm: Communicator) -> None:
+    named = parameters([1.0])
+    reducer = Reducer(named, comm)
+    named[0][1].sum().backward()
+    reducer.synchronize()
+    with pytest.raises(OperationError, match="the gradients are averages already; call synchronize"):
         reducer.synchronize()
-        with pytest.raises(OperationError, match="the gradients are averages already; call synchronize"):
-            reducer.synchronize()
-        named[0][1].sum().backward()
+    named[0][1].sum().backward()
+    reducer.synchronize()
+    assert gradients(named) == [[2.0]]
+
+
+@ranks(1)
+def test_synchronizing_inside_no_sync_is_refused(comm: Communicator) -> None:
+    reducer = Reducer(parameters([1.0]), comm)
+    with reducer.no_sync(), pytest.raises(OperationError, match="averaged inside no_sync"):
         reducer.synchronize()
-        assert gradients(named) == [[2.0]]
-
-    on_ranks(2, body)
-
-
-def test_synchronizing_inside_no_sync_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        reducer = Reducer(parameters([1.0]), comm)
-        with reducer.no_sync(), pytest.raises(OperationError, match="averaged inside no_sync"):
-            reducer.synchronize()
-
-    on_ranks(1, body)
 
 
 @pytest.mark.parametrize("accumulating", [False, True])
@@ -365,18 +348,16 @@ def test_zeroing_awaits_averages_under_way() -> None:
     assert on_ranks(2, body) == [[[3.0], None]] * 2
 
 
-def test_zeroing_in_place_keeps_views_and_fills_them_with_zeros() -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0], [2.0])
-        reducer = Reducer(named, comm)
-        named[0][1].sum().backward()
-        reducer.synchronize()
-        view = named[0][1].grad
-        reducer.zero(set_to_none=False)
-        assert named[0][1].grad is view
-        assert gradients(named) == [[0.0], None]
-
-    on_ranks(2, body)
+@ranks(2)
+def test_zeroing_in_place_keeps_views_and_fills_them_with_zeros(comm: Communicator) -> None:
+    named = parameters([1.0], [2.0])
+    reducer = Reducer(named, comm)
+    named[0][1].sum().backward()
+    reducer.synchronize()
+    view = named[0][1].grad
+    reducer.zero(set_to_none=False)
+    assert named[0][1].grad is view
+    assert gradients(named) == [[0.0], None]
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
@@ -423,24 +404,22 @@ def test_a_closed_reducer_leaves_gradients_alone() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
-def test_the_last_of_the_passes_sends_the_sum(passes: int) -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0], [2.0])
-        reducer = Reducer(named, comm, passes=passes)
-        for _ in range(3):
-            comm.traffic.reset()
-            for number in range(1, passes + 1):
-                assert not reducer.round_open
-                assert comm.traffic.nbytes_sent() == 0
-                ((comm.rank + number) * named[0][1].sum() + named[1][1].sum()).backward()
-            assert reducer.round_open
-            assert reducer._departed == 1
-            reducer.synchronize()
-            assert comm.traffic.nbytes_sent() > 0
-            assert gradients(named) == [[0.5 * passes + passes * (passes + 1) / 2], [float(passes)]]
-            reducer.zero()
-
-    on_ranks(2, body)
+@ranks(2)
+def test_the_last_of_the_passes_sends_the_sum(comm: Communicator, passes: int) -> None:
+    named = parameters([1.0], [2.0])
+    reducer = Reducer(named, comm, passes=passes)
+    for _ in range(3):
+        comm.traffic.reset()
+        for number in range(1, passes + 1):
+            assert not reducer.round_open
+            assert comm.traffic.nbytes_sent() == 0
+            ((comm.rank + number) * named[0][1].sum() + named[1][1].sum()).backward()
+        assert reducer.round_open
+        assert reducer._departed == 1
+        reducer.synchronize()
+        assert comm.traffic.nbytes_sent() > 0
+        assert gradients(named) == [[0.5 * passes + passes * (passes + 1) / 2], [float(passes)]]
+        reducer.zero()
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
@@ -630,33 +609,31 @@ def test_a_reduction_is_begun_bucket_by_bucket_with_the_map_last_and_awaited_onc
 # Complete last: a parameter of which other ranks have copies
 
 
-def test_a_late_gradient_may_be_changed_until_synchronize_and_the_others_do_not_wait() -> None:
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0], [2.0])
-        reducer = Reducer(named, comm, bucket_bytes=1, first_bucket_bytes=1, late=["p0"])
-        (named[0][1].sum() + (comm.rank + 1) * named[1][1].sum()).backward()
-        assert reducer._departed == 1, "p1's bucket has left, and p0's has not"
-        assert named[0][1].grad is not None
-        named[0][1].grad += 10 * comm.rank
-        reducer.synchronize()
-        assert gradients(named) == [[6.0], [1.5]]
+@ranks(2)
+def test_a_late_gradient_may_change_until_synchronize_and_the_others_do_not_wait(
+    comm: Communicator,
+) -> None:
+    named = parameters([1.0], [2.0])
+    reducer = Reducer(named, comm, bucket_bytes=1, first_bucket_bytes=1, late=["p0"])
+    (named[0][1].sum() + (comm.rank + 1) * named[1][1].sum()).backward()
+    assert reducer._departed == 1, "p1's bucket has left, and p0's has not"
+    assert named[0][1].grad is not None
+    named[0][1].grad += 10 * comm.rank
+    reducer.synchronize()
+    assert gradients(named) == [[6.0], [1.5]]
 
-    on_ranks(2, body)
 
-
-def test_gradients_of_one_part_may_still_add_up_when_those_of_another_have_left() -> None:
+@ranks(2)
+def test_gradients_of_one_part_may_still_add_up_when_those_of_another_have_left(comm: Communicator) -> None:
     # Two stages of a pipeline on one rank: stage 1's last backward comes before stage 0's.
-    def body(comm: Communicator) -> None:
-        named = parameters([1.0], [2.0])
-        reducer = Reducer(named, comm, bucket_bytes=1, first_bucket_bytes=1)
-        named[1][1].sum().backward()
-        with reducer.no_sync():
-            named[0][1].sum().backward()
-        ((comm.rank + 1) * named[0][1].sum()).backward()
-        reducer.synchronize()
-        assert gradients(named) == [[2.5], [1.0]]
-
-    on_ranks(2, body)
+    named = parameters([1.0], [2.0])
+    reducer = Reducer(named, comm, bucket_bytes=1, first_bucket_bytes=1)
+    named[1][1].sum().backward()
+    with reducer.no_sync():
+        named[0][1].sum().backward()
+    ((comm.rank + 1) * named[0][1].sum()).backward()
+    reducer.synchronize()
+    assert gradients(named) == [[2.5], [1.0]]
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -13,6 +13,7 @@ from torch.nn import functional
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard
 from hpcpar.errors import OperationError
+from tests.data_parallel.staged import ranks
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -119,20 +120,18 @@ def test_writes_that_are_the_same_on_every_rank_are_none_of_anybodys_business(st
 
 
 @every_stage
-def test_one_rank_may_write_what_it_takes_back(stage: int) -> None:
+@ranks(2)
+def test_one_rank_may_write_what_it_takes_back(comm: Communicator, stage: int) -> None:
     # Rank 0 alone evaluates on averages, and puts the weights back.
-    def body(comm: Communicator) -> None:
-        model = table()
-        optimizer = wrapped(model, comm, zero_stage=stage)
-        for _ in range(2):
-            if comm.rank == 0:
-                before = model.state_dict()["table.weight"].clone()
-                with torch.no_grad():
-                    model.table.weight.zero_()
-                    model.table.weight.copy_(before)
-            stepped(model, optimizer, MANY[:4] + 4 * comm.rank)
-
-    run_loopback(2, body)
+    model = table()
+    optimizer = wrapped(model, comm, zero_stage=stage)
+    for _ in range(2):
+        if comm.rank == 0:
+            before = model.state_dict()["table.weight"].clone()
+            with torch.no_grad():
+                model.table.weight.zero_()
+                model.table.weight.copy_(before)
+        stepped(model, optimizer, MANY[:4] + 4 * comm.rank)
 
 
 @every_stage
@@ -148,25 +147,23 @@ def test_one_rank_may_not_write_alone(stage: int) -> None:
     refused(body, r"parameters were written to \((to table\.weight|not) here\), and ranks now have different")
 
 
-def test_parameters_of_all_kinds_are_compared() -> None:
-    def body(comm: Communicator) -> None:
-        parameters = {
-            "complex": nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64).t()),
-            "half": nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
-            "scalar": nn.Parameter(torch.tensor(0.0, dtype=torch.float64)),
-        }
-        inner = torch.optim.SGD(parameters.values(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, parameters.items(), comm)
-        for name, parameter in parameters.items():
-            for value, is_same in ((1.0, True), (1.0 + comm.rank, False), (1.0, True)):
-                parameter.detach().fill_(value)
-                sum(p.abs().sum().float() for p in parameters.values()).backward()
-                if is_same:
+@ranks(2)
+def test_parameters_of_all_kinds_are_compared(comm: Communicator) -> None:
+    parameters = {
+        "complex": nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64).t()),
+        "half": nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+        "scalar": nn.Parameter(torch.tensor(0.0, dtype=torch.float64)),
+    }
+    inner = torch.optim.SGD(parameters.values(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, parameters.items(), comm)
+    for name, parameter in parameters.items():
+        for value, is_same in ((1.0, True), (1.0 + comm.rank, False), (1.0, True)):
+            parameter.detach().fill_(value)
+            sum(p.abs().sum().float() for p in parameters.values()).backward()
+            if is_same:
+                optimizer.synchronize()
+            else:
+                with pytest.raises(OperationError, match=f"to {name} here"):
                     optimizer.synchronize()
-                else:
-                    with pytest.raises(OperationError, match=f"to {name} here"):
-                        optimizer.synchronize()
-                optimizer.zero_grad()
-            optimizer.reducer.next_step()
-
-    run_loopback(2, body)
+            optimizer.zero_grad()
+        optimizer.reducer.next_step()

@@ -148,13 +148,8 @@ def test_gradients_that_come_out_of_order_leave_in_order() -> None:
 
     def body(comm: Communicator) -> list[float]:
         model = Branches()
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            model.named_parameters(),
-            comm,
-            zero_stage=2,
-            bucket_bytes=1,
-            first_bucket_bytes=1,
+        optimizer = staged(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), comm, 2, bucket_bytes=1, first_bucket_bytes=1
         )
         model(comm.rank).backward()
         optimizer.step()

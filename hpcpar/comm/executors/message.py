@@ -52,6 +52,8 @@ class MessageStep:
                 used again; None: they are made when the step is posted, with scratch that is given back
     """
 
+    count, done = 1, 0
+
     def __init__(
         self,
         transport: Transport,

@@ -138,6 +138,8 @@ def native_step(
 class PostedStep:
     """A step that is posted, tested until its messages are complete, and then settled."""
 
+    count, done = 1, 0
+
     def __init__(self, step: Posted) -> None:
         self._step = step
         self._exchange: Exchange | None = None

@@ -79,10 +79,8 @@ def is_short(segment: ShmSegment, layout: NodeLayout, nbytes: int, *, combines: 
     return layout.post_nbytes(segment.ranks) <= segment.post_nbytes
 
 
-def shared_steps(
-    call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, ExecutorStep]
-) -> list[SharedStep]:
-    """Bind a plan to the memory of the node.
+def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, ExecutorStep]) -> None:
+    """Bind a plan to the memory of the node: the steps of a call.
 
     elsewhere   for each step, by index, its messages to and from other nodes
     """
@@ -93,9 +91,10 @@ def shared_steps(
     matching = _Matching(call)
     posts = layout.posts(call.rank, segment.ranks) if call.is_short else {}
     receives = any(step.receives for step in steps.values())
-    glances = [] if receives or not call.is_short else [r for r in range(segment.size) if r != segment.rank]
+    if call.is_short and not receives:
+        call.glances = [r for r in range(segment.size) if r != segment.rank]
     bound: list[SharedStep] = []
-    for number, (index, step) in enumerate(steps.items()):
+    for index, step in steps.items():
         before, beside = copies_of(step, spaces)  # type: ignore[arg-type]
         local = PlannedStep(
             step.copies,
@@ -116,32 +115,21 @@ def shared_steps(
         if call.lent is not None and step.sends:
             lent, at = call.lent
             beside = [*beside, copying(spaces["data"].part(at, at + lent.count).octets, lent.octets)]
-        beyond = elsewhere.get(index)
         sent_beyond = [run for m in step.sends if m.peer not in segment.local for run in m.runs]
-        bound.append(
-            SharedStep(
-                call,
-                index,
-                before,
-                post_actions,
-                beside,
-                _groups(call, local, matching, op),
-                matching.readers(local),
-                glances,
-                beyond,
-                is_first=number == 0,
-                is_last=number == len(steps) - 1,
-                is_held=any(
-                    overlapping(run, other)
-                    for message in local.receives
-                    for run in message.runs
-                    for other in sent_beyond
-                ),
-            )
+        is_held = any(
+            overlapping(run, other)
+            for message in local.receives
+            for run in message.runs
+            for other in sent_beyond
         )
+        readers = [] if call.is_short else matching.readers(local)
+        groups = _groups(call, local, matching, op)
+        bound.append(
+            SharedStep(index, before, post_actions, beside, groups, readers, elsewhere.get(index), is_held)
+        )
+    call.bind(bound)
     if not call.is_short:
         call.bases = matching.bases()
-    return bound
 
 
 def _groups(call: SharedCall, step: PlannedStep, matching: _Matching, op: str) -> list[Group]:

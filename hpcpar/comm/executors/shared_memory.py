@@ -28,7 +28,7 @@ rank that finds another request there fails, marks its header as FAILED, and who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 from hpcpar.comm.blocks import Action
@@ -54,15 +54,39 @@ if TYPE_CHECKING:
     from hpcpar.comm.executors.shared_binding import NodeLayout
     from hpcpar.comm.executors.shared_reads import Group
 
-CLAIMING, COPYING, RECEIVING, READ, DONE = range(5)
+CLAIMING, COPYING, RECEIVING, READ = range(4)
+
+
+class SharedStep(NamedTuple):
+    """One step of a schedule in shared memory, as actions; messages to other nodes go by a step of their own.
+
+    position    in the rank's schedule
+    before      actions before what is sent can be read, and
+    posts       for each slot, copies into the body
+    beside      actions for which the peers need not wait
+    groups      messages of local ranks
+    readers     local ranks that read what this step sends, and the phase in which they have done so
+    elsewhere   messages of the same step to and from other nodes
+    is_held     what comes from local ranks is reduced only when the messages to other nodes have left
+    """
+
+    position: int
+    before: Sequence[Action]
+    posts: Sequence[Sequence[Action]]
+    beside: Sequence[Action]
+    groups: Sequence[Group]
+    readers: Sequence[tuple[int, int]]
+    elsewhere: ExecutorStep | None
+    is_held: bool
 
 
 class SharedCall:
-    """One compiled call in the memory of a node: its slot, its digest, and where all of it lies.
+    """One compiled call in the memory of a node: its slot, its digest, where all of it lies, and its steps.
 
     described   the request in words, for errors
     is_short    what is sent is copied into the body
     tell        called with the number of a call, and in words how another rank's differs: tells all ranks
+    glances     local ranks that this rank does not wait for in the whole call, and looks at once
     """
 
     def __init__(
@@ -77,6 +101,7 @@ class SharedCall:
         tell: Callable[[int, str], None],
     ) -> None:
         self._tell = tell
+        self._fence = segment.fence
         self.segment = segment
         self.layout = layout
         self.rank = rank
@@ -89,19 +114,43 @@ class SharedCall:
         self._before = 0
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
+        self.glances: Sequence[int] = ()
+        self.steps: Sequence[SharedStep] = ()
+        self._elsewhere: Sequence[ExecutorStep] = ()
         self.number, self.slot, self.stamp = -1, 0, 0
         self.headers: Sequence[int] = segment.headers[0]
         self.header = self.headers[segment.rank]
+        self._state = CLAIMING
+        self.done = 0
+        self._at = 0
+        self._actions: Iterator[Action] | None = None
+        self._is_elsewhere_done = False
+
+    @property
+    def count(self) -> int:
+        """Number of steps."""
+        return len(self.steps)
+
+    def bind(self, steps: Sequence[SharedStep]) -> None:
+        """Take the steps of the schedule; at least one, so that the others see the end of the call."""
+        self.steps = steps
+        self._elsewhere = [step.elsewhere for step in steps if step.elsewhere is not None]
 
     def begin(self, number: int) -> None:
+        segment = self.segment
         self.number = number
         self.slot = slot = number % SLOTS
         self.stamp = (number & NUMBER_MASK) << NUMBER_SHIFT | self._digest
-        segment = self.segment
         self.headers = headers = segment.headers[slot]
         self.header = headers[segment.rank]
         self._before = segment.before[slot] = segment.begun[slot]
         segment.begun[slot] = number + 1
+        self._state = CLAIMING
+        self.done = self._at = 0
+        self._actions = None
+        self._is_elsewhere_done = False
+        for elsewhere in self._elsewhere:
+            elsewhere.begin(number)
 
     def lend(self, lent: HostBuffer, own: tuple[int, int], planned: Plan) -> bool:
         """Send from `lent` what the data will hold in `own`, and copy it there while the peers read.
@@ -121,6 +170,79 @@ class SharedCall:
             return octets_of(self.spaces, run)  # type: ignore[arg-type]
         lent, at = self.lent
         return lent.part(run[1] - at, run[2] - at).octets
+
+    def advance(self, looks: int) -> bool:
+        if self._state == CLAIMING:
+            if not self.claim():
+                return False
+            if self.bases or self.table:
+                self.publish_bases()
+            self._state = COPYING
+        steps = self.steps
+        while True:
+            step = steps[self.done]
+            if self._state == COPYING:
+                self._post(step)
+            elsewhere = step.elsewhere
+            if elsewhere is not None and not self._is_elsewhere_done:
+                self._is_elsewhere_done = elsewhere.advance(looks)
+                if step.is_held and not self._is_elsewhere_done:
+                    return False
+            if self._state == RECEIVING and not self._receive(step, looks):
+                return False
+            if step.readers and not self._is_reached(step.readers, looks):
+                return False
+            if elsewhere is not None and not self._is_elsewhere_done:
+                return False
+            if self.done + 1 == len(steps):
+                break
+            self.done += 1
+            self._at, self._is_elsewhere_done, self._state = 0, False, COPYING
+        for rank in self.glances:
+            self.has_come(rank, 0)
+        if self._fence is not None:
+            self._fence()
+        self.words[self.segment.ended + self.slot] = self.number + 1
+        return True
+
+    def _post(self, step: SharedStep) -> None:
+        """Let the peers read what a step sends."""
+        if step.before:
+            if self._actions is None:
+                self._actions = iter(step.before)
+            for action in self._actions:
+                action()
+        for action in step.posts[self.slot]:
+            action()
+        if self._fence is not None:
+            self._fence()
+        self.words[self.header] = self.stamp | 2 * step.position + 1
+        for action in step.beside:
+            action()
+        self._actions = None
+        self._state = RECEIVING
+
+    def _receive(self, step: SharedStep, looks: int) -> bool:
+        """Read and reduce all that has come; True when that is everything, of which the senders are told."""
+        fence, groups = self._fence, step.groups
+        while self._at < len(groups):
+            if self._actions is None:
+                group = groups[self._at]
+                if not self._is_reached(group.waits, looks):
+                    return False
+                if fence is not None:
+                    fence()
+                self._actions = iter(group.by_slot[self.slot] or group.actions())
+            for action in self._actions:
+                action()
+            self._at += 1
+            self._actions = None
+        if not self.is_short:
+            if fence is not None:
+                fence()
+            self.words[self.header] = self.stamp | 2 * step.position + 2
+        self._state = READ
+        return True
 
     def claim(self) -> bool:
         """True when all ranks have ended the call that used the slot before. May be repeated."""
@@ -180,119 +302,9 @@ class SharedCall:
         )
         return self.failed(text)
 
-
-class SharedStep:
-    """One step of a schedule in shared memory; messages to other nodes go by a step of their own.
-
-    index       position in the rank's schedule
-    readers     local ranks that read what this step sends, and the phase in which they have done so
-    glances     local ranks that this rank does not wait for in the whole call, and looks at once
-    elsewhere   messages of the same step to and from other nodes
-    is_held     what comes from local ranks is reduced only when the messages to other nodes have left
-    """
-
-    def __init__(
-        self,
-        call: SharedCall,
-        index: int,
-        before: Sequence[Action],
-        posts: Sequence[Sequence[Action]],
-        beside: Sequence[Action],
-        groups: Sequence[Group],
-        readers: Sequence[tuple[int, int]],
-        glances: Sequence[int],
-        elsewhere: ExecutorStep | None,
-        *,
-        is_first: bool,
-        is_last: bool,
-        is_held: bool,
-    ) -> None:
-        self._call = call
-        self._words = call.words
-        self._fence = call.segment.fence
-        self._readable = 2 * index + 1
-        self._read = 2 * index + 2
-        self._before = before
-        self._posts = posts
-        self._beside = beside
-        self._groups = groups
-        self._count = len(groups)
-        self._readers = readers if not call.is_short else ()
-        self._glances = glances
-        self._elsewhere = elsewhere
-        self._is_elsewhere_done = elsewhere is None
-        self._is_first = is_first
-        self._is_last = is_last
-        self._is_held = is_held
-        self._tells = not call.is_short
-        self._state = CLAIMING
-        self._at = 0
-        self._actions: Iterator[Action] | None = None
-
-    def begin(self, number: int) -> None:
-        if self._is_first:
-            self._call.begin(number)
-        self._state = CLAIMING
-        self._at = 0
-        self._actions = None
-        if self._elsewhere is not None:
-            self._elsewhere.begin(number)
-            self._is_elsewhere_done = False
-
-    def advance(self, looks: int) -> bool:
-        call, words, fence = self._call, self._words, self._fence
-        if self._state < RECEIVING:
-            if self._state == CLAIMING:
-                if self._is_first:
-                    if not call.claim():
-                        return False
-                    if call.bases or call.table:
-                        call.publish_bases()
-                if self._before:
-                    self._actions = iter(self._before)
-                self._state = COPYING
-            if self._actions is not None:
-                for action in self._actions:
-                    action()
-                self._actions = None
-            for action in self._posts[call.slot]:
-                action()
-            if fence is not None:
-                fence()
-            words[call.header] = call.stamp | self._readable
-            for action in self._beside:  # the peers need not wait for these
-                action()
-            self._state = RECEIVING
-        if not self._is_elsewhere_done:
-            assert self._elsewhere is not None
-            self._is_elsewhere_done = self._elsewhere.advance(looks)
-            if self._is_held and not self._is_elsewhere_done:
-                return False
-        if self._state == RECEIVING:
-            if self._at < self._count and not self._receive(looks):
-                return False
-            if self._tells:
-                if fence is not None:
-                    fence()
-                words[call.header] = call.stamp | self._read
-            self._state = READ
-        if self._readers and not self._is_reached(self._readers, looks):
-            return False
-        if not self._is_elsewhere_done:
-            return False
-        if self._is_last and self._state == READ:
-            for rank in self._glances:
-                call.has_come(rank, 0)
-            if fence is not None:
-                fence()
-            words[call.segment.ended + call.slot] = call.number + 1
-        self._state = DONE
-        return True
-
     def _is_reached(self, waits: Sequence[tuple[int, int]], looks: int) -> bool:
         """True when all these local ranks have reached these phases."""
-        call, words = self._call, self._words
-        headers, stamp = call.headers, call.stamp
+        words, headers, stamp = self.words, self.headers, self.stamp
         failed = stamp | FAILED
         for rank, phase in waits:
             header, least = headers[rank], stamp | phase
@@ -302,49 +314,33 @@ class SharedStep:
                 if least <= words[header] < failed:
                     break
             else:
-                if not call.has_come(rank, phase):
+                if not self.has_come(rank, phase):
                     return False
-        return True
-
-    def _receive(self, looks: int) -> bool:
-        """Read and reduce all that has come; True when that is everything."""
-        call, groups = self._call, self._groups
-        while self._at < self._count:
-            if self._actions is None:
-                group = groups[self._at]
-                if not self._is_reached(group.waits, looks):
-                    return False
-                if self._fence is not None:
-                    self._fence()
-                self._actions = iter(group.by_slot[call.slot] or group.actions())
-            for action in self._actions:
-                action()
-            self._at += 1
-            self._actions = None
         return True
 
     def waiting_for(self) -> tuple[int, ...]:
-        call, ranks = self._call, self._call.segment.ranks
-        states = [self._words[header] for header in call.headers]
+        ranks, step = self.segment.ranks, self.steps[self.done]
+        states = [self.words[header] for header in self.headers]
         missing: set[int] = set()
         if self._state == CLAIMING:
-            missing = {ranks[r] for r in call.segment.using(call.slot)}
-        waits = [wait for group in self._groups[self._at :] for wait in group.waits]
+            missing = {ranks[rank] for rank in self.segment.using(self.slot)}
+        waits = [wait for group in step.groups[self._at :] for wait in group.waits]
         if self._state == READ:
-            waits = list(self._readers)
+            waits = list(step.readers)
         if self._state in (RECEIVING, READ):
             missing = {
                 ranks[rank]
                 for rank, phase in waits
-                if not call.stamp | phase <= states[rank] < call.stamp | FAILED
+                if not self.stamp | phase <= states[rank] < self.stamp | FAILED
             }
-        if self._elsewhere is not None and not self._is_elsewhere_done:
-            missing |= set(self._elsewhere.waiting_for())
+        if step.elsewhere is not None and not self._is_elsewhere_done:
+            missing |= set(step.elsewhere.waiting_for())
         return tuple(sorted(missing))
 
     def received_nbytes(self) -> int:
         raise AssertionError("point-to-point messages do not go this way")
 
     def free(self) -> None:
-        if self._elsewhere is not None:
-            self._elsewhere.free()
+        for elsewhere in self._elsewhere:
+            elsewhere.free()
+        self.steps = ()  # which refer to the call

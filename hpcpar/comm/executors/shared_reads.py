@@ -57,6 +57,8 @@ class Group:
         self.sources = sources
         self.waits = [(source.rank, source.phase) for source in sources]
         self._op = op
+        self._bases_at = [(source.rank, BASE_OF[source.space]) for source in sources]
+        self._is_told = any(source.runs is None for source in sources)
         self.by_slot: list[list[Action] | None] = [None] * SLOTS
         self._by_bases: dict[tuple[int, ...], list[Action]] = {}
 
@@ -69,8 +71,8 @@ class Group:
                 found = self.by_slot[slot] = self._from_bodies(slot)
             return found
         words, headers = self.call.words, self.call.headers
-        bases = tuple(words[headers[source.rank] + BASE_OF[source.space]] for source in self.sources)
-        if any(source.runs is None for source in self.sources):
+        bases = tuple([words[headers[rank] + word] for rank, word in self._bases_at])
+        if self._is_told:
             return self._from_bases(bases)
         known = self._by_bases.get(bases)
         if known is None:

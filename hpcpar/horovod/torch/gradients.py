@@ -202,7 +202,8 @@ class Gradients:
         self._engine, self._process_set, self._options = engine, process_set, options
         self._served: list[str] = []
         self._name = ""
-        self._reducers: list[tuple[Reducer, AllreduceBuckets]] = []
+        self._reducers: list[Reducer] = []
+        self._reductions: list[AllreduceBuckets] = []
         self._sparse: list[Named] = []
         self._are_sparse_reduced = False
         self._covered: set[int] = set()
@@ -220,25 +221,25 @@ class Gradients:
     def is_under_way(self) -> bool:
         """True while gradients are being reduced, or wait for the first step to be."""
         is_full = any(passed >= self.passes for passed in self._passed.values())
-        return is_full or any(reducer.round_open for reducer, _ in self._reducers)
+        return is_full or any(reducer.round_open for reducer in self._reducers)
 
     def set_passes(self, passes: int) -> None:
         """Reduce the sum of so many backwards from now on."""
         self.passes = passes
-        for reducer, _ in self._reducers:
+        for reducer in self._reducers:
             reducer.passes = passes
         self.recount()
 
     def recount(self) -> None:
         """Count backwards from zero again."""
         self._passed.clear()
-        for reducer, _ in self._reducers:
+        for reducer in self._reducers:
             reducer.recount()
 
     def synchronize(self) -> None:
         """Replace every new gradient by its reduction over all ranks. Collective."""
         waits = [] if self._are_sparse_reduced else self._start_sparse(self._sparse)
-        for reducer, _ in self._reducers:
+        for reducer in self._reducers:
             if not reducer.synchronized:
                 try:
                     reducer.synchronize()
@@ -247,7 +248,7 @@ class Gradients:
                     raise
         for wait in waits:
             wait()
-        reductions = [reduction for _, reduction in self._reducers]
+        reductions = list(self._reductions)
         if self._without_bucket() and (not reductions or reductions[0].newcomers):
             self._lay_out()
         for reduction in reductions:
@@ -258,14 +259,14 @@ class Gradients:
     def next_step(self) -> None:
         """Note that a step was taken: gradients are reduced again, also where no backward follows."""
         self._are_sparse_reduced = False
-        for reducer, _ in self._reducers:
+        for reducer in self._reducers:
             reducer.next_step()
 
     def zero(self, *, set_to_none: bool) -> None:
         """Forget the gradients, and count backwards anew."""
         self._passed.clear()
         self._are_sparse_reduced = False
-        for reducer, _ in self._reducers:
+        for reducer in self._reducers:
             reducer.zero(set_to_none=set_to_none)
 
     def close(self) -> None:
@@ -274,7 +275,7 @@ class Gradients:
         for counter in self._counters.values():
             counter.remove()
         self._counters.clear()
-        for reducer, _ in self._reducers:
+        for reducer in self._reducers:
             reducer.close()
 
     def _start_sparse(self, sparse: Sequence[Named]) -> list[Callable[[], None]]:
@@ -295,24 +296,17 @@ class Gradients:
         """Find buckets for the gradients that have none, but for sparse ones, and reduce them. Collective."""
         if not self._name:
             self._take_name()
-        made: list[tuple[list[Reducer], list[Named]]] = []
         content = f"{self._options}, backward_passes_per_step={self.passes}"
-        ticket = Ticket(
-            TensorRequest(self._layout_name, "schedule", content=content),
-            on_ready=lambda: made.append(self._make()),
-        )
-        self._engine.submit([ticket])
-        self._engine.wait(ticket)
-        for reducers, sparse in made:
-            waits = self._start_sparse(sparse)
-            for reducer in reducers:
-                reducer.synchronize()
-            for wait in waits:
-                wait()
+        reducer, sparse = self._engine.run_together(self._layout_name, self._make, content)
+        waits = self._start_sparse(sparse)
+        if reducer is not None:
+            reducer.synchronize()
+        for wait in waits:
+            wait()
         self._count_those_without_bucket()
 
-    def _make(self) -> tuple[list[Reducer], list[Named]]:
-        """Make buckets for gradients that some rank has; return their reducers and the sparse ones."""
+    def _make(self) -> tuple[Reducer | None, list[Named]]:
+        """Make buckets for gradients that some rank has; return their reducer and the sparse ones."""
         self._layouts += 1
         self._serve_layout()
         fresh = self._without_bucket()
@@ -325,9 +319,7 @@ class Gradients:
         for _, parameter in dense:
             if id(parameter) in self._counters:
                 self._counters.pop(id(parameter)).remove()
-        if not dense:
-            return [], sparse
-        return [self._make_reducer(dense)], sparse
+        return self._make_reducer(dense) if dense else None, sparse
 
     def _make_reducer(self, dense: Sequence[Named]) -> Reducer:
         """Make the reducer of these parameters' gradients, on a communicator of its own. Collective."""
@@ -357,7 +349,8 @@ class Gradients:
             advice=ADVICE,
         )
         engine.steps.serve[step] = _bringing_zeros(comm, options, parameters, reducer.buckets)
-        self._reducers.append((reducer, reduction))
+        self._reducers.append(reducer)
+        self._reductions.append(reduction)
         return reducer
 
     def _serve_layout(self) -> None:

@@ -7,8 +7,8 @@
 *   Errors in this rank's own arguments are raised by the call. What ranks do not agree on is a
     HorovodInternalError on every one of them, at `synchronize`.
 
-Each collective has one function `_start_x(form, tensors, ...)`. The public functions without a gradient are
-made from it by `_public`; the blocking ones that know their gradient have an autograd function, too.
+Each collective has one function `start_x(form, tensors, ...)` in submission.py, from which `_public` makes
+the public ones; those that block and know their gradient have an autograd function, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcpar.horovod import adasum, basics
+from hpcpar.horovod import basics
 from hpcpar.horovod.basics import *  # noqa: F403  its __all__ is the list of queries
 from hpcpar.horovod.basics import HorovodBasics, rank
-from hpcpar.horovod.exceptions import HorovodInternalError
+from hpcpar.horovod.exceptions import HorovodInternalError  # noqa: F401  scripts import it from here
 from hpcpar.horovod.negotiation import TensorRequest
 from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.process_sets import (
@@ -35,7 +35,6 @@ from hpcpar.horovod.process_sets import (
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.submission import (
     MOVABLE,
-    REDUCIBLE,
     Adasum,
     Average,
     Form,
@@ -44,17 +43,16 @@ from hpcpar.horovod.torch.submission import (
     Product,
     Sum,
     engine_of,
-    factors_of,
-    op_called,
     poll,
-    require_adasum,
-    require_own_elements,
     require_type,
     splits_of,
+    start_allgather,
+    start_allreduce,
+    start_broadcast,
+    start_reducescatter,
     submit,
     synchronize,
     ticket_for,
-    tickets_for,
 )
 from hpcpar.horovod.util import get_average_backwards_compatibility_fun, num_rank_is_power_2  # noqa: F401
 from hpcpar.uncompiled import uncompiled
@@ -73,85 +71,6 @@ _basics = HorovodBasics()
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 
 
-# --- collectives by form --------------------------------------------------------------------------
-
-
-def _start_allreduce(
-    form: Form,
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    engine = engine_of(process_set)
-    chosen = op_called(op, average)
-    by_adasum = chosen == "adasum"
-    what, reducible = ("an Adasum", set(adasum.DTYPES)) if by_adasum else ("an all-reduce", REDUCIBLE)
-    for tensor in tensors:
-        require_type(what, tensor, reducible)
-        if form.in_place:
-            require_own_elements(what, tensor)
-    if by_adasum:
-        require_adasum(process_set)
-    factors = factors_of((prescale_factor, postscale_factor), tensors)
-    tickets = tickets_for(engine, "allreduce", tensors, name, form, op=chosen, scaling=factors)
-    return submit(engine, tickets, form.is_group, list(tensors) if form.in_place else None)
-
-
-def _start_allgather(
-    form: Form,
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    engine = engine_of(process_set)
-    for tensor in tensors:
-        require_type("an allgather", tensor, MOVABLE)
-    return submit(engine, tickets_for(engine, "allgather", tensors, name, form), form.is_group)
-
-
-def _start_broadcast(
-    form: Form,
-    tensors: Sequence[Tensor],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    engine = engine_of(process_set)
-    (tensor,) = tensors
-    ranks = process_set.ranks or []
-    if root_rank not in ranks:
-        raise ValueError(f"root_rank={root_rank} is not among the ranks {ranks} of the process set")
-    require_type("a broadcast", tensor, MOVABLE)
-    if form.in_place:
-        require_own_elements("a broadcast", tensor)
-    ticket = ticket_for(engine, "broadcast", tensor, name, form.in_place, root=ranks.index(root_rank))
-    return submit(engine, [ticket], form.is_group, [tensor] if form.in_place else None)
-
-
-def _start_reducescatter(
-    form: Form,
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    engine = engine_of(process_set)
-    chosen = op_called(op, None)
-    if chosen not in ("average", "sum"):
-        raise HorovodInternalError(f"a reducescatter with op {chosen} was asked for; it does Average and Sum")
-    for tensor in tensors:
-        require_type("a reducescatter", tensor, REDUCIBLE)
-    factors = factors_of((prescale_factor, postscale_factor), tensors)
-    tickets = tickets_for(engine, "reducescatter", tensors, name, form, op=chosen, scaling=factors)
-    return submit(engine, tickets, form.is_group)
-
-
 def _public(name: str, doc: str) -> Callable[..., Any]:
     """Make a public function, with a signature and a docstring of its own; its name tells its form.
 
@@ -159,60 +78,59 @@ def _public(name: str, doc: str) -> Callable[..., Any]:
     …_async     returns a handle, else the result
     …_          in place
 
-    Those into new tensors that block have a gradient, and `compression` if they reduce.
+    Those that block and return new tensors have a gradient, and `compression` if they reduce.
     """
-    kind = next(kind for kind in _COLLECTIVES if kind in name)
-    start, _ = _COLLECTIVES[kind]
+    start, _ = _COLLECTIVES[next(kind for kind in _COLLECTIVES if kind in name)]
     function = _FUNCTIONS.get(name)
     form = Form(is_group=name.startswith("grouped_"), in_place=name.endswith("_"))
     blocking = "_async" not in name
     _, first, *others = inspect.signature(start).parameters.values()
-    shown = list(others)
-    place = len(others)
+    if not form.is_group:
+        first = first.replace(name="tensor", annotation="Tensor")
+    place: int | None = None
     if function is not None and any(each.name == "op" for each in others):
         place = 1 + [each.name for each in others].index("name")
         compression = others[0].replace(name="compression", default=Compression.none, annotation=Any)
-        shown.insert(place, compression)
-    if not form.is_group:
-        first = first.replace(name="tensor", annotation="Tensor")
+        others.insert(place, compression)
     result = ("list[Tensor]" if form.is_group else "Tensor") if blocking else "int"
-    signature = inspect.Signature([first, *shown], return_annotation=result)
+    signature = inspect.Signature([first, *others], return_annotation=result)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not args:
             args = (signature.bind(**kwargs).arguments[first.name],)
             del kwargs[first.name]
         tensors, rest = (args[0] if form.is_group else args[:1]), args[1:]
-        if function is not None:
-            return _run(function, start, form, tensors, _told(rest, kwargs))
-        handle = start(form, tensors, *rest, **kwargs)
-        return synchronize(handle) if blocking else handle
-
-    def _told(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Return the compression and the other arguments, in order."""
-        told = [kwargs.pop(each.name, each.default) for each in shown[len(rest) :]]
-        is_short = any(value is inspect.Parameter.empty for value in told)
-        if kwargs or is_short or len(rest) > len(shown):
+        if function is None:
+            handle = start(form, tensors, *rest, **kwargs)
+            return synchronize(handle) if blocking else handle
+        # By hand: Signature.bind takes longer than all else here.
+        ordered = [*rest, *(kwargs.pop(each.name, each.default) for each in others[len(rest) :])]
+        is_short = any(value is inspect.Parameter.empty for value in ordered)
+        if kwargs or is_short or len(rest) > len(others):
             signature.bind(None, *rest, **kwargs)  # raises TypeError
-        ordered = [*rest, *told]
-        return (ordered.pop(place) if place < len(others) else Compression.none), tuple(ordered)
+        compression = Compression.none if place is None else ordered.pop(place)
+        return _run(function, start, form, tensors, compression, tuple(ordered))
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = doc
     call.__signature__ = signature  # type: ignore[attr-defined]
-    call.__annotations__ = {each.name: each.annotation for each in (first, *shown)} | {"return": result}
+    call.__annotations__ = {each.name: each.annotation for each in (first, *others)} | {"return": result}
     return uncompiled(call)
 
 
 def _run(
-    function: Any, start: Callable[..., int], form: Form, tensors: Sequence[Tensor], told: tuple[Any, Any]
+    function: Any,
+    start: Callable[..., int],
+    form: Form,
+    tensors: Sequence[Tensor],
+    compression: Any,
+    arguments: tuple[Any, ...],
 ) -> Any:
     """Compress, apply the collective, by its autograd function where a gradient is needed, and decompress."""
-    compression, arguments = told
     tensors = list(tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
     packed = [tensor for tensor, _ in pairs]
-    if start is _start_allreduce and compression is not Compression.none:
+    if start is start_allreduce and compression is not Compression.none:
         arguments = _dividing_first(packed, tensors, arguments)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
         found = function.apply(*arguments, *packed) if form.is_group else function.apply(*packed, *arguments)
@@ -223,10 +141,9 @@ def _run(
     return [compression.decompress(each, context) for each, (_, context) in zip(found, pairs, strict=True)]
 
 
-_Arguments = tuple["bool | None", "str | None", "int | None", float, float, ProcessSet]
-
-
-def _dividing_first(packed: Sequence[Tensor], given: Sequence[Tensor], arguments: _Arguments) -> _Arguments:
+def _dividing_first(
+    packed: Sequence[Tensor], given: Sequence[Tensor], arguments: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Divide before the sum, for averages of tensors narrowed to float16: a sum may leave its range."""
     average, name, op, before, after, process_set = arguments
     kinds = {(narrow.dtype, of.dtype is torch.float16) for narrow, of in zip(packed, given, strict=True)}
@@ -317,10 +234,10 @@ def _reducescatter_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> Sequenc
 
 _GradientsOf = Callable[[Any, tuple[Tensor, ...]], Sequence[Tensor]]
 _COLLECTIVES: dict[str, tuple[Callable[..., int], _GradientsOf]] = {
-    "allreduce": (_start_allreduce, _allreduce_gradients),
-    "allgather": (_start_allgather, _allgather_gradients),
-    "broadcast": (_start_broadcast, _broadcast_gradients),
-    "reducescatter": (_start_reducescatter, _reducescatter_gradients),
+    "allreduce": (start_allreduce, _allreduce_gradients),
+    "allgather": (start_allgather, _allgather_gradients),
+    "broadcast": (start_broadcast, _broadcast_gradients),
+    "reducescatter": (start_reducescatter, _reducescatter_gradients),
 }
 """Kind -> its start, and the gradients of its tensors from those of its results.
 
@@ -444,7 +361,7 @@ def sparse_allreduce_async(
     content = f"a sparse tensor of shape {list(tensor.shape)}"
     parts = {"indices": tensor.indices().t().contiguous(), "values": tensor.values()}
     tickets = [
-        ticket_for(engine, "allgather", part, f"{chosen}.{which}", in_place=False, content=content)
+        ticket_for(engine, "allgather", part, f"{chosen}.{which}", content=content)
         for which, part in parts.items()
     ]
     handle = submit(engine, tickets, is_group=True)
@@ -473,7 +390,7 @@ def alltoall_async(
     engine = engine_of(process_set)
     require_type("an alltoall", tensor, MOVABLE)
     rows = splits_of(tensor, splits, engine.size)
-    ticket = ticket_for(engine, "alltoall", tensor, name, in_place=False)
+    ticket = ticket_for(engine, "alltoall", tensor, name)
     ticket.splits = rows
     return submit(engine, [ticket], is_group=False)
 

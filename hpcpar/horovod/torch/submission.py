@@ -10,13 +10,12 @@ import math
 import operator
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpcpar.horovod import basics
+from hpcpar.horovod import adasum, basics
 from hpcpar.horovod.engine import Engine
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import TensorRequest
@@ -102,19 +101,11 @@ def synchronize(handle: int) -> Any:
 
 
 def tickets_for(
-    engine: Engine,
-    kind: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    form: Form,
-    *,
-    op: str = "",
-    scaling: tuple[float, float] = (1.0, 1.0),
+    engine: Engine, kind: str, tensors: Sequence[Tensor], name: str | None, form: Form, **told: Any
 ) -> list[Ticket]:
-    """Make the tickets of one call, which belong together if it is a group."""
-    make = partial(ticket_for, engine, kind, in_place=form.in_place, op=op, scaling=scaling)
+    """Make the tickets of one call, which belong together if it is a group; `told` as for `ticket_for`."""
     if not form.is_group:
-        return [make(tensors[0], name)]
+        return [ticket_for(engine, kind, tensors[0], name, form.in_place, **told)]
     if not tensors:
         raise ValueError(f"a grouped {kind} of no tensors was asked for; give at least one")
     devices = {"GPU" if tensor.is_cuda else "CPU" for tensor in tensors}
@@ -125,37 +116,27 @@ def tickets_for(
     count = len(tensors)
     full, serial = engine.unnamed(kind) if name is None else (f"{kind}.{name}", 0)
     base = full.removeprefix(f"{kind}.")
+    names = [f"{base}_{number}of{count}" for number in range(1, count + 1)]
+    told |= {"group": (full, count), "serial": serial}
     return [
-        make(tensor, f"{base}_{number}of{count}", group=(full, count), serial=serial)
-        for number, tensor in enumerate(tensors, 1)
+        ticket_for(engine, kind, tensor, one, form.in_place, **told)
+        for tensor, one in zip(tensors, names, strict=True)
     ]
 
 
 def ticket_for(
-    engine: Engine,
-    kind: str,
-    tensor: Tensor,
-    name: str | None,
-    in_place: bool,
-    op: str = "",
-    root: int = -1,
-    scaling: tuple[float, float] = (1.0, 1.0),
-    group: tuple[str, int] | None = None,
-    serial: int = 0,
-    content: str = "",
+    engine: Engine, kind: str, tensor: Tensor, name: str | None, in_place: bool = False, **told: Any
 ) -> Ticket:
-    """Describe one tensor's operation to the other ranks, under its name or the next number."""
+    """Describe one tensor's operation to the other ranks, under its name or the next number.
+
+    told   more of its TensorRequest: op, root, prescale, postscale, group, content, serial
+    """
     if name is None:
-        full, serial = engine.unnamed(kind)
+        full, told["serial"] = engine.unnamed(kind)
     else:
         full = f"{kind}.{name}"
     device = "GPU" if tensor.is_cuda else "CPU"
-    before, after = scaling
-    shape = tuple(tensor.shape)
-    # By position: by name it takes three times as long.
-    request = TensorRequest(
-        full, kind, DTYPE_NAMES[tensor.dtype], shape, device, op, root, before, after, group, content, serial
-    )
+    request = TensorRequest(full, kind, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), device, **told)
     if in_place or tensor.requires_grad:
         tensor = tensor.detach()
     return Ticket(request, tensor, tensor if in_place else None)
@@ -216,9 +197,9 @@ def require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
         )
 
 
-def factors_of(scaling: tuple[float, float], tensors: Sequence[Tensor]) -> tuple[float, float]:
+def factors_of(before: float, after: float, tensors: Sequence[Tensor]) -> dict[str, float]:
     """Return both factors as floats; ValueError for non-numbers, and for infinite ones with integers."""
-    before, after = float(scaling[0]), float(scaling[1])
+    before, after = float(before), float(after)
     if not (math.isfinite(before) and math.isfinite(after)):
         for tensor in tensors:
             if not tensor.is_floating_point():
@@ -226,7 +207,7 @@ def factors_of(scaling: tuple[float, float], tensors: Sequence[Tensor]) -> tuple
                     f"prescale_factor={before} and postscale_factor={after} were given for {tensor.dtype}; "
                     f"integers take finite factors"
                 )
-    return before, after
+    return {"prescale": before, "postscale": after}
 
 
 def require_own_elements(what: str, tensor: Tensor) -> None:
@@ -267,3 +248,83 @@ def splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) 
     if sum(rows) > length:
         raise ValueError(f"splits {rows} ask for {sum(rows)} rows, but the tensor has {length}")
     return rows
+
+
+def start_allreduce(
+    form: Form,
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin an all-reduce of each tensor; return the handle."""
+    engine = engine_of(process_set)
+    chosen = op_called(op, average)
+    by_adasum = chosen == "adasum"
+    what, reducible = ("an Adasum", set(adasum.DTYPES)) if by_adasum else ("an all-reduce", REDUCIBLE)
+    for tensor in tensors:
+        require_type(what, tensor, reducible)
+        if form.in_place:
+            require_own_elements(what, tensor)
+    if by_adasum:
+        require_adasum(process_set)
+    factors = factors_of(prescale_factor, postscale_factor, tensors)
+    tickets = tickets_for(engine, "allreduce", tensors, name, form, op=chosen, **factors)
+    return submit(engine, tickets, form.is_group, list(tensors) if form.in_place else None)
+
+
+def start_allgather(
+    form: Form,
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to gather each tensor's rows; return the handle."""
+    engine = engine_of(process_set)
+    for tensor in tensors:
+        require_type("an allgather", tensor, MOVABLE)
+    return submit(engine, tickets_for(engine, "allgather", tensors, name, form), form.is_group)
+
+
+def start_broadcast(
+    form: Form,
+    tensors: Sequence[Tensor],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to send the tensor of `root_rank`, a rank of the job; return the handle."""
+    engine = engine_of(process_set)
+    (tensor,) = tensors
+    ranks = process_set.ranks or []
+    if root_rank not in ranks:
+        raise ValueError(f"root_rank={root_rank} is not among the ranks {ranks} of the process set")
+    require_type("a broadcast", tensor, MOVABLE)
+    if form.in_place:
+        require_own_elements("a broadcast", tensor)
+    ticket = ticket_for(engine, "broadcast", tensor, name, form.in_place, root=ranks.index(root_rank))
+    return submit(engine, [ticket], form.is_group, [tensor] if form.in_place else None)
+
+
+def start_reducescatter(
+    form: Form,
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin a reduce-scatter of each tensor; return the handle."""
+    engine = engine_of(process_set)
+    chosen = op_called(op, None)
+    if chosen not in ("average", "sum"):
+        raise HorovodInternalError(f"a reducescatter with op {chosen} was asked for; it does Average and Sum")
+    for tensor in tensors:
+        require_type("a reducescatter", tensor, REDUCIBLE)
+    factors = factors_of(prescale_factor, postscale_factor, tensors)
+    tickets = tickets_for(engine, "reducescatter", tensors, name, form, op=chosen, **factors)
+    return submit(engine, tickets, form.is_group)

@@ -28,8 +28,6 @@ from hpcpar.errors import HpcparError, OperationError
 from hpcpar.horovod import basics
 from hpcpar.horovod.engine import Engine
 from hpcpar.horovod.exceptions import HorovodInternalError
-from hpcpar.horovod.negotiation import TensorRequest
-from hpcpar.horovod.operations import Ticket
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.gradients import ADVICE
 from hpcpar.horovod.torch.mpi_ops import Adasum, Sum
@@ -195,14 +193,10 @@ class ShardedOptimizer(Wrapped):
         name = engine.next_optimizer()
         self._barrier = ReadinessBarrier(engine, name)
         self._barrier.hold(f"DistributedOptimizer({self._told()})")
-        made: list[Communicator] = []
-        ticket = Ticket(
-            TensorRequest(f"{name}.communicator", "schedule"),
-            on_ready=lambda: made.append(engine.steps.lend_communicator(self, f"{name}.shards")),
+        comm: Communicator = engine.run_together(
+            f"{name}.communicator", lambda: engine.steps.lend_communicator(self, f"{name}.shards")
         )
-        engine.submit([ticket])
-        engine.wait(ticket)
-        return made[0]
+        return comm
 
     def _told(self) -> str:
         zero = self._settings["zero"]

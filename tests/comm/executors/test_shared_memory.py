@@ -16,7 +16,7 @@ from hpcpar import partition
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, calls, run_loopback, select
 from hpcpar.comm.executors import shared_reads
-from hpcpar.comm.executors.shared_memory import SharedStep
+from hpcpar.comm.executors.shared_memory import SharedCall
 from hpcpar.comm.shm_segment import SLOTS
 from hpcpar.errors import StallError
 from hpcpar.transport import loopback
@@ -575,14 +575,14 @@ def test_a_short_call_counts_the_time_for_which_it_waited():
 
 def test_a_call_that_a_handler_ends_before_it_counts_leaves_its_slot(monkeypatch):
     """Another call gets its number, by an executor that uses no slot; later ones must not wait for it."""
-    begin, ended = SharedStep.begin, []
+    begin, ended = SharedCall.begin, []
 
-    def interrupted(step: SharedStep, number: int) -> None:
-        begin(step, number)
-        if [number] == ended and step._call.rank == 0:
+    def interrupted(call: SharedCall, number: int) -> None:
+        begin(call, number)
+        if [number] == ended and call.rank == 0:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(SharedStep, "begin", interrupted)
+    monkeypatch.setattr(SharedCall, "begin", interrupted)
 
     def work(comm):
         data = np.ones(10)

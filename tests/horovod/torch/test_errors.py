@@ -12,6 +12,7 @@ from torch import Tensor
 
 import hpcpar.horovod.torch as hvd
 from hpcpar.horovod.exceptions import HorovodInternalError
+from tests.grid import checkered
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("hvd")]
 
@@ -310,8 +311,7 @@ NOT_SCATTERED: dict[str, tuple[Call, str]] = {
 """Case -> a call that raises HorovodInternalError, and words of the error."""
 
 
-@pytest.mark.parametrize("who", ["all ranks", "one rank"])
-@pytest.mark.parametrize("case", [*REFUSED, *NOT_SCATTERED])
+@pytest.mark.parametrize(("case", "who"), checkered([*REFUSED, *NOT_SCATTERED], ["all ranks", "one rank"]))
 def test_wrong_arguments_are_refused_by_the_call_and_disturb_no_one(error_of, case, who):
     """Also where one rank alone makes the mistake, unnamed operations go on: nothing has been counted."""
     call, words = {**REFUSED, **NOT_SCATTERED}[case]

@@ -77,18 +77,6 @@ def test_groups_change_nothing_in_the_result(groups: Callable[[nn.Sequential], A
     assert_as_alone(model, model_alone(passes=2))
 
 
-def test_groups_of_several_types_are_reduced_each_in_its_own() -> None:
-    parameters = [
-        nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)
-    ]
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), groups=[parameters])
-    for _ in range(2):
-        optimizer.zero_grad()
-        sum((parameter * (2 * hvd.rank() + 1)).sum().double() for parameter in parameters).backward()
-        optimizer.step()
-    assert [parameter.grad.tolist() for parameter in parameters] == [[hvd.size()] * 2] * 3
-
-
 def test_num_groups_is_the_old_name_and_says_so() -> None:
     model = model_of()
     with pytest.warns(DeprecationWarning, match="groups") as told:

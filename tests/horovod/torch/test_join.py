@@ -173,6 +173,7 @@ REFUSED = {
     "min": lambda hvd, name: hvd.allreduce_async(torch.ones(2), op=hvd.Min, name=name),
     "max": lambda hvd, name: hvd.allreduce_async(torch.ones(2), op=hvd.Max, name=name),
     "product": lambda hvd, name: hvd.allreduce_async(torch.ones(2), op=hvd.Product, name=name),
+    "Adasum": lambda hvd, name: hvd.allreduce_async(torch.ones(2), op=hvd.Adasum, name=name),
 }
 
 
@@ -180,6 +181,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_zeros_cannot_stand_for_raises_while_a_rank_has_joined_and_all_goes_on(hvd, error_of, case):
     size, rank = hvd.size(), hvd.rank()
+    if case == "Adasum" and size == 3:
+        pytest.skip("Adasum is for powers of two")
     found = []
     for joined in (0, size - 1):
         name = f"refused.{case}.{joined}".replace(" ", "_")
@@ -197,17 +200,6 @@ def test_what_zeros_cannot_stand_for_raises_while_a_rank_has_joined_and_all_goes
             for word in (name, f"rank {joined}", "join"):
                 assert word in str(error), str(error)
             assert torch.equal(after, torch.ones(2) * (size - 1))
-
-
-@pytest.mark.usefixtures("needs_two")
-def test_adasum_raises_while_a_rank_has_joined(hvd, error_of):
-    if hvd.size() not in (2, 4):
-        pytest.skip("Adasum needs a number of ranks that is a power of two")
-    error = None
-    if hvd.rank() != 0:
-        error = error_of(lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum, name="adasum"))
-    hvd.join()
-    assert hvd.rank() == 0 or isinstance(error, HorovodInternalError)
 
 
 @pytest.mark.usefixtures("needs_two")

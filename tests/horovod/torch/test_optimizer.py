@@ -208,10 +208,12 @@ def test_parameters_of_unusual_shape_and_memory_order_are_reduced() -> None:
     assert found == [[[hvd.size()], [hvd.size()], [hvd.size()], [], [hvd.size()]]] * 2
 
 
-def test_parameters_of_several_types_are_reduced_each_in_its_own() -> None:
+@pytest.mark.parametrize("is_group", [False, True])
+def test_parameters_of_several_types_are_reduced_each_in_its_own(is_group: bool) -> None:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0))
+    groups = [parameters] if is_group else None
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), groups=groups)
     found = []
     for _ in range(2):
         optimizer.zero_grad()
