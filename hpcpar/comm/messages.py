@@ -66,9 +66,11 @@ def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, ta
     result   out; where it shares memory with buffer, a copy of buffer is sent
     """
     if not is_on_device(buffer) and not is_on_device(out):
-        here, there = bind(buffer, writable=False).host, bind(out, writable=True, what="out").host
-        if overlap(here, there):
+        here, there = bind(buffer, writable=False).host, bind(out, writable=True, what="out")
+        # What comes for an array that is not contiguous is written there before all may have been sent.
+        if overlap(here, there.host) or there.write_back is not None:
             buffer = here.copy().elements
+    send = start_send(self, buffer, to, tag)  # first: a copy that it makes is made before anything comes
     receive = start_recv(self, out, source, tag)
-    start_send(self, buffer, to, tag).wait()
+    send.wait()
     return receive.wait()

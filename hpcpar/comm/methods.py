@@ -45,8 +45,10 @@ def memory_of(array: Any) -> Memory | None:
         is_masked = type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray)
         if is_masked or not (array.size and array.flags.carray):
             return None
-        # A quarter of the cost of array.ctypes.data.
-        return ctypes.addressof(_first_byte(array)), array.size, array.dtype
+        try:  # a quarter of the cost of array.ctypes.data
+            return ctypes.addressof(_first_byte(array)), array.size, array.dtype
+        except ValueError:  # dates and the like, which are refused when the request is validated
+            return None
     try:
         # The flags belong to the key, so that a look at them costs no branch here.
         return (

@@ -244,3 +244,29 @@ def test_objects_are_broadcast_gathered_and_scattered(size, exchange):
 def test_bad_arguments_are_named(call, words):
     with pytest.raises(OperationError, match=words):
         call(Communicator.alone())
+
+
+@pytest.mark.mpi
+def test_sendrecv_between_arrays_that_share_memory_brings_what_was_there(any_world):
+    """Shifted and transposed views, and an array towards itself."""
+    after, before = (any_world.rank + 1) % any_world.size, (any_world.rank - 1) % any_world.size
+    views = {
+        "itself": lambda x: (x, x),
+        "shifted": lambda x: (x[:-1], x[1:]),
+        "shifted back": lambda x: (x[1:], x[:-1]),
+        "into the transposed": lambda x: (x, x.T),
+        "of the transposed": lambda x: (x.T, x),
+        "both transposed": lambda x: (x.T, x.T),
+        "of every second": lambda x: (x.reshape(-1)[::2], x.reshape(-1)[: len(x) ** 2 // 2]),
+        "into every second": lambda x: (x.reshape(-1)[: len(x) ** 2 // 2], x.reshape(-1)[::2]),
+    }
+    wrong = []
+    for name, view in views.items():
+        for side in (4, 300):
+            for start in (np.arange(side * side, dtype=np.float32), torch.arange(float(side * side))):
+                sent, into = view((start + 7 * any_world.rank).reshape(side, side))
+                expected, _ = view((start + 7 * before).reshape(side, side))
+                found = any_world.sendrecv(sent, after, into, before)
+                if not np.array_equal(np.asarray(found), np.asarray(expected)):
+                    wrong.append((name, side, type(start).__name__))
+    assert not wrong
