@@ -152,12 +152,6 @@ class Calls:
                 f"{what} was asked for on communicator {self.name!r}, which has been freed: make all calls "
                 "before `free()`"
             )
-        if self.runtime.is_forked and self.runtime.transport.size > 1:  # alone, it is a job of its own
-            raise OperationError(
-                f"{what} was asked for in a process forked from rank {self.rank} of {self.name!r}, which "
-                f"cannot be that rank, too: make the call in the rank itself, and return to it what is to be "
-                f"communicated"
-            )
         self.progress.require_outside(what)
 
     # Compiling ---------------------------------------------------------------------------------------------

@@ -253,6 +253,7 @@ class Communicator:
 
     def depart(self) -> None:
         """This rank makes no more calls on this family: those who wait for it get a PeerLeftError."""
+        self._runtime.progress.require_rank("depart")
         self._runtime.watch.depart()
 
     def end_job(self, why: str, status: int) -> None:
@@ -349,6 +350,7 @@ class Communicator:
 
         Those that it has lent go with it. Every call on it is an OperationError from then on.
         """
+        self._runtime.progress.require_rank("free")
         for lent in self._lent:
             lent.comm.free()
         self._lent.clear()

@@ -312,6 +312,7 @@ class Handle:
     def test(self) -> bool:
         """Make progress on everything under way; True when this one is complete."""
         if not self.is_done:
+            self._progress.require_rank("testing a call")
             self._progress.poke()
         return self.done
 

@@ -27,13 +27,15 @@ A look costs 60 ns."""
 class Progress:
     """All calls of one rank that are under way, on every communicator of a job.
 
-    looks   of a wait for one call at a word of shared memory before it pauses
+    looks       of a wait for one call at a word of shared memory before it pauses
+    is_forked   the process was forked from the rank, and is none itself
     """
 
     def __init__(self, transport: Transport, watch: Watch) -> None:
         self._transport = transport
         self._watch = watch
         self.looks = 1
+        self.is_forked = False
         self.under_way: list[CompiledCollective] = []
         self._lock = threading.Lock()
         # Threads that hold the lock or are about to: set before, so that a handler in between knows it.
@@ -46,8 +48,26 @@ class Progress:
         """True in a call that a signal handler or a finalizer makes inside of another call's progress."""
         return get_ident() in self._inside
 
+    def leave_to_parent(self) -> None:
+        """In a forked process: the calls under way are the rank's, whose memory and messages these are."""
+        self.is_forked = self._transport.size > 1  # alone, it is a job of its own
+        self.under_way.clear()
+        self._latest = None
+        self._lock = threading.Lock()  # another thread may have held it
+        self._inside.clear()
+
+    def require_rank(self, what: str) -> None:
+        """Refuse a call in a process that was forked from a rank."""
+        if self.is_forked:
+            raise OperationError(
+                f"{what} was asked for in a process forked from rank {self._transport.rank}, which cannot be "
+                f"that rank, too: make the call in the rank itself, and return to it what is to be "
+                f"communicated"
+            )
+
     def require_outside(self, what: str) -> None:
-        """Refuse a call that would have to wait for the one that it interrupts."""
+        """Refuse a call in a forked process, and one that would have to wait for the one that it interrupts."""
+        self.require_rank(what)
         if get_ident() in self._inside:
             raise OperationError(
                 f"{what} was asked for by a signal handler or a finalizer, in the middle of another call of "
@@ -121,6 +141,7 @@ class Progress:
 
     def wait_until(self, condition: Callable[[], bool], waited: Waited) -> None:
         """Return when `condition()`, which pokes and may start calls, holds; errors tell of `waited`."""
+        self.require_outside("waiting")
         attempt = 0
         started_s = time.perf_counter()
         while not condition():

@@ -58,7 +58,6 @@ class Runtime:
     traffics: dict[str, Traffic] = field(default_factory=dict)
     scratch: ScratchPool = field(default_factory=ScratchPool)
     end_job: Callable[[str, int], None] | None = None
-    is_forked: bool = False
     calls: weakref.WeakSet[Calls] = field(default_factory=weakref.WeakSet)
     recent: weakref.WeakValueDictionary[int, RecentCalls] = field(default_factory=weakref.WeakValueDictionary)
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -100,8 +99,7 @@ _RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 def _mark_forked() -> None:
     for runtime in _RUNTIMES:
-        runtime.is_forked = True
-        runtime.progress.under_way.clear()
+        runtime.progress.leave_to_parent()
         for calls in runtime.calls:
             calls.cache.clear()  # so that every call is validated, and refused
 

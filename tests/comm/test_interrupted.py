@@ -176,16 +176,36 @@ def test_a_handler_may_make_progress_and_is_told_what_it_may_not(any_world, bell
 
 @pytest.mark.mpi
 def test_a_forked_process_is_refused_and_its_rank_goes_on(any_world):
+    part = any_world.split(0)
     any_world.allreduce(ones(3))
+    under_way = any_world.start_allreduce(ones(LONG))
+    receive = any_world.start_recv(ones(3), (any_world.rank - 1) % any_world.size)
+    calls = [
+        lambda: any_world.allreduce(ones(3)),  # known from before
+        lambda: part.start_barrier(),
+        under_way.wait,
+        under_way.test,
+        receive.wait,
+        lambda: any_world.send(ones(1), (any_world.rank + 1) % any_world.size),
+        lambda: any_world.allgather_object(1),
+        lambda: any_world.split(0),
+        part.free,
+        any_world.depart,
+    ]
     child = os.fork()
     if child == 0:
-        status = 1
-        try:
-            any_world.allreduce(ones(3))  # known from before
-        except OperationError as error:
-            status = 0 if "forked from rank" in str(error) else 2
-        os._exit(status if any_world.size > 1 else 0)
+        refused = 0
+        any_world.poke()
+        for call in calls if any_world.size > 1 else ():
+            try:
+                call()
+            except OperationError as error:
+                refused += "forked from rank" in str(error)
+        os._exit(0 if any_world.size == 1 or refused == len(calls) else 1 + refused)
     _, status = os.waitpid(child, 0)
-    found = any_world.allreduce(ones(3))
+    send = any_world.start_send(ones(3), (any_world.rank + 1) % any_world.size)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert found[0] == any_world.size
+    assert under_way.wait()[-1] == any_world.size
+    assert receive.wait().tolist() == [1.0] * 3
+    send.wait()
+    part.free()
