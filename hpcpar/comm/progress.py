@@ -66,7 +66,7 @@ class Progress:
             )
 
     def require_outside(self, what: str) -> None:
-        """Refuse a call in a forked process, and one that would have to wait for the one that it interrupts."""
+        """Refuse a call in a forked process, and one that would wait for the call that it interrupts."""
         self.require_rank(what)
         if get_ident() in self._inside:
             raise OperationError(
