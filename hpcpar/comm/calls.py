@@ -25,7 +25,7 @@ from hpcpar.comm.shm_segment import ShmSegment
 from hpcpar.comm.tokens import Mailroom
 from hpcpar.comm.tuning import Tuning
 from hpcpar.errors import MismatchError, OperationError
-from hpcpar.transport.buffers import is_torch
+from hpcpar.transport.buffers import write_counter
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Transport
 from hpcpar.units import MiB
 
@@ -176,8 +176,7 @@ class Calls:
         words.append("" if request.algorithm is None else f"algorithm={request.algorithm}")
         described = f"{request.collective}({', '.join(filter(None, words))})"
         compiled = compile_collective(self, request, arguments, described, buffer, out)
-        if is_torch(arguments.written):
-            compiled.written = 0 if arguments.written is buffer else 1
+        compiled.count_write = write_counter(arguments.written)
         is_cacheable = (
             arguments.is_cacheable
             and all(type(factor) in NUMBERS for factor in request.scaling[:2])  # arrays' content may change

@@ -17,7 +17,6 @@ from hpcpar.comm.accounting import Tally, Trace, TrafficRow
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.watch import Call
 from hpcpar.errors import HpcparError, MismatchError
-from hpcpar.transport.buffers import count_write
 
 if TYPE_CHECKING:
     from hpcpar.comm.executors.message import MessageProgram
@@ -76,7 +75,7 @@ class CompiledCollective:
     program          messages: chooses steps and turn by the tag that the call gets
     first, last      actions on memory before the first and after the last step
     result           of the caller's arrays; None: the second one, or the first where there is no second
-    written          which of the arrays is a torch tensor that is written to; None: neither
+    count_write      tells autograd of the write to the result, which is a torch tensor; None: it is none
     expected_nbytes  what point-to-point receives must bring, no more and no less
     comm_id          of the communicator, as ranks tell each other; None for a point-to-point message
     is_cached        in the cache: holds no references to the caller's arrays while it is idle
@@ -91,6 +90,7 @@ class CompiledCollective:
         "collective",
         "comm",
         "comm_id",
+        "count_write",
         "described",
         "error",
         "expected_nbytes",
@@ -110,7 +110,6 @@ class CompiledCollective:
         "tally",
         "turn",
         "world_ranks",
-        "written",
     )
 
     def __init__(
@@ -135,7 +134,7 @@ class CompiledCollective:
         self.by = by
         self.tally: Tally = row.open(*traffic)
         self.result = result
-        self.written: int | None = None
+        self.count_write: Callable[[Any], None] | None = None
         self.steps: Sequence[ExecutorStep] = ()
         self.first: Sequence[Action] = ()
         self.last: Sequence[Action] = ()
@@ -162,8 +161,9 @@ class CompiledCollective:
         """
         self.number = number
         self._memory = memory
-        if self.written is not None:
-            count_write(memory[self.written])
+        if self.count_write is not None:
+            buffer, out = memory
+            self.count_write(buffer if out is None else out)
         self._index = 0
         self._actions = iter(self.first) if self.first else None
         self._last_actions = None

@@ -35,7 +35,7 @@ from hpcpar.comm.request import Request, is_used_in_place, rank_of
 from hpcpar.comm.select import NATIVE, segments_for
 from hpcpar.comm.shm_segment import ShmSegment
 from hpcpar.comm.spaces import Spaces, copying, itemsize_of
-from hpcpar.transport.buffers import HostBuffer, is_torch
+from hpcpar.transport.buffers import HostBuffer, write_counter
 from hpcpar.transport.gpu.memory import DeviceBuffer
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall
 from hpcpar.units import KiB, MiB
@@ -79,7 +79,7 @@ def compile_message(calls: Calls, request: Request, array: Any) -> CompiledColle
     compiled.collective, compiled.comm_id = what, None
     compiled.expected_nbytes = host.octets.size if receives else None
     compiled.last = [] if binding.write_back is None or not receives else [binding.write_back]
-    compiled.written = 0 if receives and is_torch(array) else None
+    compiled.count_write = write_counter(array) if receives else None
     if isinstance(host, DeviceBuffer):
         _bind_device_steps(calls, compiled, planned, spaces, "sum", tag)
         return compiled

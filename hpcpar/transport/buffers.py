@@ -184,10 +184,12 @@ def is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def count_write(tensor: Any) -> None:
-    """Let torch's autograd know of a write to a tensor, as every operation in place does."""
-    if not tensor.is_inference():  # those have no count
-        sys.modules["torch"].autograd.graph.increment_version(tensor)
+def write_counter(array: Any) -> Callable[[Any], None] | None:
+    """What lets autograd know of a write to a tensor, as every operation in place does; None for other arrays."""
+    if not is_torch(array):
+        return None
+    count: Callable[[Any], None] = sys.modules["torch"].autograd.graph.increment_version
+    return count
 
 
 def is_cupy(array: Any) -> bool:
