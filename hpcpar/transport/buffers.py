@@ -185,7 +185,7 @@ def is_torch(array: Any) -> bool:
 
 
 def write_counter(array: Any) -> Callable[[Any], None] | None:
-    """What lets autograd know of a write to a tensor, as every operation in place does; None for other arrays."""
+    """Make what lets autograd know of a write to a tensor, as every operation in place does."""
     if not is_torch(array):
         return None
     count: Callable[[Any], None] = sys.modules["torch"].autograd.graph.increment_version
