@@ -51,6 +51,8 @@ SHARED = 1 << 63
 PRIVATE = 1 << 62
 """In a base: what follows is an address in the rank's private memory."""
 SERIAL_SHIFT = 40
+OFFSET_ZERO = 1 << SERIAL_SHIFT - 1
+"""An offset of 0: a base may lie before the array, where only a part of what the base is of lies in it."""
 
 
 def post_nbytes(local_size: int) -> int:
@@ -159,13 +161,13 @@ class ShmSegment:
         """Tell the other ranks where memory of this rank lies."""
         for number, segment in self.arrays.items():
             if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
-                return SHARED | number << SERIAL_SHIFT | (address - segment.address)
+                return SHARED | number << SERIAL_SHIFT | OFFSET_ZERO + address - segment.address
         return PRIVATE | address
 
     def shared_part(self, base: int, offset: int, nbytes: int) -> Octets:
         """Bytes at an offset from the base of an array that all ranks map."""
         number = (base & ~SHARED) >> SERIAL_SHIFT
-        begin = (base & (1 << SERIAL_SHIFT) - 1) + offset
+        begin = (base & (1 << SERIAL_SHIFT) - 1) - OFFSET_ZERO + offset
         return self.arrays[number].octets[begin : begin + nbytes]
 
     def landing(self, nbytes: int) -> Octets:
