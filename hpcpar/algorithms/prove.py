@@ -135,7 +135,7 @@ class _Promise:
 
 
 @dataclass(eq=False)
-class _Rank:
+class _ProvedRank:
     """One rank on its way through its schedule."""
 
     rank: int
@@ -152,10 +152,10 @@ class _Rank:
         return self.at >= len(self.steps)
 
 
-class _Posted(NamedTuple):
+class _PostedMessage(NamedTuple):
     """One end of a message: whose, and which of its open sends and receives."""
 
-    by: _Rank
+    by: _ProvedRank
     position: int
 
 
@@ -163,8 +163,8 @@ class _Posted(NamedTuple):
 class _Channel:
     """From one rank to another: the ends that wait for their counterpart."""
 
-    sends: deque[_Posted] = field(default_factory=deque)
-    receives: deque[_Posted] = field(default_factory=deque)
+    sends: deque[_PostedMessage] = field(default_factory=deque)
+    receives: deque[_PostedMessage] = field(default_factory=deque)
 
 
 class _Interpreter:
@@ -172,7 +172,7 @@ class _Interpreter:
         self.title = title
         self.promise = promise
         self.ranks = [
-            _Rank(rank, steps, promise.before(rank), 1 << rank) for rank, steps in enumerate(schedules)
+            _ProvedRank(rank, steps, promise.before(rank), 1 << rank) for rank, steps in enumerate(schedules)
         ]
         self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.orders: dict[tuple[int, int], int] = {}
@@ -192,7 +192,7 @@ class _Interpreter:
         if self.promise.collective == "allreduce":
             self._check_same_order()
 
-    def _begin_step(self, me: _Rank) -> list[_Rank]:
+    def _begin_step(self, me: _ProvedRank) -> list[_ProvedRank]:
         """Copy, then post all sends and receives; the ranks whose step is complete now."""
         step = me.steps[me.at]
         self._check_step(me, step)
@@ -202,18 +202,18 @@ class _Interpreter:
                 self._write(me, copy.into_space, chunk, value)
         me.says = me.heard_of
         me.open = dict(enumerate((*step.sends, *step.receives)))
-        complete: list[_Rank] = [] if me.open else [me]
+        complete: list[_ProvedRank] = [] if me.open else [me]
         for position, send in enumerate(step.sends):
             channel = self.channels[me.rank, send.to]
-            channel.sends.append(_Posted(me, position))
+            channel.sends.append(_PostedMessage(me, position))
             complete += self._match(channel)
         for position, receive in enumerate(step.receives, start=len(step.sends)):
             channel = self.channels[receive.source, me.rank]
-            channel.receives.append(_Posted(me, position))
+            channel.receives.append(_PostedMessage(me, position))
             complete += self._match(channel)
         return complete
 
-    def _match(self, channel: _Channel) -> list[_Rank]:
+    def _match(self, channel: _Channel) -> list[_ProvedRank]:
         """Let a message go whose two ends are both posted; the ranks whose step is complete by it."""
         if not (channel.sends and channel.receives):
             return []
@@ -229,7 +229,7 @@ class _Interpreter:
         receiver.heard_of |= sender.says
         return [one for one in (sender, receiver) if not one.open]
 
-    def _finish_step(self, me: _Rank) -> None:
+    def _finish_step(self, me: _ProvedRank) -> None:
         """Overwrite and combine with what has arrived, in the order in which the step lists its receives."""
         step = me.steps[me.at] if me.arrived else Step()
         operands: dict[tuple[Space, int], list[tuple[int, Value]]] = defaultdict(list)
@@ -249,7 +249,7 @@ class _Interpreter:
             self._write(me, space, chunk, total)
         me.arrived.clear()
 
-    def _combined(self, me: _Rank, source: int, chunk: int, left: Value, right: Value) -> Value:
+    def _combined(self, me: _ProvedRank, source: int, chunk: int, left: Value, right: Value) -> Value:
         if left.chunk != right.chunk:
             self._fail(me, f"combines chunk {right.chunk} of rank {source} into chunk {left.chunk}")
         twice = left.ranks & right.ranks
@@ -262,7 +262,7 @@ class _Interpreter:
         order = self.orders.setdefault((left.order, right.order), self.promise.size + len(self.orders))
         return Value(left.chunk, left.ranks | right.ranks, order)
 
-    def _read(self, me: _Rank, verb: str, space: Space, chunks: Sequence[int]) -> list[Value]:
+    def _read(self, me: _ProvedRank, verb: str, space: Space, chunks: Sequence[int]) -> list[Value]:
         memory = me.memory[space]
         values = [value for value in (memory[chunk] for chunk in chunks) if value is not None]
         if len(values) < len(chunks):
@@ -270,12 +270,12 @@ class _Interpreter:
             self._fail(me, f"{verb} chunk {empty} of {space}, which holds nothing yet")
         return values
 
-    def _write(self, me: _Rank, space: Space, chunk: int, value: Value) -> None:
+    def _write(self, me: _ProvedRank, space: Space, chunk: int, value: Value) -> None:
         if space == "data" and value.chunk != chunk:
             self._fail(me, f"puts what is chunk {value.chunk} elsewhere into the place of chunk {chunk}")
         me.memory[space][chunk] = value
 
-    def _check_step(self, me: _Rank, step: Step) -> None:
+    def _check_step(self, me: _ProvedRank, step: Step) -> None:
         """Check the peers, places and races of a single step."""
         for send in step.sends:
             self._check_peer(me, send.to)
@@ -291,11 +291,13 @@ class _Interpreter:
         if step.receives:
             self._check_races(me, step)
 
-    def _check_peer(self, me: _Rank, peer: int) -> None:
+    def _check_peer(self, me: _ProvedRank, peer: int) -> None:
         if not 0 <= peer < len(self.ranks) or peer == me.rank:
             self._fail(me, f"speaks to rank {peer}; its peers are the others of {len(self.ranks)} ranks")
 
-    def _check_places(self, me: _Rank, space: Space, chunks: Sequence[int], *, written: bool = False) -> None:
+    def _check_places(
+        self, me: _ProvedRank, space: Space, chunks: Sequence[int], *, written: bool = False
+    ) -> None:
         found = len(me.memory.get(space, ()))
         if chunks and not (min(chunks) >= 0 and max(chunks) < found):
             wrong = next(chunk for chunk in chunks if not 0 <= chunk < found)
@@ -303,7 +305,7 @@ class _Interpreter:
         if written and space == "input":
             self._fail(me, "writes to the input, which belongs to the caller")
 
-    def _check_races(self, me: _Rank, step: Step) -> None:
+    def _check_races(self, me: _ProvedRank, step: Step) -> None:
         sent = {(send.space, chunk) for send in step.sends for chunk in send.chunks}
         overwritten: set[tuple[Space, int]] = set()
         combined: set[tuple[Space, int]] = set()
@@ -315,7 +317,7 @@ class _Interpreter:
                     self._fail(me, f"chunk {place[1]} of {place[0]} is overwritten while it is sent")
                 (combined if receive.combine else overwritten).add(place)
 
-    def _check_promise(self, me: _Rank) -> None:
+    def _check_promise(self, me: _ProvedRank) -> None:
         for space, place, chunk, ranks in self.promise.after(me.rank):
             value = me.memory[space][place]
             if value is None:
@@ -338,14 +340,14 @@ class _Interpreter:
                 if value and expected and value.order != expected.order:
                     self._fail(one, f"chunk {chunk} was combined in another order than on rank 0")
 
-    def _fail(self, me: _Rank, what: str) -> NoReturn:
+    def _fail(self, me: _ProvedRank, what: str) -> NoReturn:
         where = "at the end" if me.finished else f"step {me.at}"
         raise ScheduleError(f"{self.title}: rank {me.rank}, {where}: {what}")
 
     def _fail_stuck(self) -> NoReturn:
         """Follow who waits for whom from the first rank that is stuck, until it closes or ends."""
         me = next(one for one in self.ranks if not one.finished)
-        chain: list[_Rank] = []
+        chain: list[_ProvedRank] = []
         while not me.finished and me not in chain:
             chain.append(me)
             me = self.ranks[_peer(next(iter(me.open.values())))]

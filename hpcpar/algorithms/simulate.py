@@ -81,7 +81,7 @@ def analytic(algorithm: Algorithm, size: int, nbytes: float, topology: Topology,
 
 
 @dataclass(eq=False)
-class _Rank:
+class _SimulatedRank:
     rank: int
     steps: Sequence[Step]
     at: int = -1
@@ -109,7 +109,7 @@ class _Clock:
         self.topology = topology
         self.chunk_nbytes = chunk_nbytes
         self.work_nbytes = max(chunk_nbytes, default=0)
-        self.ranks = [_Rank(rank, steps) for rank, steps in enumerate(schedules)]
+        self.ranks = [_SimulatedRank(rank, steps) for rank, steps in enumerate(schedules)]
         self.sends: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)  # (position, bytes)
         self.receives: dict[tuple[int, int], int] = defaultdict(int)  # posted and not matched
         self.events = [_Event(0.0, -1, rank) for rank in range(len(schedules))]
@@ -133,7 +133,7 @@ class _Clock:
             seconds, tuple(self.nbytes_sent), tuple(self.messages), self.nbytes_between_nodes
         )
 
-    def _begin_step(self, me: _Rank, now: float) -> None:
+    def _begin_step(self, me: _SimulatedRank, now: float) -> None:
         me.at += 1
         if me.at == len(me.steps):
             return
@@ -171,7 +171,7 @@ class _Clock:
         for one in (sender, receiver):
             self._message_ends(one, end)
 
-    def _message_ends(self, me: _Rank, end: float) -> None:
+    def _message_ends(self, me: _SimulatedRank, end: float) -> None:
         me.open -= 1
         me.last_end = max(me.last_end, end)
         if me.open == 0:

@@ -151,7 +151,7 @@ def _linear(mode: WeightGradMode, input: Tensor, weight: Tensor, bias: Tensor | 
     anchors = [cut_off(each) for each in weights]
     if mode.again:
         _Kept.apply(x, anchors[0])  # type: ignore[no-untyped-call]
-    return _Linear.apply(mode, weights, x, *anchors)  # type: ignore[no-untyped-call]
+    return _DeferredLinear.apply(mode, weights, x, *anchors)  # type: ignore[no-untyped-call]
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -176,7 +176,7 @@ class _Kept(Function):
         return None, None
 
 
-class _Linear(Function):
+class _DeferredLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -227,10 +227,10 @@ def _embedding(
     if not weight.requires_grad or not made_of_parameters(weight):
         return NotImplemented
     options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return _Embedding.apply(mode.deferred, (weight,), options, input, cut_off(weight))  # type: ignore[no-untyped-call]
+    return _DeferredEmbedding.apply(mode.deferred, (weight,), options, input, cut_off(weight))  # type: ignore[no-untyped-call]
 
 
-class _Embedding(Function):
+class _DeferredEmbedding(Function):
     @staticmethod
     def forward(
         ctx: Any,

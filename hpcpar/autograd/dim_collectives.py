@@ -31,7 +31,7 @@ LARGEST_STAGED_SUM_NBYTES = MiB
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingResult:
     """A collective under way, and how its result becomes the tensor that was asked for."""
 
     handle: Handle | None
@@ -44,18 +44,18 @@ class Pending:
         return self.finish()
 
 
-def start_sum(tensor: Tensor, comm: Communicator, *, consume: bool = False) -> Pending:
+def start_sum(tensor: Tensor, comm: Communicator, *, consume: bool = False) -> PendingResult:
     """The sum over all ranks.
 
     consume   the tensor is the caller's to give away, and may hold the result
     """
     if comm.size == 1:
-        return Pending(None, lambda: tensor)
+        return PendingResult(None, lambda: tensor)
     source = tensor.detach().contiguous()
     if consume or source.data_ptr() != tensor.data_ptr():
-        return Pending(comm.start_allreduce(source), lambda: source)
+        return PendingResult(comm.start_allreduce(source), lambda: source)
     total = torch.empty_like(source)
-    return Pending(comm.start_allreduce(source, out=total), lambda: total)
+    return PendingResult(comm.start_allreduce(source, out=total), lambda: total)
 
 
 class Summand:
@@ -71,11 +71,11 @@ class Summand:
         flat = like.new_empty(self._edges[-1]) if self._buffer is None else self._buffer.whole
         self.tensor = flat.view(*shape)
 
-    def start(self) -> Pending:
+    def start(self) -> PendingResult:
         buffer = self._buffer
         if buffer is None or self._comm.size == 1:
             return start_sum(self.tensor, self._comm, consume=True)
-        return Pending(self._comm.start_allreduce(buffer.whole), lambda: self._leave(buffer))
+        return PendingResult(self._comm.start_allreduce(buffer.whole), lambda: self._leave(buffer))
 
     def _leave(self, buffer: scratch.ScratchBuffer) -> Tensor:
         total = self.tensor.clone()
@@ -83,7 +83,7 @@ class Summand:
         return total
 
 
-def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | None = None) -> Pending:
+def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | None = None) -> PendingResult:
     """All ranks' shards one after the other along a dim.
 
     length   of the whole along it; None: all shards are as long as this one
@@ -91,7 +91,7 @@ def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | N
     dim = checked_dim(shard, dim)
     lengths = _lengths(shard, comm, dim, length)
     if comm.size == 1:
-        return Pending(None, lambda: shard)
+        return PendingResult(None, lambda: shard)
     shape = shard.shape
     edges = offsets([each * _rest(shape, dim) for each in lengths])
     pieces = [stop - start for start, stop in pairwise(edges)]
@@ -101,7 +101,7 @@ def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | N
         source = shard.detach().contiguous()
         gathered = source.new_empty(edges[-1])
         handle = comm.start_allgather(source, counts=pieces, out=gathered)
-        return Pending(handle, lambda: _joined(gathered, shape, dim, lengths, edges))
+        return PendingResult(handle, lambda: _joined(gathered, shape, dim, lengths, edges))
     buffer.own.view(shape).copy_(shard.detach())
     handle = comm.start_allgather(buffer.own, counts=pieces, out=buffer.whole)
 
@@ -110,14 +110,14 @@ def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | N
         scratch.give(comm, "gather", edges, buffer)
         return whole
 
-    return Pending(handle, leave)
+    return PendingResult(handle, leave)
 
 
-def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
+def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> PendingResult:
     """This rank's part, along a dim, of the sum over all ranks."""
     dim = checked_dim(tensor, dim)
     if comm.size == 1:
-        return Pending(None, lambda: tensor)
+        return PendingResult(None, lambda: tensor)
     lengths = counts(tensor.shape[dim], comm.size)
     shape = (*tensor.shape[:dim], lengths[comm.rank], *tensor.shape[dim + 1 :])
     edges = offsets([each * _rest(tensor.shape, dim) for each in lengths])
@@ -128,7 +128,7 @@ def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
         _cut(tensor.detach(), dim, lengths, edges, flat)
         handle = comm.start_reduce_scatter(flat, counts=pieces)
         # A copy, so that the whole does not stay as long as the part.
-        return Pending(handle, lambda: handle.wait().clone().view(shape))
+        return PendingResult(handle, lambda: handle.wait().clone().view(shape))
     _cut(tensor.detach(), dim, lengths, edges, buffer.whole)
     handle = comm.start_reduce_scatter(buffer.whole, counts=pieces)
 
@@ -137,7 +137,7 @@ def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> Pending:
         scratch.give(comm, "sum and scatter", edges, buffer)
         return own
 
-    return Pending(handle, leave)
+    return PendingResult(handle, leave)
 
 
 def own_part(tensor: Tensor, comm: Communicator, dim: int) -> Tensor:

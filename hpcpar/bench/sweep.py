@@ -69,7 +69,7 @@ class Peer(Protocol):
 
 
 @dataclass(frozen=True)
-class Options:
+class SweepOptions:
     """Sizes, element types and candidates to measure.
 
     factor       ratio of consecutive sizes
@@ -189,7 +189,7 @@ def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
 
 
 def measure_case(
-    case: Case, options: Options, comm: Communicator, peers: Sequence[Peer]
+    case: Case, options: SweepOptions, comm: Communicator, peers: Sequence[Peer]
 ) -> list[tuple[ResultRow, ...]]:
     """Measure all candidates of one size in turn, in and out of place, and a memory copy. Collective."""
     buffers = Buffers.of(case, comm, shared=options.shared)
@@ -233,7 +233,7 @@ def chosen_name(case: Case, comm: Communicator) -> str:
 
 
 def run(
-    options: Options, comm: Communicator, peers: Sequence[Peer] = (), say: Say = lambda line: None
+    options: SweepOptions, comm: Communicator, peers: Sequence[Peer] = (), say: Say = lambda line: None
 ) -> list[ResultRow]:
     """Measure all cases of the options; report each row on rank 0. Collective."""
     speak = say if comm.rank == 0 else lambda line: None
@@ -257,7 +257,7 @@ def run(
     return rows
 
 
-def header(options: Options, comm: Communicator, mpi: str, peers: dict[str, str]) -> dict[str, Any]:
+def header(options: SweepOptions, comm: Communicator, mpi: str, peers: dict[str, str]) -> dict[str, Any]:
     """Describe the job and the options for the head of the results."""
     memory = "shared" if options.shared else "ordinary"
     what = {"dtype": options.dtype, "arrays": f"{options.kind}, {memory} memory", "rounds": options.rounds}

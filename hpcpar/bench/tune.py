@@ -16,7 +16,7 @@ import torch
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench.gpus import finished
 from hpcpar.bench.measure import ON_HOST, PLACES, Buffers, Case, measure, usable, wrong_elements
-from hpcpar.bench.sweep import CHOSEN, Options, Say, ours
+from hpcpar.bench.sweep import CHOSEN, Say, SweepOptions, ours
 from hpcpar.comm.select import ANY, NATIVE, Rules, describe
 from hpcpar.comm.tuning import Entry, add_to_file, entries_in, ranks_per_node, rules_from
 from hpcpar.errors import ConfigError, OperationError
@@ -30,7 +30,7 @@ WORTH = 1.05
 
 
 def tune(
-    options: Options,
+    options: SweepOptions,
     dtypes: Sequence[str],
     comm: Communicator,
     mpi: str,
@@ -70,7 +70,9 @@ def tune(
     return Entry(mpi, comm.size, ranks_per_node(comm.nodes), rules, device.type)
 
 
-def _rules(collective: str, options: Options, comm: Communicator, say: Say, device: torch.device) -> Rules:
+def _rules(
+    collective: str, options: SweepOptions, comm: Communicator, say: Say, device: torch.device
+) -> Rules:
     winners: dict[int, str] = {}
     before = ""
     for nbytes in options.sizes():
@@ -95,7 +97,7 @@ def _told(medians_s: Mapping[str, float], first: str) -> str:
 
 
 def time_all(
-    case: Case, options: Options, comm: Communicator, device: torch.device = ON_HOST
+    case: Case, options: SweepOptions, comm: Communicator, device: torch.device = ON_HOST
 ) -> dict[str, float]:
     """Return median seconds of every algorithm, in the collective's usual place. Collective."""
     buffers = Buffers.of(case, comm, shared=options.shared, device=device)

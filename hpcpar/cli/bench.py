@@ -14,7 +14,7 @@ from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.units import parse_nbytes
 
 if TYPE_CHECKING:
-    from hpcpar.bench.sweep import Options
+    from hpcpar.bench.sweep import SweepOptions
     from hpcpar.comm import Communicator
 
 COMMANDS: Commands = {
@@ -202,10 +202,10 @@ def fit(files: tuple[Path, ...], min_bytes: int, max_bytes: int) -> None:
         raise click.ClickException(str(error)) from error
 
 
-def _options(collectives: tuple[str, ...], **others: Any) -> Options:
-    from hpcpar.bench.sweep import Options
+def _options(collectives: tuple[str, ...], **others: Any) -> SweepOptions:
+    from hpcpar.bench.sweep import SweepOptions
 
-    return Options(collectives=COLLECTIVES if "all" in collectives else collectives, **others)
+    return SweepOptions(collectives=COLLECTIVES if "all" in collectives else collectives, **others)
 
 
 def require_writable(*paths: Path | None, picture: Path | None = None) -> None:

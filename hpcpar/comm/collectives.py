@@ -33,7 +33,7 @@ from hpcpar.comm.reductions import require_op, scaling
 from hpcpar.comm.request import PLAIN, Request, typed
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, empty_like, flat
-from hpcpar.transport.gpu.memory import DeviceBuffer
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 
 if TYPE_CHECKING:
     from hpcpar.comm.calls import Calls

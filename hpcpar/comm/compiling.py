@@ -19,7 +19,7 @@ from hpcpar.comm.devices import lead_caller
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
 from hpcpar.comm.executors.shared_binding import NodeLayout, bind_steps, is_short
-from hpcpar.comm.executors.shared_memory import SharedCall
+from hpcpar.comm.executors.shared_call import SharedCall
 from hpcpar.comm.plan import (
     NOT_COUNTED,
     Message,
@@ -36,7 +36,7 @@ from hpcpar.comm.select import NATIVE, segments_for
 from hpcpar.comm.shm_segment import ShmSegment
 from hpcpar.comm.spaces import Spaces, copying, itemsize_of
 from hpcpar.transport.buffers import HostBuffer, write_counter
-from hpcpar.transport.gpu.memory import DeviceBuffer
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall
 from hpcpar.units import KiB, MiB
 

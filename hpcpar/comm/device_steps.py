@@ -26,9 +26,9 @@ from hpcpar.comm.devices import Devices, Reach
 from hpcpar.comm.executors.native import Posted
 from hpcpar.comm.plan import Message, Plan, PlannedStep, Run, lands_in_place
 from hpcpar.comm.spaces import Spaces, folds, itemsize_of, octets_of, packing
-from hpcpar.comm.tokens import Kind, Mailroom, Ticket, Token
+from hpcpar.comm.tokens import Kind, Mailroom, Token, TokenTicket
 from hpcpar.errors import MismatchError
-from hpcpar.transport.gpu.memory import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
 from hpcpar.transport.gpu.staged import StagedExchange, Turns, Way
 from hpcpar.transport.interface import Exchange, Transport
 
@@ -45,7 +45,7 @@ class Reading:
 
     peer: int
     octets: DeviceOctets
-    ticket: Ticket
+    ticket: TokenTicket
 
 
 def device_steps(
@@ -113,7 +113,7 @@ class Course:
         """True if other processes can be shown these bytes where they are."""
         return not octets.size or self.queue.cuda.is_exportable(octets.address)
 
-    def expect(self, peer: int) -> Ticket:
+    def expect(self, peer: int) -> TokenTicket:
         """The next bytes that a peer shows."""
         return self._mailroom.ask(peer, self._tag, Kind.READY)
 
@@ -319,7 +319,7 @@ class DeviceStep:
             fold()
 
     def _pull(
-        self, tickets: Sequence[tuple[Message, Ticket]], leaving: Sequence[Extent]
+        self, tickets: Sequence[tuple[Message, TokenTicket]], leaving: Sequence[Extent]
     ) -> Generator[None, None, list[Landing]]:
         """Read what peers show, sum it up, and tell them; returns what could only be put aside.
 

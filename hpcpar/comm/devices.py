@@ -19,11 +19,11 @@ import numpy as np
 
 from hpcpar.errors import CudaError, HpcparError
 from hpcpar.launch.binding import gpu_for, gpu_sharing_warning
+from hpcpar.transport.gpu import cuda_driver
 from hpcpar.transport.gpu import kernels as gpu_kernels
-from hpcpar.transport.gpu import runtime
+from hpcpar.transport.gpu.cuda_driver import CudaDriver
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer, Queue, queue_of_thread, queues_of_thread
 from hpcpar.transport.gpu.ipc import EventExports, EventImports, Exports, Imports
-from hpcpar.transport.gpu.memory import DeviceBuffer, Queue, queue_of_thread, queues_of_thread
-from hpcpar.transport.gpu.runtime import CudaDriver
 from hpcpar.transport.gpu.staged import PinnedPool
 from hpcpar.transport.interface import Octets
 
@@ -154,7 +154,7 @@ def _open(local_rank: int, local_size: int) -> tuple[CudaDriver | None, int, str
     """The driver, with this rank's GPU in use, and its number; what stands against it; what tells it from
     others."""
     try:
-        cuda = runtime.driver()
+        cuda = cuda_driver.driver()
         ordinal = gpu_for(local_rank, cuda.device_count(), local_size)
         if ordinal is None:
             return None, 0, "no GPU is visible", ""

@@ -40,7 +40,7 @@ from hpcpar.comm.reductions import finishing, require_scale, scaling
 from hpcpar.comm.spaces import copying
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, tensor_on
-from hpcpar.transport.gpu.memory import DeviceBuffer
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.transport.interface import Octets
 
 WIRES = ("float16", "bfloat16")

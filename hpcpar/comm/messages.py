@@ -14,7 +14,7 @@ from hpcpar.comm.methods import memory_of
 from hpcpar.comm.request import NO_ARRAY, PLAIN, Key
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import bind
-from hpcpar.transport.gpu.memory import is_on_device
+from hpcpar.transport.gpu.device_buffer import is_on_device
 
 if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator

@@ -43,7 +43,7 @@ from hpcpar.comm.blocks import (
 )
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer
-from hpcpar.transport.gpu.memory import DeviceBuffer
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.units import KiB
 
 Op = Literal["sum", "average", "min", "max", "product", "and", "or"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import HostBuffer, is_torch
-from hpcpar.transport.gpu.memory import DeviceBuffer
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 
 Memory = tuple[Any, ...]
 """Address, length, element type and layout of an array that is used in place."""

@@ -65,7 +65,7 @@ _MAGIC = b"hpcpar token"
 _FORM = struct.Struct(f"={len(_MAGIC)}sBQQH{DESCRIPTOR_NBYTES}sH{DESCRIPTOR_NBYTES}s")
 
 
-class Ticket:
+class TokenTicket:
     """A token that was asked for, of this number or of any; None until it is here."""
 
     __slots__ = ("number", "token")
@@ -82,7 +82,7 @@ class _Box:
     """Tokens from one peer under one tag: those asked for, and those that came before they were."""
 
     def __init__(self) -> None:
-        self.asked: dict[Kind, deque[Ticket]] = {kind: deque() for kind in Kind}
+        self.asked: dict[Kind, deque[TokenTicket]] = {kind: deque() for kind in Kind}
         self.early: dict[Kind, deque[Token]] = {kind: deque() for kind in Kind}
         self.landing = np.empty(_FORM.size, dtype=np.uint8)
         self.receive: Exchange | None = None
@@ -108,10 +108,10 @@ class Mailroom:
         if not exchange.test():
             self._leaving.append((exchange, octets))
 
-    def ask(self, peer: int, tag: int, kind: Kind, number: int | None = None) -> Ticket:
+    def ask(self, peer: int, tag: int, kind: Kind, number: int | None = None) -> TokenTicket:
         """The next token of this kind from a peer, in the order of the asking, or the one of this number."""
         box = self._boxes.setdefault((peer, tag), _Box())
-        ticket = Ticket(number)
+        ticket = TokenTicket(number)
         early = box.early[kind]
         ticket.token = next((token for token in early if ticket.is_for(token)), None)
         if ticket.token is None:

@@ -29,7 +29,7 @@ from hpcpar.launch.settings import (
     parent_is_the_rank,
     take_asked_ranks,
 )
-from hpcpar.transport.gpu import runtime
+from hpcpar.transport.gpu import cuda_driver
 
 if TYPE_CHECKING:
     from hpcpar.transport.mpi import MpiTransport
@@ -106,7 +106,7 @@ def _share_devices(world: Communicator, settings: Settings) -> None:
         found = cuda_aware.find_awareness(
             mpi_library.library_version(),
             asked=settings.cuda_aware,
-            driver=str(runtime.driver().version),
+            driver=str(cuda_driver.driver().version),
             memory_kinds=mpi_library.memory_kinds(),
         )
         return found.point_to_point is True

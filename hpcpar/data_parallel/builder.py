@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class OptimizerOptions:
     """Options of a DistributedOptimizer, as its constructor documents them."""
 
     zero_stage: int
@@ -111,7 +111,7 @@ class Builder:
         inner: Optimizer,
         named: Sequence[Named],
         dp_comm: Communicator,
-        options: Options,
+        options: OptimizerOptions,
         sharding: FullyShardedState | None,
         reduction: Callable[[Averaging], Reduction],
     ) -> None:

@@ -27,7 +27,7 @@ from hpcpar.autograd.torch_clipping import install, note_split_over
 from hpcpar.data_parallel import guards
 from hpcpar.data_parallel.average_gradients import AverageGradients
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from hpcpar.data_parallel.builder import Builder, Options
+from hpcpar.data_parallel.builder import Builder, OptimizerOptions
 from hpcpar.data_parallel.flat_parameters import Block
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.held_gradient import HeldGradient
@@ -164,7 +164,7 @@ class DistributedOptimizer(Optimizer):
         self.backward_passes_per_step = guards.checked_passes(backward_passes_per_step)
         self._note_split_over(split_over or {})
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
-        self._options = Options(
+        self._options = OptimizerOptions(
             zero_stage=self.zero_stage,
             precision=self.precision,
             offload=offload,

@@ -18,7 +18,7 @@ from hpcpar.parameter_info import info_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from hpcpar.data_parallel.builder import Options
+    from hpcpar.data_parallel.builder import OptimizerOptions
     from hpcpar.data_parallel.gradient_reducer import GradientReducer
     from hpcpar.data_parallel.sharded_step import ShardedStep
     from hpcpar.data_parallel.zero3 import FullyShardedState
@@ -48,7 +48,7 @@ def checked_passes(passes: int) -> int:
 
 
 def refuse_contradictions(
-    options: Options, precision: Any, sharding: FullyShardedState | None, inner: Optimizer
+    options: OptimizerOptions, precision: Any, sharding: FullyShardedState | None, inner: Optimizer
 ) -> None:
     """OperationError for options that exclude each other; `precision` as the user gave it."""
     stage = options.zero_stage

@@ -12,7 +12,7 @@ from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, nested_va
 from hpcpar.errors import OperationError
 
 
-class Shards(Protocol):
+class GradientShards(Protocol):
     """An optimizer with shards of average gradients."""
 
     zero_stage: int
@@ -36,10 +36,10 @@ class HeldGradient(Tensor):
     """
 
     parameter: Tensor
-    shards: Shards
+    shards: GradientShards
 
     @classmethod
-    def of(cls, parameter: Tensor, shards: Shards) -> HeldGradient:
+    def of(cls, parameter: Tensor, shards: GradientShards) -> HeldGradient:
         """Return one that takes no memory."""
         with torch._C.DisableTorchFunctionSubclass():
             shown = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
@@ -82,7 +82,7 @@ class HeldGradient(Tensor):
     @classmethod
     def total_norm(cls, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         """Return the norm of gradients together, some of them held. Collective over optimizers' ranks."""
-        held: dict[Shards, list[Tensor]] = {}
+        held: dict[GradientShards, list[Tensor]] = {}
         norms: list[Tensor] = []
         for gradient in gradients:
             if type(gradient) is cls:

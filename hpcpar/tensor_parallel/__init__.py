@@ -22,7 +22,7 @@ from hpcpar.tensor_parallel.embedding import VocabParallelEmbedding
 from hpcpar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project
 from hpcpar.tensor_parallel.mlp import ParallelMLP
 from hpcpar.tensor_parallel.norm import LayerNorm, RMSNorm
-from hpcpar.tensor_parallel.plan import Plan, parallelize
+from hpcpar.tensor_parallel.parallel_plan import Plan, parallelize
 from hpcpar.tensor_parallel.random_streams import RandomStreams, Stream
 from hpcpar.tensor_parallel.region_styles import Enter, Gather, LocalHeads, Norm, Scatter, Whole
 from hpcpar.tensor_parallel.split import (

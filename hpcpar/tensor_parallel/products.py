@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
 from hpcpar.autograd.deferred_functions import cut_off
-from hpcpar.autograd.dim_collectives import Pending, Summand, start_gather, start_sum_scatter
+from hpcpar.autograd.dim_collectives import PendingResult, Summand, start_gather, start_sum_scatter
 from hpcpar.autograd.grad_accumulation_fusion import LinearWeightGrad, accumulate, bias_gradient, no_view
 from hpcpar.autograd.weight_grad_mode import under_way
 from hpcpar.partition import bounds
@@ -231,7 +231,7 @@ def _gathered_products(
     return whole, outputs
 
 
-def _scattered(tp: TensorParallel, product: Callable[[Cut], Tensor], whole: Tensor) -> list[Pending]:
+def _scattered(tp: TensorParallel, product: Callable[[Cut], Tensor], whole: Tensor) -> list[PendingResult]:
     """Start the reduce-scatter of a product of the whole sequence, a chunk at a time."""
     length = whole.shape[SEQUENCE] // tp.size
     under_way = []
@@ -243,7 +243,7 @@ def _scattered(tp: TensorParallel, product: Callable[[Cut], Tensor], whole: Tens
 
 def _input_gradient(
     tp: TensorParallel, gradients: Sequence[Tensor], weights: Sequence[Tensor]
-) -> list[Pending]:
+) -> list[PendingResult]:
     """Start the input's gradient: a sum over weights and ranks."""
 
     def product(cut: Cut, total: Tensor | None = None) -> Tensor:
@@ -288,5 +288,5 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _done(tensor: Tensor) -> Pending:
-    return Pending(None, lambda: tensor)
+def _done(tensor: Tensor) -> PendingResult:
+    return PendingResult(None, lambda: tensor)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Message:
+class _LoopbackMessage:
     """A posted send or receive; `done` once both have met and the bytes have been copied."""
 
     octets: Octets
@@ -26,8 +26,8 @@ class _Message:
     done: bool = False
 
 
-class _Exchange:
-    def __init__(self, sends: list[_Message], receives: list[_Message]) -> None:
+class _LoopbackExchange:
+    def __init__(self, sends: list[_LoopbackMessage], receives: list[_LoopbackMessage]) -> None:
         self._receives = receives
         self._open = sends + receives
 
@@ -42,7 +42,7 @@ class _Exchange:
         return sum(message.nbytes for message in self._receives)
 
 
-class _Prepared(_Exchange):
+class _Prepared(_LoopbackExchange):
     def __init__(
         self,
         transport: LoopbackTransport,
@@ -76,13 +76,13 @@ class _Exchanger:
     size: int
     nodes: tuple[int, ...]
     changed: threading.Condition = field(default_factory=threading.Condition)
-    sends: dict[tuple[Any, ...], deque[_Message]] = field(default_factory=dict)
-    receives: dict[tuple[Any, ...], deque[_Message]] = field(default_factory=dict)
+    sends: dict[tuple[Any, ...], deque[_LoopbackMessage]] = field(default_factory=dict)
+    receives: dict[tuple[Any, ...], deque[_LoopbackMessage]] = field(default_factory=dict)
     splits: dict[tuple[Any, ...], dict[int, tuple[int | None, int]]] = field(default_factory=dict)
     control: dict[int, deque[tuple[int, dict[str, Any]]]] = field(default_factory=dict)
     aborted: bool = False
 
-    def post(self, key: tuple[Any, ...], message: _Message, *, sending: bool) -> None:
+    def post(self, key: tuple[Any, ...], message: _LoopbackMessage, *, sending: bool) -> None:
         mine, theirs = (self.sends, self.receives) if sending else (self.receives, self.sends)
         with self.changed:
             queue = theirs.get(key)
@@ -124,7 +124,7 @@ class LoopbackTransport:
     def start(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
     ) -> Exchange:
-        return _Exchange(*self.post(sends, receives, tag))
+        return _LoopbackExchange(*self.post(sends, receives, tag))
 
     def prepare(
         self,
@@ -138,12 +138,12 @@ class LoopbackTransport:
 
     def post(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
-    ) -> tuple[list[_Message], list[_Message]]:
+    ) -> tuple[list[_LoopbackMessage], list[_LoopbackMessage]]:
         """Post the messages of an exchange: (sends, receives)."""
         if self._exchanger.aborted:
             raise StallError("another rank of this process ended the job")
-        posted_receives = [_Message(octets, source) for octets, source in receives]
-        posted_sends = [_Message(octets, to) for octets, to in sends]
+        posted_receives = [_LoopbackMessage(octets, source) for octets, source in receives]
+        posted_sends = [_LoopbackMessage(octets, to) for octets, to in sends]
         for message in posted_receives:
             self._exchanger.post((self._context, message.peer, self.rank, tag), message, sending=False)
         for message in posted_sends:

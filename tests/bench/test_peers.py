@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpcpar.bench.measure import PLACES
-from hpcpar.bench.sweep import Options, run
+from hpcpar.bench.sweep import SweepOptions, run
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 MPI = ("mpi", "mpi_nonblocking", "mpi_persistent")
 
 
-def quick(**others: object) -> Options:
+def quick(**others: object) -> SweepOptions:
     options = {"min_nbytes": 4, "max_nbytes": 4096, "factor": 1024, "rounds": 1, "round_s": 0.0}
-    return Options(**{**options, **others})  # type: ignore[arg-type]
+    return SweepOptions(**{**options, **others})  # type: ignore[arg-type]
 
 
 @pytest.mark.mpi

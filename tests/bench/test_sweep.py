@@ -11,11 +11,13 @@ from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench import sweep
 from hpcpar.bench.measure import COPY, PLACES, ResultRow, Timing, row
 from hpcpar.bench.measure import Case as MeasuredCase
-from hpcpar.bench.sweep import CHOSEN, Options, compare, header, read_json, run, show, titles, write_json
+from hpcpar.bench.sweep import CHOSEN, SweepOptions, compare, header, read_json, run, show, titles, write_json
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.select import BUILT_IN, NATIVES
 
-QUICK = Options(collectives=tuple(PLACES), min_nbytes=4, max_nbytes=1024, factor=256, rounds=1, round_s=0.0)
+QUICK = SweepOptions(
+    collectives=tuple(PLACES), min_nbytes=4, max_nbytes=1024, factor=256, rounds=1, round_s=0.0
+)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

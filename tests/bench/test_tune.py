@@ -12,13 +12,13 @@ from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench import tune
 from hpcpar.bench.gpus import use_gpu
 from hpcpar.bench.measure import Case
-from hpcpar.bench.sweep import Options
+from hpcpar.bench.sweep import SweepOptions
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, tuning_for
 from hpcpar.errors import OperationError, PeerFailedError
 
-QUICK = Options(
+QUICK = SweepOptions(
     collectives=("allreduce", "send", "alltoall"),
     min_nbytes=4,
     max_nbytes=1024,
@@ -48,7 +48,7 @@ def test_all_ranks_come_to_the_same_table_of_algorithms_that_there_are() -> None
 
 
 def test_the_fastest_at_each_size_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(case: Case, options: Options, comm: Communicator, device: object) -> dict[str, float]:
+    def timed(case: Case, options: SweepOptions, comm: Communicator, device: object) -> dict[str, float]:
         return {"ring": 2.0, "direct": 1.0} if case.nbytes < 100 else {"ring": 1.0, "direct": 2.0}
 
     monkeypatch.setattr(tune, "time_all", timed)
@@ -88,7 +88,9 @@ def test_where_nothing_is_to_be_chosen_nothing_is_written(
     ("options", "words"),
     [(QUICK, "copied to the host for every call here"), (replace(QUICK, shared=True), "without --shared")],
 )
-def test_arrays_on_gpus_are_measured_only_where_they_move_as_they_are(options: Options, words: str) -> None:
+def test_arrays_on_gpus_are_measured_only_where_they_move_as_they_are(
+    options: SweepOptions, words: str
+) -> None:
     def tuned(comm: Communicator) -> str:
         with pytest.raises(OperationError) as caught:
             tune.tune(options, ("float32",), comm, "", say_nothing, torch.device("cuda"))

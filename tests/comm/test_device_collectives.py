@@ -22,7 +22,7 @@ from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
 from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
 from hpcpar.transport.gpu import kernels as gpu_kernels
-from hpcpar.transport.gpu.runtime import driver
+from hpcpar.transport.gpu.cuda_driver import driver
 from hpcpar.transport.loopback import LoopbackTransport
 from tests.comm import device_cases
 from tests.comm.device_cases import CASES, on_device, values

@@ -12,7 +12,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import CudaError
 from hpcpar.planner.traffic import allreduce_nbytes
 from hpcpar.transport.gpu import kernels as gpu_kernels
-from hpcpar.transport.gpu.runtime import CudaDriver, driver
+from hpcpar.transport.gpu.cuda_driver import CudaDriver, driver
 from tests.comm.device_cases import on_device, values
 from tests.transport.gpu import kernel_stand_in
 

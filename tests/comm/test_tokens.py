@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcpar.comm.tokens import Kind, Mailroom, Ticket, Token
+from hpcpar.comm.tokens import Kind, Mailroom, Token, TokenTicket
 from hpcpar.errors import MismatchError
 from hpcpar.transport import loopback
 from hpcpar.transport.loopback import LoopbackTransport
 
 
-def until(mailroom: Mailroom, transport: LoopbackTransport, *tickets: Ticket) -> list[Token]:
+def until(mailroom: Mailroom, transport: LoopbackTransport, *tickets: TokenTicket) -> list[Token]:
     for attempt in range(2000):
         mailroom.poll()
         if all(ticket.token is not None for ticket in tickets):

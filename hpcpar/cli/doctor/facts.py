@@ -157,7 +157,7 @@ def find_awareness(mpi_library: str, memory_kinds: str | None) -> CudaAwareness:
 
 def driver_version() -> str:
     from hpcpar.errors import CudaError
-    from hpcpar.transport.gpu.runtime import driver
+    from hpcpar.transport.gpu.cuda_driver import driver
 
     try:
         return str(driver().version)

@@ -67,7 +67,7 @@ class Posted(Protocol):
     def settle(self) -> None: ...
 
 
-class _Exchange:
+class _NativeCallExchange:
     """A collective of MPI under way, which waits for the ranks that have not begun it."""
 
     def __init__(self, begun: Exchange, participants: Participants) -> None:
@@ -96,7 +96,7 @@ class NativeStep:
 
     def post(self) -> Exchange:
         self._participants.answer()
-        return _Exchange(self._natives.start(self._call), self._participants)
+        return _NativeCallExchange(self._natives.start(self._call), self._participants)
 
     def settle(self) -> None:
         if self._place is not self._call.target:

@@ -11,7 +11,7 @@ from hpcpar.algorithms.step import Receive, Send, Space, Step
 from hpcpar.algorithms.topology import Nodes
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import ExecutorStep
-from hpcpar.comm.executors.shared_memory import SharedCall, SharedStep
+from hpcpar.comm.executors.shared_call import SharedCall, SharedStep
 from hpcpar.comm.executors.shared_reads import BASE_OF, Group, Source
 from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, runs_of
 from hpcpar.comm.shm_segment import LINE_NBYTES, SLOTS, ShmSegment

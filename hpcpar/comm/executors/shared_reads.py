@@ -17,7 +17,7 @@ from hpcpar.transport.interface import Octets
 from hpcpar.units import KiB
 
 if TYPE_CHECKING:
-    from hpcpar.comm.executors.shared_memory import SharedCall
+    from hpcpar.comm.executors.shared_call import SharedCall
 
 SUMMED_AT_ONCE_NBYTES = 1536 * KiB
 """Private memory, of all operands together, that is copied before it is summed: it is still in the cache."""

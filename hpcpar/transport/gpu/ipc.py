@@ -25,7 +25,7 @@ from hpcpar.errors import CudaError
 from hpcpar.units import format_nbytes
 
 if TYPE_CHECKING:
-    from hpcpar.transport.gpu.runtime import CudaDriver
+    from hpcpar.transport.gpu.cuda_driver import CudaDriver
 
 MOST_OPEN = 256
 """Mappings that stay open; more only while more are in use."""

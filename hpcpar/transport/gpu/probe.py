@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from hpcpar.errors import HpcparError
 from hpcpar.transport import mpi_library as mpi
-from hpcpar.transport.gpu.runtime import CudaDriver, driver
+from hpcpar.transport.gpu.cuda_driver import CudaDriver, driver
 
 # isort: split
 # Only now: hpcpar.transport.mpi has seen to the libraries that this loads.

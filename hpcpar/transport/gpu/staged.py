@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcpar.transport.gpu.memory import DeviceOctets, Mark, Queue
-from hpcpar.transport.gpu.runtime import CudaDriver
+from hpcpar.transport.gpu.cuda_driver import CudaDriver
+from hpcpar.transport.gpu.device_buffer import DeviceOctets, Mark, Queue
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Transport
 
 PIECE_NBYTES = 2 * 1024 * 1024

@@ -18,8 +18,8 @@ import pytest
 
 from hpcpar.errors import CudaError
 from hpcpar.transport.gpu import ipc
+from hpcpar.transport.gpu.cuda_driver import driver
 from hpcpar.transport.gpu.ipc import DESCRIPTOR_NBYTES, EventExports, EventImports, Exports, Imports
-from hpcpar.transport.gpu.runtime import driver
 
 PEER, THIRD = (
     b"peer".ljust(12, b".") + struct.pack("<I", 41),
@@ -416,7 +416,7 @@ from hpcpar.transport.gpu.ipc import EventExports, Exports, Imports
 from tests.transport.gpu.cuda_stand_in import alloc_pooled, load
 
 load()
-from hpcpar.transport.gpu.runtime import driver
+from hpcpar.transport.gpu.cuda_driver import driver
 
 cuda = driver()
 cuda.use(0)

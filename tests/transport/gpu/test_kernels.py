@@ -378,7 +378,7 @@ def test_factor_and_division_are_those_of_the_wider_type(source_dtype, dtype):
 
 @needs_compiler
 def test_on_the_stand_in_a_fold_waits_for_its_stream(stand_in):
-    from hpcpar.transport.gpu.runtime import driver
+    from hpcpar.transport.gpu.cuda_driver import driver
 
     cuda = driver()
     stream, other = cuda.stream(), cuda.stream()

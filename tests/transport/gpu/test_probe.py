@@ -92,9 +92,9 @@ def test_without_a_device_nothing_is_tried(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_there_is_an_answer_and_the_two_wheels_move_device_memory(tmp_path: Path) -> None:
-    from hpcpar.transport.gpu import runtime
+    from hpcpar.transport.gpu import cuda_driver
 
-    if not runtime.is_available():
+    if not cuda_driver.is_available():
         pytest.skip("no CUDA device")
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path)}
     asked = subprocess.run(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcpar.transport.gpu.runtime import driver
+from hpcpar.transport.gpu.cuda_driver import driver
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 COMPILE = ("gcc", "-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")

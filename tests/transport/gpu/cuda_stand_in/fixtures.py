@@ -21,7 +21,7 @@ def stand_in():
         pytest.skip(reason)
     if Path("/dev/nvidiactl").exists() and os.environ.get("STAND_IN") != "1":
         pytest.skip("would hide this machine's GPU from later tests; STAND_IN=1 runs it nevertheless")
-    from hpcpar.transport.gpu.runtime import driver
+    from hpcpar.transport.gpu.cuda_driver import driver
 
     cuda_stand_in.show(True)
     try:

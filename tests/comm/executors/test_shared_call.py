@@ -16,7 +16,7 @@ from hpcpar import partition
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.comm import Communicator, calls, run_loopback, select
 from hpcpar.comm.executors import shared_reads
-from hpcpar.comm.executors.shared_memory import SharedCall
+from hpcpar.comm.executors.shared_call import SharedCall
 from hpcpar.comm.shm_segment import SLOTS
 from hpcpar.errors import StallError
 from hpcpar.transport import loopback

@@ -14,7 +14,8 @@ import pytest
 
 from hpcpar.errors import BufferTypeError, CudaError
 from hpcpar.transport.buffers import empty_like
-from hpcpar.transport.gpu.memory import (
+from hpcpar.transport.gpu.cuda_driver import CudaDriver, driver
+from hpcpar.transport.gpu.device_buffer import (
     SMALLEST_SCRATCH_NBYTES,
     DeviceBuffer,
     Queue,
@@ -22,7 +23,6 @@ from hpcpar.transport.gpu.memory import (
     is_on_device,
     queue_of_thread,
 )
-from hpcpar.transport.gpu.runtime import CudaDriver, driver
 
 
 def no_kernels(ordinal: int):

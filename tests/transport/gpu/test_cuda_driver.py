@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from hpcpar.errors import CudaError
-from hpcpar.transport.gpu import runtime
+from hpcpar.transport.gpu import cuda_driver
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def cuda(stand_in):
-    return runtime.driver()
+    return cuda_driver.driver()
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ LOADED = """
 from tests.transport.gpu import cuda_stand_in
 cuda_stand_in.load()
 from hpcpar.errors import CudaError
-from hpcpar.transport.gpu.runtime import driver
+from hpcpar.transport.gpu.cuda_driver import driver
 cuda = driver()
 cuda.use(0)
 """
@@ -73,41 +73,39 @@ cuda.use(0)
 
 
 def test_importing_the_package_loads_no_driver():
-    script = (
-        "import hpcpar, hpcpar.transport.gpu.runtime; print('libcuda.so' in open('/proc/self/maps').read())"
-    )
+    script = "import hpcpar.transport.gpu.cuda_driver; print('libcuda.so' in open('/proc/self/maps').read())"
     assert run(script).stdout == "False\n"
 
 
 def test_without_a_driver_the_error_says_what_was_looked_for(monkeypatch):
-    monkeypatch.setattr(runtime, "PLACES", ("libcuda-not-here.so.1", "/nowhere/libcuda.so.1"))
-    monkeypatch.setattr(runtime, "_driver", None)
-    assert not runtime.is_available()
+    monkeypatch.setattr(cuda_driver, "PLACES", ("libcuda-not-here.so.1", "/nowhere/libcuda.so.1"))
+    monkeypatch.setattr(cuda_driver, "_driver", None)
+    assert not cuda_driver.is_available()
     with pytest.raises(CudaError, match=r"libcuda-not-here\.so\.1 and /nowhere/libcuda\.so\.1"):
-        runtime.driver()
+        cuda_driver.driver()
 
 
 def test_a_library_without_the_calls_is_no_driver(monkeypatch):
-    monkeypatch.setattr(runtime, "PLACES", ("libc.so.6",))
-    monkeypatch.setattr(runtime, "_driver", None)
-    assert not runtime.is_available()
+    monkeypatch.setattr(cuda_driver, "PLACES", ("libc.so.6",))
+    monkeypatch.setattr(cuda_driver, "_driver", None)
+    assert not cuda_driver.is_available()
     with pytest.raises(CudaError, match=r"libc\.so\.6 is too old or no CUDA driver.*cuInit"):
-        runtime.driver()
+        cuda_driver.driver()
 
 
 def test_the_driver_is_one_for_the_process_and_says_which(cuda, stand_in):
-    assert runtime.driver() is cuda
+    assert cuda_driver.driver() is cuda
     assert cuda.path == str(stand_in.build().resolve())
     assert cuda.version == 13000
 
 
 def test_a_driver_without_devices_is_not_available(cuda, stand_in, monkeypatch):
-    assert runtime.is_available()
+    assert cuda_driver.is_available()
     stand_in.show(False)
-    assert not runtime.is_available()
+    assert not cuda_driver.is_available()
     stand_in.show(True)
     monkeypatch.setenv("STAND_IN_DEVICES", "0")
-    assert not runtime.is_available()
+    assert not cuda_driver.is_available()
 
 
 def test_a_driver_that_finds_no_device_when_it_starts_says_so():
@@ -116,7 +114,7 @@ import os
 os.environ["STAND_IN_DEVICES"] = "0"
 from tests.transport.gpu import cuda_stand_in
 cuda_stand_in.load()
-from hpcpar.transport.gpu.runtime import driver, is_available
+from hpcpar.transport.gpu.cuda_driver import driver, is_available
 print(is_available())
 driver()
 """

@@ -42,7 +42,7 @@ from hpcpar.tensor_parallel import (
     split_over,
     whole_state_dict,
 )
-from hpcpar.tensor_parallel.plan import checksum, matches
+from hpcpar.tensor_parallel.parallel_plan import checksum, matches
 from hpcpar.tensor_parallel.region_styles import OnOwnPart
 from tests.grid import checkered, pairwise
 from tests.tensor_parallel.conftest import TOLERANCE, Trained, require_same, trained

@@ -31,8 +31,8 @@ from hpcpar.transport.buffers import (
     torch_dtype_name,
     unknown_dtype,
 )
+from hpcpar.transport.gpu.cuda_driver import CudaDriver
 from hpcpar.transport.gpu.kernels import Kernels
-from hpcpar.transport.gpu.runtime import CudaDriver
 from hpcpar.transport.interface import Octets
 
 SMALLEST_SCRATCH_NBYTES = 256 * 1024
@@ -424,7 +424,7 @@ def _cupy_stream(array: Any, interface: dict[str, Any]) -> Callable[[], int]:
 def _ordinal(array: Any, interface: dict[str, Any]) -> int | None:
     if is_cupy(array):
         return int(array.device.id)
-    from hpcpar.transport.gpu.runtime import driver
+    from hpcpar.transport.gpu.cuda_driver import driver
 
     return driver().ordinal_of(int(interface["data"][0])) if interface["data"][0] else None
 
