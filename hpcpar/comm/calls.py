@@ -17,7 +17,7 @@ from hpcpar.comm.compiled import CompiledCollective, Handle
 from hpcpar.comm.compiling import compile_collective, compile_message
 from hpcpar.comm.devices import Devices
 from hpcpar.comm.executors import native
-from hpcpar.comm.executors.message import TURNS, Signature
+from hpcpar.comm.executors.message import Signature
 from hpcpar.comm.request import NO_ARRAY, NUMBERS, Key, Request, is_used_in_place, rank_of, scaling_of
 from hpcpar.comm.runtime import RECENT, Runtime
 from hpcpar.comm.select import ANY, Table, choose
@@ -111,12 +111,9 @@ class Calls:
         count[0] = number + 1
         self.recent[number % RECENT] = number, compiled.described
         self.latest = compiled
-        program = compiled.program
-        if program is not None:
-            signature, turn = program.signature, compiled.turn
-            signature.at = (signature.at + 1) % TURNS
-            if turn is not None:
-                turn.queue += [compiled]
+        turn = compiled.turn
+        if turn is not None:
+            turn.queue += [compiled]
         compiled.is_under_way = True
         return compiled
 

@@ -72,7 +72,7 @@ class CompiledCollective:
 
     described        the request in words, the same on every rank
     steps            what the executor does
-    program          messages: chooses steps and turn by the tag that the call gets
+    program          messages: chooses steps and turn by the number of the call
     first, last      actions on memory before the first and after the last step
     result           of the caller's arrays; None: the second one, or the first where there is no second
     count_write      tells autograd of the write to the result, which is a torch tensor; None: it is none
@@ -169,8 +169,7 @@ class CompiledCollective:
         self._last_actions = None
         program = self.program
         if program is not None:
-            at = program.signature.at
-            self.steps, self.turn = program.steps_for(at), program.signature.turns[at]
+            self.steps, self.turn = program.at(number)
         for step in self.steps:
             step.begin(number)
         if self.runtime.trace is not None:

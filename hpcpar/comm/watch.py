@@ -63,7 +63,7 @@ class Watch:
         self._looked_s = 0.0
         self._asked_s = 0.0
         self.recent: Callable[[int, int], str | None] = lambda comm_id, number: None
-        self._mismatches: dict[int, tuple[int, str]] = {}
+        self._mismatches: dict[int, dict[int, str]] = {}  # by communicator and number of the call
         self._raised: dict[int, int] = {}
         self.inspectors: list[Callable[[tuple[int, ...]], None]] = []
 
@@ -105,10 +105,12 @@ class Watch:
 
     def _require_same(self, call: Call) -> None:
         """Raise the MismatchError that this or another rank has found in such a call, or in one before."""
-        number, text = self._mismatches.pop(call.comm_id, (call.number + 1, ""))
-        if number <= call.number and number > self._raised.get(call.comm_id, -1):
-            self._raised[call.comm_id] = number
-            raise MismatchError(text)
+        told = self._mismatches.get(call.comm_id, {})
+        for number in sorted(number for number in told if number <= call.number):
+            text = told.pop(number)
+            if number > self._raised.get(call.comm_id, -1):
+                self._raised[call.comm_id] = number
+                raise MismatchError(text)
 
     def _compare(self, rank: int, call: Call) -> None:
         """Tell all others of another rank's call unless this rank's of the same number is the same."""
@@ -119,7 +121,7 @@ class Watch:
             f"rank {rank} called {call.described}, but rank {self._rank} called {own}: all ranks of a "
             f"communicator must make the same calls in the same order, with arrays of the same size and type"
         )
-        self._mismatches[call.comm_id] = call.number, text
+        self._mismatches.setdefault(call.comm_id, {})[call.number] = text
         self._tell(call.comm_id, call.number, text)
 
     def note_mismatch(self, comm_id: int, number: int, text: str) -> None:
@@ -161,7 +163,8 @@ class Watch:
     def _read_mail(self) -> None:
         for rank, message in self._transport.control_receive():
             if message["kind"] == "mismatch":
-                self._mismatches.setdefault(message["comm_id"], (message["number"], message["text"]))
+                told = self._mismatches.setdefault(message["comm_id"], {})
+                told.setdefault(message["number"], message["text"])
             elif message["kind"] == "ask":
                 if message.get("call") is not None:
                     self._compare(rank, Call(*message["call"]))

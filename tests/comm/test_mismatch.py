@@ -79,3 +79,19 @@ def test_one_element_more_over_mpi_is_told_to_every_rank(nbytes, any_world):
     with any_world.split(0, any_world.rank) as comm:
         found = any_world.allgather_object(told(comm, CALLS["one element more"], nbytes // 4, 1))
     assert comm.size == 1 or "nothing" not in found
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_of_calls_under_way_each_that_differs_is_told_and_the_others_are_right(shared_memory):
+    def work(comm: Communicator) -> list[str]:
+        handles = [comm.start_allreduce(ones(40 + (number % 2) * comm.rank)) for number in range(4)]
+        found = []
+        for handle in handles:
+            try:
+                found.append(str(handle.wait()[0]))
+            except MismatchError:
+                found.append("mismatch")
+        return found
+
+    found = run_loopback(2, work, shared_memory=shared_memory, timeout_s=30)
+    assert found == [["2.0", "mismatch", "2.0", "mismatch"]] * 2

@@ -1,13 +1,13 @@
 """Steps by messages of the transport: fresh ones for each call, or persistent requests.
 
 A persistent request (MPI 4.1, section 3.9) has a fixed tag. Calls with one *signature* (all that ranks agree
-on: collective, algorithm, element type, sizes) share a few tags, and take turns with each:
+on: collective, algorithm, element type, sizes) share a few tags, and take turns with each, by their numbers:
 
-    call   1   2   3   4   5   6          all calls of one signature
+    call   1   2   3   4   5   6
     tag    a   b   c   d   a   b          call 5 waits until call 1 is complete on this rank
 
-Every rank makes the same calls in the same order, so every rank gives a call the same tag, whatever buffers
-it uses. The tag holds a digest of the signature: messages of different calls do not meet.
+Every rank gives a call the same tag, whatever buffers it uses. The tag holds a digest of the signature:
+messages of different calls do not meet, nor do those of calls of different numbers, up to TURNS apart.
 """
 
 from __future__ import annotations
@@ -198,17 +198,13 @@ def landing_nbytes(steps: Sequence[PlannedStep], itemsize: int) -> int:
 
 
 class Signature:
-    """The tags of all calls with one signature.
+    """The tags of all calls with one signature."""
 
-    at   which tag the next call takes
-    """
-
-    __slots__ = ("at", "tags", "turns")
+    __slots__ = ("tags", "turns")
 
     def __init__(self, first_tag: int, turns: Sequence[Turn | None]) -> None:
         self.tags = tuple(range(first_tag, first_tag + len(turns)))
         self.turns = turns
-        self.at = 0
 
 
 class MessageProgram:
@@ -238,8 +234,12 @@ class MessageProgram:
         """Landing memory of all tags."""
         return self._nbytes * len(self._bound) if self._nbytes <= LANDING_NBYTES else 0
 
-    def steps_for(self, at: int) -> list[MessageStep]:
-        """The steps under one of the tags."""
+    def at(self, number: int) -> tuple[list[MessageStep], Turn | None]:
+        """The steps of a call, under its tag, and its turn."""
+        place = number % len(self._bound)
+        return self._steps(place), self.signature.turns[place]
+
+    def _steps(self, at: int) -> list[MessageStep]:
         found = self._bound[at]
         if found is not None and (found[1] or self._nbytes > LANDING_NBYTES):
             return found[0]
