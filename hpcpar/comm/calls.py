@@ -78,6 +78,8 @@ class Calls:
             self._go_on()
             raise
         self.latest = None
+        if compiled.lead is not None:
+            compiled.lead()
         result = compiled.result
         return (buffer if out is None else out) if result is None else result(buffer, out)
 
@@ -223,6 +225,8 @@ class Calls:
             self._go_on()
             raise
         self.latest = None
+        if compiled.lead is not None:
+            compiled.lead()
         return array
 
     def start_message(self, key: Key, array: Any) -> Handle:

@@ -74,6 +74,7 @@ class CompiledCollective:
     steps            what the executor does
     program          messages: chooses steps and turn by the number of the call
     first, last      actions on memory before the first and after the last step
+    lead             makes the stream in which the caller works come after the call's; None: there is none
     result           of the caller's arrays; None: the second one, or the first where there is no second
     count_write      tells autograd of the write to the result, which is a torch tensor; None: it is none
     expected_nbytes  what point-to-point receives must bring, no more and no less
@@ -99,6 +100,7 @@ class CompiledCollective:
         "is_cached",
         "is_under_way",
         "last",
+        "lead",
         "nbytes",
         "number",
         "program",
@@ -138,6 +140,7 @@ class CompiledCollective:
         self.steps: Sequence[ExecutorStep] = ()
         self.first: Sequence[Action] = ()
         self.last: Sequence[Action] = ()
+        self.lead: Callable[[], None] | None = None
         self.turn: Turn | None = None
         self.program: MessageProgram | None = None
         self.expected_nbytes: int | None = None
@@ -296,13 +299,12 @@ class Handle:
     read before `wait()` has returned.
     """
 
-    __slots__ = ("_compiled", "_progress", "_result", "_row", "error", "is_done")
+    __slots__ = ("_compiled", "_lead", "_progress", "_result", "_row", "error", "is_done")
 
-    def __init__(
-        self, progress: Progress, compiled: CompiledCollective, result: Callable[[], Any] | Any
-    ) -> None:
+    def __init__(self, progress: Progress, compiled: CompiledCollective, result: Any) -> None:
         self._progress = progress
         self._compiled: CompiledCollective | None = compiled
+        self._lead = compiled.lead
         self._row = compiled.row
         self._result = result
         self.is_done = False
@@ -329,6 +331,9 @@ class Handle:
     def wait(self) -> Any:
         """Block until complete; returns the result. A second call returns it again.
 
+        For arrays on a GPU "complete" is that the GPU has been given all: work that the caller gives it
+        from now on, in the stream in which it waits, comes after the call's.
+
         errors   StallError after the communicator's timeout_s, naming who waits for whom
                  PeerLeftError when a rank that is waited for has ended
         """
@@ -336,4 +341,6 @@ class Handle:
             self._progress.wait(self._compiled, self)
         if self.error is not None:
             raise self.error
+        if self._lead is not None:
+            self._lead()
         return self._result

@@ -237,7 +237,8 @@ def _bind_device_steps(
     compiled.steps = [native.PostedStep(step) for step in steps]
     compiled.is_cached = False
     keep = partial(whole.queue.afterwards, lambda: spaces)
-    compiled.last = [*compiled.last, keep, partial(lead_caller, whole)]
+    compiled.last = [*compiled.last, keep]
+    compiled.lead = partial(lead_caller, whole)
 
 
 def _layout(

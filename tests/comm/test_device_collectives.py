@@ -336,6 +336,30 @@ def test_no_host_waits_for_a_device_in_calls_that_follow_each_other(kernels, sta
     assert run_loopback(2, shared(way, body)) == [0, 0]
 
 
+@pytest.mark.parametrize("way", ["pull", "staged"])
+def test_the_stream_in_which_a_call_is_waited_for_comes_after_it(kernels, stand_in, way: str) -> None:
+    """In whichever the caller worked when it ended: alone, a rank's call does at once."""
+
+    def body(comm: Communicator) -> list[list[float]]:
+        cuda = driver()
+        cuda.use(0)
+        first, second, third = (cuda.stream() for _ in range(3))
+        array = on_device(values(1, 1000))
+        array.stream = first
+        with stand_in.Gate(first) as gate:
+            threading.Timer(0.5, gate.open).start()
+            array.put(values(2, 1000), wait=False)
+            handle = comm.start_allreduce(array)
+            assert handle.test()
+            found = []
+            for array.stream in (second, third):
+                handle.wait()
+                found.append(array.to_host().tolist())
+        return found
+
+    assert run_loopback(1, shared(way, body)) == [[values(2, 1000).tolist()] * 2]
+
+
 SCRIPT = Path(__file__).with_name("device_rank.py")
 
 

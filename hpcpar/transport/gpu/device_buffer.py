@@ -365,7 +365,7 @@ def bind_device(
             packed = cupy.ascontiguousarray(array)
         interface = packed.__cuda_array_interface__
     used = queue(_ordinal(array, interface))
-    buffer = _buffer(packed, int(interface["data"][0]), name, _cupy_stream(array, interface), used)
+    buffer = _buffer(packed, int(interface["data"][0]), name, _cupy_stream(array), used)
     if packed is array:
         return Binding(array, buffer)
 
@@ -411,14 +411,13 @@ def _buffer(array: Any, address: int, dtype: str, stream: Callable[[], int], que
     return DeviceBuffer(stream, octets, dtype, itemsize)
 
 
-def _cupy_stream(array: Any, interface: dict[str, Any]) -> Callable[[], int]:
+def _cupy_stream(array: Any) -> Callable[[], int]:
     """The caller's stream: CuPy's current one on the device, else the one that the array names."""
     if is_cupy(array):
         import cupy
 
         return lambda: int(cupy.cuda.get_current_stream(array.device.id).ptr)
-    said = interface.get("stream")
-    return lambda: 0 if said is None else int(said)
+    return lambda: int(array.__cuda_array_interface__.get("stream") or 0)
 
 
 def _ordinal(array: Any, interface: dict[str, Any]) -> int | None:
