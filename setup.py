@@ -71,6 +71,10 @@ setup(
     package_data={"hpcpar": ["py.typed", "transport/gpu/*.cu"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["hpcpar = hpcpar.cli:main"]},
+    entry_points={
+        "console_scripts": ["hpcpar = hpcpar.cli:main"],
+        # torch calls it when it is imported, so that init_process_group("hpcpar") needs no import of hpcpar.
+        "torch.backends": ["hpcpar = hpcpar.torch_backend:register"],
+    },
     zip_safe=False,
 )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         watch_activations,
     )
     from hpcpar.mesh import Layout, Mesh
+    from hpcpar.torch_backend import communicator_of, process_group_of
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,8 @@ _HOME = {
     "memory_report": "hpcpar.data_parallel",
     "summon_full_parameters": "hpcpar.data_parallel",
     "watch_activations": "hpcpar.data_parallel",
+    "communicator_of": "hpcpar.torch_backend",
+    "process_group_of": "hpcpar.torch_backend",
     "Layout": "hpcpar.mesh",
     "Mesh": "hpcpar.mesh",
 }
@@ -62,9 +65,11 @@ __all__ = [
     "__version__",
     "average_running_statistics",
     "broadcast_parameters",
+    "communicator_of",
     "fully_shard",
     "init",
     "memory_report",
+    "process_group_of",
     "run_loopback",
     "summon_full_parameters",
     "watch_activations",

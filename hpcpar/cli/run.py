@@ -17,7 +17,7 @@ from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.launch import supervise
 from hpcpar.launch.horovod_settings import start_limit_s
 from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile, ssh_variables
-from hpcpar.launch.launch_command import LaunchOptions, under_horovod
+from hpcpar.launch.launch_command import LaunchOptions, under
 
 
 def _check_build(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
@@ -52,6 +52,7 @@ def _print_version(context: click.Context, parameter: click.Parameter, asked: bo
 @click.option("--options", "--mpi-args", default="", help="More words for the launcher, in one string.")
 @click.option("--binding-args", default="", help="The same, about cores.")
 @click.option("--as-horovod", is_flag=True, help="`import horovod` means hpcpar's: for an unchanged script.")
+@click.option("--as-torch", is_flag=True, help="torch.distributed's backend is hpcpar's, whatever it names.")
 @click.option("--output-filename", metavar="DIR", help="Each rank writes DIR/rank.<rank>/stdout and stderr.")
 @click.option(
     "--network-interfaces",
@@ -88,6 +89,7 @@ def run(
     ranks: int | None,
     most: int | None,
     as_horovod: bool,
+    as_torch: bool,
     verbose: bool,
     program: tuple[str, ...],
     **given: Any,
@@ -100,7 +102,7 @@ def run(
     Returns the job's exit status, and 1 where the launcher says 0 although a rank was lost.
     """
     try:
-        argv = program_words(program, as_horovod)
+        argv = program_words(program, as_horovod=as_horovod, as_torch=as_torch)
         options = launch_options(given)
         size = ranks or sum(host.slots for host in options.hosts)
         if not size:
@@ -144,7 +146,7 @@ def launcher_words(options: str) -> list[str]:
         raise ConfigError(f"--options {options!r} cannot be divided into words: {error}") from error
 
 
-def program_words(program: Sequence[str], as_horovod: bool) -> Sequence[str]:
+def program_words(program: Sequence[str], *, as_horovod: bool, as_torch: bool) -> Sequence[str]:
     """Return the program without the `--` before it; ConfigError for an unknown option."""
     if program[:1] == ("--",):
         program = program[1:]
@@ -154,7 +156,11 @@ def program_words(program: Sequence[str], as_horovod: bool) -> Sequence[str]:
             f"there is no option {program[0]}: `hpcpar run --help` lists them, and Horovod's too; "
             "a module is two words, -m module"
         )
-    return under_horovod(program) if as_horovod else program
+    if as_horovod and as_torch:
+        raise ConfigError("--as-horovod and --as-torch were both given: a program is written for one of them")
+    if as_torch:
+        return under("hpcpar.torch_backend", program)
+    return under("hpcpar.horovod", program) if as_horovod else program
 
 
 def host_list(hosts: str, hostfile: str) -> tuple[Host, ...]:

@@ -154,8 +154,8 @@ def program_for(argv: Sequence[str], which: Which, executable: str = sys.executa
     return list(argv)
 
 
-def under_horovod(argv: Sequence[str]) -> list[str]:
-    """Put `python -m hpcpar.horovod` in front of a program that was written for Horovod.
+def under(module: str, argv: Sequence[str]) -> list[str]:
+    """Put `python -m module` in front of a program: hpcpar.horovod or hpcpar.torch_backend.
 
     argv     script.py, -m module or -c code, with or without `python` and its options before it
     errors   ConfigError where the program is no Python program
@@ -169,10 +169,10 @@ def under_horovod(argv: Sequence[str]) -> list[str]:
         rest[:1] = [rest[0][:2], rest[0][2:]]
     if not rest or not (python or rest[0] in ("-m", "-c") or rest[0].endswith(".py")):
         raise ConfigError(
-            f"{shlex.join(argv) or 'nothing'} cannot be run as a Horovod program: it takes a Python "
-            f"program, as in `hpcpar run -np 2 --as-horovod train.py`"
+            f"{shlex.join(argv) or 'nothing'} cannot be run under {module}: it takes a Python program, as in "
+            f"`hpcpar run -np 2 --as-{module.rpartition('.')[2].removesuffix('_backend')} train.py`"
         )
-    return [*argv[:start], "-m", "hpcpar.horovod", *rest]
+    return [*argv[:start], "-m", module, *rest]
 
 
 # The launcher

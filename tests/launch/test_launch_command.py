@@ -22,7 +22,7 @@ from hpcpar.launch.launch_command import (
     prepare,
     program_for,
     require_one_component,
-    under_horovod,
+    under,
     words_for,
 )
 from tests.command import write_script
@@ -190,13 +190,13 @@ def test_ranks_may_draw_progress_bars_where_their_output_ends_on_a_terminal() ->
     ],
 )
 def test_a_horovod_program_is_run_by_ours(argv: list[str], words: list[str]) -> None:
-    assert under_horovod(argv) == words
+    assert under("hpcpar.horovod", argv) == words
 
 
 @pytest.mark.parametrize("argv", [[], ["./train.sh"], ["python"], ["python", "-u"]])
-def test_what_is_no_python_program_is_no_horovod_program(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="takes a Python program"):
-        under_horovod(argv)
+def test_what_is_no_python_program_is_run_under_none(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"takes a Python program.*--as-torch train"):
+        under("hpcpar.torch_backend", argv)
 
 
 def words_of(
