@@ -66,7 +66,7 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
     else:
         # Its members alone are here. Two groups made at the same time are told apart by the names that torch
         # gives them, which are the same on all members.
-        comm = default.comm.group(ranks, name=str(options.group_id), tag=crc32(options.group_id.encode()))
+        comm = default.comm.group(ranks, name=str(options.group_id), tag=crc32(options.group_id.encode()) >> 1)
     group = ProcessGroup(comm)
     group.owns_comm = comm is not _given
     return group
