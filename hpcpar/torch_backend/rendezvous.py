@@ -17,7 +17,6 @@ from torch import distributed
 from hpcpar.errors import OperationError
 from hpcpar.launch import environment, torch_variables
 
-
 _ByTorch: Any = distributed.Store  # type: ignore[attr-defined]
 
 
