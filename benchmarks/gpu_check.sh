@@ -6,7 +6,8 @@
 #   install     an environment with hpcpar[cuda13] (or cuda12, as the driver is) and a torch that knows CUDA
 #   doctor      what MPI does with device pointers, and by which libraries
 #   collectives by 2 and 4 ranks: each way beside the GPU's own copies, MPI, gloo and, where it can, NCCL
-#   training    the model of 125 million parameters in bfloat16, by 2 ranks and by 1: the same losses, to its rounding
+#   training    the model of 125 million parameters in bfloat16, by 1 rank and by 2, data parallel, with ZeRO-3, and
+#               tensor parallel: the same losses, to its rounding
 #   tests       those marked `gpu`: in one process, then by 1, 2, 3 and 4 ranks which share the GPU
 #   tune        by 2 ranks: the fastest algorithm for arrays on the GPU, by size
 #
@@ -15,7 +16,7 @@
 #
 # Where a machine is lent for minutes at a time, three calls do it; the summary then has the parts of all of them:
 #
-#   ONLY="facts doctor collectives-2 train-1 train-2 same-losses" benchmarks/gpu_check.sh
+#   ONLY="facts doctor collectives-2 train-1 train-2 train-zero-3 train-tp same-losses" benchmarks/gpu_check.sh
 #   ONLY="tests tests-1 tests-2 tests-4" benchmarks/gpu_check.sh
 #   ONLY="tests-3 collectives-4 tune-2 nccl-2" benchmarks/gpu_check.sh
 #
@@ -39,7 +40,8 @@ RESULTS=${RESULTS:-benchmarks/results}
 LOGS=${LOGS:-runs/gpu-check}
 ONLY=${ONLY:-}
 TORCH_ARGS=${TORCH_ARGS:-}
-NAMES=(facts doctor collectives-2 train-1 train-2 same-losses tests tests-2 tests-1 tests-4 collectives-4 tests-3 tune-2 nccl-2)
+NAMES=(facts doctor collectives-2 train-1 train-2 train-zero-3 train-tp same-losses tests tests-2 tests-1 tests-4
+    collectives-4 tests-3 tune-2 nccl-2)
 any_passed=no any_failed=no
 
 export PIP_CONSTRAINT=$PWD/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -172,13 +174,21 @@ collectives() {
 }
 collectives 2
 
-for count in 1 2; do
-    rank_part "train-$count" 240 "$count" -- -m hpcpar train examples/tiny.toml \
+# train NAME RANKS WORDS...: some steps of the model, with these settings.
+train() {
+    local name=$1 count=$2
+    shift 2
+    rank_part "$name" 240 "$count" -- -m hpcpar train examples/tiny.toml \
         model.preset=125m model.vocab_size=50304 train.device=cuda train.precision=bfloat16 \
         train.steps=30 train.sequence=256 train.global_batch=16 train.microbatch=4 train.evaluate_every=0 \
-        optimizer.learning_rate=3e-4 output.directory="$LOGS/train-$count"
-done
-part same-losses 60 "$VENV/bin/python" benchmarks/same_losses.py "$LOGS/train-1" "$LOGS/train-2" \
+        optimizer.learning_rate=3e-4 output.directory="$LOGS/$name" "$@"
+}
+train train-1 1
+train train-2 2
+train train-zero-3 2 optimizer.zero_stage=3
+train train-tp 2 mesh.tp=2
+part same-losses 60 "$VENV/bin/python" benchmarks/same_losses.py \
+    "$LOGS"/train-1 "$LOGS"/train-2 "$LOGS"/train-zero-3 "$LOGS"/train-tp \
     --tolerance 0.02 --json "$RESULTS/device-training-2.jsonl"
 
 # To collect the thousands of others takes longer than to run these.

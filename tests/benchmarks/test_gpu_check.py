@@ -19,8 +19,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
 PARTS = [
-    *("facts", "doctor", "collectives-2", "train-1", "train-2", "same-losses", "tests", "tests-2"),
-    *("tests-1", "tests-4", "collectives-4", "tests-3", "tune-2", "nccl-2"),
+    *("facts", "doctor", "collectives-2", "train-1", "train-2", "train-zero-3", "train-tp", "same-losses"),
+    *("tests", "tests-2", "tests-1", "tests-4", "collectives-4", "tests-3", "tune-2", "nccl-2"),
 ]
 A_CALL_S = 600
 """What a part may take at most, where a machine is lent for so long at a time."""

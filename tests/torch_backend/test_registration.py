@@ -1,0 +1,91 @@
+"""torch knows the backend without an import, and does not notice at its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORTED = """
+import sys, time, torch
+names = [name for name in sys.modules if name.partition(".")[0] in ("hpcpar", "mpi4py", "numpy.random")]
+print(sorted(name for name in names if name.startswith("hpcpar") or name.startswith("mpi4py")))
+print("hpcpar" in torch.distributed.Backend.backend_list)
+for name in [name for name in sys.modules if name.startswith("hpcpar")]:
+    del sys.modules[name]
+torch.distributed.Backend.backend_list.remove("hpcpar")
+start = time.perf_counter()
+from hpcpar.torch_backend import register
+register()
+print(time.perf_counter() - start)
+"""
+
+
+def test_importing_torch_registers_it_and_loads_nothing_else(tmp_path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout.splitlines()
+    assert said[0] == str(["hpcpar", "hpcpar.torch_backend", "hpcpar.torch_backend.registration"])
+    assert said[1] == "True"
+
+
+ALONE = """
+import os, torch
+from torch import distributed
+distributed.init_process_group({words})
+tensor = torch.ones(2)
+distributed.all_reduce(tensor)
+print(tensor.tolist(), distributed.get_backend(), os.environ["RANK"], os.environ["WORLD_SIZE"])
+listening = [line for table in ("tcp", "tcp6") for line in open(f"/proc/self/net/{{table}}") if " 0A " in line]
+distributed.destroy_process_group()
+"""
+
+
+def test_a_program_alone_is_a_job_of_one_rank(tmp_path) -> None:
+    for words, module in (
+        ('"hpcpar"', []),
+        ('"gloo"', ["-m", "hpcpar.torch_backend"]),
+        ("", ["-m", "hpcpar.torch_backend"]),
+    ):
+        said = subprocess.run(
+            [sys.executable, *module, "-c", ALONE.format(words=words)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert said.stdout.strip() == "[1.0, 1.0] hpcpar 0 1", said.stderr
+
+
+MIXED = """
+from torch import distributed
+distributed.init_process_group("cpu:hpcpar,cuda:gloo")
+"""
+
+
+def test_a_group_of_several_backends_is_refused(tmp_path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", MIXED], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert said.returncode
+    assert "does the calls of all devices: name 'hpcpar' alone" in said.stderr
+
+
+SECOND = """
+from torch import distributed
+distributed.init_process_group("hpcpar")
+distributed.new_group(backend="gloo")
+"""
+
+
+def test_a_second_backend_that_needs_a_store_is_told_how(run_ranks, tmp_path) -> None:
+    script = tmp_path / "second.py"
+    script.write_text(SECOND)
+    done = run_ranks(2, str(script), timeout_s=100, check=False)
+    assert done.returncode
+    assert "share no store: set MASTER_ADDR and MASTER_PORT" in done.stderr
