@@ -63,7 +63,7 @@ ARRAYS = (
 """Array library and element type."""
 
 OPS = ("sum", "average", "min", "max", "product")
-INTEGER_OPS = ("sum", "min", "max", "product", "and", "or")
+INTEGER_OPS = ("sum", "min", "max", "product", "and", "or", "xor")
 
 LARGEST_NBYTES = 1 * MiB
 """Size limit of a collective's whole array."""
@@ -225,6 +225,8 @@ def reduced(op: str, size: int, position: int) -> float:
             return reduce(operator.and_, numbers)
         case "or":
             return reduce(operator.or_, numbers)
+        case "xor":
+            return reduce(operator.xor, numbers)
     raise OperationError(f"nothing is known of op {op!r}; there are {', '.join(INTEGER_OPS)}, average")
 
 

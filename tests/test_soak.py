@@ -50,8 +50,8 @@ def test_everything_is_drawn() -> None:
     }.items():
         assert {getattr(call, name) for call in calls} == values, name
     assert {(call.kind, call.dtype) for call in calls} == set(ARRAYS)
-    assert all(call.op in ("and", "or") or call.dtype == "int64" or call.op in OPS for call in calls)
-    assert all(call.dtype == "int64" for call in calls if call.op in ("and", "or"))
+    assert all(call.op in ("and", "or", "xor") or call.dtype == "int64" or call.op in OPS for call in calls)
+    assert all(call.dtype == "int64" for call in calls if call.op in ("and", "or", "xor"))
     sizes = Counter(call.count * getattr(torch, call.dtype).itemsize for call in calls if call.slot is None)
     assert min(sizes) == 0
     assert LARGEST_NBYTES / 2 < max(sizes) <= LARGEST_NBYTES
@@ -70,6 +70,7 @@ def test_what_is_expected_of_a_reduction_is_what_the_serial_computation_gives(dt
         "product": lambda a, b: a * b,
         "and": lambda a, b: a & b,
         "or": lambda a, b: a | b,
+        "xor": lambda a, b: a ^ b,
     }
     for op in INTEGER_OPS if dtype == "int64" else OPS:
         call = replace(CALL, dtype=dtype, op=op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,7 @@ def require_same(comm: Communicator, description: str) -> None:
     digests are equal; and when they are not, every rank sees it, whichever it holds.
 
     cost     one all-reduce of 32 bytes; on a mismatch one all-gather of the descriptions
-    errors   MismatchError that says which ranks asked for what
+    errors   MismatchError that says which world ranks asked for what
     """
     digest = np.frombuffer(
         hashlib.blake2b(description.encode(), digest_size=DIGEST_NBYTES).digest(), np.uint8
@@ -35,7 +36,8 @@ def require_same(comm: Communicator, description: str) -> None:
     descriptions = comm.unchecked("agreement").allgather_object(description)
     raise MismatchError(
         f"ranks of communicator {comm.name!r} made different calls in the same place: "
-        f"{_who_asked_for_what(descriptions)}. Every rank must make the same calls in the same order."
+        f"{_who_asked_for_what(comm.world_ranks, descriptions)}. Every rank must make the same calls in the "
+        f"same order."
     )
 
 
@@ -57,9 +59,9 @@ def require_success(comm: Communicator, error: BaseException | None, doing: str)
         ) from error
 
 
-def _who_asked_for_what(descriptions: list[str]) -> str:
+def _who_asked_for_what(world_ranks: Sequence[int], descriptions: list[str]) -> str:
     asked: dict[str, list[int]] = {}
-    for rank, description in enumerate(descriptions):
+    for rank, description in zip(world_ranks, descriptions, strict=True):
         asked.setdefault(description, []).append(rank)
     return "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} asked for {description}"

@@ -43,15 +43,16 @@ class Calls:
 
     cache     compiled collectives by request: the only cache on the way of a call
     segment   memory shared with the other ranks of the node; None: there is none
+    tag       of the `group` that made the communicator
     """
 
-    def __init__(self, transport: Transport, runtime: Runtime, name: str) -> None:
+    def __init__(self, transport: Transport, runtime: Runtime, name: str, tag: int | None = None) -> None:
         self.transport = transport
         self.runtime = runtime
         self.progress = runtime.progress
         self.rank, self.size = transport.rank, transport.size
         self.name, self.traffic = runtime.register(name)
-        self.comm_id, self.recent = runtime.identify(transport.world_ranks)
+        self.comm_id, self.recent = runtime.identify(transport.world_ranks, tag)
         self.checked = runtime.check
         self.label: str | None = None
         self.cache: dict[Key, CompiledCollective] = {}
@@ -60,7 +61,7 @@ class Calls:
         self.shares_in_part = self.reads_private = False
         self.state = {"freed": False}
         self.latest: CompiledCollective | None = None
-        self.abandoned: list[CompiledCollective] = []
+        self.abandoned: list[object] = []
         self.signatures: dict[int, Signature] = {}
         self.mailroom = Mailroom(transport)
         self._table = runtime.tuning.table(transport.nodes)
@@ -255,6 +256,21 @@ class Calls:
         self.latest = compiled
         compiled.is_under_way = True
         return compiled
+
+    def probe(self, tag: Any) -> int | None:
+        """Find a message that has come, as `Communicator.probe`."""
+        self.require_usable("probe")
+        found = COLLECTIVE_TAGS + self.user_tag(tag)
+        self.progress.poke()
+        # Of a long message for a GPU the later pieces come before receives are posted for them: no message of
+        # that rank is found until the receive has ended.
+        receives = [each.device_receive for each in self.progress.under_way if each.comm == self.name]
+        receiving = {receive[0] for receive in receives if receive is not None and receive[1] == found}
+        offered = self.mailroom.offered(found)
+        if offered is not None or not receiving:
+            return self.transport.probe(found) if offered is None else offered
+        others = (rank for rank in range(self.size) if rank not in receiving)
+        return next((rank for rank in others if self.transport.probe(found, rank) is not None), None)
 
     def user_tag(self, tag: Any) -> int:
         largest = self.transport.max_tag - COLLECTIVE_TAGS

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from hpcpar.comm import agree, loans, messages, methods, objects, sharing
+from hpcpar.comm import agree, loans, messages, methods, objects, sharing, splits
 from hpcpar.comm.accounting import Trace, Traffic
 from hpcpar.comm.calls import Calls
 from hpcpar.comm.devices import open_devices
@@ -26,12 +25,9 @@ from hpcpar.transport.interface import Transport
 
 T = TypeVar("T")
 
-LARGEST_KEY = 2**31 - 1
-"""Of what MPI splits a communicator by."""
-
 
 class Communicator:
-    """Ranks that talk to each other; made by `hpcpar.init()`, `split`, `alone` or `run_loopback`.
+    """Ranks that talk to each other; made by `hpcpar.init()`, `split`, `group`, `alone` or `run_loopback`.
 
     rank, size    position in it, and number of ranks
     name          for messages and tables
@@ -42,8 +38,8 @@ class Communicator:
     What the collectives have in common stands in `hpcpar/comm/methods.py`.
     """
 
-    def __init__(self, transport: Transport, runtime: Runtime, name: str) -> None:
-        self._hold(Calls(transport, runtime, name))
+    def __init__(self, transport: Transport, runtime: Runtime, name: str, tag: int | None = None) -> None:
+        self._hold(Calls(transport, runtime, name, tag))
 
     def _hold(self, calls: Calls) -> None:
         transport = calls.transport
@@ -93,7 +89,7 @@ class Communicator:
     start_barrier, barrier = methods.start_barrier, methods.barrier
     start_send, send = messages.start_send, messages.send
     start_recv, recv = messages.start_recv, messages.recv
-    sendrecv = messages.sendrecv
+    sendrecv, probe = messages.sendrecv, messages.probe
 
     # Python objects (`objects.py`) -------------------------------------------------------------------------
 
@@ -308,30 +304,9 @@ class Communicator:
             failure = error
         self.agree(failure, doing)
 
-    def split(self, color: int | None, key: int = 0, name: str = "") -> Communicator | None:
-        """New communicators of the ranks that pass the same color, ordered by key, then rank. Collective.
+    # Communicators of some of the ranks (`splits.py`) -------------------------------------------------------
 
-        color    any whole number >= 0; None joins no new communicator, and gets None
-        errors   OperationError for a color or a key that MPI cannot take
-        """
-        with objects.checked(self, "split"):
-            color = None if color is None else _whole("color", color, least=0)
-            key = _whole("key", key, least=-LARGEST_KEY)
-        # In MPI's split nothing moves, and a rank that comes later may still wait for what was begun before.
-        self.unchecked(self.label or "split").barrier()
-        transport = self._transport.split(color, key)
-        if transport is None:
-            return None
-        part = Communicator(transport, self._runtime, name or f"{self.name}.{color}")
-        if self._runtime.shares_memory:
-            part.share_memory(self._runtime.post_nbytes)
-        return part
-
-    def split_by_node(self, name: str = "node") -> Communicator:
-        """The ranks that share this rank's node. Collective."""
-        node = self.split(self.nodes[self.rank], name=name)
-        assert node is not None
-        return node
+    split, split_by_node, group = splits.split, splits.split_by_node, splits.group
 
     def lend(self, purpose: str, label: str | None = None) -> Loan:
         """Lend one of the same ranks, for calls in another order than those on this one. Collective.
@@ -402,19 +377,6 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
-
-
-def _whole(what: str, number: int, *, least: int) -> int:
-    """A whole number that MPI can split by; OperationError for anything else."""
-    try:
-        found = operator.index(number)
-    except TypeError:
-        found = least - 1
-    if not least <= found <= LARGEST_KEY:
-        raise OperationError(
-            f"split by {what}={number!r} was asked for: give a whole number from {least} to {LARGEST_KEY}"
-        )
-    return found
 
 
 def run_loopback(

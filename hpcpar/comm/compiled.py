@@ -93,6 +93,7 @@ class CompiledCollective:
         "comm_id",
         "count_write",
         "described",
+        "device_receive",
         "error",
         "expected_nbytes",
         "first",
@@ -145,6 +146,7 @@ class CompiledCollective:
         self.program: MessageProgram | None = None
         self.expected_nbytes: int | None = None
         self.comm_id: int | None = None
+        self.device_receive: tuple[int, int] | None = None
         self.is_cached = False
         self.nbytes = 0
         self.number = 0

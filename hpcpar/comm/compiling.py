@@ -37,7 +37,7 @@ from hpcpar.comm.shm_segment import ShmSegment
 from hpcpar.comm.spaces import Spaces, copying, itemsize_of
 from hpcpar.transport.buffers import HostBuffer, write_counter
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer
-from hpcpar.transport.interface import COLLECTIVE_TAGS, NativeCall
+from hpcpar.transport.interface import CALL_TAGS, COLLECTIVE_TAGS, NativeCall
 from hpcpar.units import KiB, MiB
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ IN_PART_FROM_NBYTES = 64 * KiB
 """On several nodes, arrays from this size on use shared memory within each node; shorter ones travel by
 persistent messages, which start sooner."""
 
-FRESH_TAGS = COLLECTIVE_TAGS // 2
-"""Below: tags of calls with fresh requests; from here to COLLECTIVE_TAGS: tags of persistent ones."""
+FRESH_TAGS = CALL_TAGS // 2
+"""Below: tags of calls with fresh requests; from here to CALL_TAGS: tags of persistent ones."""
 
 CALLS_TOLD_APART = 256
 """Calls with fresh requests that may be under way at once."""
@@ -81,6 +81,7 @@ def compile_message(calls: Calls, request: Request, array: Any) -> CompiledColle
     compiled.last = [] if binding.write_back is None or not receives else [binding.write_back]
     compiled.count_write = write_counter(array) if receives else None
     if isinstance(host, DeviceBuffer):
+        compiled.device_receive = (peer, tag) if receives else None
         _bind_device_steps(calls, compiled, planned, spaces, "sum", tag)
         return compiled
     # Not planned.steps: a message of no elements travels, too.
@@ -327,7 +328,7 @@ def _by_mpi(
         even=not arguments.uneven,
     )
     participants = native.Participants(
-        calls.runtime.watch, calls.transport.world_ranks, calls.name, calls.count[0]
+        calls.runtime.watch, calls.transport.world_ranks, calls.comm_id, calls.count[0]
     )
     step = native.native_step(calls.transport, participants, asked, spaces, arguments.offsets)
     compiled = _new(calls, request, described, NATIVE, NOT_COUNTED, spaces)

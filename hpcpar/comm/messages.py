@@ -74,3 +74,13 @@ def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, ta
     receive = start_recv(self, out, source, tag)
     send.wait()
     return receive.wait()
+
+
+def probe(self: Communicator, tag: int = 0) -> int | None:
+    """Make progress and look for a message that has come with this tag, without waiting or receiving it.
+
+    result   rank of this communicator that sent it, its own for one to itself; None: there is none. A
+             `start_recv` from that rank with this tag, before the next probe, receives the message
+    errors   OperationError for a tag that MPI has no room for
+    """
+    return self._calls.probe(tag)

@@ -128,7 +128,7 @@ def start_allreduce(
     """Reduce all ranks' buffers; every rank gets the result.
 
     buffer            same shape and element type on every rank
-    op                sum, average, min, max, product; and, or on bool (logical) and integers (bitwise)
+    op                sum, average, min, max, product; and, or, xor on bool (logical) and integers (bits)
     prescale_factor   every rank's buffer is multiplied by it first, and
     postscale_factor  the result at the end; how it rounds: `hpcpar/comm/half_precision.py`
     compression       float16 or bfloat16: float32 and float64 travel and are summed as these, within the

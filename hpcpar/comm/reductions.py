@@ -46,7 +46,7 @@ from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.units import KiB
 
-Op = Literal["sum", "average", "min", "max", "product", "and", "or"]
+Op = Literal["sum", "average", "min", "max", "product", "and", "or", "xor"]
 OPS: tuple[str, ...] = get_args(Op)
 
 Function = Callable[..., Any]
@@ -63,6 +63,7 @@ NUMPY: dict[str, Function] = {
     "product": np.multiply,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
 }
 """The function of two arrays and the result's that carries an operation out."""
 _TORCH = {"sum": "add", "average": "add", "min": "minimum", "max": "maximum", "product": "mul"}
@@ -81,21 +82,23 @@ _FEW = 64
 def require_op(op: str, dtype: str) -> None:
     """Refuse an operation that does not exist or has no meaning for the element type.
 
-    and, or    logical on bool, bit by bit on integers
-    min, max   not on complex; a NaN on any rank is a NaN in the result
-    average    floating point and complex only
+    and, or, xor   logical on bool, bit by bit on integers
+    min, max       not on complex; a NaN on any rank is a NaN in the result
+    average        floating point and complex only
     """
     if op not in OPS:
         raise OperationError(f"unknown op {op!r}; known are {', '.join(OPS)}")
     integral = dtype not in _FLOATS and dtype not in _COMPLEX
-    if op in ("and", "or") and not integral:
+    if op in ("and", "or", "xor") and not integral:
         raise OperationError(f"op {op!r} on {dtype}: it works on bool and integers; use min or max")
     if op in ("min", "max") and dtype in _COMPLEX:
         raise OperationError(f"op {op!r} on {dtype}: complex numbers have no order")
     if op == "average" and integral:
         raise OperationError(f"op 'average' on {dtype} would round; sum, then divide as you see fit")
     if op in ("sum", "product") and dtype == "bool":
-        raise OperationError(f"op {op!r} on bool: use 'or' or 'and', or convert to an integer type first")
+        raise OperationError(
+            f"op {op!r} on bool: use 'or', 'and' or 'xor', or convert to an integer type first"
+        )
 
 
 def require_scale(factor: float, dtype: str) -> None:

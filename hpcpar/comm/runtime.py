@@ -42,7 +42,7 @@ class Runtime:
     devices        GPUs, after `Communicator.share_devices`
     end_job        as `Communicator.end_job`, for ranks that are processes
     recent         what communicators have called lately, by their number
-    made           communicators of the same world ranks that there have been
+    made           communicators of the same world ranks and tag that there have been
     is_forked      this process is a fork of the rank that made it, and must not communicate
     """
 
@@ -60,7 +60,7 @@ class Runtime:
     end_job: Callable[[str, int], None] | None = None
     calls: weakref.WeakSet[Calls] = field(default_factory=weakref.WeakSet)
     recent: weakref.WeakValueDictionary[int, RecentCalls] = field(default_factory=weakref.WeakValueDictionary)
-    made: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    made: Counter[tuple[tuple[int, ...], int | None]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.transport, self.watch)
@@ -75,13 +75,13 @@ class Runtime:
             unique = f"{name}#{number}"
         return unique, self.traffics.setdefault(unique, Traffic())
 
-    def identify(self, world_ranks: tuple[int, ...]) -> tuple[int, RecentCalls]:
+    def identify(self, world_ranks: tuple[int, ...], tag: int | None) -> tuple[int, RecentCalls]:
         """A number of a new communicator, the same on all of its ranks; and what it will have called.
 
-        All ranks that two communicators have in common make them in the same order.
+        Two communicators of the same ranks and tag are made in the same order on all of these ranks.
         """
-        self.made[world_ranks] += 1
-        comm_id = crc32(repr((world_ranks, self.made[world_ranks])).encode())
+        self.made[world_ranks, tag] += 1
+        comm_id = crc32(repr((world_ranks, tag, self.made[world_ranks, tag])).encode())
         return comm_id, self.recent.setdefault(comm_id, RecentCalls([(-1, "")] * RECENT))
 
     def _recent(self, comm_id: int, number: int) -> str | None:

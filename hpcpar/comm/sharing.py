@@ -42,7 +42,8 @@ def open_segment(comm: Communicator, post: int | None = None) -> tuple[ShmSegmen
     pids = _pids_to_read(comm, here)
     segment = None
     if mapped is not None:
-        segment = ShmSegment(mapped, here.index(comm.rank), here, post, pids, _fence(comm))
+        world_ranks = [comm.world_ranks[rank] for rank in here]
+        segment = ShmSegment(mapped, here.index(comm.rank), here, post, pids, _fence(comm), world_ranks)
         segment.start_slots()
     comm.unchecked("shared memory").barrier()
     return segment, True, bool(pids)

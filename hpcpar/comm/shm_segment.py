@@ -78,6 +78,7 @@ class ShmSegment:
     rank, size    among the ranks of the communicator that share the node
     ranks         which ranks of the communicator these are
     local         of each of them, its number here
+    world_ranks   of each of them, its rank in the whole job, for errors
     post_nbytes   bytes of a body
     pids          processes of these ranks, where each may read the others' private memory; else empty
     fence         orders memory accesses on processors that reorder them; None where none is needed
@@ -98,10 +99,12 @@ class ShmSegment:
         post: int,
         pids: Sequence[int] = (),
         fence: Callable[[], None] | None = None,
+        world_ranks: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.size = len(ranks)
         self.ranks = tuple(ranks)
+        self.world_ranks = tuple(world_ranks or ranks)
         self.local = {r: number for number, r in enumerate(ranks)}
         self.post_nbytes = post
         self.pids = tuple(pids)

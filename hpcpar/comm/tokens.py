@@ -120,6 +120,10 @@ class Mailroom:
             early.remove(ticket.token)
         return ticket
 
+    def offered(self, tag: int) -> int | None:
+        """A peer whose bytes under this tag are ready, and were not asked for; None: there is none."""
+        return next((p for (p, t), box in self._boxes.items() if t == tag and box.early[Kind.READY]), None)
+
     def poll(self) -> None:
         """Receive what has come; never waits.
 

@@ -59,7 +59,7 @@ class Watch:
         self._rank = transport.world_ranks[transport.rank]
         self._state: dict[str, Any] = {"text": "is not in a collective", "for": (), "left": False}
         self._answers: dict[int, dict[str, Any]] = {}
-        self._begun: dict[str, int] = {}
+        self._begun: dict[int, int] = {}
         self._looked_s = 0.0
         self._asked_s = 0.0
         self.recent: Callable[[int, int], str | None] = lambda comm_id, number: None
@@ -135,13 +135,13 @@ class Watch:
                 told = {"kind": "mismatch", "comm_id": comm_id, "number": number, "text": text}
                 self._transport.control_send(other, told)
 
-    def begin(self, comm: str, number: int) -> None:
+    def begin(self, comm_id: int, number: int) -> None:
         """Note a call that MPI carries out as a whole, for those who ask: which, of which communicator."""
-        self._begun[comm] = number
+        self._begun[comm_id] = number
 
-    def has_begun(self, rank: int, comm: str, number: int) -> bool:
+    def has_begun(self, rank: int, comm_id: int, number: int) -> bool:
         """True if a rank has told that it has begun such a call, or a later one of that communicator."""
-        told: int = self._answers.get(rank, {}).get("begun", {}).get(comm, -1)
+        told: int = self._answers.get(rank, {}).get("begun", {}).get(comm_id, -1)
         return told >= number
 
     def has_left(self, rank: int) -> bool:

@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 
 Octets = NDArray[np.uint8]
 
-COLLECTIVE_TAGS = 8192
-"""Tags 0 to 8191 belong to collectives; a user's tag t travels as 8192 + t.
+CALL_TAGS = 8192
+"""Tags 0 to 8191: collectives. The lower half goes from call to call, the upper half belongs to compiled
+schedules (`comm/compiling.py`)."""
 
-The lower half goes from call to call, the upper half belongs to compiled schedules (`comm/compiled.py`).
-MPI guarantees only 32,767 as its largest tag (MPI 4.1, section 9.1.2), so neither range can be larger.
+GROUP_TAGS = 256
+"""The next tags: the members of a new group find each other (`comm/splits.py`)."""
+
+COLLECTIVE_TAGS = CALL_TAGS + GROUP_TAGS
+"""Tags below belong to hpcpar; a user's tag t travels as COLLECTIVE_TAGS + t.
+
+MPI guarantees only 32,767 as its largest tag (MPI 4.1, section 9.1.2), so none of the ranges can be much
+larger.
 """
 
 
@@ -127,6 +134,12 @@ class Transport(Protocol):
         The caller keeps the memory alive meanwhile.
         """
 
+    def probe(self, tag: int, source: int | None = None) -> int | None:
+        """Return a rank of which a message under this tag has come and no receive has taken it; else None.
+
+        source   look for a message of this rank only
+        """
+
     def memory_fence(self) -> Callable[[], None]:
         """A call that orders this rank's earlier memory accesses before its later ones."""
 
@@ -135,6 +148,12 @@ class Transport(Protocol):
 
     def split(self, color: int | None, key: int) -> Transport | None:
         """Collective: ranks of one color form a new communicator, ordered by key, then by rank."""
+
+    def group(self, members: Sequence[int], tag: int) -> Transport:
+        """Make a transport of these ranks, in this order. Called by them alone, once all of them have come.
+
+        tag   from 0 to GROUP_TAGS - 1; tells apart groups that members make at the same time
+        """
 
     def free(self) -> None:
         """Release what the transport holds; nothing may be under way."""

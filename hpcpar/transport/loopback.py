@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -117,6 +117,7 @@ class LoopbackTransport:
         self._context = context
         self.world_ranks = tuple(ranks)
         self._splits = 0
+        self._groups: Counter[tuple[tuple[int, ...], int]] = Counter()
         self.rank = rank
         self.size = len(self.world_ranks)
         self.nodes = tuple(exchanger.nodes[r] for r in self.world_ranks)
@@ -149,6 +150,14 @@ class LoopbackTransport:
         for message in posted_sends:
             self._exchanger.post((self._context, self.rank, message.peer, tag), message, sending=True)
         return posted_sends, posted_receives
+
+    def probe(self, tag: int, source: int | None = None) -> int | None:
+        if self._exchanger.aborted:
+            raise StallError("another rank of this process ended the job")
+        with self._exchanger.changed:
+            sources = range(self.size) if source is None else (source,)
+            sends = self._exchanger.sends
+            return next((peer for peer in sources if sends.get((self._context, peer, self.rank, tag))), None)
 
     def memory_fence(self) -> Callable[[], None]:
         """Ranks are threads of one process: a lock orders memory for all who take it."""
@@ -184,6 +193,13 @@ class LoopbackTransport:
         return LoopbackTransport(
             shared, (*split_key, color), [self.world_ranks[r] for r in ranks], ranks.index(self.rank)
         )
+
+    def group(self, members: Sequence[int], tag: int) -> Transport:
+        made = tuple(members), tag
+        self._groups[made] += 1
+        context = (self._context, "group", *made, self._groups[made])
+        ranks = [self.world_ranks[r] for r in members]
+        return LoopbackTransport(self._exchanger, context, ranks, made[0].index(self.rank))
 
     def free(self) -> None:
         """Nothing to release: queues vanish with the last reference to them."""

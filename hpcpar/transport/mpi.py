@@ -241,6 +241,12 @@ class MpiTransport:
             return (octets,)
         return [octets[start : start + limit] for start in range(0, octets.size, limit)]
 
+    def probe(self, tag: int, source: int | None = None) -> int | None:
+        status = MPI.Status()
+        if not self._comm.Iprobe(MPI.ANY_SOURCE if source is None else source, tag, status):
+            return None
+        return status.Get_source()
+
     def memory_fence(self) -> Callable[[], None]:
         """MPI_Win_sync, which is a full memory barrier (MPI 4.1, section 12.5.4), on a window of our own."""
         global _fence_window  # one for the process, given back before MPI ends
@@ -256,8 +262,24 @@ class MpiTransport:
             os.sched_yield()
 
     def split(self, color: int | None, key: int) -> Transport | None:
+        return self._over(lambda: self._comm.Split(MPI.UNDEFINED if color is None else color, key))
+
+    def group(self, members: Sequence[int], tag: int) -> Transport:
+        comm: Any = self._comm  # an Intracomm, which alone has Create_group
+        all_ranks = comm.Get_group()
+        chosen = all_ranks.Incl(members)
         try:
-            comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+            made = self._over(lambda: comm.Create_group(chosen, tag))
+        finally:
+            chosen.Free()
+            all_ranks.Free()
+        assert made is not None, "members alone come here"
+        return made
+
+    def _over(self, make: Callable[[], MPI.Comm]) -> MpiTransport | None:
+        """Make a communicator, and a transport over it; None where this rank is in none."""
+        try:
+            comm = make()
         except MPI.Exception as error:
             raise OperationError(
                 f"MPI could not make another communicator ({last_line(error)}). It has room for about two "

@@ -34,6 +34,7 @@ MPI_OPS = {
     "product": MPI.PROD,
     "and": MPI.BAND,
     "or": MPI.BOR,
+    "xor": MPI.BXOR,
 }
 
 REDUCTIONS = ("allreduce", "reduce_scatter")

@@ -120,11 +120,13 @@ def element_types(comm: Communicator) -> Iterator[tuple[str, Any, Any]]:
         yield from _one_type(comm, dtype, np.asarray)
         yield from _one_type(comm, dtype, torch.from_numpy)
     yield from _one_type(comm, "float32", lambda x: torch.from_numpy(x).to(torch.bfloat16))
-    for op, expected in (("or", True), ("and", comm.size == 1)):
+    for op, expected in (("or", True), ("and", comm.size == 1), ("xor", True)):
         flags = np.array([comm.rank == 0, False])
         yield f"bool {op}", comm.allreduce(flags, op), np.array([expected, False])
     bits = np.array([1 << comm.rank], dtype=np.uint8)
     yield "bits or", comm.allreduce(bits, "or"), np.array([2**comm.size - 1])
+    numbers = [piece(rank, 9) for rank in range(comm.size)]
+    yield "bits xor", comm.allreduce(numbers[comm.rank].copy(), "xor"), np.bitwise_xor.reduce(numbers)
 
 
 def _one_type(comm: Communicator, dtype: str, wrap: Callable[[Any], Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -232,7 +232,7 @@ def alone() -> Communicator:
         (lambda c: c.allreduce(np.ones(1, int), "average"), OperationError, "would round"),
         (lambda c: c.allreduce(np.ones(1), "and"), OperationError, "bool and integers"),
         (lambda c: c.allreduce(np.ones(1, complex), "max"), OperationError, "no order"),
-        (lambda c: c.allreduce(np.ones(1, bool)), OperationError, "'or' or 'and'"),
+        (lambda c: c.allreduce(np.ones(1, bool)), OperationError, "'or', 'and' or 'xor'"),
         (lambda c: c.allreduce(np.ones(1), algorithm="rong"), OperationError, "ring"),
         (lambda c: c.allreduce(np.ones(3), out=np.ones(2)), OperationError, "the result has 3"),
         (lambda c: c.allreduce(np.ones(3), out=np.ones(3, int)), OperationError, "float64"),

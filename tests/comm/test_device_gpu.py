@@ -125,8 +125,11 @@ def test_averages_of_bfloat16_are_rounded_once(devices: Communicator) -> None:
 
 def test_flags_are_combined(devices: Communicator) -> None:
     flags = torch.tensor([devices.rank == 0, False, True], device="cuda")
+    odd = flags.clone()
     devices.allreduce(flags, "or")
     assert flags.tolist() == [True, False, True]
+    devices.allreduce(odd, "xor")
+    assert odd.tolist() == [True, False, devices.size % 2 == 1]
 
 
 def test_tensors_with_gaps_are_written_back(devices: Communicator) -> None:

@@ -19,7 +19,13 @@ from hpcpar.transport import loopback
 
 COUNTS = (0, 1, 5, 1001)
 OPS = {"sum": np.add, "average": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
-BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "min": np.minimum, "max": np.maximum}
+BITS = {
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "min": np.minimum,
+    "max": np.maximum,
+}
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float32", "float64")
 COMPLEX = ("complex64", "complex128")

@@ -237,6 +237,8 @@ def test_objects_are_broadcast_gathered_and_scattered(size, exchange):
         (lambda c: c.send(np.ones(1), to=0), "would wait for itself"),
         (lambda c: c.start_send(np.ones(1), to=0, tag=-1), "tag -1"),
         (lambda c: c.start_send(np.ones(1), to=0, tag="a"), "tag 'a'"),
+        (lambda c: c.probe(-1), "tag -1"),
+        (lambda c: c.probe(2**31), "tag 2147483648"),
         (lambda c: c.start_send(np.ones(1), to=0.0), r"rank 0\.0, but"),
         (lambda c: c.scatter_object([1, 2]), "one object for each of the 1 ranks"),
     ],
@@ -270,3 +272,94 @@ def test_sendrecv_between_arrays_that_share_memory_brings_what_was_there(any_wor
                 if not np.array_equal(np.asarray(found), np.asarray(expected)):
                     wrong.append((name, side, type(start).__name__))
     assert not wrong
+
+
+def probed(comm):
+    """The last rank hears from rank 0 and from itself, under two tags, and asks who has sent."""
+    found, last = {}, comm.size - 1
+    if comm.rank == last:
+        found["nothing has come"] = comm.probe(5)
+    comm.barrier()
+    handles = []
+    if comm.rank == 0:
+        handles = [comm.start_send(np.array([10.0 + call]), last, tag=5) for call in range(2)]
+    comm.barrier()  # so the message from rank 0 is the first
+    if comm.rank == last:
+        found["another tag"] = comm.probe(4)
+        found["the first"] = [until_found(comm, 5) for _ in range(2)]  # looking takes nothing away
+        handles.append(comm.start_send(np.array([20.0]), last, tag=4))
+        found["to oneself"] = until_found(comm, 4)
+        found["received"] = [
+            comm.recv(np.empty(1), found["to oneself"], tag=4).tolist(),
+            *(comm.recv(np.empty(1), until_found(comm, 5), tag=5).tolist() for _ in range(2)),
+        ]
+        found["nothing is left"] = comm.probe(4), comm.probe(5)
+    for handle in handles:
+        handle.wait()
+    expected = {
+        "nothing has come": None,
+        "another tag": None,
+        "the first": [0, 0],
+        "to oneself": last,
+        "received": [[20.0], [10.0], [11.0]],
+        "nothing is left": (None, None),
+    }
+    return found, expected if comm.rank == last else {}
+
+
+def until_found(comm, tag):
+    """Probe until a message with the tag is there; the rank that sent it."""
+    for _ in range(100_000):
+        if (source := comm.probe(tag)) is not None:
+            return source
+        time.sleep(0.0001)
+    raise AssertionError(f"rank {comm.rank} found no message with tag {tag}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_probe_finds_messages_that_have_come_and_leaves_them(size):
+    for found, expected in run_loopback(size, probed):
+        assert found == expected
+
+
+@pytest.mark.mpi
+def test_a_probe_over_mpi_finds_messages_that_have_come_and_leaves_them(any_world):
+    told = any_world.allgather_object(probed(any_world))
+    assert [found for found, _ in told] == [expected for _, expected in told]
+
+
+def from_any(comm):
+    """Rank 0 receives one message from each other rank, in the order in which they come."""
+    if comm.rank:
+        comm.send(np.full(50_000, float(comm.rank)), 0, tag=7)
+        return None
+    received = {}
+    for _ in range(comm.size - 1):
+        source = until_found(comm, 7)
+        received[source] = set(comm.start_recv(np.empty(50_000), source, tag=7).wait().tolist())
+    return received, comm.probe(7)
+
+
+def test_messages_of_any_source_are_received_by_a_probe():
+    assert run_loopback(4, from_any)[0] == ({rank: {float(rank)} for rank in range(1, 4)}, None)
+
+
+@pytest.mark.mpi
+def test_messages_of_any_source_are_received_by_a_probe_over_mpi(any_world):
+    told = any_world.broadcast_object(from_any(any_world))
+    assert told == ({rank: {float(rank)} for rank in range(1, any_world.size)}, None)
+
+
+def test_a_message_that_a_posted_receive_takes_is_not_found():
+    def work(comm):
+        if comm.rank == 0:
+            comm.barrier()
+            comm.start_send(np.ones(2), 1).wait()
+            comm.barrier()
+            return None
+        handle = comm.start_recv(np.empty(2), 0)
+        comm.barrier()
+        comm.barrier()
+        return comm.probe(), handle.wait().tolist(), comm.probe()
+
+    assert run_loopback(2, work)[1] == (None, [1.0, 1.0], None)

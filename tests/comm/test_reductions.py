@@ -224,6 +224,12 @@ def test_bits_and_truth_are_folded_too():
     bits = [host([1 << rank], "int32") for rank in range(4)]
     fold("or", bits[3], bits)
     assert bits[3].elements.tolist() == [15]
+    odd = flags[0].copy()
+    fold("xor", odd, flags)
+    assert odd.elements.tolist() == [True, False, True]
+    bits = [host([number], "int32") for number in (0b1100, 0b1010, 0b0001)]
+    fold("xor", bits[0], bits)
+    assert bits[0].elements.tolist() == [0b0111]
 
 
 def test_a_fold_is_the_same_in_every_thread_at_once():

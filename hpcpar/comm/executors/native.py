@@ -41,21 +41,23 @@ def obstacle(
 class Participants:
     """Ranks that take part in a call, as the watch has heard.
 
-    comm, number   the communicator's name, and which call of it
+    comm_id, number   as in `watch.Call`
     """
 
     watch: Watch
     world_ranks: tuple[int, ...]
-    comm: str
+    comm_id: int
     number: int
 
     def answer(self) -> None:
         """Note that this rank takes part."""
-        self.watch.begin(self.comm, self.number)
+        self.watch.begin(self.comm_id, self.number)
 
     def missing(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those of `ranks` that are not known to take part; when all do, those that have not left."""
-        absent = [r for r in ranks if not self.watch.has_begun(self.world_ranks[r], self.comm, self.number)]
+        absent = [
+            r for r in ranks if not self.watch.has_begun(self.world_ranks[r], self.comm_id, self.number)
+        ]
         return tuple(absent) or tuple(r for r in ranks if not self.watch.has_left(self.world_ranks[r]))
 
 

@@ -293,10 +293,11 @@ class SharedCall:
         return MismatchError(text)
 
     def _mismatch(self, rank: int) -> MismatchError:
+        other, own = (self.segment.world_ranks[local] for local in (rank, self.segment.rank))
         text = (
-            f"rank {self.segment.ranks[rank]} does something else in the same call, or with another number "
+            f"rank {other} does something else in the same call, or with another number "
             f"or type of elements, from another root or by another algorithm, or has heard so from a third "
-            f"rank; rank {self.rank} does {self.described}. HPCPAR_CHECK=1 tells what each rank asks for"
+            f"rank; rank {own} does {self.described}. HPCPAR_CHECK=1 tells what each rank asks for"
         )
         return self.failed(text)
 

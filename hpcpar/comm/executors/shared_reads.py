@@ -167,8 +167,9 @@ class Group:
             word = segment.table_word(self.call.slot, source.rank) + 2 * segment.rank
             start, told = self.call.words[word], self.call.words[word + 1]
             if told != count:
+                sender, receiver = (segment.world_ranks[local] for local in (source.rank, segment.rank))
                 raise self.call.failed(
-                    f"rank {segment.ranks[source.rank]} sends {told} elements to rank {self.call.rank}, "
+                    f"rank {sender} sends {told} elements to rank {receiver}, "
                     f"which expects {count} of it in {self.call.described}: send_counts and receive_counts "
                     f"must fit"
                 )

@@ -174,6 +174,7 @@ OPERATION_ON_TWO(min, a != a ? a : b != b ? b : lesser(a, b))
 OPERATION_ON_TWO(max, a != a ? a : b != b ? b : greater(a, b))
 OPERATION_ON_TWO(and, a & b)
 OPERATION_ON_TWO(or, a | b)
+OPERATION_ON_TWO(xor, a ^ b)
 
 // × factor and ÷ divisor, which is 1 for integers: these have the quotient of both as their factor.
 

@@ -98,6 +98,7 @@ static const std::map<std::string, Kernel *> kernels = {
     ONE(max, bool) INTEGERS(max) FLOATS(max)
     ONE(and, bool) INTEGERS(and)
     ONE(or, bool) INTEGERS(or)
+    ONE(xor, bool) INTEGERS(xor)
     PAIR(float32, float16) PAIR(float32, bfloat16) PAIR(float64, float16) PAIR(float64, bfloat16)
     PAIR(float16, float32) PAIR(bfloat16, float32) PAIR(float16, float64) PAIR(bfloat16, float64)
 };
