@@ -7,10 +7,10 @@
     tp                a forward and a backward of an MLP that is divided by DTensor's parallelize_module
     8B, 64MiB         one all_reduce; beside it, communicator.allreduce itself
 
-Two bounds stand beside them: "fake" is torch's own group that moves nothing, so that only torch's share of the
-step is left; "alone" is the plain model (for tp its part of the work; for a call communicator.allreduce). A turn
-is some steps of one player; wall time is that of the slowest rank, processor time that of all ranks together.
-Ratios are of turns of one round.
+Two bounds stand beside them: "fake" is torch's own group that moves nothing, so that only torch's share of
+the step is left; "alone" is the plain model (for tp its part of the work; for a call communicator.allreduce).
+A turn is some steps of one player; wall time is that of the slowest rank, processor time that of all ranks
+together. Ratios are of turns of one round.
 """
 
 from __future__ import annotations
@@ -138,9 +138,7 @@ def main() -> None:
     known = cases(comm)
     if comm.rank == 0:
         print_header(about)
-        print(
-            f"{'case':<10} {'player':<8} {'median':>10} {'quartiles (ms)':>21} {'cpu':>9}   hpcpar is × (cpu ×)"
-        )
+        print("case       player       median        quartiles (ms)       cpu   hpcpar is × (cpu ×)")
     for case in options.cases.split(","):
         found = measure(*known[case], groups, comm, options.rounds)
         ours = found["hpcpar"]

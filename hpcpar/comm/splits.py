@@ -64,7 +64,7 @@ def group(self: Communicator, ranks: Sequence[int], name: str = "", tag: int = 0
     """
     self._calls.require_usable("group")
     members = _members(self, ranks)
-    tag = _whole("group", "tag", tag, least=0)
+    tag = _whole("group", "tag", tag, least=0, most=None)
     _await_members(self, members, tag)
     transport = self._transport.group(members, tag % GROUP_TAGS)
     return _opened(self, transport, name or f"{self.name}.{_listed(members)}", tag)
@@ -157,14 +157,15 @@ def _await_members(comm: Communicator, members: tuple[int, ...], tag: int) -> No
         )
 
 
-def _whole(call: str, what: str, number: int, *, least: int) -> int:
+def _whole(call: str, what: str, number: int, *, least: int, most: int | None = LARGEST_KEY) -> int:
     """A whole number that MPI can take; OperationError for anything else."""
     try:
         found = operator.index(number)
     except TypeError:
         found = least - 1
-    if not least <= found <= LARGEST_KEY:
+    if found < least or (most is not None and found > most):
         raise OperationError(
-            f"{call} by {what}={number!r} was asked for: give a whole number from {least} to {LARGEST_KEY}"
+            f"{call} by {what}={number!r} was asked for: give a whole number from {least} "
+            f"{'on' if most is None else f'to {most}'}"
         )
     return found

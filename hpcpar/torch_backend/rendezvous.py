@@ -28,7 +28,7 @@ class LocalStore(_ByTorch):  # type: ignore[misc]
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = _octets(value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -39,11 +39,10 @@ class LocalStore(_ByTorch):  # type: ignore[misc]
         self.set(key, str(total))
         return total
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        found = self._values.get(key)
-        if found == expected.encode() or (found is None and not expected):
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        if self._values.get(key, b"") == _octets(expected):
             self.set(key, desired)
-        return self._values.get(key, expected.encode())
+        return self._values.get(key, _octets(expected))
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
@@ -58,14 +57,22 @@ class LocalStore(_ByTorch):  # type: ignore[misc]
                 f"TORCH_DIST_INIT_BARRIER=1, or a program that talks through the store"
             )
 
-    def delete_key(self, key: str) -> bool:
+    def deleteKey(self, key: str) -> bool:  # noqa: N802    as C++ calls it
         return self._values.pop(key, None) is not None
 
-    def num_keys(self) -> int:
+    def getNumKeys(self) -> int:  # noqa: N802
         return len(self._values)
 
     def set_timeout(self, timeout: timedelta) -> None:
         pass
+
+
+def _octets(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+_kept: list[LocalStore] = []
+"""C++ does not keep a Python object that it refers to."""
 
 
 def rendezvous(
@@ -81,5 +88,6 @@ def rendezvous(
         return
     asked = {name: int(values[-1]) for name, values in parse_qs(urlparse(url).query).items()}
     info = environment.detect()
-    yield LocalStore(), asked.get("rank", info.rank), asked.get("world_size", info.size)
+    _kept.append(LocalStore())
+    yield _kept[-1], asked.get("rank", info.rank), asked.get("world_size", info.size)
     raise OperationError("a process group over hpcpar does not meet again: make a new one")

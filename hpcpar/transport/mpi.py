@@ -265,10 +265,11 @@ class MpiTransport:
         return self._over(lambda: self._comm.Split(MPI.UNDEFINED if color is None else color, key))
 
     def group(self, members: Sequence[int], tag: int) -> Transport:
-        all_ranks = self._comm.Get_group()
+        comm: Any = self._comm  # an Intracomm, which alone has Create_group
+        all_ranks = comm.Get_group()
         chosen = all_ranks.Incl(members)
         try:
-            made = self._over(lambda: self._comm.Create_group(chosen, tag))
+            made = self._over(lambda: comm.Create_group(chosen, tag))
         finally:
             chosen.Free()
             all_ranks.Free()

@@ -1,4 +1,7 @@
-"""torch.distributed on CUDA tensors (`hpcpar run -n 2 -- -m pytest --with-mpi -m gpu tests/torch_backend`)."""
+"""torch.distributed on CUDA tensors.
+
+`hpcpar run -n 2 -- -m pytest --with-mpi -m gpu tests/torch_backend`; any number of ranks may share a GPU.
+"""
 
 from __future__ import annotations
 

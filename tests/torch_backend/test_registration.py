@@ -6,17 +6,9 @@ import subprocess
 import sys
 
 IMPORTED = """
-import sys, time, torch
-names = [name for name in sys.modules if name.partition(".")[0] in ("hpcpar", "mpi4py", "numpy.random")]
-print(sorted(name for name in names if name.startswith("hpcpar") or name.startswith("mpi4py")))
+import sys, torch
+print(sorted(name for name in sys.modules if name.partition(".")[0] in ("hpcpar", "mpi4py")))
 print("hpcpar" in torch.distributed.Backend.backend_list)
-for name in [name for name in sys.modules if name.startswith("hpcpar")]:
-    del sys.modules[name]
-torch.distributed.Backend.backend_list.remove("hpcpar")
-start = time.perf_counter()
-from hpcpar.torch_backend import register
-register()
-print(time.perf_counter() - start)
 """
 
 
@@ -40,7 +32,6 @@ distributed.init_process_group({words})
 tensor = torch.ones(2)
 distributed.all_reduce(tensor)
 print(tensor.tolist(), distributed.get_backend(), os.environ["RANK"], os.environ["WORLD_SIZE"])
-listening = [line for table in ("tcp", "tcp6") for line in open(f"/proc/self/net/{{table}}") if " 0A " in line]
 distributed.destroy_process_group()
 """
 
@@ -86,6 +77,6 @@ distributed.new_group(backend="gloo")
 def test_a_second_backend_that_needs_a_store_is_told_how(run_ranks, tmp_path) -> None:
     script = tmp_path / "second.py"
     script.write_text(SECOND)
-    done = run_ranks(2, str(script), timeout_s=100, check=False)
+    done = run_ranks(2, str(script))
     assert done.returncode
     assert "share no store: set MASTER_ADDR and MASTER_PORT" in done.stderr
