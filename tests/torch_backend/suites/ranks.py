@@ -77,6 +77,9 @@ def call(suite: Any, name: str, rank: int, size: int, backend: str, store: Path)
     from torch.testing._internal.distributed import distributed_test
 
     skips = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
+    method = getattr(suite, name)
+    if getattr(method, "__unittest_skip__", False):  # unittest's runner would look at it
+        return {"outcome": "skipped", "reason": method.__unittest_skip_why__}
     case = suite(name)
     distributed_test.BACKEND = backend if name in NAME_THE_BACKEND else "gloo"
     case.rank, case.file_name = rank, str(store)

@@ -1,6 +1,6 @@
 """Run torch's own distributed tests over a backend, on ranks that MPI has started.
 
-    python -m tests.torch_backend.suites.run -n 2 -n 3 --backend hpcpar --backend gloo [TEST ...]
+python -m tests.torch_backend.suites.run -n 2 -n 3 --backend hpcpar --backend gloo [TEST ...]
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.torch_backend.suites import table
 
 HERE = Path(__file__).parent
 
@@ -82,10 +84,16 @@ def main() -> None:
     parser.add_argument("-n", type=int, action="append", dest="sizes", metavar="RANKS")
     parser.add_argument("--backend", action="append", dest="backends", choices=["hpcpar", "gloo"])
     parser.add_argument("--json", type=Path, help="append the outcomes, and the output of tests that fail")
+    parser.add_argument("--write-table", action="store_true", help="make the table of those in --json")
     parser.add_argument("tests", nargs="*")
     asked = parser.parse_args()
+    if asked.write_table:
+        found = [json.loads(line) for line in asked.json.read_text().splitlines()]
+        outcomes = {(line["test"], line["backend"], line["ranks"]): line for line in found}
+        table.write(table.merged(outcomes, table.read() if table.PATH.exists() else {}))
+        return
     names = asked.tests or names_of_tests()
-    for size in asked.sizes or [2, 3, 4]:
+    for size in asked.sizes or table.SIZES:
         for backend in asked.backends or ["hpcpar", "gloo"]:
             for name, outcome in run_tests(size, backend, names):
                 print(size, backend, name, outcome["outcome"], outcome["reason"], flush=True)
