@@ -39,7 +39,7 @@ def _replace_monitored_barrier() -> None:
 
     @wraps(by_torch)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        found = distributed.group.WORLD if group is None else group
+        found: Any = distributed.group.WORLD if group is None else group
         if getattr(found, "getBackendName", str)() != NAME:
             by_torch(group, timeout, wait_all_ranks)
             return
