@@ -103,6 +103,8 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
         """Rank of the group from which a message came that could come from any."""
         return self._source
 
+    _source_rank = source_rank
+
     def get_future(self) -> Future[Any]:
         """The future of the result: a list of tensors."""
         if self._future is None:
