@@ -77,8 +77,8 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
             if time.monotonic() > until_s:
                 missing = sorted({rank for handle in self._handles for rank in handle.waiting_for()})
                 raise StallError(
-                    f"the call was not complete after the {limit_s:g} s of its timeout: rank"
-                    f"{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not come to it"
+                    f"the call was not complete after the {limit_s:g} s of its timeout: it waits for rank"
+                    f"{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 )
             time.sleep(0)
 
