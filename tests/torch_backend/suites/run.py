@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--backend", action="append", dest="backends", choices=["hpcpar", "gloo"])
     parser.add_argument("--json", type=Path, help="append the outcomes, and the output of tests that fail")
     parser.add_argument("--write-table", action="store_true", help="make the table of those in --json")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of each test")
     parser.add_argument("tests", nargs="*")
     asked = parser.parse_args()
     if asked.write_table:
@@ -95,7 +96,7 @@ def main() -> None:
     names = asked.tests or names_of_tests()
     for size in asked.sizes or table.SIZES:
         for backend in asked.backends or ["hpcpar", "gloo"]:
-            for name, outcome in run_tests(size, backend, names):
+            for name, outcome in run_tests(size, backend, names, limit_s=asked.limit_s):
                 print(size, backend, name, outcome["outcome"], outcome["reason"], flush=True)
                 if asked.json:
                     with asked.json.open("a") as file:
