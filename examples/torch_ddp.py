@@ -1,7 +1,7 @@
 """DistributedDataParallel over MPI: an ordinary program of PyTorch, with another backend's name.
 
 srun python examples/torch_ddp.py                                      in an allocation of Slurm
-mpiexec -n 2 python examples/torch_ddp.py                              or hpcpar run -n 2 examples/torch_ddp.py
+mpiexec -n 2 python examples/torch_ddp.py                              or hpcpar run -n 2 …
 BACKEND=gloo torchrun --nproc-per-node 2 examples/torch_ddp.py         the same over gloo, to compare
 """
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO over MPI: with stage 1 the optimizer's state is divided among the ranks, 2 and 3 more of it.
+"""DeepSpeed over MPI, with stage 1 of ZeRO or another one.
 
 srun python examples/torch_deepspeed.py                                 in an allocation of Slurm
-mpiexec -n 2 python examples/torch_deepspeed.py 3                       or hpcpar run -n 2 …
+mpiexec -n 2 python examples/torch_deepspeed.py 3                       or hpcpar run -n 2 …; by stage 3
 BACKEND=gloo torchrun --nproc-per-node 2 examples/torch_deepspeed.py    the same over gloo, to compare
 """
 
@@ -15,26 +15,24 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 dist.init_process_group(os.environ.get("BACKEND", "hpcpar"))  # first: DeepSpeed takes a group that it finds
-rank, size = dist.get_rank(), dist.get_world_size()
-
 torch.manual_seed(0)
-inputs = torch.randn(96, 32)
+inputs = torch.randn(96, 32)[dist.get_rank() :: dist.get_world_size()]
 targets = inputs.sum(1, keepdim=True).sin()
 model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
 config = {
     "train_batch_size": 96,
     "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-    "zero_optimization": {"stage": int(sys.argv[1]) if len(sys.argv) > 1 else 1},
+    "zero_optimization": {"stage": int(sys.argv[1]) if sys.argv[1:] else 1},
 }
 engine, *_ = deepspeed.initialize(model=model, config=config)
 
 for _ in range(20):
-    loss = mse_loss(engine(inputs[rank::size]), targets[rank::size])
+    loss = mse_loss(engine(inputs), targets)
     engine.backward(loss)
     engine.step()
 
-mean = loss.detach() / size
+mean = loss.detach() / dist.get_world_size()
 dist.all_reduce(mean)
-if rank == 0:
+if dist.get_rank() == 0:
     print(f"last loss {mean.item():.8f}")
 dist.destroy_process_group()

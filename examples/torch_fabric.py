@@ -1,7 +1,7 @@
 """Lightning Fabric over MPI (Lightning's Trainer: torch_lightning.py).
 
 srun --ntasks-per-node 2 python examples/torch_fabric.py               in an allocation of Slurm
-mpiexec -n 2 python examples/torch_fabric.py                           or hpcpar run -n 2 examples/torch_fabric.py
+mpiexec -n 2 python examples/torch_fabric.py                           or hpcpar run -n 2 …
 BACKEND=gloo torchrun --nproc-per-node 2 examples/torch_fabric.py      the same over gloo, to compare
 """
 
@@ -15,9 +15,7 @@ from torch.nn.functional import mse_loss
 
 dist.init_process_group(os.environ.get("BACKEND", "hpcpar"))  # first: Fabric takes a group that it finds
 rank, size, local_size = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-fabric = lightning.Fabric(
-    accelerator="cpu", strategy="ddp", devices=local_size, num_nodes=size // local_size
-)
+fabric = lightning.Fabric(accelerator="cpu", strategy="ddp", devices=local_size, num_nodes=size // local_size)
 fabric.launch()
 
 torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """FSDP2 over MPI: parameters, gradients and optimizer state divided among all ranks.
 
 srun python examples/torch_fsdp2.py                                    in an allocation of Slurm
-mpiexec -n 2 python examples/torch_fsdp2.py                            or hpcpar run -n 2 examples/torch_fsdp2.py
+mpiexec -n 2 python examples/torch_fsdp2.py                            or hpcpar run -n 2 …
 BACKEND=gloo torchrun --nproc-per-node 2 examples/torch_fsdp2.py       the same over gloo, to compare
 """
 

@@ -1,7 +1,7 @@
 """torch.distributed.pipelining over MPI: each rank has some of the layers, scheduled by 1F1B.
 
 srun python examples/torch_pipeline.py                                 in an allocation of Slurm
-mpiexec -n 2 python examples/torch_pipeline.py                         or hpcpar run -n 2 examples/torch_pipeline.py
+mpiexec -n 2 python examples/torch_pipeline.py                         or hpcpar run -n 2 …
 BACKEND=gloo torchrun --nproc-per-node 2 examples/torch_pipeline.py    the same over gloo, to compare
 """
 
