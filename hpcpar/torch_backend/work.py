@@ -77,8 +77,8 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
             if time.monotonic() > until_s:
                 missing = sorted({rank for handle in self._handles for rank in handle.waiting_for()})
                 raise StallError(
-                    f"the call was not complete after the {limit_s:g} s of its timeout: rank"
-                    f"{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not come to it"
+                    f"the call was not complete after the {limit_s:g} s of its timeout: it waits for rank"
+                    f"{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 )
             time.sleep(0)
 
@@ -102,6 +102,8 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
     def source_rank(self) -> int:
         """Rank of the group from which a message came that could come from any."""
         return self._source
+
+    _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
         """The future of the result: a list of tensors."""

@@ -5,6 +5,7 @@ Values are small whole numbers, so that every order of summation gives the same 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -166,6 +167,25 @@ def messages(comm: Communicator, *, make: Make = on_device) -> None:
         send.wait()
 
 
+def probed(comm: Communicator, *, make: Make = on_device) -> None:
+    """A message is found until its receive begins, and no piece of it later. Both ways under one tag."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for count in (5, 1_500_000):  # the longer one travels in three pieces where it is staged
+        out = make(np.zeros(count, "float32"))
+        send = comm.start_send(make(values(comm.rank, count)), right, tag=8)
+        deadline_s = time.monotonic() + 60
+        while (source := comm.probe(8)) is None and time.monotonic() < deadline_s:
+            time.sleep(0.0005)
+        receive, found = comm.start_recv(out, left, tag=8), []
+        while not receive.test():
+            found.append(comm.probe(8))
+        np.testing.assert_array_equal(to_host(receive.wait()), values(left, count))
+        send.wait()
+        found.append(comm.probe(8))
+        assert (source, set(found)) == (left, {None})
+        comm.barrier()
+
+
 def at_once(comm: Communicator, rounds: int = 12, *, make: Make = on_device) -> None:
     """Calls that overlap, whose arrays the caller's stream changes before and after."""
     arrays = [make(values(comm.rank + k, 3000)) for k in range(5)]
@@ -191,5 +211,6 @@ CASES: dict[str, Callable[..., None]] = {
     "gather and scatter": gathers_and_scatters,
     "all-to-all": all_to_alls,
     "messages": messages,
+    "messages that are probed for": probed,
     "several at once": at_once,
 }

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 from torch import distributed
 
+from hpcpar.errors import OperationError
 from hpcpar.launch import torch_variables
 from hpcpar.launch.environment import RankInfo
 from hpcpar.torch_backend.rendezvous import LocalStore, rendezvous
@@ -32,7 +33,7 @@ def test_what_a_process_puts_there_it_gets() -> None:
 def test_what_another_rank_would_put_there_is_refused_at_once() -> None:
     local = LocalStore()
     store = distributed.PrefixStore("group", local)
-    with pytest.raises(RuntimeError, match="asked for group/missing, which another rank would put there"):
+    with pytest.raises(OperationError, match="asked for group/missing, which another rank would put there"):
         store.get("missing")
 
 
