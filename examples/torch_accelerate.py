@@ -33,5 +33,6 @@ for _ in range(20):
         optimizer.step()
 
 mean = accelerator.reduce(loss.detach(), "mean")
-accelerator.print(f"last loss {mean.item():.8f}")
+if accelerator.is_main_process:
+    print(f"last loss {mean.item():.8f}")
 accelerator.end_training()

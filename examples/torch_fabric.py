@@ -31,5 +31,6 @@ for _ in range(20):
     optimizer.step()
 
 mean = fabric.all_reduce(loss.detach(), reduce_op="mean")
-fabric.print(f"last loss {mean.item():.8f}")
+if fabric.is_global_zero:
+    print(f"last loss {mean.item():.8f}")
 dist.destroy_process_group()

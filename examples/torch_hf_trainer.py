@@ -30,10 +30,10 @@ arguments = TrainingArguments(
     save_strategy="no",
     report_to="none",
 )
-tokens = torch.arange(96 * 16).view(96, 16) ** 2 % 61
-data = [{"input_ids": row, "labels": row} for row in tokens]
+data = [{"input_ids": row, "labels": row} for row in torch.arange(96 * 16).view(96, 16) ** 2 % 61]
 trainer = Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes)), arguments, train_dataset=data)
 trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-trainer.accelerator.print(f"last loss {losses[-1]:.8f}")
+if trainer.is_world_process_zero():
+    print(f"last loss {losses[-1]:.8f}")
 dist.destroy_process_group()

@@ -6,41 +6,28 @@ in which float32 is added up: 1e-6 is some thirty roundings of a loss around 0.3
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.command import run
+from tests.torch_backend.recipes import (
+    LIMIT_S,
+    LISTENING,
+    TOLERANCE,
+    example,
+    last_loss,
+    over_gloo,
+    require,
+    sockets,
+)
 
 pytestmark = pytest.mark.timeout(400)
 
-ROOT = Path(__file__).parents[2]
-LISTENING = str(Path(__file__).with_name("listening.py"))
-TOLERANCE = 1e-6
-LIMIT_S = 120.0
-
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def example(name: str) -> str:
-    return str(ROOT / "examples" / f"torch_{name}.py")
-
-
-def last_loss(done: subprocess.CompletedProcess[str]) -> float:
-    """Return the loss that the program printed, once."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = re.findall(r"last loss (\d\.\d{8})\n", done.stdout)
-    return float(found)
-
-
-def over_gloo(size: int, *words: str) -> subprocess.CompletedProcess[str]:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
-    return run(*torchrun, *words, timeout_s=LIMIT_S, BACKEND="gloo")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +48,7 @@ def over_gloo(size: int, *words: str) -> subprocess.CompletedProcess[str]:
 def test_an_example_ends_with_the_loss_of_gloo_and_of_one_process(
     run_ranks: RunRanks, name: str, words: tuple[str, ...], package: str
 ) -> None:
-    if find_spec(package) is None:
-        pytest.skip(f"needs {package}: pip install {package}")
+    require(package)
     found = last_loss(run_ranks(2, example(name), *words, timeout_s=LIMIT_S))
     assert found == pytest.approx(last_loss(over_gloo(2, example(name), *words)), rel=0, abs=TOLERANCE)
     alone = last_loss(run_ranks(1, example(name), *words, timeout_s=LIMIT_S))
@@ -81,21 +67,15 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_three(run_ranks: RunRanks,
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_no_rank_listens_on_a_port_but_for_what_mpi_itself_opens(run_ranks: RunRanks) -> None:
-    def counts(done: subprocess.CompletedProcess[str]) -> dict[str, int]:
-        assert done.returncode == 0, done.stdout + done.stderr
-        return {rank: int(n) for rank, n in re.findall(r"rank (\d) listens on (\d+) sockets", done.stdout)}
-
-    by_mpi = counts(run_ranks(2, LISTENING))
+    by_mpi = sockets(run_ranks(2, LISTENING))
     assert sorted(by_mpi) == ["0", "1"]
-    assert counts(run_ranks(2, LISTENING, example("ddp"))) == by_mpi
-    assert all(count > 0 for count in counts(over_gloo(2, LISTENING, example("ddp"))).values())
+    assert sockets(run_ranks(2, LISTENING, example("ddp"))) == by_mpi
+    assert all(count > 0 for count in sockets(over_gloo(2, LISTENING, example("ddp"))).values())
 
 
 @pytest.mark.long
-def test_fsdp_of_hugging_faces_trainer_is_refused_where_it_would_be_ddp(run_ranks: RunRanks) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available() or find_spec("accelerate") is None:
-        pytest.skip("needs accelerate, and a machine without GPUs")
-    done = run_ranks(1, example("hf_trainer"), "fsdp")
+def test_fsdp_of_hugging_faces_trainer_is_refused_where_it_would_be_ddp() -> None:
+    require("accelerate")
+    done = run(sys.executable, example("hf_trainer"), "fsdp", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     assert "on CPUs take torch_fsdp2.py" in done.stderr
