@@ -194,7 +194,7 @@ class Watch:
         return (
             f"no progress for {format_duration(waited_s)} (timeout_s={self.timeout_s:g}): "
             f"{'; '.join(story)}. "
-            f"If the wait is legitimate, raise timeout_s in hpcpar.init() or HPCPAR_TIMEOUT_S."
+            f"If the wait is legitimate, raise the timeout by timeout_s in hpcpar.init() or HPCPAR_TIMEOUT_S."
         )
 
     def _ask(self, rank: int) -> dict[str, Any] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 from hpcpar.launch import torch_variables
@@ -26,3 +28,23 @@ def install() -> None:
         return by_torch(cls, NAME if asked <= {*REPLACED, NAME} else name)
 
     Backend.__new__ = named  # type: ignore[method-assign]
+    _replace_monitored_barrier()
+
+
+def _replace_monitored_barrier() -> None:
+    """torch lets a group of gloo alone have it, by the name of its backend."""
+    from torch import distributed
+
+    by_torch = distributed.monitored_barrier
+
+    @wraps(by_torch)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        found: Any = distributed.group.WORLD if group is None else group
+        if getattr(found, "getBackendName", str)() != NAME:
+            by_torch(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, float) else timeout
+        found.monitored_barrier(limit, wait_all_ranks)
+
+    distributed.monitored_barrier = monitored_barrier
+    distributed.distributed_c10d.monitored_barrier = monitored_barrier

@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 import hpcpar
 from hpcpar.comm import Communicator, Handle
 from hpcpar.errors import OperationError
+from hpcpar.torch_backend.monitored import monitored_barrier
 from hpcpar.torch_backend.registration import NAME
 from hpcpar.torch_backend.tensors import (
     copy_to,
@@ -34,7 +35,7 @@ from hpcpar.torch_backend.tensors import (
     reduction,
     uneven,
 )
-from hpcpar.torch_backend.work import AnySource, Finish, Work
+from hpcpar.torch_backend.work import AnySource, Finish, Work, seconds_of
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroup:
@@ -47,8 +48,8 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
         raise OperationError(f"pg_options={backend_options!r} was given, but {NAME} has none: leave it out")
     _refuse_several_backends()
     ranks, default = list(options.global_ranks_in_group), default_group()
+    given = None if options.timeout == default_pg_timeout else seconds_of(options.timeout)
     if not ranks:
-        given = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
         comm = hpcpar.init(timeout_s=given)
         if (options.group_rank, options.group_size) != (comm.rank, comm.size):
             raise OperationError(
@@ -66,8 +67,10 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
     else:
         # Its members alone are here. Two groups made at the same time are told apart by the names that torch
         # gives them, which are the same on all members.
-        comm = default.comm.group(ranks, name=str(options.group_id), tag=crc32(options.group_id.encode()))
-    group = ProcessGroup(comm)
+        comm = default.comm.group(
+            ranks, name=str(options.group_id), tag=crc32(options.group_id.encode()) >> 1
+        )
+    group = ProcessGroup(comm, timeout_s=given if ranks else None)
     group.owns_comm = comm is not _given
     return group
 
@@ -114,12 +117,17 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
 
     comm        its communicator
     owns_comm   `shutdown` frees it
+    timeout_s   how long a call may take; None: as long as the communicator's job lets it
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    supports_coalescing = supports_shrinking = supports_splitting = supports_time_estimate = False
+    """What torch asks of a group's backend, which is the group itself."""
+
+    def __init__(self, comm: Communicator, timeout_s: float | None = None) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self.owns_comm = False
+        self.timeout_s = timeout_s
         self._name, self._desc = comm.name, "undefined"
         self._coalesced: list[Work] | None = None
 
@@ -169,6 +177,9 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))]
 
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        return self
+
     def _set_sequence_number_for_group(self) -> None:
         """Sequence numbers are the communicator's own."""
 
@@ -202,11 +213,15 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
             for tensor in tensors:
                 self._allreduce_sparse(tensor, op)
             return Work(tensors)
-        if len(tensors) == 1 and getattr(opts, "asyncOp", True) is False and self._coalesced is None:
+        if len(tensors) == 1 and getattr(opts, "asyncOp", True) is False and self._runs_at_once:
             name, factor = reduction(op, tensors[0])
             self.comm.allreduce(tensors[0].detach(), name, prescale_factor=factor)
             return Work(tensors)
         return self._started(tensors, [self._start_allreduce(tensor, op) for tensor in tensors], opts)
+
+    @property
+    def _runs_at_once(self) -> bool:
+        return self._coalesced is None and self.timeout_s is None
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
@@ -399,14 +414,24 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         tensor = movable(tensors[0])
-        return AnySource(self.comm, tensors, lambda source: self.comm.start_recv(tensor, source, tag), tag)
+
+        def receive(source: int) -> Handle:
+            return self.comm.start_recv(tensor, source, tag)
+
+        return AnySource(self.comm, tensors, receive, tag, self.timeout_s)
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._started([], [self.comm.start_barrier()], opts)
+        """Wait for all ranks, as long as the options say."""
+        work = Work(
+            [], [self.comm.start_barrier()], timeout_s=seconds_of(opts and opts.timeout) or self.timeout_s
+        )
+        return self._handed_over(work, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; StallError names those that do not come."""
-        self.barrier().wait(timeout)
+        """Wait for all ranks; StallError names the first that does not come, or all of them."""
+        limit_s = self.timeout_s if timeout is None else timeout.total_seconds()
+        limit_s = default_pg_timeout.total_seconds() if limit_s is None else limit_s
+        monitored_barrier(self.comm, limit_s, name_all=wait_all_ranks)
 
     # Works -------------------------------------------------------------------------------------------------
 
@@ -430,7 +455,10 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
         finish: Any = None,
         source: int = -1,
     ) -> Work:
-        work = Work(result, handles, finish, source)
+        return self._handed_over(Work(result, handles, finish, source, self.timeout_s), opts)
+
+    def _handed_over(self, work: Work, opts: Any) -> Work:
+        """The work, which is over already if the options say so."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         elif getattr(opts, "asyncOp", True) is False:

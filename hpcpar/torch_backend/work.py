@@ -25,9 +25,10 @@ Finish = Callable[[], None]
 class Work(distributed._Work):  # type: ignore[misc, name-defined]
     """Calls under way, and what is to be done with their results.
 
-    result    tensors, as torch wants them of this call
-    handles   of the calls
-    finish    puts results where the caller wants them; None: they are there
+    result      tensors, as torch wants them of this call
+    handles     of the calls
+    finish      puts results where the caller wants them; None: they are there
+    timeout_s   how long `wait` waits unless it is told; None: as long as the communicator
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
         handles: Sequence[Handle] = (),
         finish: Finish | None = None,
         source: int = -1,
+        timeout_s: float | None = None,
     ) -> None:
         super().__init__()
         self._result = result
         self._handles = list(handles)
         self._finish = finish
         self._source = source
+        self._timeout_s = timeout_s
         self._error: BaseException | None = None
         self._future: DrivenFuture | None = None
 
@@ -63,32 +66,42 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
             self._future.complete(self._result)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all is done; its error is raised. StallError after `timeout`, if there is one."""
+        """Block until all is done; its error is raised. StallError after `timeout`, or the group's own."""
         if self._error is not None:
             raise self._error
-        if timeout:
-            self._wait_at_most(timeout.total_seconds())
+        limit_s = seconds_of(timeout) or self._timeout_s
+        if limit_s:
+            self._wait_at_most(limit_s)
         self.drive()
         return True
 
     def _wait_at_most(self, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
-        while not all(handle.test() for handle in self._handles):
+        while not self._has_come():
             if time.monotonic() > until_s:
-                missing = sorted({rank for handle in self._handles for rank in handle.waiting_for()})
+                missing = self.waiting_for()
                 raise StallError(
-                    f"the call was not complete after the {limit_s:g} s of its timeout: it waits for rank"
+                    f"the call was not complete within the timeout of {limit_s:g} s: it waits for rank"
                     f"{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 )
             time.sleep(0)
+
+    def _has_come(self) -> bool:
+        """Make progress; True if nothing more has to come from other ranks."""
+        return all(handle.test() for handle in self._handles)
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """World ranks whose part is missing."""
+        return tuple(sorted({rank for handle in self._handles for rank in handle.waiting_for()}))
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        if self._error is None and all(handle.test() for handle in self._handles):
+        if self._error is None and self._has_come():
             self.drive()
-        return not self._handles
+            return True
+        return self._error is not None
 
     def is_success(self) -> bool:
         return self._error is None and self.is_completed()
@@ -117,8 +130,15 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
 class AnySource(Work):
     """A receive from whichever rank sends first."""
 
-    def __init__(self, comm: Any, tensors: list[Tensor], receive: Callable[[int], Handle], tag: int) -> None:
-        super().__init__(tensors)
+    def __init__(
+        self,
+        comm: Any,
+        tensors: list[Tensor],
+        receive: Callable[[int], Handle],
+        tag: int,
+        timeout_s: float | None,
+    ) -> None:
+        super().__init__(tensors, timeout_s=timeout_s)
         self._comm = comm
         self._receive = receive
         self._tag = tag
@@ -134,19 +154,26 @@ class AnySource(Work):
             self._source = source
         return self._source >= 0
 
-    def is_completed(self) -> bool:
-        return self._has_begun() and super().is_completed()
+    def _has_come(self) -> bool:
+        return self._has_begun() and super()._has_come()
 
     @property
     def name(self) -> str:
         return f"recv with tag {self._tag} from any rank of {self._comm.name!r}"
 
     def waiting_for(self) -> tuple[int, ...]:
+        if self._source >= 0:
+            return super().waiting_for()
         others: tuple[int, ...] = self._comm.world_ranks
         return tuple(rank for rank in others if rank != others[self._comm.rank])
 
     def progress(self) -> str:
         return "no message yet"
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """Seconds of a timeout; None where torch has none: 0 and below."""
+    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 
 def _runs_after_backward(call: Callable[[], None]) -> bool:

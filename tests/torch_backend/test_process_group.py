@@ -265,7 +265,7 @@ def test_a_work_that_does_not_end_in_its_time_names_who_is_missing(ours) -> None
     if group.rank() == 0:
         work = distributed.barrier(group, async_op=True)
         try:
-            with pytest.raises(StallError, match=r"0\.2 s of its timeout: it waits for ranks? [1-3]"):
+            with pytest.raises(StallError, match=r"the timeout of 0\.2 s: it waits for ranks? [1-3]"):
                 work.wait(timedelta(seconds=0.2))
         finally:
             for rank in late:
@@ -274,6 +274,36 @@ def test_a_work_that_does_not_end_in_its_time_names_who_is_missing(ours) -> None
     else:
         distributed.recv(torch.ones(1), 0, tag=9)
         distributed.barrier(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_timeout_of_a_group_and_of_a_call(ours) -> None:
+    group = distributed.new_group(timeout=timedelta(seconds=0.3))
+    if group.rank() == 0:
+        for call in (distributed.barrier, lambda group: distributed.all_reduce(torch.ones(1), group=group)):
+            with pytest.raises(StallError, match=r"the timeout of 0\.3 s"):
+                call(group)
+        with pytest.raises(StallError, match=r"the timeout of 0\.3 s: it waits for ranks? 1"):
+            distributed.recv(torch.ones(1), group=group)
+        distributed.send(torch.ones(1), 1, tag=9)
+    elif group.rank() == 1:
+        distributed.recv(torch.ones(1), 0, tag=9)
+    group.abort()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_monitored_barrier_names_who_is_missing(ours) -> None:
+    group = distributed.new_group()
+    group.monitored_barrier(timedelta(seconds=60))
+    last = group.size() - 1
+    if group.rank() != last:
+        with pytest.raises(StallError, match=f"rank {last} .*did not come to monitored_barrier"):
+            group.monitored_barrier(timedelta(seconds=0.3))
+        distributed.send(torch.ones(1), last, tag=9)
+    else:
+        for source in range(last):
+            distributed.recv(torch.ones(1), source, tag=9)
+    group.abort()
 
 
 @pytest.mark.parametrize(
