@@ -31,6 +31,7 @@
 # TORCH_ARGS  more words for pip where it gets torch, such as another index: of the default one, torch may be for a
 #             newer CUDA than an old driver serves
 # ONLY        names of parts, of which those alone are run
+# MPS         no: measure without NVIDIA's MPS, where ranks that share a GPU take turns of milliseconds
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -167,9 +168,23 @@ print(", ".join(f"{wheel} {found[wheel]}" for wheel in wheels if wheel in found)
 print(f"Python {platform.python_version()}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")'
 rank_part doctor 240 2 -- -m hpcpar doctor
 
+# with_mps COMMAND...: kernels of ranks that share a GPU run side by side, if NVIDIA's MPS is here.
+with_mps() {
+    if [ "${MPS:-yes}" = no ] || ! command -v nvidia-cuda-mps-control >/dev/null; then
+        "$@"
+        return
+    fi
+    mkdir -p "$LOGS/mps"
+    CUDA_MPS_PIPE_DIRECTORY=$(realpath "$LOGS/mps")
+    export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+    nvidia-cuda-mps-control -d
+    "$@"
+    echo quit | nvidia-cuda-mps-control
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
 collectives() {
     local count=$1
-    rank_part "collectives-$count" 420 "$count" benchmarks/device_collectives.py \
+    with_mps rank_part "collectives-$count" 420 "$count" benchmarks/device_collectives.py \
         --json "$RESULTS/device-collectives-$count.jsonl" --min-bytes 1M --rounds 9 --round-seconds 0.05
 }
 collectives 2

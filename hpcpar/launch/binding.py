@@ -35,7 +35,8 @@ def gpu_sharing_warning(visible: int, local_size: int, identities: Sequence[str]
 def _sharing(devices: int, local_size: int) -> str:
     return (
         f"{local_size} ranks of this node share {devices} GPU{'s' if devices > 1 else ''}: each gets a part "
-        f"of its time and memory; start one rank per GPU (`--ntasks-per-node={devices}`) for full speed"
+        f"of its time and memory; start one rank per GPU (`--ntasks-per-node={devices}`) for full speed, or "
+        f"NVIDIA's MPS (`nvidia-cuda-mps-control -d`) before the job: without it they take turns"
     )
 
 

@@ -172,7 +172,8 @@ def remedy(info: RankInfo, mpi_library: str, offered: Collection[str] | None = N
         return _slurm_remedy(info, library, own, offered)
     if info.launcher == "torchrun":
         return (
-            "torchrun does not start MPI ranks: use `srun python …`, `mpiexec -n N python …` or `hpcpar run`."
+            "torchrun does not start MPI ranks, which MPICH and its relatives can do without (`pip install "
+            "mpich`): use one of these, `srun python …`, `mpiexec -n N python …` or `hpcpar run`."
         )
     if info.launcher in ("hydra", "openmpi") and library != "unknown":
         return (

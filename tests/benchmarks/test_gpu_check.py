@@ -100,7 +100,10 @@ def test_calls_for_some_parts_each_make_one_summary_which_is_there_at_any_time(t
 
 def test_each_part_fits_into_a_call_and_each_call_that_is_advised_has_other_parts() -> None:
     text = SCRIPT.read_text()
-    limits = [int(seconds) for seconds in re.findall(r"^ *(?:rank_)?part \S+ (\d+) ", text, re.MULTILINE)]
+    limits = [
+        int(seconds)
+        for seconds in re.findall(r"^ *(?:with_mps )?(?:rank_)?part \S+ (\d+) ", text, re.MULTILINE)
+    ]
     limits += [int(seconds) for seconds in re.findall(r"=1 rank_part \S+ (\d+) ", text)]
     assert len(limits) == 9
     assert max(limits) < A_CALL_S

@@ -33,7 +33,14 @@ from dataclasses import dataclass, field
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch.bootstrap import pmi_server
 from hpcpar.launch.bootstrap.pmi_selection import remove_variables
-from hpcpar.launch.bootstrap.secret import VARIABLE, secret_file, step_key, step_name, user_secret
+from hpcpar.launch.bootstrap.secret import (
+    VARIABLE,
+    is_torchruns,
+    secret_file,
+    step_key,
+    step_name,
+    user_secret,
+)
 from hpcpar.launch.crosscheck import leave_it_to_another_rank
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.processes import ask
@@ -131,6 +138,8 @@ def hosts_of_rank_0(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """
     if environ.get("HPCPAR_PMI_HOST"):
         return [environ["HPCPAR_PMI_HOST"]], []
+    if is_torchruns(environ):  # its master is where rank 0 is
+        return ["localhost" if environ.get("GROUP_RANK") == "0" else environ["MASTER_ADDR"]], []
     listed = environ.get("SLURM_STEP_NODELIST")
     nodes = list(dict.fromkeys(host_names(listed))) if listed else []
     if "0" in environ.get("SLURM_GTIDS", "").split(","):

@@ -10,6 +10,8 @@ into the process says what it was built with.
     Open MPI        refused           srun if built for it,   srun
                                       else refused
 
+torchrun brings no MPI up: MPICH and its relatives get our server, Open MPI is refused.
+
 Slurm's pmi2 reads PMI-1 in lines of 1,024 bytes, but lets MPICH put values of that length in: a UCX address
 whose pieces are dense (several network devices, or by chance) breaks the exchange, and the start hangs.
 
@@ -40,6 +42,9 @@ from hpcpar.launch.processes import ask
 CHOICES = ("auto", "launcher", "server")
 VARIABLES = ("HPCPAR_BOOTSTRAP", "HPCPAR_WIRE")
 """The user's choice; the second one is its former name."""
+
+PMI_1 = ("mpich", "intel", "mvapich")
+"""Libraries that speak PMI-1."""
 
 SETTLE_S = 0.25
 """Longer than a rank is late for the end of an exchange that it has joined, and not felt at a start."""
@@ -92,7 +97,7 @@ def choose(
         if _open_mpi_can(info.pmi, mpi_library, libraries):
             return Bootstrap("launcher", f"{offer}, which {name} speaks", settle_s)
         return Bootstrap("none", f"{offer}, which {name} does not speak")
-    if library not in ("mpich", "intel", "mvapich"):
+    if library not in PMI_1:
         return Bootstrap("launcher", f"{offer}; what {name} speaks is not known here")
     if asked == "auto":
         if info.pmi == "pmi2" and library == "mpich" and re.search("^MPICH Device.*ucx", mpi_library, re.M):
@@ -120,8 +125,9 @@ def _not_srun(
     why = "one rank: nobody to find" if info.size == 1 else own
     pmi_1 = "PMI_FD" in environ or "PMI_PORT" in environ
     pmix = environ.get("PMIX_NAMESPACE", "")
-    if info.launcher == "torchrun":
-        return Bootstrap("launcher", "torchrun brings no MPI up")
+    if info.launcher == "torchrun" and info.size > 1:
+        can = library in PMI_1
+        return Bootstrap("server" if can else "launcher", "own PMI-1 server: torchrun brings no MPI up")
     if library == "openmpi" and _major(mpi_library) >= 5 and info.launcher == "hydra" and info.size > 1:
         return Bootstrap("none", "PMI-1 is all that Hydra speaks")
     if library != "mpich" or not pmix or (_has(libraries, "libpmix") and not pmi_1):

@@ -1,4 +1,4 @@
-"""The secret of a user's processes, and the key of one Slurm step that is made of it.
+"""The secret of a user's processes, and the key of one Slurm step, or run of torchrun, that is made of it.
 
 A port can be reached by every user of the machine, so the ranks of a step prove to each other that
 they belong to one user and to one step. The secret is a word in HPCPAR_STEP_SECRET, which srun hands to
@@ -25,13 +25,22 @@ SHORTEST = 16
 FILE_LIMIT_S = 30.0
 
 
+def is_torchruns(environ: Mapping[str, str]) -> bool:
+    """Return whether torchrun started this process; it may itself be a task of a Slurm step."""
+    return "TORCHELASTIC_RUN_ID" in environ
+
+
 def step_name(environ: Mapping[str, str]) -> str:
+    if is_torchruns(environ):
+        # Runs have one id unless the user names them: the port of their store tells them apart.
+        master = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+        return f"{environ['TORCHELASTIC_RUN_ID']} of torchrun at {master}"
     return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
 
 
 def step_key(secret: bytes, environ: Mapping[str, str]) -> bytes:
     """Derive this step's key: another for every cluster, job, step, and restart of the job."""
-    restart = environ.get("SLURM_RESTART_COUNT", "0")
+    restart = environ.get("TORCHELASTIC_RESTART_COUNT", environ.get("SLURM_RESTART_COUNT", "0"))
     step = "\0".join((environ.get("SLURM_CLUSTER_NAME", ""), step_name(environ), restart))
     return hmac.new(secret, step.encode(), hashlib.sha256).digest()
 

@@ -233,6 +233,7 @@ def test_a_range_of_ports_that_is_not_understood_is_named(text: str) -> None:
         port_row(b"k", {"HPCPAR_PMI_PORTS": text})
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 STEP = {"SLURM_STEP_NODELIST": "node[1-3]", "SLURM_GTIDS": "1,2"}
 
 
@@ -245,9 +246,11 @@ STEP = {"SLURM_STEP_NODELIST": "node[1-3]", "SLURM_GTIDS": "1,2"}
         ({"SLURM_HET_SIZE": "2"}, ["node1", "node2", "node3"], []),
         ({"SLURM_GTIDS": "0,5"}, ["localhost", "node1", "node2", "node3"], []),
         ({"HPCPAR_PMI_HOST": "10.0.0.1"}, ["10.0.0.1"], []),
+        (TORCHRUN | {"GROUP_RANK": "1"}, ["node7"], []),
+        (TORCHRUN | {"GROUP_RANK": "0"}, ["localhost"], []),
     ],
 )
-def test_rank_0_is_looked_for_where_slurm_puts_it(
+def test_rank_0_is_looked_for_where_the_launcher_puts_it(
     variables: Environ, likely: list[str], others: list[str]
 ) -> None:
     assert hosts_of_rank_0(STEP | variables) == (likely, others)

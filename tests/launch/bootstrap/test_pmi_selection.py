@@ -97,11 +97,18 @@ def test_open_mpi_4_is_refused_under_pmi2_only_where_it_certainly_was_built_with
 
 
 def test_other_launchers_connect_their_ranks_themselves_and_a_step_of_one_task_needs_nobody() -> None:
-    for launcher in ("hydra", "openmpi", "single", "torchrun"):
+    for launcher in ("hydra", "openmpi", "single"):
         info = RankInfo(0, 2, 0, 2, 0, None, launcher, "own")
         assert choose(info, MPICH, environ={}, loaded=()).kind == "launcher"
     info = RankInfo(0, 1, 0, 1, 0, None, "slurm", "none")
     assert choose(info, OPENMPI_5, environ={}, loaded=()).kind == "launcher"
+
+
+@pytest.mark.parametrize(("library", "kind"), [(MPICH, "server"), (OPENMPI_5, "launcher")])
+def test_under_torchrun_ranks_of_mpich_find_each_other_by_our_server(library: str, kind: str) -> None:
+    for size, expected in ((2, kind), (1, "launcher")):
+        info = RankInfo(0, size, 0, size, 0, None, "torchrun", "none")
+        assert choose(info, library, environ={}, loaded=()).kind == expected
 
 
 def test_the_user_can_decide() -> None:
