@@ -51,6 +51,10 @@ EXTRAS = {
         "ray>=2.50; sys_platform == 'linux' and python_version < '3.14'",
         "scikit-learn>=1.3",
         "transformers>=4.48; python_version >= '3.11'",
+        # examples/torch_*.py
+        "accelerate>=1.10; python_version >= '3.11'",
+        "lightning>=2.5; python_version >= '3.11'",
+        "deepspeed>=0.18; python_version >= '3.11' and sys_platform == 'linux'",
         "ruff>=0.6",
         "mypy>=1.11",
         "import-linter>=2",

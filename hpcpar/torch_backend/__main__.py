@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from hpcpar.launch.program import run_program
-from hpcpar.torch_backend import alias
+from hpcpar.torch_backend import as_torch
 
 if __name__ == "__main__":
-    run_program(sys.argv[1:], "hpcpar.torch_backend", __doc__, alias.install)
+    run_program(sys.argv[1:], "hpcpar.torch_backend", __doc__, as_torch.install)

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpcpar.comm import Communicator
 from hpcpar.errors import LayoutError, OperationError
 from hpcpar.mesh import AXES, Mesh
-from hpcpar.torch_backend.process_group import ProcessGroup, create_over, default_group
+from hpcpar.torch_backend.creation import create_over, default_group
+from hpcpar.torch_backend.process_group import ProcessGroup
 from hpcpar.torch_backend.registration import NAME
 
 

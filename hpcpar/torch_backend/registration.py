@@ -1,4 +1,4 @@
-"""What torch is told of the backend when it is imported; nothing here starts MPI, or imports much.
+"""Tell torch of the backend when it is imported; nothing here starts MPI, or imports much.
 
 torch calls `register` in every process that imports it, so all that costs time is imported when a process
 group is made.
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    from hpcpar.torch_backend.process_group import create
+    from hpcpar.torch_backend.creation import create
 
     return create(options, backend_options)
 

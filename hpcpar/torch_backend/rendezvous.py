@@ -81,11 +81,13 @@ def rendezvous(
     """Yield store, rank and size for `env://`; by torch's own way where MASTER_ADDR is set.
 
     RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set where they are not, for the program's own use.
+    So are MASTER_ADDR and MASTER_PORT, to values that name no master: Accelerate asks for them on two nodes.
     """
     torch_variables.fill(os.environ)
     if torch_variables.names_a_master(os.environ):
         yield from by_torch(url, *arguments, **options)
         return
+    torch_variables.fill_master(os.environ)
     asked = {name: int(values[-1]) for name, values in parse_qs(urlparse(url).query).items()}
     info = environment.detect()
     _kept.append(LocalStore())

@@ -297,6 +297,12 @@ def test_a_horovod_program(submit: Submit) -> None:
     assert re.search(r"^held-out accuracy 0\.\d+ on 2 ranks$", job.output, re.MULTILINE)
 
 
+def test_a_program_of_torch_distributed(submit: Submit) -> None:
+    # What Open MPI needs of srun, and MPICH does not mind.
+    job = submit("torch", "--ntasks-per-node=1", SLURM_MPI_TYPE="pmix")
+    assert re.search(r"^last loss 0\.\d{8}$", job.output, re.MULTILINE)
+
+
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None and os.environ.get("HPCPAR_REQUIRE_SLURM") != "1",
     reason="Ray is not installed: pip install '.[ray]'",

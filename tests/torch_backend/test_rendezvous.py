@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -53,6 +54,14 @@ def test_torchs_rendezvous_is_taken_where_a_master_is_named(monkeypatch, master:
         assert found[1:] == (1, 2)
     else:
         assert found[0] == "torch's"
+
+
+def test_libraries_that_ask_for_a_master_find_one_and_ranks_meet_without_it_again(monkeypatch) -> None:
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1"})
+    for _ in range(2):
+        assert isinstance(next(rendezvous(by_torch, "env://"))[0], LocalStore)
+        assert os.environ["MASTER_ADDR"] == "localhost"
+        assert not torch_variables.names_a_master(os.environ)
 
 
 def test_variables_are_those_of_torchrun_and_none_is_overwritten() -> None:

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from hpcpar.launch import torch_variables
-from hpcpar.torch_backend import alias
+from hpcpar.torch_backend import as_torch
 
 
 def main(backend: str, directory: Path, limit_s: float, names: list[str]) -> None:
@@ -61,7 +61,7 @@ def prepare(backend: str, directory: Path) -> Any:
     from torch.testing._internal.distributed import distributed_test as suites
 
     if backend == "hpcpar":
-        alias.install()
+        as_torch.install()
     os.environ["BACKEND"] = "mpi" if int(os.environ["WORLD_SIZE"]) > 2 else "gloo"
 
     class Suite(suites.TestDistBackend, suites.DistributedTest._DistTestBase):
