@@ -7,6 +7,7 @@ that buckets travel while backward goes on. Outside of backward it is completed 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,10 @@ Finish = Callable[[], None]
 
 under_way: set[Work] = set()
 """Works that nobody has waited for yet. C++ keeps its half of a work alone (torch 2.5), which never ends."""
+
+
+latest: list[Work] = []
+"""The last work of one element that was waited for. DDP with uneven inputs then asks for its future, in C++."""
 
 
 class Work(distributed._Work):  # type: ignore[misc, name-defined]
@@ -50,7 +55,7 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
         self._timeout_s = timeout_s
         self._error: BaseException | None = None
         self._future: DrivenFuture | None = None
-        if self._handles:
+        if self._handles or finish is not None:
             under_way.add(self)
 
     def drive(self) -> None:
@@ -69,6 +74,12 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
             raise
         finally:
             under_way.discard(self)
+            if (
+                len(self._result) == 1
+                and isinstance(self._result[0], Tensor)
+                and self._result[0].numel() == 1
+            ):
+                latest[:] = [self]
         if self._future is not None and not self._future.is_set:
             self._future.complete(self._result)
 
@@ -129,7 +140,7 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
         """The future of the result: a list of tensors."""
         if self._future is None:
             self._future = DrivenFuture(self.drive, self._result)
-            if not self._handles or not _runs_after_backward(self.drive):
+            if not self._handles or _is_waited_for_in_cpp() or not _runs_after_backward(self.drive):
                 self.drive()
         return self._future
 
@@ -181,6 +192,15 @@ class AnySource(Work):
 def seconds_of(timeout: timedelta | None) -> float | None:
     """Seconds of a timeout; None where torch has none: 0 and below."""
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+
+
+def _is_waited_for_in_cpp() -> bool:
+    """True in a hook in Python that has DDP call its own hook, and gets but C++'s half of this future.
+
+    torch's hooks for mixed precision, and for an optimizer in backward, are such.
+    """
+    calls = sys._getframe(2)  # of get_future
+    return "_run_allreduce_hook" in calls.f_code.co_names
 
 
 def _runs_after_backward(call: Callable[[], None]) -> bool:

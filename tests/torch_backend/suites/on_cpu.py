@@ -49,6 +49,7 @@ def _built(self: Any, module: nn.Module, *args: Any, **options: Any) -> None:
     _BUILD(self, module, *args[2:], **options)
 
 
+_TO = nn.Module.to
 _BUILD = nn.parallel.DistributedDataParallel.__init__
 
 
@@ -58,6 +59,11 @@ def instead_of_gpus() -> Iterator[None]:
 
     def moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
         return module
+
+    def moved_to(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        return _TO(
+            module, *map(where, args), **{**options, **({"device": CPU} if "device" in options else {})}
+        )
 
     nothing = mock.Mock(return_value=None)
     with ExitStack() as stack:
@@ -71,6 +77,7 @@ def instead_of_gpus() -> Iterator[None]:
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "device", lambda device: nullcontext()),
             (nn.Module, "cuda", moved),
+            (nn.Module, "to", moved_to),
             (nn.parallel.DistributedDataParallel, "__init__", _built),
             (distributed_test, "init_multigpu_helper", lambda size, backend: {r: [r] for r in range(size)}),
         ):
