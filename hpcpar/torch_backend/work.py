@@ -27,7 +27,7 @@ under_way: set[Work] = set()
 
 
 latest: list[Work] = []
-"""The last work of one element that was waited for. DDP with uneven inputs then asks for its future, in C++."""
+"""The last work of one element that was waited for. DDP with uneven inputs then asks for its future."""
 
 
 class Work(distributed._Work):  # type: ignore[misc, name-defined]
