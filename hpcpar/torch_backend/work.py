@@ -21,6 +21,9 @@ from hpcpar.errors import StallError
 
 Finish = Callable[[], None]
 
+under_way: set[Work] = set()
+"""Works that nobody has waited for yet. C++ keeps its half of a work alone (torch 2.5), which never ends."""
+
 
 class Work(distributed._Work):  # type: ignore[misc, name-defined]
     """Calls under way, and what is to be done with their results.
@@ -47,6 +50,8 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
         self._timeout_s = timeout_s
         self._error: BaseException | None = None
         self._future: DrivenFuture | None = None
+        if self._handles:
+            under_way.add(self)
 
     def drive(self) -> None:
         """Wait for the calls, and complete the future."""
@@ -62,6 +67,8 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
             if self._future is not None and not self._future.is_set:
                 self._future.fail(error)
             raise
+        finally:
+            under_way.discard(self)
         if self._future is not None and not self._future.is_set:
             self._future.complete(self._result)
 

@@ -32,7 +32,7 @@ from hpcpar.transport.buffers import (
     unknown_dtype,
 )
 from hpcpar.transport.gpu.cuda_driver import CudaDriver
-from hpcpar.transport.gpu.kernels import Kernels
+from hpcpar.transport.gpu.kernels import Kernels, cupy_stream
 from hpcpar.transport.interface import Octets
 
 SMALLEST_SCRATCH_NBYTES = 256 * 1024
@@ -370,9 +370,7 @@ def bind_device(
         return Binding(array, buffer)
 
     def write_back() -> None:
-        import cupy
-
-        with array.device, cupy.cuda.ExternalStream(used.stream):
+        with array.device, cupy_stream(used.stream, used.ordinal):
             array[...] = packed.reshape(array.shape)
 
     return Binding(array, buffer, write_back)

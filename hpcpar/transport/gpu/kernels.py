@@ -158,13 +158,17 @@ class CupyKernels:
         return self._compiled.setdefault(defined, module.get_function(name))
 
     def _stream(self, address: int) -> Any:
-        from_external = getattr(self._cupy.cuda.Stream, "from_external", None)
-        made: Any
-        if from_external is not None:
-            made = from_external(_Stream(address))
-        else:  # until CuPy 13
-            made = self._cupy.cuda.ExternalStream(address, self._device.id)
-        return self._streams.setdefault(address, made)
+        return self._streams.setdefault(address, cupy_stream(address, self._device.id))
+
+
+def cupy_stream(address: int, ordinal: int) -> Any:
+    """CuPy's view of a stream of ours, which is to outlive it."""
+    import cupy
+
+    from_external = getattr(cupy.cuda.Stream, "from_external", None)
+    if from_external is None:  # until CuPy 13
+        return cupy.cuda.ExternalStream(address, ordinal)
+    return from_external(_Stream(address))
 
 
 class _Stream:

@@ -212,8 +212,8 @@ def fake_cupy(device_array: type, streams: list[int]) -> types.ModuleType:
             found.id = self.ordinal
             return found
 
-    def external_stream(address: int):
-        assert address not in streams
+    def from_external(foreign):
+        assert foreign.__cuda_stream__()[1] not in streams
         assert current[-1] == 1, "CuPy uses a stream on the device that is current"
         return nullcontext()
 
@@ -221,7 +221,7 @@ def fake_cupy(device_array: type, streams: list[int]) -> types.ModuleType:
     cupy.empty = lambda count, dtype: Array(count, dtype, ordinal=current[-1])
     cupy.ascontiguousarray = lambda array: Array.from_host(array.to_host(), ordinal=current[-1])
     cupy.cuda = types.SimpleNamespace(
-        ExternalStream=external_stream,
+        Stream=types.SimpleNamespace(from_external=from_external),
         get_current_stream=lambda device_id=-1: types.SimpleNamespace(
             ptr=streams[current[-1] if device_id == -1 else device_id]
         ),
