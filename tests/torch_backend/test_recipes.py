@@ -6,6 +6,7 @@ in which float32 is added up: 1e-6 is some thirty roundings of a loss around 0.3
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,19 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_three(run_ranks: RunRanks,
     assert found < saved / 2  # from the beginning it would be the same again
     # One process goes on with what was saved over gloo.
     assert found == pytest.approx(last_loss(run_ranks(1, program, gloo)), rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.long
+def test_a_program_that_names_no_backend_runs_as_it_is(run_ranks: RunRanks, tmp_path: Path) -> None:
+    require("accelerate")
+    text = Path(example("accelerate")).read_text()
+    named = re.findall(r"^dist\.init_process_group.*\n", text, re.MULTILINE)
+    program = tmp_path / "program.py"
+    program.write_text(text.replace(*named, "").replace("\nmean =", "\nprint(dist.get_backend())\nmean ="))
+    done = run_ranks(2, "-m", "hpcpar.torch_backend", str(program), timeout_s=LIMIT_S)
+    alone = last_loss(run_ranks(1, example("accelerate"), timeout_s=LIMIT_S))
+    assert last_loss(done) == pytest.approx(alone, rel=0, abs=TOLERANCE)
+    assert done.stdout.count("hpcpar\n") == 2
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
