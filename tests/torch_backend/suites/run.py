@@ -91,7 +91,7 @@ def main() -> None:
     if asked.write_table:
         found = [json.loads(line) for line in asked.json.read_text().splitlines()]
         outcomes = {(line["test"], line["backend"], line["ranks"]): line for line in found}
-        table.write(table.merged(outcomes, table.read() if table.PATH.exists() else {}))
+        table.write(table.merged(outcomes))
         return
     names = asked.tests or names_of_tests()
     for size in asked.sizes or table.SIZES:
