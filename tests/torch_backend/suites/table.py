@@ -73,7 +73,10 @@ def merged(
     """
     rows = {}
     for test in sorted({test for test, _, _ in outcomes}):
-        found = {backend: [outcomes[test, backend, size] for size in SIZES] for backend in ("hpcpar", "gloo")}
+        found = {
+            backend: [outcomes.get((test, backend, size), NOT_RUN) for size in SIZES]
+            for backend in ("hpcpar", "gloo")
+        }
         failed = [each["reason"] for each in found["hpcpar"] if each["outcome"] == "failed"]
         skipped = [each["reason"] for each in found["hpcpar"] if each["outcome"] == "skipped"]
         by_hand = [why for part, why in BY_HAND.items() if failed and part in test]
