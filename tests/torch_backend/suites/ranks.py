@@ -99,6 +99,8 @@ def call_in_group(suite: Any, name: str, rank: int, size: int, backend: str, sto
     case = suite(name)
     distributed_test.BACKEND = backend if name in NAME_THE_BACKEND else "gloo"
     case.rank, case.file_name = rank, str(store)
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # a test before has left its level
+    dist.set_debug_level_from_env()
     try:
         dist.init_process_group(
             backend,
