@@ -96,6 +96,26 @@ def test_hooks_that_chain_futures(ours, hook) -> None:
         torch.testing.assert_close(found.grad, expected.grad, rtol=2e-2, atol=1e-4)
 
 
+def test_a_hook_waits_for_the_all_reduce_that_ddp_makes_in_cpp(ours) -> None:
+    whole, part = inputs(ours.rank(), ours.size())
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.02)
+
+    def hook(reducer, bucket):
+        reducer._run_allreduce_hook(bucket).wait()
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer().div_(ours.size()))
+        return done
+
+    model.register_comm_hook(model.reducer, hook)
+    alone = network()
+    alone(whole).square().mean().backward()
+    for _ in range(3):
+        model.zero_grad()
+        model(part).square().mean().backward()
+    for found, expected in zip(model.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-7)
+
+
 def test_a_future_is_complete_for_who_waits_outside_of_backward(ours) -> None:
     tensor = torch.ones(3)
     future = distributed.all_reduce(tensor, async_op=True).get_future()
