@@ -26,6 +26,8 @@ from typing import Any
 from hpcpar.launch import torch_variables
 from hpcpar.torch_backend import as_torch
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # a script of its own finds no `tests`
+
 
 def main(backend: str, directory: Path, limit_s: float, names: list[str]) -> None:
     torch_variables.fill(os.environ)
