@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -291,8 +290,6 @@ def _shared_call(
     call = SharedCall(segment, layout, calls.rank, spaces, described, is_short=short, tell=tell)
     if layout.is_uneven:
         call.table = arguments.table(segment.ranks)
-    if getattr(calls.transport, "yield_at_once", False):
-        call.offer_core = os.sched_yield
     return call
 
 

@@ -77,7 +77,7 @@ def init(
     with world.unchecked("start-up").split_by_node("node at start-up") as node:
         bindings = node.unchecked("start-up").allgather_object(RankBinding.here(world.rank))
         transport.yield_at_once = binding.oversubscribed(node.size, [each.cores for each in bindings])
-        runtime.progress.looks = LOOKS
+        runtime.progress.looks = 1 if transport.yield_at_once else LOOKS
         if _hooks is None and world.size > 1:
             rank_map = gather_from_nodes(world.unchecked("start-up"), bindings, first=node.rank == 0)
             _report(rank_map, sets_threads=sets_threads)

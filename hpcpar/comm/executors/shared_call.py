@@ -86,7 +86,6 @@ class SharedCall:
     is_short    what is sent is copied into the body
     tell        called with the number of a call, and in words how another rank's differs: tells all ranks
     glances     local ranks that this rank does not wait for in the whole call, and looks at once
-    offer_core  called between two looks: ranks share cores; None: each has its own
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class SharedCall:
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
         self.glances: Sequence[int] = ()
-        self.offer_core: Callable[[], object] | None = None
         self.steps: Sequence[SharedStep] = ()
         self._elsewhere: Sequence[ExecutorStep] = ()
         self.number, self.slot, self.stamp = -1, 0, 0
@@ -305,7 +303,7 @@ class SharedCall:
 
     def _is_reached(self, waits: Sequence[tuple[int, int]], looks: int) -> bool:
         """True when all these local ranks have reached these phases."""
-        words, headers, stamp, offer_core = self.words, self.headers, self.stamp, self.offer_core
+        words, headers, stamp = self.words, self.headers, self.stamp
         failed = stamp | FAILED
         for rank, phase in waits:
             header, least = headers[rank], stamp | phase
@@ -314,8 +312,6 @@ class SharedCall:
             for _ in range(looks):
                 if least <= words[header] < failed:
                     break
-                if offer_core is not None:
-                    offer_core()
             else:
                 if not self.has_come(rank, phase):
                     return False
