@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -34,6 +35,14 @@ def needed() -> list[Requirement]:
         if requirement.marker is None
         or any(requirement.marker.evaluate({"extra": extra}) for extra in INSTALLED_BY_MAKE)
     ]
+
+
+def test_every_file_beside_the_modules_is_part_of_an_installed_package() -> None:
+    listed = re.search(r"package_data=\{\"hpcpar\": (\[.*?\])\}", (ROOT / "setup.py").read_text())
+    assert listed is not None
+    found = {path for pattern in json.loads(listed[1]) for path in (ROOT / "hpcpar").glob(pattern)}
+    files = {path for path in (ROOT / "hpcpar").rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert found == files
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])

@@ -45,11 +45,8 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
             f"init_process_group({NAME!r}) first"
         )
     else:
-        # Its members alone are here. Two groups made at the same time are told apart by the names that torch
-        # gives them, which are the same on all members.
-        comm = default.comm.group(
-            ranks, name=str(options.group_id), tag=crc32(options.group_id.encode()) >> 1
-        )
+        # Its members alone are here. What torch calls it may differ between them, its ranks do not.
+        comm = default.comm.group(ranks, name=str(options.group_id), tag=crc32(repr(ranks).encode()))
     group = ProcessGroup(comm, timeout_s=given if ranks else None)
     group.owns_comm = comm is not _given
     return group

@@ -33,7 +33,8 @@ def communicator_of(group: Any = None) -> Communicator:
 def process_group_of(comm: Communicator) -> Any:
     """Make a process group over a communicator, which stays the caller's. Collective over its ranks.
 
-    errors   OperationError unless the default group is over hpcpar
+    errors   OperationError unless the default group is over hpcpar, and for ranks in another order than the
+             job's, which torch would sort
     """
     if default_group() is None:
         raise OperationError(
@@ -41,7 +42,11 @@ def process_group_of(comm: Communicator) -> Any:
             f"first"
         )
     ranks = list(comm.world_ranks)
-    # Named after its communicator: torch gives groups of equal ranks one name, and finds them by it.
+    if ranks != sorted(ranks):
+        raise OperationError(
+            f"a process group over {comm!r} was asked for, whose ranks of the job are {ranks}: torch sorts "
+            f"them; make it of a communicator that has them in ascending order"
+        )
     return create_over(
         comm,
         lambda: distributed.new_group(

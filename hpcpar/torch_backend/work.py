@@ -199,8 +199,8 @@ def _is_waited_for_in_cpp() -> bool:
 
     torch's hooks for mixed precision, and for an optimizer in backward, are such.
     """
-    calls = sys._getframe(2)  # of get_future
-    return "_run_allreduce_hook" in calls.f_code.co_names
+    caller = sys._getframe(1).f_back  # of get_future; on a GPU the engine's own thread, which has no Python
+    return caller is not None and "_run_allreduce_hook" in caller.f_code.co_names
 
 
 def _runs_after_backward(call: Callable[[], None]) -> bool:

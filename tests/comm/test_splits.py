@@ -332,7 +332,7 @@ def test_a_stall_inside_a_group_names_world_ranks() -> None:
 
 
 @pytest.mark.mpi
-def test_a_group_for_which_mpi_has_no_room_says_what_to_free(world: Communicator) -> None:
+def test_a_communicator_for_which_mpi_has_no_room_says_what_to_free(world: Communicator) -> None:
     """MPICH has room for 2,048; Open MPI for more than anybody makes."""
     from mpi4py import MPI
 
@@ -341,12 +341,14 @@ def test_a_group_for_which_mpi_has_no_room_says_what_to_free(world: Communicator
         for _ in range(2100):
             taken.append(MPI.COMM_WORLD.Dup())
     except MPI.Exception:
-        with pytest.raises(OperationError, match=r"(?s)another communicator.*call `free\(\)`"):
-            world.group(range(world.size))
+        for make in (lambda: world.group(range(world.size)), lambda: world.split(0)):
+            with pytest.raises(OperationError, match=r"(?s)another communicator.*call `free\(\)`"):
+                make()
     for comm in taken:
         comm.Free()
-    with world.group(range(world.size)) as part:
+    for part in (world.group(range(world.size)), world.split(0)):
         assert part.size == world.size
+        part.free()
 
 
 @pytest.mark.mpi

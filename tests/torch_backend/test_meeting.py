@@ -38,6 +38,22 @@ def test_a_process_group_over_a_communicator_of_some_ranks(ours) -> None:
     part.free()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_ranks_in_another_order_are_refused_and_two_groups_of_the_same_ranks_are_two(ours) -> None:
+    comm = hpcpar.communicator_of()
+    with comm.split(0, key=-comm.rank) as backwards, pytest.raises(OperationError, match="torch sorts"):
+        hpcpar.process_group_of(backwards)
+    parts = [comm.split(0, name=name) for name in ("one", "other")]
+    groups = [hpcpar.process_group_of(part) for part in parts]
+    for group, part in zip(groups, parts, strict=True):
+        assert hpcpar.communicator_of(group) is part
+        tensor = torch.ones(2)
+        distributed.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [float(ours.size())] * 2
+        distributed.destroy_process_group(group)
+        part.free()
+
+
 @pytest.mark.mpi(min_size=4)
 def test_meshes_of_two_axes_have_the_same_ranks_on_each(ours) -> None:
     with Mesh(hpcpar.communicator_of(), dp=2, tp=2) as mesh:

@@ -250,6 +250,18 @@ def test_groups_of_some_ranks_are_made_by_their_members(ours) -> None:
         assert not isinstance(alone, ProcessGroup)
 
 
+@pytest.mark.mpi(min_size=3)
+def test_members_that_have_made_different_numbers_of_groups_make_one_together(ours) -> None:
+    """torch names a group that its members alone make by how many groups each of them has."""
+    rank = ours.rank()
+    for ranks in ([0, 1], [0, 2]):
+        if rank in ranks:
+            group = distributed.new_group(ranks, use_local_synchronization=True)
+            tensor = torch.full((2,), float(rank))
+            distributed.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [float(sum(ranks))] * 2
+
+
 @pytest.mark.mpi(min_size=2)
 def test_different_calls_are_named_on_every_rank(ours) -> None:
     group = distributed.new_group()

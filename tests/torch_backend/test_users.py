@@ -198,6 +198,25 @@ def test_fsdp2(ours, gloo, reshard, dtype) -> None:
     assert_as_gloo(ours, gloo, run)
 
 
+def test_a_step_of_fsdp2_moves_three_times_the_parameters(ours) -> None:
+    """Gathered in forward and in backward, and a reduce-scatter that is one: each n-1 of n parts."""
+    model = nn.Sequential(*[nn.Linear(24, 24, bias=False) for _ in range(4)])
+    nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh_of(ours))
+
+    def sent() -> dict[str, int]:
+        return {row.collective: row.nbytes_sent for row in ours.comm.traffic.rows()}
+
+    found = []
+    for _ in range(2):  # the first step sets up
+        before = sent()
+        model(torch.randn(3, 24)).sum().backward()
+        found.append({name: count - before.get(name, 0) for name, count in sent().items()})
+    part = nbytes * (ours.size() - 1) // ours.size()
+    assert [found[1].get(name, 0) for name in ("allgather", "reduce_scatter")] == [2 * part, part]
+
+
 def test_fsdp1(ours, gloo) -> None:
     def run(group: Any) -> Trained:
         model = FullyShardedDataParallel(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import time
+
 import pytest
 import torch
 from torch import Tensor, distributed, nn
@@ -122,6 +125,15 @@ def test_a_future_is_complete_for_who_waits_outside_of_backward(ours) -> None:
     doubled = future.then(lambda done: 2 * done.value()[0])
     assert doubled.wait().tolist() == [2.0 * ours.size()] * 3
     assert future.done()
+
+
+def test_a_future_is_had_by_a_thread_of_c_as_the_engines_for_a_gpu(ours) -> None:
+    work = distributed.all_reduce(torch.ones(3), async_op=True)
+    _thread.start_new_thread(work.get_future, ())  # nothing of Python calls it
+    until_s = time.monotonic() + 60
+    while work._future is None or not work._future.is_set:
+        assert time.monotonic() < until_s
+    assert work.get_future().value()[0].tolist() == [float(ours.size())] * 3
 
 
 def test_a_future_that_is_waited_for_in_backward_makes_progress(ours) -> None:
