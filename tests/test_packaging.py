@@ -84,6 +84,7 @@ def test_every_extra_that_users_are_told_of_is_there() -> None:
         "cuda13",
         "parquet",
         "horovod",
+        "keras",
         "ray",
         "examples",
         "dev",
