@@ -20,9 +20,30 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from hpcpar.autograd.random_by_place import kept_by_place
 from hpcpar.context_parallel.kernel import Block, attend, attend_backward, merge, wide
 from hpcpar.context_parallel.plan import Plan, Task, part_of, positions_of
 from hpcpar.context_parallel.travel import Travel, number_in, packed
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of attention weights by the places of query and key, for the same result on any ranks.
+
+    seed         drawn for this call, the same on all ranks of a sequence
+    first_head   number of the first head that this rank computes
+    """
+
+    probability: float
+    seed: int
+    first_head: int = 0
+
+    def multipliers(self, queries: Tensor, query_places: Tensor, key_places: Tensor) -> Tensor:
+        """Return 0 for a weight that is dropped, else 1/(1 - probability): [B, A, N, M]."""
+        batch, heads = (torch.arange(size, device=queries.device) for size in queries.shape[:2])
+        kept = 1 - self.probability
+        rows = batch, heads + self.first_head, query_places
+        return kept_by_place(self.seed, rows, key_places, kept).to(wide(queries.dtype)).div_(kept)
 
 
 @dataclass(frozen=True)
@@ -32,6 +53,7 @@ class Call:
     travel   makes what moves keys and their gradients: once for forward, once for backward
     scale    of the scores
     keep     keep the keys of other ranks for backward, and do not fetch them again
+    dropout  of the attention weights
     """
 
     plan: Plan
@@ -39,19 +61,22 @@ class Call:
     travel: Callable[[], Travel]
     scale: float
     keep: bool = False
+    dropout: WeightDropout | None = None
 
-    def blocks(self, owner: int, device: torch.device) -> Iterator[tuple[Task, Block]]:
-        """Yield the tasks with an owner's keys."""
-        for task in self.plan.tasks[self.rank][owner]:
-            allowed = self._allowed(task, owner).to(device) if task.kind == "band" else None
-            yield task, Block(self.scale, task.kind == "causal", allowed)
-
-    def _allowed(self, task: Task, owner: int) -> Tensor:
+    def blocks(self, owner: int, queries: Tensor) -> Iterator[tuple[Task, Block]]:
+        """Yield the tasks of this rank's queries [B, A, N, D] with an owner's keys."""
         shares, mask = self.plan.shares, self.plan.mask
-        keys = torch.tensor(positions_of(part_of(shares[owner], task.keys)))
-        seen = [mask.keys(query) for query in positions_of(part_of(shares[self.rank], task.queries))]
-        first, stop = torch.tensor(seen).unbind(-1)
-        return (keys >= first[:, None]) & (keys < stop[:, None])
+        for task in self.plan.tasks[self.rank][owner]:
+            allowed = weights = None
+            if task.kind == "band" or self.dropout is not None:
+                places = positions_of(part_of(shares[self.rank], task.queries))
+                keys = torch.tensor(positions_of(part_of(shares[owner], task.keys)), device=queries.device)
+            if task.kind == "band":
+                seen = torch.tensor([mask.keys(place) for place in places], device=queries.device)
+                allowed = (keys >= seen[:, :1]) & (keys < seen[:, 1:])
+            if self.dropout is not None:
+                weights = self.dropout.multipliers(queries, torch.tensor(places, device=keys.device), keys)
+            yield task, Block(self.scale, task.kind == "causal", allowed, weights)
 
 
 class Attention(Function):
@@ -64,9 +89,9 @@ class Attention(Function):
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=sums, device=queries.device)
         travel, kept = call.travel(), []
         for owner, theirs in travel.keys(packed(keys, values)):
-            for task, block in call.blocks(owner, queries.device):
+            for task, block in call.blocks(owner, queries):
                 rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
-                part = attend(queries[:, :, rows], *theirs[..., columns, :], block)
+                part = attend(queries[:, :, rows], theirs[..., columns, :], block)
                 if owner == call.rank:  # first, and once for each query
                     out[:, :, rows], lse[:, :, rows] = part
                 else:
@@ -90,11 +115,14 @@ class Attention(Function):
         fetched: Iterable[tuple[int, Tensor]] = zip(ctx.owners, kept, strict=True)
         for owner, theirs in fetched if call.keep else travel.keys(packed(keys, values)):
             of_theirs = of_own if owner == call.rank else torch.zeros_like(theirs, dtype=sums)
-            for task, block in call.blocks(owner, queries.device):
+            for task, block in call.blocks(owner, queries):
                 rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
-                ours = (part[:, :, rows] for part in (gradient, queries))
                 parts = attend_backward(
-                    *ours, *theirs[..., columns, :], out[:, :, rows], lse[:, :, rows], block
+                    gradient[:, :, rows],
+                    queries[:, :, rows],
+                    theirs[..., columns, :],
+                    (out[:, :, rows], lse[:, :, rows]),
+                    block,
                 )
                 of_queries[:, :, rows] += parts.queries
                 of_theirs[0][:, :, columns] += parts.keys

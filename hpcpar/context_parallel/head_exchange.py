@@ -1,11 +1,12 @@
-"""Heads for tokens: each rank gives away its tokens of other heads, and gets all tokens of its own heads.
+"""Heads for tokens: a rank gives away its tokens of other heads, and gets all tokens of its own heads.
 
-Shape letters: B batch, A heads of queries, K of keys and values, N tokens of this rank, S of all, D head size.
+Shape letters: B batch, A heads of queries, K of keys and values, N tokens of this rank, S of all, D head
+size.
 
     2 ranks    queries [B, A, N, D] of all heads    ->    [B, A/2, S, D]    ->    out [B, A, N, D]
 
-One all-to-all takes queries, keys and values there, another brings the output back. With fewer key-value heads
-than ranks several get the same one, each of them once, and its gradients are summed where they come from.
+One all-to-all takes queries, keys and values there, another brings the output back. With fewer key-value
+heads than ranks several get the same one, each once, and its gradients are summed where it comes from.
 source   Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509
 """
 
@@ -124,7 +125,7 @@ def _own_tokens(
 ) -> tuple[Tensor, ...]:
     """Send each rank its tokens of the tensors [B, A/p, S, D]; add up what comes as [B, A, N, D]."""
     comm, rank = exchange.comm, exchange.comm.rank
-    sent = list(zip(*(torch.split(tensor, exchange.counts, dim=2) for tensor in tensors), strict=True))
+    sent = list(zip(*(torch.split(tensor, list(exchange.counts), dim=2) for tensor in tensors), strict=True))
     count = exchange.counts[rank]
     shapes = [
         [(t.shape[0], of[source].length, count, t.shape[3]) for t, of in zip(tensors, heads, strict=True)]

@@ -6,11 +6,12 @@ Shape letters: B batch, A heads, K key-value heads, N queries, M keys, D head si
 
     merged   lse' = log(exp lse₁ + exp lse₂)     out' = out₁ exp(lse₁ - lse') + out₂ exp(lse₂ - lse')
 
-A block's gradients are right if backward gets the merged out and lse of all blocks: P = exp(Q Kᵀ scale - lse'),
-and the sum of P · dP over all keys is dO · out' (Dao et al. 2022, FlashAttention, arXiv 2205.14135, appendix B).
+A block's gradients are right if backward gets the merged out and lse of all blocks: P = exp(Q Kᵀ scale -
+lse'), and the sum of P · dP over all keys is dO · out' (Dao et al. 2022, FlashAttention, arXiv 2205.14135,
+appendix B).
 
-torch's fused kernel for CPUs is used where it can be; a row whose keys are all masked has lse 0 there, which is
-made -inf. The plain form takes the rest: other devices, values of another head size, dropout.
+torch's fused kernel for CPUs is used where it can be; a row whose keys are all masked has lse 0 there, which
+is made -inf. The plain form takes the rest: other devices, values of another head size, dropout.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ class Block:
     weights: Tensor | None = None
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def attend(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Return out [B, A, N, D] in the queries' type, and lse [B, A, N] in float32, or float64 for such.
 
-    queries [B, A, N, D], keys and values [B, K, M, D] with A a multiple of K; N and M at least 1
+    queries [B, A, N, D], keys and values [2, B, K, M, D] with A a multiple of K; N and M at least 1
     """
+    keys, values = keys_values
     if not _is_fused(queries, values, block):
         return _plain(queries, keys, values, block)
     out, lse = _FUSED(
@@ -63,20 +65,15 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, block: Block) -> tuple
 
 
 def attend_backward(
-    gradient: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block: Block,
+    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
 ) -> Gradients:
-    """Return the block's part of the gradients, given `out` and `lse` merged over all blocks.
+    """Return the block's part of the gradients, given the out and lse merged over all blocks.
 
     gradient, out   [B, A, N, D], in the queries' type
     """
+    (keys, values), (out, lse) = keys_values, merged
     if not _is_fused(queries, values, block):
-        return _plain_backward(gradient, queries, keys, values, out, lse, block)
+        return _plain_backward(gradient, queries, keys_values, merged, block)
     mask = _additive(block, queries.dtype)
     return Gradients(
         *_FUSED_BACKWARD(
@@ -117,7 +114,7 @@ def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
 
 def _scores(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
     """Return the scaled scores [B, K, A/K, N, M], -inf where queries and keys do not attend."""
-    grouped = queries.to(wide(queries.dtype)).unflatten(1, (keys.shape[1], -1))
+    grouped = torch.unflatten(queries.to(wide(queries.dtype)), 1, (keys.shape[1], -1))
     scores = (grouped * block.scale) @ keys.to(grouped.dtype).unsqueeze(2).transpose(-1, -2)
     if block.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -133,31 +130,26 @@ def _plain(queries: Tensor, keys: Tensor, values: Tensor, block: Block) -> tuple
     # A row without keys: its scores are all -inf, from which -inf is not to be taken.
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
     if block.weights is not None:
-        weights *= block.weights.unflatten(1, (keys.shape[1], -1))
+        weights *= torch.unflatten(block.weights, 1, (keys.shape[1], -1))
     out = weights @ values.to(weights.dtype).unsqueeze(2)
     return out.flatten(1, 2).to(queries.dtype), lse.flatten(1, 2)
 
 
 def _plain_backward(
-    gradient: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block: Block,
+    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
 ) -> Gradients:
+    (keys, values), (out, lse) = keys_values, merged
     groups = (keys.shape[1], -1)
-    probabilities = (_scores(queries, keys, block) - lse.unflatten(1, groups).unsqueeze(-1)).exp_()
-    upstream = gradient.to(probabilities.dtype).unflatten(1, groups)
+    probabilities = (_scores(queries, keys, block) - torch.unflatten(lse, 1, groups).unsqueeze(-1)).exp_()
+    upstream = torch.unflatten(gradient.to(probabilities.dtype), 1, groups)
     of_weights = upstream @ values.to(probabilities.dtype).unsqueeze(2).transpose(-1, -2)
     weights = probabilities
     if block.weights is not None:
-        multiplied = block.weights.unflatten(1, groups)
+        multiplied = torch.unflatten(block.weights, 1, groups)
         of_weights, weights = of_weights * multiplied, probabilities * multiplied
     of_values = (weights.transpose(-1, -2) @ upstream).sum(2)
-    mean = (upstream * out.to(upstream.dtype).unflatten(1, groups)).sum(-1, keepdim=True)
+    mean = (upstream * torch.unflatten(out.to(upstream.dtype), 1, groups)).sum(-1, keepdim=True)
     of_scores = probabilities * (of_weights - mean) * block.scale
     of_queries = (of_scores @ keys.to(of_scores.dtype).unsqueeze(2)).flatten(1, 2)
-    of_keys = (of_scores.transpose(-1, -2) @ queries.to(of_scores.dtype).unflatten(1, groups)).sum(2)
+    of_keys = (of_scores.transpose(-1, -2) @ torch.unflatten(queries.to(of_scores.dtype), 1, groups)).sum(2)
     return Gradients(of_queries.to(queries.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype))

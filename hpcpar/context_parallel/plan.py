@@ -1,8 +1,8 @@
 """A plan of context parallelism: which tokens each rank holds, what it computes, what travels. Integers only.
 
-A rank holds spans of the sequence, in ascending order; its tokens are numbered 0, 1, … in that order. For each
-owner of keys, a rank has tasks: its queries from one number to another attend to that owner's keys from one
-number to another.
+A rank holds spans of the sequence, in ascending order; its tokens are numbered 0, 1, … in that order. For
+each owner of keys, a rank has tasks: its queries from one number to another attend to that owner's keys from
+one number to another.
 
     causal, 8 tokens on 2 ranks (zigzag)      rank 0: 0 1 6 7       rank 1: 2 3 4 5
 
@@ -61,7 +61,7 @@ class Move(NamedTuple):
     tokens: Spans
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         return sum(span.length for span in self.tokens)
 
 
@@ -133,10 +133,10 @@ def _rectangles(mask: Mask, first: int, own: Spans, offset: int, theirs: Spans) 
             if not keys.length:
                 continue
             task = Task(queries, keys, "full" if low == high else "band")
-            if last and task.kind == last.kind == "full" and task.keys == last.keys:
-                if last.queries.stop == task.queries.start:
-                    last = Task(Span(last.queries.start, task.queries.stop), keys, "full")
-                    continue
+            same = last and task.kind == last.kind == "full" and task.keys == last.keys
+            if last and same and last.queries.stop == task.queries.start:
+                last = Task(Span(last.queries.start, task.queries.stop), keys, "full")
+                continue
             if last:
                 yield last
             last = task
@@ -175,18 +175,16 @@ def _joined(spans: Iterable[Span]) -> Spans:
 # --- who holds what -------------------------------------------------------------------------------
 
 
-def contiguous(mask: Mask, size: int) -> tuple[Spans, ...]:
-    """Give rank r the r-th of `size` equal pieces of the sequence."""
-    return dealt(mask, size, 1)
-
-
-def dealt(mask: Mask, size: int, chunks: int) -> tuple[Spans, ...]:
+def dealt(mask: Mask, size: int, chunks: int, multiple: int = 1) -> tuple[Spans, ...]:
     """Cut the sequence into chunks, so many for each rank, and deal them out by area, largest first.
+
+    multiple   of which each chunk's tokens are a multiple, if those of the sequence are
 
     Each round goes through the ranks the other way: with two chunks of a causal mask a rank that has the
     largest one gets the smallest one (zigzag: Brandon et al. 2023, arXiv 2311.09431, balance it likewise).
     """
-    pieces = [Span(*edges) for edges in bounds(mask.length, size * chunks)]
+    units = bounds(mask.length // multiple, size * chunks)
+    pieces = [Span(start * multiple, stop * multiple) for start, stop in units]
     if chunks > 1:
         pieces.sort(key=lambda piece: (-mask.area((piece,)), -piece.start))
     shares: list[list[Span]] = [[] for _ in range(size)]
@@ -196,27 +194,45 @@ def dealt(mask: Mask, size: int, chunks: int) -> tuple[Spans, ...]:
     return tuple(_joined(piece for piece in share if piece.length) for share in shares)
 
 
-def by_area(mask: Mask, size: int) -> tuple[Spans, ...]:
+def by_area(mask: Mask, size: int, multiple: int = 1) -> tuple[Spans, ...]:
     """Cut the sequence into one piece for each rank, of equal areas: short documents stay together."""
-    whole = mask.area((Span(0, mask.length),))
-    edges = [
-        bisect_left(range(mask.length), whole * rank / size, key=lambda stop: mask.area((Span(0, stop),)))
-        for rank in range(size)
-    ]
-    return tuple(_joined([Span(*pair)] if pair[0] < pair[1] else []) for pair in pairwise((*edges, mask.length)))
+    stops = range(0, mask.length, multiple)
+    areas = [mask.area((Span(0, mask.length),)) * rank / size for rank in range(size)]
+    edges = [bisect_left(stops, area, key=lambda stop: mask.area((Span(0, stop),))) for area in areas]
+    edges = [edge * multiple for edge in edges]
+    return tuple(
+        _joined([Span(*pair)] if pair[0] < pair[1] else []) for pair in pairwise((*edges, mask.length))
+    )
 
 
-def balanced(mask: Mask, size: int) -> Plan:
+def balanced(mask: Mask, size: int, *, multiple: int = 1, even: bool = False) -> Plan:
     """Choose the split in which the fewest keys travel, of those that are about as balanced as the best.
 
     Work is counted in pairs of the mask, since documents and windows of one length cost different amounts;
     tokens are balanced, too, since all else takes time and memory by them.
+
+    multiple   of which each rank's tokens are a multiple
+    even       each rank has as many tokens for every mask of this length
+    errors     LayoutError for a sequence that is not
     """
-    shares = [dealt(mask, size, chunks) for chunks in (1, 2, 4, 8)]
-    plans = [Plan(mask, share) for share in dict.fromkeys([*shares, by_area(mask, size)])]
+    if mask.length % multiple:
+        below = mask.length // multiple * multiple
+        raise LayoutError(
+            f"a sequence of {mask.length} tokens, of which each rank is to have a multiple of "
+            f"{multiple}, for the tp ranks that share them by sequence parallelism; make it {below} or "
+            f"{below + multiple}"
+        )
+    shares = [dealt(mask, size, chunks, multiple) for chunks in (1, 2, 4, 8)]
+    plans = [Plan(mask, share) for share in dict.fromkeys([*shares, by_area(mask, size, multiple)])]
+    if even:
+        plans = [plan for plan in plans if plan.counts == plans[0].counts]
     uneven = [max(_unevenness(plan.areas), _unevenness(plan.counts)) for plan in plans]
     near = [plan for plan, by in zip(plans, uneven, strict=True) if by <= NEAR_BALANCE * min(uneven)]
-    return min(near, key=lambda plan: sum(move.count for move in exchange_moves(plan)))
+    return min(near, key=_traffic)
+
+
+def _traffic(plan: Plan) -> int:
+    return sum(move.length for move in exchange_moves(plan))
 
 
 def _unevenness(loads: Sequence[int]) -> float:
@@ -362,7 +378,9 @@ def _prove_gradients_go_home(plan: Plan, moves: Sequence[Move], returns: Sequenc
         while rank != move.owner:
             back = onward.get((rank, move.owner))
             if back is None or back.step <= step or not _covers(back.tokens, move.tokens):
-                raise LayoutError(f"the gradients of {move} stop at rank {rank}, on their way to {move.owner}")
+                raise LayoutError(
+                    f"the gradients of {move} stop at rank {rank}, on their way to {move.owner}"
+                )
             rank, step = back.receiver, back.step
 
 

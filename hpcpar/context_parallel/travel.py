@@ -1,7 +1,7 @@
 """Keys and values on their way to the ranks whose queries need them, and their gradients on the way home.
 
-Shape letters: B batch, K key-value heads, N tokens of some owner, D head size. Keys and values travel together,
-as one tensor [2, B, K, N, D] for each owner.
+Shape letters: B batch, K key-value heads, N tokens of some owner, D head size. Keys and values travel
+together, as one tensor [2, B, K, N, D] for each owner.
 
     for owner, theirs in travel.keys(own):         # this rank's own come first, while the others' travel
         …compute with them…
@@ -147,7 +147,7 @@ class MessageTravel:
         for move in self._outgoing:
             if move.owner == owner:
                 if move.tokens not in cut:
-                    is_whole = move.count == held.shape[-2]
+                    is_whole = move.length == held.shape[-2]
                     cut[move.tokens] = held if is_whole else select(held, move.tokens)
                 started.append(self._comm.start_send(cut[move.tokens], move.receiver, KEYS_TAG))
         return started
@@ -192,7 +192,7 @@ class GatherTravel:
         self._gradients = None
 
     def _all(self, like: Tensor) -> list[Tensor]:
-        """Return room for the gradients of all owners' keys, which are zero where no query of this rank goes."""
+        """Return room for the gradients of all owners' keys, zero where no query of this rank goes."""
         if self._gradients is None:
             self._gradients = like.new_zeros(sum(self._sizes(like)), dtype=self._dtype)
         return self._parts(self._gradients, like)
@@ -208,4 +208,4 @@ class GatherTravel:
 
 
 def _room(like: Tensor, move: Move, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty((*like.shape[:3], move.count, like.shape[4]), dtype=dtype)
+    return like.new_empty((*like.shape[:3], move.length, like.shape[4]), dtype=dtype)
