@@ -51,8 +51,8 @@ NAMESPACES: dict[str, dict[str, str]] = {
 
 
 NO_TENSORFLOW = (
-    ": TensorFlow itself is not part of hpcpar. horovod.tensorflow.keras, or horovod.keras, trains Keras 3 on "
-    "torch; for TensorFlow install Horovod itself"
+    ": TensorFlow itself is not part of hpcpar. horovod.tensorflow.keras, or horovod.keras, trains Keras 3 "
+    "on torch; for TensorFlow install Horovod itself"
 )
 
 
