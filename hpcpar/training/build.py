@@ -162,7 +162,7 @@ def build_stages(
     own = schedule.stages_of(mesh.pp.rank)
     model = LlamaStages(sizes, layers, split, own, seed=config.model.seed, recompute=config.recompute)
     model.to(device=device, dtype=_plain_dtype(config))
-    broadcast_parameters(model, mesh.comm("dp", "cp"))
+    broadcast_parameters(model, mesh.replicas)
     return model, schedule
 
 

@@ -82,8 +82,6 @@ class Run:
         self._is_to_stop = False
         self._activations: Activations | None = None
         self.mesh = Mesh(comm, config.mesh.model_dump())
-        self.replicas = self.mesh.comm("dp", "cp")
-        """Ranks with the same parameters, whose gradients are summed."""
         config.require_recompute()
         config.require_sequence_for(self.mesh.tp.size)
         self.tp = tensor_parallel_of(config, self.mesh.tp)
@@ -115,7 +113,7 @@ class Run:
 
         It does not cross tp: ranks that share layers have the same loss.
         """
-        over = self.replicas if self.mesh.pp.size == 1 else self.mesh.comm("pp", "dp", "cp")
+        over = self.mesh.replicas if self.mesh.pp.size == 1 else self.mesh.comm("pp", "dp", "cp")
         losses = over.split(0, name="losses")
         assert losses is not None, "every rank is in it"
         return losses
@@ -123,11 +121,11 @@ class Run:
     def _build_whole(self) -> None:
         config, vocabulary = self.config, self.data.shards.vocabulary
         self.model = model = build_model(
-            config, vocabulary, self.device, self.replicas, self.tp, self.sequences.context
+            config, vocabulary, self.device, self.mesh.replicas, self.tp, self.sequences.context
         )
         # Counted before the optimizer may give the parameters another type.
-        self._start_nbytes = expected_broadcast_nbytes(model, self.replicas)
-        self.optimizer = build_optimizer(config, model, self.replicas)
+        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
+        self.optimizer = build_optimizer(config, model, self.mesh.replicas)
         microbatches = self.batches.microbatches(config.train.global_batch)
         self.worker = WholeModel(model, self.optimizer, microbatches, self.sequences)
 
@@ -144,10 +142,10 @@ class Run:
             self.sequences.context,
         )
         self.model = model
-        self._start_nbytes = expected_broadcast_nbytes(model, self.replicas)
+        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
         tied = TiedWeights(mesh.pp, model.tied_parameters())
         self.optimizer = build_optimizer(
-            config, model, self.replicas, tied=copies_here(model, tied), backwards=microbatches
+            config, model, self.mesh.replicas, tied=copies_here(model, tied), backwards=microbatches
         )
         self.worker = PipelinedModel(model, schedule, mesh, tied, self.optimizer, self.sequences)
 
