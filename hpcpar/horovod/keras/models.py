@@ -37,8 +37,8 @@ def load_model(
         return model
     if optimizer.built and model.trainable_variables and not optimizer._trainable_variables:
         raise ValueError(
-            f"{filepath}: Keras 3 restores no optimizer's state from an .h5 file, and cannot train what it has "
-            f"loaded. Save as .keras; or load by keras.saving.load_model(…, compile=False) and compile anew"
+            f"{filepath}: Keras 3 restores no optimizer's state from an .h5 file, and cannot train what it "
+            f"has loaded. Save as .keras; or load by keras.saving.load_model(…, compile=False) and compile anew"
         )
     model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     return model
