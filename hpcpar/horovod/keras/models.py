@@ -38,7 +38,7 @@ def load_model(
     if optimizer.built and model.trainable_variables and not optimizer._trainable_variables:
         raise ValueError(
             f"{filepath}: Keras 3 restores no optimizer's state from an .h5 file, and cannot train what it "
-            f"has loaded. Save as .keras; or load by keras.saving.load_model(…, compile=False) and compile anew"
+            f"has loaded. Save as .keras; or load by load_model(…, compile=False) of keras.saving and compile"
         )
     model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     return model
