@@ -85,7 +85,8 @@ class Attention(Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
         sums = wide(queries.dtype)
-        out = torch.zeros(queries.shape, dtype=sums, device=queries.device)
+        # With the memory layout of queries, for what follows to need no copy of it.
+        out = torch.zeros_like(queries, dtype=sums)
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=sums, device=queries.device)
         travel, kept = call.travel(), []
         for owner, theirs in travel.keys(packed(keys, values)):
@@ -110,7 +111,7 @@ class Attention(Function):
         call: Call = ctx.call
         travel = call.travel()
         sums = wide(queries.dtype)
-        of_queries = torch.zeros(queries.shape, dtype=sums, device=queries.device)
+        of_queries = torch.zeros_like(queries, dtype=sums)
         of_own = torch.zeros((2, *keys.shape), dtype=sums, device=queries.device)
         fetched: Iterable[tuple[int, Tensor]] = zip(ctx.owners, kept, strict=True)
         for owner, theirs in fetched if call.keep else travel.keys(packed(keys, values)):
