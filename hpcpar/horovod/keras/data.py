@@ -23,6 +23,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hpcpar.errors import DataError, MismatchError
+from hpcpar.horovod.keras.gradient_weight import gradient_weight
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch.functions import allgather_object, require_same
 from hpcpar.partition import bounds
@@ -79,6 +80,7 @@ def shard(
         is_shuffled = isinstance(loader.sampler, RandomSampler) if shuffle is None else shuffle
         source = _Samples(loader, is_shuffled, seed, *ranks)
     require_same("shard", [f"{source.described}, shuffle={shuffle}, seed={seed}"])
+    source.require_rows()  # after it, so that ranks of different data do not fail one by one
     return Shard(source)
 
 
@@ -127,41 +129,6 @@ class Shard(DataAdapter):
         self._source.adapter_hook("on_epoch_end")
 
 
-class GradientWeight:
-    """Factor of the present batch's gradients: samples of this rank * ranks / samples of all; else 1.
-
-    Set by the data that `fit` reads, applied by the hooks that DistributedOptimizer has put on its variables.
-    """
-
-    def __init__(self) -> None:
-        self.value = 1.0
-        self._owner: Shard | None = None
-
-    def set(self, owner: Shard, value: float) -> None:
-        """Weight the gradients of the batch that this owner hands out now."""
-        self._owner, self.value = owner, value
-
-    def reset(self, owner: Shard) -> None:
-        """Weight by 1 again, unless other data has set the weight meanwhile."""
-        if self._owner is owner:
-            self._owner, self.value = None, 1.0
-
-    def apply(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the weighted gradient; None, as a torch hook does, to leave it as it is."""
-        return None if self.value == 1.0 else gradient * self.value
-
-
-gradient_weight = GradientWeight()
-"""The one of this process, in which one batch is trained on at a time."""
-
-
-def weight_gradients(variables: Any) -> None:
-    """Have backward weight the gradients of these Keras variables by their batch, before they are reduced."""
-    for variable in variables:
-        if variable.value.requires_grad:
-            variable.value.register_hook(gradient_weight.apply)
-
-
 def digest(batch: Any) -> bytes:
     """Return a digest of the arrays of a batch, of the first MiB of each."""
     hashed = hashlib.sha256()
@@ -185,7 +152,8 @@ def _loader_of_samples(adapter: DataAdapter, drop_last: bool) -> DataLoader[Any]
     loader = adapter.get_torch_dataloader() if hasattr(adapter, "_dataloader") else None
     if loader is None or isinstance(loader.dataset, IterableDataset):
         return None
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler) or loader.batch_size is None:
+    is_plain = type(loader.sampler) in (RandomSampler, SequentialSampler) and loader.batch_size is not None
+    if not is_plain or getattr(loader.sampler, "replacement", False):
         raise ValueError(
             f"shard was given a DataLoader with a {type(loader.sampler).__name__} of its own (or without a "
             f"batch_size), whose order may differ by rank: give it DataLoader(dataset, batch_size=..., "
@@ -199,10 +167,10 @@ class _Samples:
     """Batches by index: each rank loads its own rows of each."""
 
     def __init__(self, loader: DataLoader[Any], shuffle: bool, seed: int, size: int, rank: int) -> None:
-        samples, batch_sampler = len(loader.dataset), loader.batch_sampler  # type: ignore[arg-type]
-        batch: int = batch_sampler.batch_size  # type: ignore[union-attr]
-        drop_last: bool = batch_sampler.drop_last  # type: ignore[union-attr]
-        if drop_last:
+        batches: Any = loader.batch_sampler
+        samples, batch = len(batches.sampler), batches.batch_size
+        self.described = f"{samples} samples, batch_size={batch}, drop_last={batches.drop_last}"
+        if batches.drop_last:
             samples -= samples % batch
         self.order = _Order(samples, batch, shuffle, seed, size, rank)
         workers = {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
@@ -217,9 +185,12 @@ class _Samples:
             persistent_workers=loader.persistent_workers,
             **workers,  # type: ignore[arg-type]
         )
-        self.described = f"{len(loader.dataset)} samples, batch_size={batch}"  # type: ignore[arg-type]
         self.epoch = 0
         self.num_batches = len(self.order)
+
+    def require_rows(self) -> None:
+        """Raise DataError for a batch of fewer samples than ranks."""
+        self.order.require_rows()
 
     def adapter_hook(self, name: str) -> None:
         """Do nothing: there is no data of the user's that is told of epochs."""
@@ -233,19 +204,12 @@ class _Samples:
 
 
 class _Order(Sampler[list[int]]):
-    """Indices of this rank's rows of each batch of an epoch.
-
-    errors   DataError for a batch of fewer samples than ranks
-    """
+    """Indices of this rank's rows of each batch of an epoch."""
 
     def __init__(self, samples: int, batch: int, shuffle: bool, seed: int, size: int, rank: int) -> None:
         self.samples, self.batch, self.shuffle, self.seed = samples, batch, shuffle, seed
         self.size, self.rank = size, rank
         self.epoch = 0
-        for step in {0, len(self) - 1} if samples else ():
-            _require_rows_for_all(self._rows(step), size)
-        if not samples:
-            raise DataError(f"shard has no batch: batch_size={batch} of all ranks leaves none of its samples")
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch)
@@ -259,6 +223,12 @@ class _Order(Sampler[list[int]]):
         for step in range(len(self)):
             start, stop = bounds(self._rows(step), self.size)[self.rank]
             yield order[step * self.batch + start : step * self.batch + stop].tolist()
+
+    def require_rows(self) -> None:
+        """Raise DataError without any batch, or for one of fewer samples than ranks."""
+        if not self.samples:
+            raise DataError(f"shard has no batch: batch_size={self.batch} leaves none of its samples")
+        _require_rows_for_all(min(self._rows(0), self._rows(len(self) - 1)), self.size)
 
     def weight(self, step: int) -> float:
         return _weight(self._rows(step), self.size, self.rank)
@@ -276,6 +246,9 @@ class _Batches:
         self.epoch = 0
         self.num_batches: int | None = adapter.num_batches
         self.described = f"{self.num_batches} batches"
+
+    def require_rows(self) -> None:
+        """Do nothing: the batches' sizes are seen as they come."""
 
     def adapter_hook(self, name: str) -> None:
         """Tell the user's data of an epoch's begin or end."""

@@ -109,7 +109,7 @@ def test_weighted_metrics_and_the_losses_of_several_outputs_are_of_all_samples()
 
 def test_a_metric_of_another_kind_is_averaged_and_keeps_its_own_value() -> None:
     metric = Largest()
-    model = classifier(1, loss="binary_crossentropy", metrics=[metric])
+    model = classifier(1, loss="mse", metrics=[metric])
     shares = np.full_like(X[:2], hvd.rank()), np.full_like(Y[:2], hvd.rank())
     results = model.evaluate(*shares, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()])
     assert not adds_up(metric)
@@ -130,7 +130,7 @@ def test_a_subclass_with_its_own_result_does_not_add_up_and_one_without_does() -
 
 
 def test_evaluate_without_the_callback_is_of_this_rank_alone() -> None:
-    model = classifier(1, loss="binary_crossentropy")
+    model = classifier(1, loss="mse")
     evaluated(model, Y)
     if hvd.rank() == 0:  # a collective would wait for the others
         model.evaluate(own(X), own(Y), verbose=0)
