@@ -1,11 +1,11 @@
 """Training data for ranks: every batch of all ranks is divided by rows, so that a step is one process's step.
 
-    data = hvd.data.shard(x, y, batch_size=64, shuffle=True)      # 64 samples of all ranks together
-    model.fit(data, epochs=5, validation_data=hvd.data.shard(x_val, y_val, batch_size=64))
+data = hvd.data.shard(x, y, batch_size=64, shuffle=True)      # 64 samples of all ranks together
+model.fit(data, epochs=5, validation_data=hvd.data.shard(x_val, y_val, batch_size=64))
 
-    batch of 64 on 4 ranks    16 rows each
-    last batch of 7           2 2 2 1 rows; gradients are weighted by rows * size / 7, so that their average
-                              over ranks is the mean over the 7 samples
+batch of 64 on 4 ranks    16 rows each
+last batch of 7           2 2 2 1 rows; gradients are weighted by rows * size / 7, so that their average
+                          over ranks is the mean over the 7 samples
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ def _loader_of_samples(adapter: DataAdapter, drop_last: bool) -> DataLoader[Any]
         loader.batch_sampler.drop_last = drop_last
         return loader
     if drop_last:
-        raise ValueError("shard takes drop_last for arrays only; let the data leave its last batch out itself")
+        raise ValueError(
+            "shard takes drop_last for arrays only; let the data leave its last batch out itself"
+        )
     loader = adapter.get_torch_dataloader() if hasattr(adapter, "_dataloader") else None
     if loader is None or isinstance(loader.dataset, IterableDataset):
         return None

@@ -90,7 +90,9 @@ def average_numbers(logs: dict[str, Any]) -> dict[str, Any]:
     require_same("averaging metrics", [f"{key} {value.shape}" for key, value in values.items()])
     if not values:
         return logs
-    flat = torch.from_numpy(np.concatenate([value.astype(np.float64).reshape(-1) for value in values.values()]))
+    flat = torch.from_numpy(
+        np.concatenate([value.astype(np.float64).reshape(-1) for value in values.values()])
+    )
     means = allreduce(flat, name="keras.metrics.results", op=Average).split([v.size for v in values.values()])
     averaged = {
         key: mean.item() if value.shape == () else mean.numpy().reshape(value.shape)

@@ -147,14 +147,18 @@ def test_a_schedule_by_stairs_sets_the_rate_of_its_epochs_only() -> None:
 def test_a_constant_multiplier_decays_by_the_epoch() -> None:
     model = network(keras.optimizers.Adam(0.3))
     look = Look(lambda m: callbacks.learning_rate(m.optimizer))
-    fitted(model, callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1), look, epochs=4, batch_size=12)
+    fitted(
+        model, callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1), look, epochs=4, batch_size=12
+    )
     assert look.seen == pytest.approx([0.3, 0.1, 0.05, 0.025])
 
 
 def test_the_rate_of_an_optimizer_that_scales_its_loss_is_set_too() -> None:
     model = network(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.3, momentum=0.5)))
     look = Look(lambda m: (callbacks.learning_rate(m.optimizer), m.optimizer.inner_optimizer.momentum))
-    fitted(model, callbacks.LearningRateScheduleCallback(0.6, lambda epoch: 1.0), look, epochs=1, batch_size=6)
+    fitted(
+        model, callbacks.LearningRateScheduleCallback(0.6, lambda epoch: 1.0), look, epochs=1, batch_size=6
+    )
     assert look.seen == [pytest.approx((0.6, 1.0)), pytest.approx((0.6, 0.5))]
 
 

@@ -130,7 +130,9 @@ def test_class_weights_become_sample_weights() -> None:
 def test_a_shuffled_order_is_equal_on_all_ranks_and_another_in_each_epoch(source: str) -> None:
     def make() -> Shard:
         if source == "loader":  # its own sampler asks for it
-            return shard(DataLoader(TensorDataset(*map(torch.tensor, (X, Y))), batch_size=BATCH, shuffle=True))
+            return shard(
+                DataLoader(TensorDataset(*map(torch.tensor, (X, Y))), batch_size=BATCH, shuffle=True)
+            )
         return shard(Batches() if source == "dataset" else X, None if source == "dataset" else Y,
                      batch_size=None if source == "dataset" else BATCH, shuffle=True, seed=4)  # fmt: skip
 

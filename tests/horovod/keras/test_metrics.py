@@ -39,7 +39,12 @@ def classifier(outputs: int, **compiled: Any) -> keras.Model:
 def evaluated(model: keras.Model, y: np.ndarray, batch_size: int = 4) -> tuple[dict[str, float], ...]:
     """Results over ranks, of uneven shares, and of one process."""
     together = model.evaluate(
-        own(X), own(y), batch_size=batch_size, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()]
+        own(X),
+        own(y),
+        batch_size=batch_size,
+        verbose=0,
+        return_dict=True,
+        callbacks=[MetricAverageCallback()],
     )
     alone = model.evaluate(X, y, batch_size=batch_size, verbose=0, return_dict=True)
     return tuple({name: np.asarray(value).item() for name, value in of.items()} for of in (together, alone))
@@ -94,7 +99,9 @@ def test_weighted_metrics_and_the_losses_of_several_outputs_are_of_all_samples()
     entry = keras.Input((6,))
     outputs = {"a": keras.layers.Dense(1, name="a")(entry), "b": keras.layers.Dense(1, name="b")(entry)}
     model = keras.Model(entry, outputs)
-    model.compile(optimizer="sgd", loss={"a": "mse", "b": "mae"}, weighted_metrics={"a": ["mse"], "b": ["mse"]})
+    model.compile(
+        optimizer="sgd", loss={"a": "mse", "b": "mae"}, weighted_metrics={"a": ["mse"], "b": ["mse"]}
+    )
     weights = np.linspace(0.1, 2, len(X)).astype("float32")
     hooks = [MetricAverageCallback()]
     options: dict[str, Any] = {"batch_size": 5, "verbose": 0, "return_dict": True}
