@@ -22,7 +22,7 @@ from hpcpar.horovod.torch.mpi_ops import rank, size
 Logs = dict[str, Any] | None
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Give every rank the root's weights and optimizer state before the first step of `fit`; collective.
 
     Horovod does so after the first step, which ranks then have taken from different weights. Here the
@@ -70,7 +70,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Compute losses and metrics over the samples of all ranks, in `fit`, its validation, and `evaluate`.
 
     Every callback sees them, wherever this one is in the list, and so do the returned history and results:
@@ -112,7 +112,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             logs.update(average_numbers(logs))
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
+class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Set the learning rate to `initial_lr * multiplier(epoch)` in the epochs from start_epoch to end_epoch.
 
     initial_lr           learning rate that is multiplied; required
@@ -193,7 +193,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = _inner(self.model.optimizer)
         before, after = learning_rate(optimizer), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
-        if self.momentum_correction and getattr(optimizer, "momentum", 0.0) and before:
+        if self.momentum_correction and getattr(optimizer, "momentum", None) and before:
             self._momentum = optimizer.momentum
             optimizer.momentum = self._momentum * after / before
 
@@ -240,7 +240,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {lr:g}.")
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """Save the model whenever the monitored metric is the best so far; rank 0 alone writes.
 
     filepath         file that it is saved to; may be set as an attribute until training begins

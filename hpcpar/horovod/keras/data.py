@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hpcpar.errors import DataError, MismatchError
 from hpcpar.horovod.keras.gradient_weight import gradient_weight
-from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch.functions import allgather_object, require_same
+from hpcpar.horovod.torch.mpi_ops import rank, size
 from hpcpar.partition import bounds
 
 DIGEST_NBYTES = 2**20
@@ -42,7 +42,6 @@ def shard(
     seed: int = 0,
     drop_last: bool = False,
     class_weight: Mapping[int, float] | None = None,
-    process_set: ProcessSet = global_process_set,
 ) -> Shard:
     """Return this rank's rows of every batch, for `fit`, `evaluate` and `predict`. Collective over all ranks.
 
@@ -71,7 +70,7 @@ def shard(
             f"shard was given batch_size={batch_size} and a {type(x).__name__}, which has batches already: "
             f"its batches are those of all ranks together; leave batch_size out"
         )
-    ranks = process_set.size(), process_set.rank()
+    ranks = size(), rank()
     loader = _loader_of_samples(adapter, drop_last)
     source: _Samples | _Batches
     if loader is None:
@@ -84,7 +83,7 @@ def shard(
     return Shard(source)
 
 
-class Shard(DataAdapter):
+class Shard(DataAdapter):  # type: ignore[misc]
     """This rank's rows of every batch; `shard` makes it, and Keras reads it.
 
     epoch   number of complete passes, which the order of the next depends on
@@ -144,14 +143,14 @@ def digest(batch: Any) -> bytes:
 def _loader_of_samples(adapter: DataAdapter, drop_last: bool) -> DataLoader[Any] | None:
     """Return a loader whose samples can be had by index, batches as those of all ranks; None without one."""
     if isinstance(adapter, ArrayDataAdapter):
-        loader = adapter.get_torch_dataloader()
-        loader.batch_sampler.drop_last = drop_last
-        return loader
+        of_arrays: DataLoader[Any] = adapter.get_torch_dataloader()
+        of_arrays.batch_sampler.drop_last = drop_last  # type: ignore[union-attr]
+        return of_arrays
     if drop_last:
         raise ValueError(
             "shard takes drop_last for arrays only; let the data leave its last batch out itself"
         )
-    loader = adapter.get_torch_dataloader() if hasattr(adapter, "_dataloader") else None
+    loader: DataLoader[Any] | None = getattr(adapter, "_dataloader", None)
     if loader is None or isinstance(loader.dataset, IterableDataset):
         return None
     is_plain = type(loader.sampler) in (RandomSampler, SequentialSampler) and loader.batch_size is not None
@@ -267,16 +266,17 @@ class _Batches:
                 raise DataError(f"batch {step} has arrays of {sorted(rows)} rows, where all need as many")
             (count,) = rows
             _require_rows_for_all(count, self.size)
-            own = slice(*bounds(count, self.size)[self.rank])
+            start, stop = bounds(count, self.size)[self.rank]
+            own = [None if leaf is None else leaf[start:stop] for leaf in keras.tree.flatten(batch)]
             if step + 1 == self.num_batches:
                 self.epoch += 1
             yield (
                 _weight(count, self.size, self.rank),
-                keras.tree.map_structure(lambda leaf: leaf[own], batch, none_is_leaf=False),
+                keras.tree.pack_sequence_as(batch, own),
             )
 
 
-class _Shuffled(keras.utils.PyDataset):
+class _Shuffled(keras.utils.PyDataset):  # type: ignore[misc]
     """A PyDataset's batches in an order by seed and epoch."""
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int) -> None:
@@ -306,8 +306,8 @@ def _shuffled(adapter: DataAdapter, shuffle: bool | None, seed: int) -> DataAdap
         return adapter
     if not isinstance(adapter, PyDatasetAdapter) or adapter.num_batches is None:
         raise ValueError(
-            "shard cannot shuffle data whose samples or batches cannot be had by index; shuffle where they are "
-            "made, by the same seed on every rank"
+            "shard cannot shuffle data whose samples or batches have no index; shuffle where they are made, "
+            "by the same seed on every rank"
         )
     return PyDatasetAdapter(_Shuffled(adapter.py_dataset, seed), class_weight=adapter.class_weight)
 
@@ -331,7 +331,7 @@ def _require_same_batch(batch: Any) -> None:
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is not None:
         raise MismatchError(
-            f"shard divides batches that every rank reads alike, but ranks 0 and {other} read different first "
-            f"ones: shuffle them by the same seed on every rank, or give fit data that is divided already "
+            f"shard divides batches that every rank reads alike, but ranks 0 and {other} read different "
+            f"first ones: shuffle them by the same seed on every rank, or give fit data that is divided already "
             f"without shard"
         )

@@ -5,7 +5,7 @@ of the ranks' results is not the result of all samples, unless every rank has as
 
     rank 0: 3 of 4 right    rank 1: 1 of 1 right    mean of ranks 0.875, of samples 4 / 5 = 0.8
 
-So the sums are added up over ranks, in one all-reduce for all metrics, and each computes its result from them.
+So one all-reduce adds the sums of all metrics up over ranks, and each computes its result from them.
 """
 
 from __future__ import annotations
