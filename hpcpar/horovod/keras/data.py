@@ -332,6 +332,6 @@ def _require_same_batch(batch: Any) -> None:
     if other is not None:
         raise MismatchError(
             f"shard divides batches that every rank reads alike, but ranks 0 and {other} read different "
-            f"first ones: shuffle them by the same seed on every rank, or give fit data that is divided already "
-            f"without shard"
+            f"first ones: shuffle them by the same seed on every rank, or give fit data that is divided "
+            f"already without shard"
         )
