@@ -88,11 +88,10 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self.device = device
         self._in_fit = False
-        self._averaged: set[str] = set()
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._in_fit = True
-        average_from_now_on(self.model)
+        average_from_now_on(self.model, "fit")
 
     def on_train_end(self, logs: Logs = None) -> None:
         self._in_fit = False
@@ -100,7 +99,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_test_begin(self, logs: Logs = None) -> None:
         if not self._in_fit:
-            average_from_now_on(self.model)
+            average_from_now_on(self.model, "evaluate")
 
     def on_test_end(self, logs: Logs = None) -> None:
         if not self._in_fit:

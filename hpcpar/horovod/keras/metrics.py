@@ -10,9 +10,10 @@ So one all-reduce adds the sums of all metrics up over ranks, and each computes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -25,12 +26,22 @@ RESULT_HOOK = "_get_metrics_result_or_logs"
 """Method of a Keras model that `fit` and `evaluate` call once, when an epoch's batches are done."""
 
 
-def average_from_now_on(model: keras.Model) -> None:
-    """Let `fit` and `evaluate` of this model compute results over all ranks, until `average_no_longer`.
+def average_from_now_on(model: keras.Model, of: Literal["fit", "evaluate"]) -> None:
+    """Let this model's results be computed over all ranks, until `average_no_longer`.
 
-    Every `evaluate` is collective meanwhile.
+    of   "fit": what `fit` itself asks for, its validation included, but not an `evaluate` that a callback of
+         one rank may call; "evaluate": what `evaluate` asks for
     """
-    model.__dict__[RESULT_HOOK] = lambda logs: results_over_ranks(model, logs)
+
+    def result(logs: dict[str, Any]) -> dict[str, Any]:
+        asking = sys._getframe(1)
+        is_validation = asking.f_locals.get("use_cached_eval_dataset", False)
+        if asking.f_code.co_name == of or is_validation:
+            return results_over_ranks(model, logs)
+        own: dict[str, Any] = getattr(type(model), RESULT_HOOK)(model, logs)
+        return own
+
+    model.__dict__[RESULT_HOOK] = result
 
 
 def average_no_longer(model: keras.Model) -> None:
@@ -46,14 +57,21 @@ def is_averaged(model: keras.Model) -> bool:
 def results_over_ranks(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
     """Return the results of the model's metrics over the samples of all ranks. Collective.
 
-    logs    of the last step, returned where a train_step of one's own has other keys than the metrics
+    logs    of the last step, whose keys count where a train_step of one's own has others than the metrics
     exact   for Keras's own metrics, and for classes that inherit their sums and results from them;
             results of all others, and numbers that are no metric's, are averaged over ranks
     errors  HorovodInternalError on every rank when ranks have different metrics
     """
+    results = _flat(getattr(type(model), RESULT_HOOK)(model, logs))
+    own = _flat(model.get_metrics_result())
     with summed_over_ranks([metric for metric in _leaves(model.metrics) if adds_up(metric)]):
-        results = getattr(type(model), RESULT_HOOK)(model, logs)
-    return average_numbers(results)
+        of_all = _flat(model.get_metrics_result())
+    # A train_step of one's own may return other numbers by these names, such as the last batch's loss.
+    taken = {
+        key: of_all[key] if key in own and np.array_equal(_array(value), _array(own[key])) else value
+        for key, value in results.items()
+    }
+    return average_numbers(taken)
 
 
 def adds_up(metric: keras.metrics.Metric) -> bool:
@@ -86,7 +104,7 @@ def average_numbers(logs: dict[str, Any]) -> dict[str, Any]:
 
     errors   HorovodInternalError on every rank when the ranks' keys or shapes differ
     """
-    values = {key: keras.ops.convert_to_numpy(logs[key]) for key in sorted(logs) if _is_number(logs[key])}
+    values = {key: _array(logs[key]) for key in sorted(logs) if _is_number(logs[key])}
     require_same("averaging metrics", [f"{key} {value.shape}" for key, value in values.items()])
     if not values:
         return logs
@@ -99,6 +117,18 @@ def average_numbers(logs: dict[str, Any]) -> dict[str, Any]:
         for (key, value), mean in zip(values.items(), means, strict=True)
     }
     return {key: averaged.get(key, value) for key, value in logs.items()}
+
+
+def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the logs without dicts in them, as Keras logs them."""
+    flat: dict[str, Any] = {}
+    for key, value in logs.items():
+        flat.update(_flat(value) if isinstance(value, Mapping) else {key: value})
+    return flat
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(value) if _is_number(value) else value)
 
 
 def _is_number(value: Any) -> bool:
