@@ -283,6 +283,11 @@ def learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
     return float(keras.ops.convert_to_numpy(_inner(optimizer).learning_rate))
 
 
+def learning_rates(optimizer: keras.optimizers.Optimizer) -> list[float]:
+    """Return the present learning rate in a list, or those of a MultiOptimizer's several optimizers."""
+    return [learning_rate(each) for each in getattr(_inner(optimizer), "optimizers", [optimizer])]
+
+
 def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return the optimizer that a LossScaleOptimizer holds, else itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)

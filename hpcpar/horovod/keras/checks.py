@@ -21,7 +21,7 @@ import keras
 import torch
 
 from hpcpar.errors import MismatchError
-from hpcpar.horovod.keras.callbacks import Logs, learning_rate
+from hpcpar.horovod.keras.callbacks import Logs, learning_rates
 from hpcpar.horovod.keras.data import Shard, digest
 from hpcpar.horovod.keras.metrics import average_from_now_on, average_no_longer, is_averaged
 from hpcpar.horovod.process_sets import ProcessSet
@@ -56,7 +56,7 @@ def check_fit(optimizer: keras.optimizers.Optimizer, process_set: ProcessSet) ->
         return
     _refuse_ignored_arguments(running)
     writers = _writers(callbacks)
-    own = (digest(running["data"]), learning_rate(optimizer), [path for _, path in writers])
+    own = (digest(running["data"]), learning_rates(optimizer), [path for _, path in writers])
     of_ranks = allgather_object(own, "keras.checks.first_step")
     digests, rates, paths = zip(*of_ranks, strict=True)
     require_same_rates(rates)
@@ -97,7 +97,7 @@ class FitChecks(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.stop_training = bool(allreduce(own, name="keras.checks.stop", op=Max))
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        own = (bool(self.model.stop_training), learning_rate(self.optimizer))
+        own = (bool(self.model.stop_training), learning_rates(self.optimizer))
         stops, rates = zip(*allgather_object(own, "keras.checks.epoch"), strict=True)
         require_same_rates(rates)
         self.model.stop_training = any(stops)
@@ -107,13 +107,14 @@ class FitChecks(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def require_same_rates(rates: Any) -> None:
-    """Raise MismatchError unless all ranks have one learning rate, as each of them then does."""
+    """Raise MismatchError unless all ranks have the same learning rates, as each of them then does."""
     other = next((r for r, rate in enumerate(rates) if rate != rates[0]), None)
     if other is not None:
+        first, second = (", ".join(f"{rate:g}" for rate in rates[r]) for r in (0, other))
         raise MismatchError(
-            f"ranks train with different learning rates: rank 0 by {rates[0]:g}, rank {other} by "
-            f"{rates[other]:g}; set it on every rank alike. At the start hvd.callbacks."
-            f"BroadcastGlobalVariablesCallback(0) gives all ranks that of rank 0"
+            f"ranks train with different learning rates: rank 0 by {first}, rank {other} by {second}; set it on "
+            f"every rank alike. At the start hvd.callbacks.BroadcastGlobalVariablesCallback(0) gives all ranks "
+            f"that of rank 0"
         )
 
 
