@@ -301,6 +301,14 @@ def test_a_horovod_program(submit: Submit) -> None:
     assert re.search(r"^held-out accuracy 0\.\d+ on 2 ranks$", job.output, re.MULTILINE)
 
 
+def test_a_keras_program(submit: Submit) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("keras")
+    job = submit("keras", "--ntasks-per-node=1", words=("examples/keras_digits.py", "--epochs", "1"))
+    assert re.search(r"^epoch 1  loss [\d.]+  held-out accuracy 0\.\d+$", job.output, re.MULTILINE)
+    assert "trained on 2 ranks" in job.output
+
+
 def test_a_program_of_torch_distributed(submit: Submit) -> None:
     # What Open MPI needs of srun, and MPICH does not mind.
     job = submit("torch", "--ntasks-per-node=1", SLURM_MPI_TYPE="pmix")

@@ -112,9 +112,9 @@ def require_same_rates(rates: Any) -> None:
     if other is not None:
         first, second = (", ".join(f"{rate:g}" for rate in rates[r]) for r in (0, other))
         raise MismatchError(
-            f"ranks train with different learning rates: rank 0 by {first}, rank {other} by {second}; set it on "
-            f"every rank alike. At the start hvd.callbacks.BroadcastGlobalVariablesCallback(0) gives all ranks "
-            f"that of rank 0"
+            f"ranks train with different learning rates: rank 0 by {first}, rank {other} by {second}; set "
+            f"it on every rank alike. At the start hvd.callbacks.BroadcastGlobalVariablesCallback(0) gives "
+            f"all ranks that of rank 0"
         )
 
 
