@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -88,12 +89,17 @@ def losses_of(done: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(loss) for loss in re.findall(r"^epoch \d+  loss ([\d.]+)", done.stdout, re.MULTILINE)]
 
 
+# Not by importing it, which would look for TensorFlow.
+needs_keras = pytest.mark.skipif(
+    not (find_spec("keras") and find_spec("sklearn")), reason="needs Keras and scikit-learn"
+)
+
+
+@needs_keras
 @pytest.mark.parametrize("example", ["keras_digits", "keras_two_inputs"])
 def test_a_keras_example_finds_the_same_losses_on_any_number_of_ranks(
     run_ranks: RunRanks, example: str
 ) -> None:
-    pytest.importorskip("keras")
-    pytest.importorskip("sklearn")
     program = str(ROOT / "examples" / f"{example}.py")
     alone, together = (run_ranks(n, program, "--epochs", "2") for n in (1, 2))
     assert "trained on 2 ranks" in together.stdout
@@ -102,9 +108,8 @@ def test_a_keras_example_finds_the_same_losses_on_any_number_of_ranks(
     assert losses_of(alone)[1] < losses_of(alone)[0]
 
 
+@needs_keras
 def test_the_keras_example_runs_by_horovods_name_and_by_hpcpar_run(tmp_path: Path) -> None:
-    pytest.importorskip("keras")
-    pytest.importorskip("sklearn")
     program = (ROOT / "examples" / "keras_digits.py").read_text()
     assert program.count("import hpcpar.horovod.keras as hvd") == 1
     script = tmp_path / "digits.py"

@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import torch
 
+from hpcpar.autograd.held_parameter import set_own_gradient
 from hpcpar.horovod.keras.callbacks import Logs
 from hpcpar.horovod.torch.elastic import run, run_fn
 from hpcpar.horovod.torch.elastic.state import ROOT, StateHandler, TorchState
@@ -53,11 +53,11 @@ class VariablesHandler(StateHandler):
         broadcast_parameters([(f"{i}.{v.path}", v.value) for i, v in enumerate(shared)], ROOT)
 
     def reset(self) -> None:
-        if hasattr(self.value, "_distribute"):  # its buckets belong to the engine that has failed
-            with torch.no_grad():
-                for variable in self.value._trainable_variables:
-                    variable.value.grad = None
-            self.value._distribute()
+        for optimizer in (self.value, getattr(self.value, "inner_optimizer", None)):
+            if hasattr(optimizer, "_distribute"):  # its buckets belong to the engine that has failed
+                for variable in optimizer._trainable_variables:
+                    set_own_gradient(variable.value, None)
+                optimizer._distribute()
 
 
 class KerasState(TorchState):

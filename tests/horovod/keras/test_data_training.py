@@ -118,3 +118,20 @@ def test_a_divided_loader_and_passes_per_step_equal_one_process() -> None:
     alone.fit(loader, epochs=2, verbose=0)
     model.fit(hvd.data.shard(loader), epochs=2, verbose=0)
     np.testing.assert_allclose(weights_of(model), weights_of(alone), atol=2e-6)
+
+
+def test_a_hand_written_loop_over_divided_data_equals_one_process() -> None:
+    def loop(model: keras.Model, batches: Any) -> None:
+        for x, y in batches:
+            loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x, training=True)))
+            variables = model.trainable_weights
+            gradients = torch.autograd.grad(loss, [variable.value for variable in variables])
+            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    alone = network(keras.optimizers.Adam(0.02))
+    model = network(hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)))
+    for of in (alone, model):
+        of.optimizer.build(of.trainable_variables)
+    loop(alone, [(X[at : at + BATCH], LABELS[at : at + BATCH]) for at in range(0, len(X), BATCH)])
+    loop(model, hvd.data.shard(X, LABELS, batch_size=BATCH))
+    np.testing.assert_allclose(weights_of(model), weights_of(alone), atol=2e-6)

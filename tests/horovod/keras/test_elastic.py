@@ -17,12 +17,15 @@ Y = X.sum(axis=1, keepdims=True)
 EPOCHS = 4
 
 
-def network(seed: int = 1) -> keras.Model:
+def network(seed: int = 1, scaled: bool = False) -> keras.Model:
     keras.utils.set_random_seed(seed)
     model = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
     )
-    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), loss="mse")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+    model.compile(optimizer=optimizer, loss="mse")
     return model
 
 
@@ -66,11 +69,12 @@ def trained(model: keras.Model, *hooks: Any, relative: bool = False) -> tuple[li
     return model.get_weights(), state, began
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("relative", [True, False])
-def test_a_training_that_failed_once_goes_on_to_what_it_would_have_been(relative: bool) -> None:
-    expected, _, _ = trained(network())
+def test_a_training_that_failed_once_goes_on_to_what_it_would_have_been(relative: bool, scaled: bool) -> None:
+    expected, _, _ = trained(network(scaled=scaled))
     fail_at = 0 if relative else 2  # with relative epochs each call counts from 0 again
-    model = network(seed=hvd.rank() + 1)  # all begin with rank 0's weights
+    model = network(seed=hvd.rank() + 1, scaled=scaled)  # all begin with rank 0's weights
     found, state, began = trained(model, Fail(fail_at), relative=relative)
     assert began == [0, fail_at]
     assert (state.epoch, state.batch) == (EPOCHS, 0)
