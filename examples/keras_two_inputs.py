@@ -82,7 +82,6 @@ def main() -> None:
         callbacks=[
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
             hvd.callbacks.MetricAverageCallback(),
-            hvd.callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=2),
             keras.callbacks.EarlyStopping("loss", patience=2),
         ],
         verbose=0,

@@ -53,7 +53,8 @@ class VariablesHandler(StateHandler):
         broadcast_parameters([(f"{i}.{v.path}", v.value) for i, v in enumerate(shared)], ROOT)
 
     def reset(self) -> None:
-        for optimizer in (self.value, getattr(self.value, "inner_optimizer", None)):
+        held: list[Any] = [self.value, getattr(self.value, "inner_optimizer", None)]
+        for optimizer in held:
             if hasattr(optimizer, "_distribute"):  # its buckets belong to the engine that has failed
                 for variable in optimizer._trainable_variables:
                     set_own_gradient(variable.value, None)
