@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import time
 from typing import TYPE_CHECKING, Any
 
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
@@ -76,7 +77,7 @@ class Calls:
             compiled = self._started(key, buffer, out)
             self.progress.run(compiled)
         except BaseException:
-            self._go_on()
+            self._go_on(buffer, out)
             raise
         self.latest = None
         if compiled.lead is not None:
@@ -90,10 +91,11 @@ class Calls:
             compiled = self._started(key, buffer, out)
             result = compiled.result
             found = (buffer if out is None else out) if result is None else result(buffer, out)
+            compiled.memory = buffer, out
             handle = compiled.handle = Handle(self.progress, compiled, found)
             self.progress.add(compiled)
         except BaseException:
-            self._go_on()
+            self._go_on(buffer, out)
             raise
         self.latest = None
         return handle
@@ -107,25 +109,31 @@ class Calls:
             compiled = self._compiled(Request(*key), buffer, out)
         if self.checked:
             self.require_same(compiled.described)
+        if compiled.count_write is not None:
+            compiled.count_write(buffer if out is None else out)
+        if self.runtime.trace is not None:
+            compiled.started_s = time.perf_counter()
         count = self.count
         number = count[0]
-        compiled.begin(number, (buffer, out))
+        turn = compiled.executor.begin(number)
         # No call of a function from here on: a signal handler finds the call either not begun, or begun.
         count[0] = number + 1
         self.recent[number % RECENT] = number, compiled.described
         self.latest = compiled
-        turn = compiled.turn
+        compiled.number = number
+        compiled.turn = turn
         if turn is not None:
             turn.queue += [compiled]
         compiled.is_under_way = True
         return compiled
 
-    def _go_on(self) -> None:
+    def _go_on(self, *memory: Any) -> None:
         """Leave a call, which an error of a signal handler ends, to whoever makes progress next."""
         if self.segment is not None:
             self.segment.withdraw(self.count[0])
         latest = self.latest
         if latest is not None and latest.is_under_way and latest not in self.progress.under_way:
+            latest.memory = memory
             self.progress.under_way.append(latest)
 
     def require_same(self, described: str) -> None:
@@ -223,7 +231,7 @@ class Calls:
             compiled = self._message_started(key, array)
             self.progress.run(compiled)
         except BaseException:
-            self._go_on()
+            self._go_on(array)
             raise
         self.latest = None
         if compiled.lead is not None:
@@ -235,10 +243,11 @@ class Calls:
         try:
             compiled = self._message_started(key, array)
             found = array if key[0] == "recv" else None
+            compiled.memory = array
             handle = compiled.handle = Handle(self.progress, compiled, found)
             self.progress.add(compiled)
         except BaseException:
-            self._go_on()
+            self._go_on(array)
             raise
         self.latest = None
         return handle
@@ -250,9 +259,13 @@ class Calls:
             compiled = None
         if compiled is None or compiled.is_under_way:
             compiled = compile_message(self, Request(*key), array)
+        if compiled.count_write is not None:
+            compiled.count_write(array)
+        if self.runtime.trace is not None:
+            compiled.started_s = time.perf_counter()
         # Ranks make different numbers of these: they take no call number.
-        number = self.count[0]
-        compiled.begin(number, (array, None))
+        compiled.number = self.count[0]
+        compiled.executor.begin(compiled.number)
         self.latest = compiled
         compiled.is_under_way = True
         return compiled

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Space, Step
 from hpcpar.algorithms.topology import Nodes
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import ExecutorStep
-from hpcpar.comm.executors.shared_call import SharedCall, SharedStep
+from hpcpar.comm.executors.shared_call import Beyond, Deferred, Round, SharedCall
 from hpcpar.comm.executors.shared_reads import BASE_OF, Group, Source
 from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, runs_of
-from hpcpar.comm.shm_segment import LINE_NBYTES, SLOTS, ShmSegment
+from hpcpar.comm.shm_segment import LINE_NBYTES, ShmSegment
 from hpcpar.comm.spaces import copies_of, copying, octets_of
+from hpcpar.transport.interface import Octets
 from hpcpar.units import KiB
 
 MOVED_NBYTES = 64 * KiB
@@ -79,10 +82,41 @@ def is_short(segment: ShmSegment, layout: NodeLayout, nbytes: int, *, combines: 
     return layout.post_nbytes(segment.ranks) <= segment.post_nbytes
 
 
-def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, ExecutorStep]) -> None:
+class SharedStep(NamedTuple):
+    """One step of a schedule in the memory of a node.
+
+    position    in the rank's schedule
+    before      actions before what is sent can be read
+    post        (byte of the body, what is copied there), in a short call that sends
+    beside      actions for which the peers need not wait
+    groups      messages of local ranks
+    readers     local ranks that read what this step sends, and the phase in which they have done so
+    elsewhere   messages of the same step to and from other nodes
+    is_held     what comes from local ranks is reduced only when the messages to other nodes have left
+    """
+
+    position: int
+    before: Sequence[Action]
+    post: tuple[int, Octets] | None
+    beside: Sequence[Action]
+    groups: Sequence[Group]
+    readers: Sequence[tuple[int, int]]
+    elsewhere: ExecutorStep | None
+    is_held: bool
+
+
+def bind_steps(
+    call: SharedCall,
+    planned: Plan,
+    op: str,
+    elsewhere: dict[int, ExecutorStep],
+    first: Sequence[Action],
+    last: Sequence[Action],
+) -> None:
     """Bind a plan to the memory of the node: the steps of a call.
 
-    elsewhere   for each step, by index, its messages to and from other nodes
+    elsewhere     for each step, by index, its messages to and from other nodes
+    first, last   actions before and after all steps
     """
     segment, layout, spaces = call.segment, call.layout, call.spaces
     steps = {step.index: step for step in planned.steps}
@@ -90,9 +124,6 @@ def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, Ex
         steps = {0: PlannedStep((), (), ())}
     matching = _Matching(call)
     posts = layout.posts(call.rank, segment.ranks) if call.is_short else {}
-    receives = any(step.receives for step in steps.values())
-    if call.is_short and not receives:
-        call.glances = [r for r in range(segment.size) if r != segment.rank]
     bound: list[SharedStep] = []
     for index, step in steps.items():
         before, beside = copies_of(step, spaces)  # type: ignore[arg-type]
@@ -102,14 +133,10 @@ def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, Ex
             tuple(message for message in step.receives if message.peer in segment.local),
             index,
         )
-        post_actions: list[list[Action]] = [[]] * SLOTS
+        post = None
         if call.is_short and index in posts:
             space, start, stop, at = posts[index]
-            source = call.sent((space, start, stop))
-            post_actions = [
-                [copying(segment.body(slot, segment.rank)[at : at + source.size], source)]
-                for slot in range(SLOTS)
-            ]
+            post = at, call.sent((space, start, stop))
         elif not call.is_short:
             before = [*before, *matching.send_copies(local)]
         if call.lent is not None and step.sends:
@@ -124,12 +151,98 @@ def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, Ex
         )
         readers = [] if call.is_short else matching.readers(local)
         groups = _groups(call, local, matching, op)
-        bound.append(
-            SharedStep(index, before, post_actions, beside, groups, readers, elsewhere.get(index), is_held)
-        )
-    call.bind(bound)
+        bound.append(SharedStep(index, before, post, beside, groups, readers, elsewhere.get(index), is_held))
+    if call.is_short and not any(step.groups for step in bound):
+        last = [*last, call.glance]
+    call.bind(len(bound), partial(_rounds, call, bound, first, last), list(elsewhere.values()))
     if not call.is_short:
         call.bases = matching.bases()
+
+
+def _rounds(
+    call: SharedCall, steps: Sequence[SharedStep], first: Sequence[Action], last: Sequence[Action], slot: int
+) -> list[Round]:
+    """Rounds of a call in one slot."""
+    rounds = _Rounds(call.segment, slot)
+    rounds.act(first)
+    for number, step in enumerate(steps):
+        rounds.act(step.before)
+        if step.post is not None:
+            at, source = step.post
+            body = call.segment.body(slot, call.segment.rank)
+            rounds.act([copying(body[at : at + source.size], source)])
+        rounds.tell(2 * step.position + 1)
+        rounds.step = number
+        rounds.act(step.beside)
+        if step.elsewhere is not None:
+            rounds.ask((), Beyond(call, step.elsewhere, is_awaited=step.is_held))
+        for group in step.groups:
+            if call.is_short:
+                rounds.wait(group.waits)
+                rounds.act(group.from_bodies(slot))
+            else:
+                rounds.ask(group.waits, group)
+        if step.groups and not call.is_short:
+            rounds.tell(2 * step.position + 2)
+        rounds.wait(step.readers)
+        if step.elsewhere is not None and not step.is_held:
+            rounds.ask((), Beyond(call, step.elsewhere, is_awaited=True))
+    rounds.act(last)
+    rounds.close()
+    return rounds.made
+
+
+class _Rounds:
+    """Rounds in the making: what is waited for, done and told one after the other.
+
+    On processors that reorder memory accesses, fences stand after a wait and before what is told.
+    """
+
+    def __init__(self, segment: ShmSegment, slot: int) -> None:
+        self.made: list[Round] = []
+        self.step = 0
+        self._headers = segment.headers[slot]
+        self._fences: list[Action] = [] if segment.fence is None else [segment.fence]
+        self._waits: list[tuple[int, int]] = []
+        self._actions: list[Action] = []
+        self._asked: Deferred | None = None
+
+    def wait(self, waits: Sequence[tuple[int, int]]) -> None:
+        """Wait for these local ranks to reach these phases."""
+        if waits and (self._actions or self._asked is not None):
+            self.close()
+        self._waits += [(self._headers[rank], phase) for rank, phase in waits]
+
+    def act(self, actions: Sequence[Action]) -> None:
+        if actions and self._asked is not None:
+            self.close()
+        self._actions += actions
+
+    def ask(self, waits: Sequence[tuple[int, int]], asked: Deferred) -> None:
+        """Wait for these, and do what `asked` then says."""
+        if self._actions:
+            self.close()
+        self.wait(waits)
+        self._asked = asked
+
+    def close(self) -> None:
+        """End the round, if there is any."""
+        if self._waits or self._actions or self._asked is not None:
+            self.tell(0)
+
+    def tell(self, phase: int) -> None:
+        """End the round, and tell the peers."""
+        waits, fences, step = self._waits, self._fences, self.step
+        if self._asked is None:
+            actions = [*fences, *self._actions, *fences]
+            self.made.append(Round(waits, actions, None, phase, step))
+        elif fences:
+            self.made.append(Round(waits, fences, None, 0, step))
+            self.made.append(Round((), None, self._asked, 0, step))
+            self.made.append(Round((), fences, None, phase, step))
+        else:
+            self.made.append(Round(waits, None, self._asked, phase, step))
+        self._waits, self._actions, self._asked = [], [], None
 
 
 def _groups(call: SharedCall, step: PlannedStep, matching: _Matching, op: str) -> list[Group]:
