@@ -43,6 +43,9 @@ ROOTED = tuple(
 )
 """Calls that need a root: None is no rank."""
 
+MESSAGES = ("send", "recv")
+"""Point-to-point messages, which have no binder."""
+
 
 Binder = Callable[["Calls", Request, "int | None", Any, Any], Arguments]
 

@@ -225,7 +225,6 @@ class CompiledCollective:
         turn = self.turn
         if turn is not None and turn.queue[0] is not self:
             return False
-        self.error = None
         try:
             if not self.executor.advance(looks):
                 return False
@@ -233,9 +232,10 @@ class CompiledCollective:
                 self._note(self.runtime.trace)
         except HpcparError as error:
             self.error = error
-        # From here on no call of a function, so that no signal handler runs in between.
-        if self.error is None:
+        else:
+            self.error = None
             self.tally.calls += 1
+        # In these lines no call of a function, so that no signal handler runs in between.
         if turn is not None:
             del turn.queue[0]
         self.is_under_way = False

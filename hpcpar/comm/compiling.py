@@ -78,7 +78,10 @@ def compile_message(calls: Calls, request: Request, array: Any) -> CompiledColle
     planned, spaces = counted((step,)), {space: host}
     compiled = _new(calls, request, what, "", planned, spaces)
     compiled.collective, compiled.comm_id = what, None
-    compiled.count_write = write_counter(array) if receives else None
+    if receives:
+        compiled.count_write = write_counter(array)
+    else:
+        compiled.result = lambda buffer, out: None
     arguments = Arguments()
     if receives:
         arguments.last = [partial(_require_length, compiled, host.octets.size)]
@@ -92,9 +95,7 @@ def compile_message(calls: Calls, request: Request, array: Any) -> CompiledColle
         calls.transport, [step], spaces, "sum", calls.runtime.scratch, Signature(tag, [None])
     )
     compiled.executor = StepSequence(last=arguments.last, program=program)
-    if request.input is not None and is_used_in_place(array) and request not in calls.cache:
-        compiled.is_cached = True
-        calls.keep(request, compiled)
+    compiled.is_cached = request.input is not None and is_used_in_place(array)
     return compiled
 
 

@@ -87,6 +87,12 @@ class Progress:
         if not self._lock._is_owned():
             self._advance([compiled])
 
+    def leave(self, compiled: CompiledCollective) -> None:
+        """Take a call under way that an exception of a handler has left."""
+        if compiled not in self.under_way:
+            self.under_way.append(compiled)
+            self._latest = compiled
+
     def _advance(self, calls: Sequence[CompiledCollective], looks: int = 1) -> None:
         with self._lock:
             latest = self._latest
@@ -104,10 +110,7 @@ class Progress:
             self.require_outside("a collective")
         if not self.under_way:  # the usual case: most end at the first attempt, without the list
             with lock:
-                if self._latest is None:
-                    self._latest = compiled
-                    compiled.advance(self.looks)
-                    self._latest = None
+                compiled.advance(self.looks)
         if compiled.is_under_way:
             self.under_way.append(compiled)
             self.wait(compiled)

@@ -83,6 +83,7 @@ class ShmSegment:
     fence         orders memory accesses on processors that reorder them; None where none is needed
     arrays        arrays of `allocate_shared`, by number; all ranks here have the same
     headers       for each slot and local rank, the first word of the header
+    own_headers   the same of this rank, for each slot
     tickets       calls in this memory that have been begun: ticket t uses slot t mod SLOTS
     latest        number of the call that was begun last
     ended         first of the words in which this rank tells, for each slot, one more than the ticket of the
@@ -115,6 +116,7 @@ class ShmSegment:
             [(slot * self.size + r) * stride // WORD_NBYTES for r in range(self.size)]
             for slot in range(SLOTS)
         ]
+        self.own_headers = [headers[rank] for headers in self.headers]
         self.tickets, self.latest = 0, -1
         self.ended_by_all = [0] * SLOTS
         self._told = SLOTS * self.size * stride // WORD_NBYTES

@@ -13,7 +13,7 @@ from hpcpar.algorithms.step import Receive, Send, Space, Step
 from hpcpar.algorithms.topology import Nodes
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import ExecutorStep
-from hpcpar.comm.executors.shared_call import Beyond, Deferred, Round, SharedCall
+from hpcpar.comm.executors.shared_call import Beyond, Deferred, Gate, SharedCall, Task
 from hpcpar.comm.executors.shared_reads import BASE_OF, Group, Source
 from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, runs_of
 from hpcpar.comm.shm_segment import LINE_NBYTES, ShmSegment
@@ -154,95 +154,100 @@ def bind_steps(
         bound.append(SharedStep(index, before, post, beside, groups, readers, elsewhere.get(index), is_held))
     if call.is_short and not any(step.groups for step in bound):
         last = [*last, call.glance]
-    call.bind(len(bound), partial(_rounds, call, bound, first, last), list(elsewhere.values()))
+    call.bind(len(bound), partial(_tasks, call, bound, first, last), list(elsewhere.values()))
     if not call.is_short:
         call.bases = matching.bases()
 
 
-def _rounds(
+def _tasks(
     call: SharedCall, steps: Sequence[SharedStep], first: Sequence[Action], last: Sequence[Action], slot: int
-) -> list[Round]:
-    """Rounds of a call in one slot."""
-    rounds = _Rounds(call.segment, slot)
-    rounds.act(first)
+) -> list[Task]:
+    """Tasks of a call in one slot."""
+    segment = call.segment
+    tasks = _Tasks(segment, slot)
+    tasks.act(_publishing(call, slot))
+    tasks.act(first)
     for number, step in enumerate(steps):
-        rounds.act(step.before)
+        tasks.act(step.before)
         if step.post is not None:
             at, source = step.post
-            body = call.segment.body(slot, call.segment.rank)
-            rounds.act([copying(body[at : at + source.size], source)])
-        rounds.tell(2 * step.position + 1)
-        rounds.step = number
-        rounds.act(step.beside)
+            tasks.act([copying(segment.body(slot, segment.rank)[at : at + source.size], source)])
+        tasks.tell(2 * step.position + 1)
+        tasks.step = number
+        tasks.act(step.beside)
         if step.elsewhere is not None:
-            rounds.ask((), Beyond(call, step.elsewhere, is_awaited=step.is_held))
+            tasks.wait((), Beyond(call, step.elsewhere, is_awaited=step.is_held))
         for group in step.groups:
             if call.is_short:
-                rounds.wait(group.waits)
-                rounds.act(group.from_bodies(slot))
+                tasks.wait(group.waits)
+                tasks.act(group.from_bodies(slot))
             else:
-                rounds.ask(group.waits, group)
+                tasks.wait(group.waits, group)
         if step.groups and not call.is_short:
-            rounds.tell(2 * step.position + 2)
-        rounds.wait(step.readers)
+            tasks.tell(2 * step.position + 2)
+        if step.readers:
+            tasks.wait(step.readers)
         if step.elsewhere is not None and not step.is_held:
-            rounds.ask((), Beyond(call, step.elsewhere, is_awaited=True))
-    rounds.act(last)
-    rounds.close()
-    return rounds.made
+            tasks.wait((), Beyond(call, step.elsewhere, is_awaited=True))
+    tasks.act(last)
+    return tasks.end()
 
 
-class _Rounds:
-    """Rounds in the making: what is waited for, done and told one after the other.
+def _publishing(call: SharedCall, slot: int) -> list[Action]:
+    """Write where the own arrays lie, before the first state that lets others read them."""
+    segment = call.segment
+    header, table = segment.own_headers[slot], segment.table_word(slot, segment.rank)
+    words = [(header + word, base) for word, base in call.bases]
+    words += [(table + number, value) for number, value in enumerate(call.table)]
+    return [partial(call.words.__setitem__, word, value) for word, value in words]
 
-    On processors that reorder memory accesses, fences stand after a wait and before what is told.
+
+class _Tasks:
+    """Tasks in the making: what is done, told and waited for one after the other.
+
+    On processors that reorder memory accesses, fences stand before what is told and after a wait.
     """
 
     def __init__(self, segment: ShmSegment, slot: int) -> None:
-        self.made: list[Round] = []
         self.step = 0
         self._headers = segment.headers[slot]
         self._fences: list[Action] = [] if segment.fence is None else [segment.fence]
-        self._waits: list[tuple[int, int]] = []
-        self._actions: list[Action] = []
-        self._asked: Deferred | None = None
-
-    def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Wait for these local ranks to reach these phases."""
-        if waits and (self._actions or self._asked is not None):
-            self.close()
-        self._waits += [(self._headers[rank], phase) for rank, phase in waits]
+        self._made: list[Task] = []
+        self._phase = 0
+        self._gate: Gate | None = None
 
     def act(self, actions: Sequence[Action]) -> None:
-        if actions and self._asked is not None:
-            self.close()
-        self._actions += actions
-
-    def ask(self, waits: Sequence[tuple[int, int]], asked: Deferred) -> None:
-        """Wait for these, and do what `asked` then says."""
-        if self._actions:
-            self.close()
-        self.wait(waits)
-        self._asked = asked
-
-    def close(self) -> None:
-        """End the round, if there is any."""
-        if self._waits or self._actions or self._asked is not None:
-            self.tell(0)
+        for action in actions:
+            self._made.append(Task(len(self._made) + 1, self._phase, self._gate, action))
+            self._phase, self._gate = 0, None
 
     def tell(self, phase: int) -> None:
-        """End the round, and tell the peers."""
-        waits, fences, step = self._waits, self._fences, self.step
-        if self._asked is None:
-            actions = [*fences, *self._actions, *fences]
-            self.made.append(Round(waits, actions, None, phase, step))
-        elif fences:
-            self.made.append(Round(waits, fences, None, 0, step))
-            self.made.append(Round((), None, self._asked, 0, step))
-            self.made.append(Round((), fences, None, phase, step))
-        else:
-            self.made.append(Round(waits, None, self._asked, phase, step))
-        self._waits, self._actions, self._asked = [], [], None
+        """Tell the peers that this phase is reached."""
+        self.act(self._fences)
+        self._settle()
+        self._phase = phase
+
+    def wait(self, waits: Sequence[tuple[int, int]], deferred: Deferred | None = None) -> None:
+        """Wait for these local ranks to reach these phases, and do what `deferred` then says."""
+        if self._gate is not None:
+            self._settle()
+        found = [(self._headers[rank], phase) for rank, phase in waits]
+        if self._fences and found:
+            self._gate = Gate(found, None, self.step)
+            self.act(self._fences)
+            found = []
+        if found or deferred is not None:
+            self._gate = Gate(found, deferred, self.step)
+
+    def end(self) -> list[Task]:
+        self.act(self._fences)
+        self._settle()
+        return self._made
+
+    def _settle(self) -> None:
+        """Make a task of what has no action yet."""
+        if self._phase or self._gate is not None:
+            self.act([bool])
 
 
 def _groups(call: SharedCall, step: PlannedStep, matching: _Matching, op: str) -> list[Group]:

@@ -52,8 +52,6 @@ from hpcpar.transport.interface import Octets
 if TYPE_CHECKING:
     from hpcpar.comm.executors.shared_binding import NodeLayout
 
-CLAIMING = -1
-
 
 class Deferred(Protocol):
     """Interface of a part of a call whose actions are known only when the peers have come."""
@@ -62,24 +60,36 @@ class Deferred(Protocol):
         """None: not yet."""
 
 
-class Round(NamedTuple):
-    """Wait for peers, act, and tell them: a call in one slot is a list of these.
+class Gate(NamedTuple):
+    """The peers that a rank waits for before it goes on, and what it then does.
 
-    waits     (state word of a local rank, phase that it must have reached)
-    actions   what is done then; None: `deferred` says
-    phase     what this rank's state then tells; 0: as before
-    step      number of the step that it belongs to, for reports
+    waits      (state word of a local rank, phase that it must have reached)
+    deferred   actions that are known only then; None: there are none
+    step       number of the step that it belongs to, for reports
     """
 
     waits: Sequence[tuple[int, int]]
-    actions: Sequence[Action] | None
     deferred: Deferred | None
-    phase: int
     step: int
 
 
+class Task(NamedTuple):
+    """Tell the peers, pass a gate, act: a call in one slot is a list of these.
+
+    after   number of the next task
+    phase   what this rank's state tells from now on; 0: as before
+    gate    None: nobody is waited for
+    action  what is done then, exactly once
+    """
+
+    after: int
+    phase: int
+    gate: Gate | None
+    action: Action
+
+
 class SharedCall:
-    """One compiled call in the memory of a node: its slot, its digest, where all of it lies, and its rounds.
+    """One compiled call in the memory of a node: its slot, its digest, where all of it lies, and its tasks.
 
     described   the request in words, for errors
     is_short    what is sent is copied into the body
@@ -112,14 +122,14 @@ class SharedCall:
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
         self.count = 0
-        self._bind: Callable[[int], Sequence[Round]] | None = None
-        self._by_slot: list[Sequence[Round] | None] = [None] * SLOTS
+        self._bind: Callable[[int], Sequence[Task]] | None = None
+        self._by_slot: list[Sequence[Task] | None] = [None] * SLOTS
         self._elsewhere: Sequence[ExecutorStep] = ()
         self.beyond: ExecutorStep | None = None
         self.number = self.ticket = -1
         self.slot, self.stamp, self.header = 0, 0, segment.headers[0][segment.rank]
-        self._rounds: Sequence[Round] = ()
-        self._at = CLAIMING
+        self._tasks: Sequence[Task] = ()
+        self._at = 0  # of the task under way, until its action is begun
         self._actions: Iterator[Action] | None = None
         self.awaited: Awaited | None = None
 
@@ -131,14 +141,17 @@ class SharedCall:
     @property
     def done(self) -> int:
         """Number of steps before the one under way."""
-        if self._at < len(self._rounds):
-            return self._rounds[max(self._at, 0)].step
-        return self.count
+        gate = self._gate
+        return 0 if gate is None else gate.step
+
+    @property
+    def _gate(self) -> Gate | None:
+        return self._tasks[self._at].gate if self._at < len(self._tasks) else None
 
     def bind(
-        self, count: int, bind: Callable[[int], Sequence[Round]], elsewhere: Sequence[ExecutorStep]
+        self, count: int, bind: Callable[[int], Sequence[Task]], elsewhere: Sequence[ExecutorStep]
     ) -> None:
-        """Take the number of steps, and what makes their rounds in a slot."""
+        """Take the number of steps, and what makes their tasks in a slot."""
         self.count, self._bind, self._elsewhere = count, bind, elsewhere
 
     def begin(self, number: int) -> None:
@@ -148,13 +161,13 @@ class SharedCall:
         self.number, self.ticket = number, ticket
         self.slot = slot = ticket % SLOTS
         self.stamp = (number & NUMBER_MASK) << NUMBER_SHIFT | self._digest
-        self.header = segment.headers[slot][segment.rank]
-        rounds = self._by_slot[slot]
-        if rounds is None:
+        self.header = segment.own_headers[slot]
+        tasks = self._by_slot[slot]
+        if tasks is None:
             assert self._bind is not None, "freed"
-            rounds = self._by_slot[slot] = self._bind(slot)
-        self._rounds = rounds
-        self._at = CLAIMING
+            tasks = self._by_slot[slot] = self._bind(slot)
+        self._tasks = tasks
+        self._at = 0
         self._actions = None
         for elsewhere in self._elsewhere:
             elsewhere.begin(number)
@@ -179,36 +192,42 @@ class SharedCall:
         return lent.part(run[1] - at, run[2] - at).octets
 
     def advance(self, looks: int) -> bool:
-        words, segment = self.words, self.segment
-        if self._at == CLAIMING:
-            # Or else: look whether all ranks have ended the call that used the slot before.
-            if segment.ended_by_all[self.slot] <= self.ticket - SLOTS and not self._is_free():
-                return False
-            if self.bases or self.table:
-                self.publish_bases()
-            self._at = 0
-        rounds, stamp = self._rounds, self.stamp
-        failed = stamp | FAILED
-        while self._at < len(rounds):
-            waits, actions, deferred, phase, _ = rounds[self._at]
-            if self._actions is None:
-                for word, least in waits:
-                    if not stamp | least <= words[word] < failed and not self._comes(word, least, looks):
-                        return False
-                if deferred is not None:
-                    actions = deferred.actions()
-                    if actions is None:
-                        self.awaited = None
-                        return False
-                self._actions = iter(actions)  # type: ignore[arg-type]
-            for action in self._actions:
-                action()
+        words, stamp, at, tasks = self.words, self.stamp, self._at, self._tasks
+        if at:
+            tasks = tasks[at:]
+        # Or else: look whether all ranks have ended the call that used the slot before.
+        elif self.segment.ended_by_all[self.slot] <= self.ticket - SLOTS and not self._is_free():
+            return False
+        for at, phase, gate, action in tasks:
             if phase:
                 words[self.header] = stamp | phase
-            # No call of a function here, so that no signal handler runs in between.
-            self._at += 1
-            self._actions = None
-        words[segment.ended + self.slot] = self.ticket + 1
+            if gate is not None:
+                waits, deferred, _ = gate
+                for word, least in waits:
+                    if not stamp | least <= words[word] < stamp | FAILED and not self._comes(
+                        word, least, looks
+                    ):
+                        return False
+                if deferred is not None:
+                    if not self._does(deferred):
+                        return False
+                    self._actions = None
+            # From here to the action no call of a function, so that no signal handler runs in between.
+            self._at = at
+            action()
+        words[self.segment.ended + self.slot] = self.ticket + 1
+        return True
+
+    def _does(self, deferred: Deferred) -> bool:
+        """Do what was deferred until the peers have come."""
+        if self._actions is None:
+            actions = deferred.actions()
+            if actions is None:
+                self.awaited = None
+                return False
+            self._actions = iter(actions)
+        for action in self._actions:
+            action()
         return True
 
     def _is_free(self) -> bool:
@@ -221,15 +240,6 @@ class SharedCall:
                 raise self._mismatch(rank)
         self.awaited = None
         return False
-
-    def publish_bases(self) -> None:
-        """Write where the own arrays lie, before the first state that lets others read them."""
-        for word, base in self.bases:
-            self.words[self.header + word] = base
-        if self.table:
-            at = self.segment.table_word(self.slot, self.segment.rank)
-            for number, value in enumerate(self.table):
-                self.words[at + number] = value
 
     def _comes(self, word: int, least: int, looks: int) -> bool:
         """True if a local rank reaches a phase while this one looks so many times."""
@@ -277,13 +287,13 @@ class SharedCall:
         return self.failed(text)
 
     def waiting_for(self) -> tuple[int, ...]:
-        ranks, headers = self.segment.ranks, self.headers
-        if self._at == CLAIMING:
-            return tuple(sorted(ranks[rank] for rank in self.segment.using(self.ticket)))
-        waits = self._rounds[self._at].waits if self._at < len(self._rounds) else ()
+        ranks, headers, gate = self.segment.ranks, self.headers, self._gate
+        users = () if self._at else self.segment.using(self.ticket)
+        if users:
+            return tuple(sorted(ranks[rank] for rank in users))
         missing = {
             ranks[headers.index(word)]
-            for word, phase in waits
+            for word, phase in (() if gate is None else gate.waits)
             if not self.stamp | phase <= self.words[word] < self.stamp | FAILED
         }
         if self.beyond is not None:
@@ -297,11 +307,12 @@ class SharedCall:
         for elsewhere in self._elsewhere:
             elsewhere.free()
         # These refer to the call.
-        self._rounds, self._bind, self._by_slot = (), None, [None] * SLOTS
+        self._tasks, self._bind, self._by_slot = (), None, [None] * SLOTS
+        self._actions = None
 
 
 class Beyond:
-    """Messages of a step to and from other nodes; they are complete before the round goes on, or begun."""
+    """Messages of a step to and from other nodes; complete before the call goes on, or begun."""
 
     def __init__(self, call: SharedCall, messages: ExecutorStep, *, is_awaited: bool) -> None:
         self._call = call
