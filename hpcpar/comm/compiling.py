@@ -28,7 +28,9 @@ from hpcpar.comm.plan import (
     PlannedStep,
     counted,
     plan,
+    reading_input,
     received_elsewhere,
+    writes_all,
 )
 from hpcpar.comm.reductions import finishing
 from hpcpar.comm.request import Request, is_used_in_place, rank_of
@@ -135,10 +137,17 @@ def compile_collective(
     work_chunks = algorithm.work_chunks(calls.size)
     if work_chunks:
         cut, spaces = _with_work(cut, spaces, work_chunks)
-    planned = plan(
-        algorithm, calls.rank, calls.size, arguments.root or 0, segments, cut, calls.transport.nodes
-    )
+    reads_input = arguments.reads_input and _can_read_input(calls, algorithm, arguments.root or 0, segments)
+    arguments.reads_input = reads_input and not isinstance(whole, DeviceBuffer)
+    bound = algorithm, calls.rank, calls.size, arguments.root or 0, segments, cut, calls.transport.nodes
     kept = arguments.kept
+    planned = plan(*bound, reads_input=arguments.reads_input and arguments.lent is not None)
+    if arguments.reads_input and arguments.lent is not None:
+        if kept is not None or writes_all(planned, whole.count):
+            spaces = {**spaces, "input": arguments.lent}
+            first.clear()
+        else:
+            planned = plan(*bound)
     copy_nbytes = 0
     if kept is not None and planned.received:
         elsewhere, is_filled = None, False
@@ -154,7 +163,8 @@ def compile_collective(
             work = whole.scratch(whole.count)
             copy_nbytes = whole.octets.size
             spaces = {**spaces, "data": work}
-            first.append(copying(work.octets, whole.octets))
+            if "input" not in spaces:
+                first.append(copying(work.octets, whole.octets))
             if kept.target is not None:
                 last.insert(0, copying(kept.target.octets, work.part(*arguments.own).octets))
     elif kept is not None and kept.target is not None:
@@ -166,6 +176,19 @@ def compile_collective(
     compiled.is_cached = arguments.same_everywhere and copy_nbytes <= KEPT_COPY_NBYTES
     _bind_steps(calls, compiled, arguments, algorithm, segments, cut, planned, spaces)
     return compiled
+
+
+def _can_read_input(calls: Calls, algorithm: Algorithm, root: int, segments: int) -> bool:
+    """True if ranks need not copy their input first. The same on all ranks that share memory."""
+    segment = calls.segment
+    if segment is not None and not calls.is_all_shared:
+        return False  # messages of one step by two executors are two sums: both would begin with the input
+    nodes = calls.transport.nodes
+    return all(
+        reading_input(algorithm.schedule(rank, calls.size, root=root, segments=segments, nodes=nodes))
+        is not None
+        for rank in ([calls.rank] if segment is None else segment.ranks)
+    )
 
 
 def _new(
@@ -217,7 +240,12 @@ def _bind_steps(
                 elsewhere[step.index] = MessageStep(
                     calls.transport, beyond, spaces, op, fresh_tag, scratch, tags=CALLS_TOLD_APART
                 )
-        if arguments.lent is not None and not elsewhere and call.lend(arguments.lent, arguments.own, planned):
+        if (
+            "input" not in spaces
+            and arguments.lent is not None
+            and not elsewhere
+            and call.lend(arguments.lent, arguments.own, planned)
+        ):
             arguments.first = []
         bind_steps(call, planned, op, elsewhere, arguments.first, arguments.last)
         compiled.executor = call
@@ -281,6 +309,7 @@ def _layout(
         cut,
         whole.itemsize,
         is_uneven=not arguments.same_everywhere,
+        reads_input=arguments.reads_input,
     )
 
 

@@ -8,7 +8,7 @@
 A header is one cache line of 64-bit words, which its rank alone writes:
 
     word 0     state:  number of the call | digest of the request | phase
-    word 1…4   bases:  where element 0 of the rank's data, output, work space and send copy would lie
+    word 1…5   bases:  where element 0 of the rank's data, output, work space, send copy and input would lie
 
 `executors/shared_call.py` has the protocol. A body holds what its rank sends in a short call. The words of
 a rank's ended calls are one cache line, too, so that a look at it tells of all slots.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import ExecutorStep
 from hpcpar.comm.executors.shared_call import Beyond, Deferred, Gate, SharedCall, Task
 from hpcpar.comm.executors.shared_reads import BASE_OF, Group, Source
-from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, runs_of
+from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, reading_input, runs_of
 from hpcpar.comm.shm_segment import LINE_NBYTES, ShmSegment
 from hpcpar.comm.spaces import copies_of, copying, octets_of
 from hpcpar.transport.interface import Octets
@@ -31,8 +31,9 @@ class NodeLayout:
     """All that the ranks of a node know of each other's schedules.
 
     algorithm, size, root, segments, nodes   which schedules
-    edges       where the chunks lie, on every rank; without "input" where that is each rank's own affair
+    offsets     where the chunks lie, on every rank
     itemsize    bytes of an element
+    reads_input the data get their first values from the space "input" (`plan.reading_input`)
     """
 
     algorithm: Algorithm
@@ -43,15 +44,23 @@ class NodeLayout:
     offsets: Offsets
     itemsize: int
     is_uneven: bool
+    reads_input: bool = False
+
+    @property
+    def edges(self) -> dict[Space, Edges]:
+        edges = dict(self.offsets)
+        return {**edges, "input": edges["data"]} if self.reads_input else edges
 
     def schedule(self, rank: int) -> tuple[Step, ...]:
-        return self.algorithm.schedule(
+        schedule = self.algorithm.schedule(
             rank, self.size, root=self.root, segments=self.segments, nodes=self.nodes
         )
+        found = reading_input(schedule) if self.reads_input else None
+        return schedule if found is None else found[0]
 
     def posts(self, rank: int, local: Sequence[int]) -> dict[int, tuple[Space, int, int, int]]:
         """For each step in which a rank sends to local ones: (space, start, stop, byte in the body)."""
-        edges, at = dict(self.offsets), 0
+        edges, at = self.edges, 0
         found: dict[int, tuple[Space, int, int, int]] = {}
         for index, step in enumerate(self.schedule(rank)):
             sends = [send for send in step.sends if send.to in local and send.chunks]
@@ -273,17 +282,19 @@ class _Matching:
     def __init__(self, call: SharedCall) -> None:
         self._call = call
         self._layout = call.layout
-        self._edges: dict[Space, Edges] = dict(call.layout.offsets)
+        self._edges = call.layout.edges
         self._copy: tuple[Space, int, int] | None = None
         self._sends: dict[int, list[tuple[int, Send]]] = {}
         self._receives: dict[int, list[int]] = {}
         own = self._layout.schedule(call.rank)
-        local = set(call.segment.ranks)
+        self._copies_input = call.is_in_place and any(
+            send.space == "input" and self._is_overwritten(step, send) for step in own for send in step.sends
+        )
         copied = [
             (send.space, chunk)
             for step in own
             for send in step.sends
-            if send.to in local and _is_overwritten(step, send)
+            if self._is_copied(step, send)
             for chunk in send.chunks
         ]
         if copied and not call.is_short:
@@ -336,7 +347,7 @@ class _Matching:
         runs = {
             run
             for send in original.sends
-            if send.to in self._call.segment.local and _is_overwritten(original, send)
+            if self._is_copied(original, send)
             for run in runs_of(send, self._edges)[0]
         }
         return [
@@ -347,18 +358,32 @@ class _Matching:
             for _, start, stop in sorted(runs)
         ]
 
+    def _is_copied(self, step: Step, send: Send) -> bool:
+        """True if this rank sends from a copy: it receives there in the same step, or the copy is made."""
+        is_local = send.to in self._call.segment.local
+        return is_local and (
+            (self._copies_input and send.space == "input") or self._is_overwritten(step, send)
+        )
+
+    def _is_overwritten(self, step: Step, send: Send) -> bool:
+        if self._call.is_in_place and send.space == "input":
+            send = replace(send, space="data")
+        return _is_overwritten(step, send)
+
     def bases(self) -> list[tuple[int, int]]:
         """(word of the header, base) of each space of this rank."""
         segment, itemsize = self._call.segment, self._layout.itemsize
         found = []
-        for name, buffer in self._call.spaces.items():
-            if name not in BASE_OF or not buffer.octets.size:
+        for name in self._call.spaces:
+            place = "copy" if name == "input" and self._copies_input else name
+            buffer = self._call.spaces[place]
+            if not buffer.octets.size:
                 continue
             base = segment.base_of(buffer.address, buffer.octets.size)
             if name == "data" and self._call.lent is not None:
                 lent, at = self._call.lent
                 base = segment.base_of(lent.address, lent.octets.size) - at * itemsize
-            if name == "copy" and self._copy is not None:
+            if place == "copy" and self._copy is not None:
                 base -= self._copy[1] * itemsize
             found.append((BASE_OF[name], base))
         return found

@@ -93,6 +93,7 @@ class SharedCall:
 
     described   the request in words, for errors
     is_short    what is sent is copied into the body
+    is_in_place the data are the input, too, where other ranks may have them apart
     tell        called with the number of a call, and in words how another rank's differs: tells all ranks
     count       of steps
     beyond      messages to and from other nodes that are under way
@@ -118,6 +119,9 @@ class SharedCall:
         self.words = segment.words
         self._digest = (crc32(described.encode()) & DIGEST_MASK) << DIGEST_SHIFT
         self.spaces: dict[str, HostBuffer] = {str(name): buffer for name, buffer in spaces.items()}
+        self.is_in_place = layout.reads_input and "input" not in spaces
+        if self.is_in_place:
+            self.spaces["input"] = self.spaces["data"]
         self.lent: tuple[HostBuffer, int] | None = None
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
@@ -263,7 +267,7 @@ class SharedCall:
         is_another = is_same_number and state >> DIGEST_SHIFT != stamp >> DIGEST_SHIFT
         if is_another or state == stamp | FAILED:
             raise self._mismatch(self.headers.index(word))
-        self.awaited = self.words, word, state
+        self.awaited = None if self.beyond is not None else (self.words, word, state)
         return False
 
     def glance(self) -> None:

@@ -25,7 +25,7 @@ SUMMED_AT_ONCE_NBYTES = 1536 * KiB
 BASES_KEPT = 8
 """Places of the peers' arrays for which a step keeps its actions."""
 
-BASE_OF: dict[str, int] = {"data": 1, "input": 1, "output": 2, "work": 3, "copy": 4}
+BASE_OF: dict[str, int] = {"data": 1, "output": 2, "work": 3, "copy": 4, "input": 5}
 """Word of the header that holds the base of a space."""
 
 
