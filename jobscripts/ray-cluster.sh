@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Ray on all nodes of a Slurm job: ray-preprocess.sh and serve-vllm.sh say `. jobscripts/ray-cluster.sh`.
+# Ray on all nodes of a Slurm job: ray-preprocess.sh, ray-models.sh and serve-vllm.sh say `. jobscripts/ray-cluster.sh`.
 #
 #   before   a batch script, on the first node of its job, with `ray` on the PATH
 #   after    a head on that node and a worker on each other one, all alive; RAY_ADDRESS names the head for whatever

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing.spawn
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -21,12 +22,15 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from hpcpar.errors import HpcparError
+from hpcpar.launch.keras_variables import prefer_torch
 
 INTERFACE_VERSION = "0.28.1"
 """Value of `horovod.__version__`: the release whose interface this is."""
 
 ALIASES = {
     "horovod.torch": "hpcpar.horovod.torch",
+    "horovod.keras": "hpcpar.horovod.keras",
+    "horovod.tensorflow.keras": "hpcpar.horovod.keras",
     "horovod.common.basics": "hpcpar.horovod.basics",
     "horovod.common.elastic": "hpcpar.horovod.torch.elastic",
     "horovod.common.exceptions": "hpcpar.horovod.exceptions",
@@ -41,8 +45,15 @@ NAMESPACES: dict[str, dict[str, str]] = {
     "horovod.common": {},
     "horovod.runner": {"run": "hpcpar.horovod.runner"},
     "horovod.runner.util": {},
+    "horovod.tensorflow": {},
 }
 """Packages that only hold others -> the names in them, and where these are defined."""
+
+
+NO_TENSORFLOW = (
+    ": TensorFlow itself is not part of hpcpar. horovod.tensorflow.keras, or horovod.keras, trains Keras 3 "
+    "on torch; for TensorFlow install Horovod itself"
+)
 
 
 class AliasError(HpcparError, ImportError):
@@ -60,7 +71,10 @@ class _NamespaceLoader(Loader):
 
         def look(name: str) -> Any:
             if name not in names:
-                raise AttributeError(f"module {module.__name__!r} of hpcpar has no attribute {name!r}")
+                advice = NO_TENSORFLOW if module.__name__ == "horovod.tensorflow" else ""
+                raise AttributeError(
+                    f"module {module.__name__!r} of hpcpar has no attribute {name!r}{advice}"
+                )
             return getattr(import_module(names[name]), name)
 
         module.__dict__.update(__getattr__=look, __doc__="hpcpar in Horovod's place.")
@@ -102,7 +116,8 @@ class _Finder(MetaPathFinder):
                 return None  # who only asks whether there is such a module is told that there is none
             raise ModuleNotFoundError(
                 f"{name} is not part of hpcpar, which stands in Horovod's place here: it has horovod.torch, "
-                f"horovod.common and horovod.run; for other frameworks install Horovod itself",
+                f"horovod.keras, horovod.tensorflow.keras, horovod.common and horovod.run; "
+                f"for other frameworks install Horovod itself",
                 name=name,
             )
         spec = ModuleSpec(name, _AliasLoader(own), origin=found.origin)
@@ -133,7 +148,8 @@ def installed() -> bool:
 def install() -> None:
     """Let `import horovod` mean ours, in this process and in its `multiprocessing` children.
 
-    Other programs that are started from here are not touched. A second call does nothing.
+    Other programs that are started from here are not touched, but for KERAS_BACKEND=torch where that is not
+    set. A second call does nothing.
     errors   AliasError when the real Horovod has been imported
     """
     if installed():
@@ -145,6 +161,7 @@ def install() -> None:
             f"call hpcpar.horovod.alias.install() before the first `import horovod`"
         )
     sys.meta_path.insert(0, _Finder())
+    prefer_torch(os.environ)  # a script may import keras before horovod.keras
     spawn: Any = multiprocessing.spawn
     spawn.get_preparation_data = _with_alias(spawn.get_preparation_data)
 

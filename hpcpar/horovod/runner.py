@@ -14,6 +14,8 @@ import os
 import pickle
 import secrets
 import shlex
+import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -30,13 +32,13 @@ from typing import Any
 from hpcpar.errors import ConfigError, PeerFailedError
 from hpcpar.horovod import alias
 from hpcpar.horovod.util import in_thread
-from hpcpar.launch import supervise
+from hpcpar.launch import ray_task, supervise
 from hpcpar.launch.allocation import has_several_hosts
 from hpcpar.launch.environment import detect
 from hpcpar.launch.horovod_settings import start_limit_s
 from hpcpar.launch.hosts import Host, parse_hosts, read_hostfile, ssh_variables
 from hpcpar.launch.launch_command import LaunchOptions
-from hpcpar.launch.settings import TOKEN, take_token
+from hpcpar.launch.settings import TOKEN, run_directory, take_token
 
 Address = str | tuple[str, int]
 
@@ -92,9 +94,12 @@ def run(
     disable_cache, use_mpi, use_gloo      nothing: MPI carries all of it, and no checks are remembered
     errors   PeerFailedError names the rank that raised, with its traceback, from its exception
              where that can be pickled; or says that the job ended before all had returned
+             KeyboardInterrupt where Ctrl-C, or `ray.cancel`, has ended the job
              ConfigError for arguments that make no sense
 
     The function, its arguments and its results travel by cloudpickle (`pip install hpcpar[horovod]`).
+    Ranks end with this process, however it ends. In a Ray task they stay on its node, share its cores and its
+    OMP_NUM_THREADS, and are bound to no cores, so that tasks of a node can train at once.
     """
     if use_gloo and use_mpi:
         raise ConfigError("both use_gloo and use_mpi were given: leave both out, MPI carries all of it here")
@@ -229,8 +234,9 @@ def _places(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
 
 def _server_address(places: Sequence[Host], directory: str) -> Address:
     """Return a socket path where all ranks are on this host, else any free port."""
-    here = {"localhost", "127.0.0.1", socket.gethostname()}
-    away = any(host.name not in here for host in places) or (not places and has_several_hosts())
+    away = not all(ray_task.is_this_host(host.name) for host in places)
+    if not places and not ray_task.stays_here():
+        away = has_several_hosts()
     return ("", 0) if away else os.path.join(directory, "server")
 
 
@@ -242,6 +248,9 @@ def _cloudpickle() -> Any:
 
 
 def _results(server: RpcServer, size: int, status: int, said: Sequence[str]) -> list[Any]:
+    missing = [rank for rank in range(size) if rank not in server.returned]
+    if missing and status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
     if server.failures:
         rank, (host, name, text, pickled) = server.failures[0]
         cause = None
@@ -250,7 +259,6 @@ def _results(server: RpcServer, size: int, status: int, said: Sequence[str]) -> 
         raise PeerFailedError(
             f"rank {rank} of {size} (on {host}) raised {name}; its traceback:\n{text}"
         ) from cause
-    missing = [rank for rank in range(size) if rank not in server.returned]
     if missing or status:
         listed = ", ".join(map(str, missing)) or "none"
         words = "\n".join(said)
@@ -266,6 +274,8 @@ def serve_rank(words: Sequence[str]) -> None:
     with Client(address, authkey=take_token().encode()) as server:
         server.send(detect().rank)
         path, aliased, pickled = pickle.loads(server.recv_bytes())
+        has_result = threading.Event()
+        in_thread(_end_with_caller, (server, has_result, words[0]), name="hpcpar caller's end")
         sys.path[:] = path
         if aliased:
             alias.install()
@@ -273,9 +283,28 @@ def serve_rank(words: Sequence[str]) -> None:
             function, args, kwargs = pickle.loads(pickled)
             value = _cloudpickle().dumps(function(*args, **kwargs))
         except BaseException as error:
+            has_result.set()
             server.send(("failed", _account(error)))
             raise
+        has_result.set()
         server.send(("returned", value))
+
+
+def _end_with_caller(server: Connection, has_result: threading.Event, place: str) -> None:
+    """End this rank when the process that called `run` goes without waiting for it, as one that is killed.
+
+    place   the server's socket, if it is a path: the caller can no longer remove its directory and the run's
+    """
+    with suppress(EOFError, OSError):
+        server.recv_bytes()  # nothing more is sent, so this lasts until the connection is closed
+    if has_result.is_set():
+        return
+    for directory in (run_directory(), os.path.dirname(place)):
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        os.write(2, b"hpcpar: the process that called horovod.run has gone, so this rank ends\n")
+    os._exit(1)
 
 
 def _account(error: BaseException) -> tuple[str, str, str, bytes | None]:

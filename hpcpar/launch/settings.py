@@ -63,7 +63,7 @@ class Settings:
             check=flag(environ, "HPCPAR_CHECK", False),
             timeout_s=seconds(environ, "HPCPAR_TIMEOUT_S", patience_s),
             algorithm=environ.get("HPCPAR_ALGORITHM") or None,
-            run_directory=environ.get("HPCPAR_RUN_DIRECTORY") or None,
+            run_directory=run_directory(environ),
             tuning=environ.get("HPCPAR_TUNING") or None,
             shared_memory=flag(environ, "HPCPAR_SHARED_MEMORY", True),
             cuda_aware=capabilities(environ, "HPCPAR_CUDA_AWARE"),
@@ -229,6 +229,11 @@ def env(**variables: str | None) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def run_directory(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the directory that `hpcpar run` or `horovod.run` keeps for this job on its own host."""
+    return environ.get("HPCPAR_RUN_DIRECTORY") or None
 
 
 def take_token(environ: MutableMapping[str, str] = os.environ) -> str:

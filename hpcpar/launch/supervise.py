@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from hpcpar.launch import redirect
+from hpcpar.launch import ray_task, redirect
 from hpcpar.launch.allocation import has_several_hosts
 from hpcpar.launch.launch_command import (
     NO_OPTIONS,
@@ -36,6 +36,9 @@ from hpcpar.launch.signals import START_AGAIN, STOPS_ON_USR1
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SENTINEL_PATIENCE_S = 3.0
+
+LOOK_S = 0.2
+"""Longest time until an interrupt is heard that is no real signal: see `wait`."""
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 KILLED = (*ENDING, *(128 + number for number in ENDING), 1, 255)
@@ -61,6 +64,8 @@ def run(
     which: Which = shutil.which,
 ) -> int:
     """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost."""
+    if n > 0 and ray_task.stays_here(options.hosts, environ):
+        environ = ray_task.job_environ(n, environ)
     options = replace(options, variables={**cuda_aware(options, environ, say), **options.variables})
     if options.output_directory is not None and len(options.hosts) <= 1 and not has_several_hosts(environ):
         redirect.make_directory(options.output_directory)  # one sentence here, where else every rank says it
@@ -72,11 +77,24 @@ def run(
         job_environ = environ_for(prepared, name, is_root=os.geteuid() == 0, terminal_columns=columns)
         process = subprocess.Popen(command, env=job_environ)
         with forwarding(process, directory) as ended_by:
-            status = process.wait()
+            status = wait(process)
         status = status if status >= 0 else 128 - status
         await_sentinels(directory)
         launcher = os.path.basename(command[0])
         return verdict(status, directory, launcher, say, ended_by[0] if ended_by else None)
+
+
+def wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the launcher's end, and hear every signal meanwhile; return its status.
+
+    `ray.cancel` and `_thread.interrupt_main` interrupt no system call: the main thread hears of it after one.
+    So another thread waits in the long call, and this one wakes up every LOOK_S.
+    """
+    waiting = threading.Thread(target=process.wait, name="hpcpar run", daemon=True)
+    waiting.start()
+    while waiting.is_alive():
+        waiting.join(LOOK_S)
+    return process.wait()
 
 
 def verdict(
@@ -121,8 +139,10 @@ def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterato
     HUP stays ignored where it is already, as `nohup` has it.
     Ranks that stop in good order on SIGUSR1 get that in SIGTERM's place: srun and Open MPI's mpiexec do
     not pass SIGTERM on, but kill the ranks within 0.3 s.
+    INT goes as TERM where this process blocks INT, as Ray's workers do: the launcher has inherited that.
     """
     ended_by: list[StopSignal] = []
+    is_deaf = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     def forward(number: int, frame: FrameType | None) -> None:
         stops = number in (signal.SIGTERM, signal.SIGHUP) and (run_directory / STOPS_ON_USR1).exists()
@@ -130,7 +150,7 @@ def forwarding(process: subprocess.Popen[bytes], run_directory: Path) -> Iterato
             ended_by.append(StopSignal(signal.Signals(number), time.time()))
         if number == signal.SIGINT and _terminal_interrupts_us():
             return  # the terminal has sent it to the launcher as well
-        if number == signal.SIGHUP:
+        if number == signal.SIGHUP or (number == signal.SIGINT and is_deaf):
             number = signal.SIGTERM
         process.send_signal(signal.SIGUSR1 if stops else number)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from hpcpar.horovod import util
 from hpcpar.horovod.alias import ALIASES, NAMESPACES, own_name
 from hpcpar.horovod.exceptions import HorovodVersionMismatchError, get_version_mismatch_message
+
+HERE = {theirs: ours for theirs, ours in ALIASES.items() if find_spec("keras") or not ours.endswith(".keras")}
+"""Those of an environment that may be without Keras."""
 
 
 def python(code: str, *options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -44,7 +48,7 @@ except ModuleNotFoundError as error:
 IN_COPIES = {
     "every module": f"""
 import importlib, sys
-for theirs, ours in {ALIASES!r}.items():
+for theirs, ours in {HERE!r}.items():
     module = importlib.import_module(theirs)
     assert module is importlib.import_module(ours), theirs
     assert module.__name__ == ours == module.__spec__.name, module.__spec__
@@ -136,7 +140,7 @@ def require_explained(said: str, name: str) -> None:
     assert "install Horovod itself" in said
 
 
-@pytest.mark.parametrize("name", ["tensorflow", "keras", "mxnet", "spark", "ray", "common.x"])
+@pytest.mark.parametrize("name", ["mxnet", "spark", "ray", "tensorflow.x", "common.x"])
 def test_a_part_that_we_have_not_is_no_module_and_the_error_says_why(name: str) -> None:
     require_explained(aliased(missing(name)), name)
 
@@ -148,15 +152,26 @@ def test_a_part_of_horovod_torch_that_we_have_not_is_no_module_either(told: dict
 def test_who_asks_for_a_part_that_we_have_not_is_told_none() -> None:
     code = """
 from importlib.util import find_spec
-names = "tensorflow keras mxnet spark ray common.x torch.nothing runner.launch".split()
+names = "mxnet spark ray tensorflow.x common.x torch.nothing runner.launch".split()
 print([name for name in names if find_spec("horovod." + name) is not None])
 print(find_spec("horovod.torch.mpi_ops").name, find_spec("horovod.common.util") is not None)
 try:
-    __import__("importlib").import_module("horovod.keras")
+    __import__("importlib").import_module("horovod.mxnet")
 except ModuleNotFoundError as error:
     print("install Horovod itself" in str(error))
 """
     assert aliased(code) == "[]\nhorovod.torch.mpi_ops True\nTrue"
+
+
+def test_tensorflow_itself_is_named_as_missing() -> None:
+    code = """
+import horovod.tensorflow as hvd
+try:
+    hvd.init()
+except AttributeError as error:
+    print(error)
+"""
+    assert "TensorFlow itself is not part of hpcpar" in aliased(code)
 
 
 def test_looking_for_a_module_imports_no_torch() -> None:

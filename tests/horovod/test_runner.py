@@ -18,6 +18,7 @@ from hpcpar.errors import ConfigError, PeerFailedError
 from hpcpar.horovod.runner import run
 from hpcpar.launch import supervise
 from hpcpar.launch.launch_command import LaunchOptions
+from tests.command import until, variables
 
 pytest.importorskip("cloudpickle")
 pytestmark = pytest.mark.skipif(
@@ -100,6 +101,53 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
 
     with pytest.raises(PeerFailedError, match=r"rank 0 of 1 .* raised TypeError"):
         run(locks)
+
+
+def test_ranks_end_with_a_caller_that_is_killed_and_leave_no_files(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from hpcpar.horovod.runner import run
+
+def work():
+    import hpcpar
+    world = hpcpar.init()
+    open(f"pid-{os.getpid()}", "w").close()
+    time.sleep(60)
+
+run(work, num_proc=2)
+"""
+    (tmp_path / "tmp").mkdir()
+    with (tmp_path / "output").open("w") as output:
+        caller = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        )
+    until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    caller.kill()
+    caller.wait()
+    ranks = [Path("/proc", file.name.partition("-")[2]) for file in tmp_path.glob("pid-*")]
+    until(lambda: not any(rank.exists() for rank in ranks))
+    assert "the process that called horovod.run has gone" in (tmp_path / "output").read_text()
+    assert not list((tmp_path / "tmp").glob("hpcpar-*"))
+
+
+def test_in_a_ray_task_ranks_share_its_threads_and_are_not_bound_nor_of_the_step_that_started_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told() -> tuple[int, set[int], str, str | None]:
+        import hpcpar
+
+        world = hpcpar.init()
+        threads = os.environ["OMP_NUM_THREADS"]
+        return world.size, os.sched_getaffinity(0), threads, os.environ.get("SLURM_PROCID")
+
+    step = "RAY_RAYLET_PID=1 OMP_NUM_THREADS=4 SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=3 SLURM_STEP_ID=1 "
+    for name, value in variables(step + "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2").items():
+        monkeypatch.setenv(name, value)
+    assert run(told, num_proc=2) == [(2, os.sched_getaffinity(0), "2", None)] * 2
 
 
 def test_output_goes_to_files_where_asked(tmp_path: Path) -> None:

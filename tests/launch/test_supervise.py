@@ -18,6 +18,7 @@ from hpcpar.launch import launch_command, supervise
 from hpcpar.launch.hosts import Host
 from hpcpar.launch.launch_command import NO_OPTIONS, LaunchOptions, Say, Which, cuda_aware
 from hpcpar.launch.supervise import StopSignal, await_sentinels, run, verdict
+from tests import command
 from tests.command import write_script
 
 UCX = {"LD_LIBRARY_PATH": "/env/libucx/lib", "OMPI_MCA_pml": "ucx", "UCX_MEMTYPE_CACHE": "n"}
@@ -177,6 +178,22 @@ sys.exit(supervise.run(1, ["x.py"], say=lambda line: print(line, file=sys.stderr
         assert not list(tmp_path.glob("hpcpar-run-*"))
     finally:
         process.kill()
+
+
+def test_an_interrupt_that_is_no_signal_ends_a_job_whose_launcher_hears_none(tmp_path: Path) -> None:
+    """As `ray.cancel` interrupts a task, whose worker blocks SIGINT."""
+    code = """
+import _thread, os, signal, sys, threading
+from hpcpar.launch import supervise
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+job = "import time; time.sleep(60)"
+supervise.prepare = lambda *_, **__: ([sys.executable, "-c", job], dict(os.environ))
+threading.Timer(0.5, _thread.interrupt_main).start()
+sys.exit(supervise.run(1, ["x.py"], say=lambda line: print(line, file=sys.stderr)))
+"""
+    done = command.run(sys.executable, "-c", code, timeout_s=40, TMPDIR=str(tmp_path))
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert "SIGINT ended the job, with status 130" in done.stderr
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])

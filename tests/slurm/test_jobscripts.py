@@ -336,6 +336,18 @@ def test_ray_cleans_text_on_all_nodes_which_is_then_trained_on(submit: Submit, p
 
 
 @needs_ray
+def test_ray_trains_models_on_all_nodes_each_with_its_ranks_on_one(submit: Submit, project: Path) -> None:
+    job = submit("ray-models", "--cpus-per-task=2", words=("--steps", "2"))
+    assert "Ray is on 2 nodes: 4 cores, 0 GPUs" in job.output
+    trained = re.findall(r"^(\w+) on (node\d): loss [\d.]+ to [\d.]+, on held-out", job.output, re.MULTILINE)
+    assert [name for name, _ in trained] == ["asyncio", "email", "unittest"]
+    assert {node for _, node in trained} == {"node1", "node2"}
+    weights = project / "runs" / f"ray-models-{job.id}"
+    assert sorted(path.stem for path in weights.iterdir()) == ["asyncio", "email", "unittest"]
+    assert not Path(f"/tmp/ray-{job.id}").exists()
+
+
+@needs_ray
 def test_a_trained_model_is_exported_and_ray_is_there_to_serve_it(submit: Submit, project: Path) -> None:
     """All but vLLM itself, which needs GPUs: --dry-run shows its command."""
     trained = submit.trained("single-node", "--ntasks-per-node=1")

@@ -187,7 +187,7 @@ class _AveragingOptimizer(_Distributed):
         settings = self._settings
         self._synchronized = False
         self._gradients = None
-        groups = _grouped(settings["groups"], self)
+        groups = grouped(settings["groups"], list(self._parameter_names))
         if self._is_alone:
             return
         options = ReductionOptions(
@@ -313,7 +313,7 @@ class _AdasumOptimizer(_Distributed):
 
     def _distribute(self, named_parameters: Iterable[Any] | None) -> None:
         super()._distribute(named_parameters)
-        _grouped(self._settings["groups"], self)
+        grouped(self._settings["groups"], list(self._parameter_names))
         if not self._is_alone:
             require_adasum(self.process_set)
 
@@ -360,16 +360,15 @@ class _AdasumOptimizer(_Distributed):
 _AdasumOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
-def _grouped(groups: Groups, optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return the groups that are asked for; ValueError for anything else."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+def grouped(groups: Groups, held: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the groups of these parameters that are asked for; ValueError for anything else."""
     if groups is None:
         return []
     if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 1:
             raise ValueError(f"groups={groups}: give a number of groups above 0, or lists of parameters")
         size = max(1, -(-len(held) // groups))
-        return [held[start : start + size] for start in range(0, len(held), size)]
+        return [list(held[start : start + size]) for start in range(0, len(held), size)]
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
         raise ValueError("groups should be a whole number, or a list of lists of parameters")
     seen: set[int] = set()
