@@ -196,9 +196,10 @@ class SharedCall:
         return lent.part(run[1] - at, run[2] - at).octets
 
     def advance(self, looks: int) -> bool:
-        words, stamp, at, tasks = self.words, self.stamp, self._at, self._tasks
-        if at:
-            tasks = tasks[at:]
+        words, stamp = self.words, self.stamp
+        tasks = self._tasks
+        if self._at:
+            tasks = tasks[self._at :]
         # Or else: look whether all ranks have ended the call that used the slot before.
         elif self.segment.ended_by_all[self.slot] <= self.ticket - SLOTS and not self._is_free():
             return False
@@ -272,8 +273,10 @@ class SharedCall:
 
     def glance(self) -> None:
         """Look at all ranks without waiting for any: those that make another call here are told."""
+        words, begin, end = self.words, self.stamp, self.stamp | FAILED
         for word in self.headers:
-            self._has_come(word, 0)
+            if not begin <= words[word] < end:
+                self._has_come(word, 0)
 
     def failed(self, text: str) -> MismatchError:
         """Tell all that the call cannot be completed; the error for this rank."""
