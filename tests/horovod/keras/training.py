@@ -5,13 +5,14 @@ In float32, and equal up to its rounding: sums over ranks are in another order t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 import hpcpar.horovod.keras as hvd
+from hpcpar.horovod.keras.optimizer import Distributed
 from hpcpar.horovod.torch import allgather_object
 
 BATCH = 24
@@ -30,8 +31,13 @@ def data(steps: int = STEPS) -> Arrays:
 
 def share(array: np.ndarray) -> np.ndarray:
     """This rank's samples of each batch."""
+    return of_ranks(array, [hvd.rank()]).reshape(-1, *array.shape[1:])
+
+
+def of_ranks(array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
+    """Return batches of the samples of these ranks: shape (steps, samples, ...)."""
     batches = array.reshape(-1, hvd.size(), BATCH // hvd.size(), *array.shape[1:])
-    return batches[:, hvd.rank()].reshape(-1, *array.shape[1:])
+    return batches[:, list(ranks)].reshape(len(batches), -1, *array.shape[1:])
 
 
 def model_of(seed: int = 0) -> keras.Model:
@@ -42,13 +48,18 @@ def model_of(seed: int = 0) -> keras.Model:
 
 def fit(model: keras.Model, optimizer: Any, arrays: Arrays, **options: Any) -> list[float]:
     """Train one epoch; a rank's optimizer takes batches of its share. Returns the losses of epochs."""
-    is_rank = type(optimizer).__mro__[1].__name__ == "Distributed"
+    model.compile(loss=keras.losses.MeanSquaredError(), optimizer=optimizer)
+    return go_on(model, arrays, **options)
+
+
+def go_on(model: keras.Model, arrays: Arrays, **options: Any) -> list[float]:
+    """Train one more epoch."""
+    inner = getattr(model.optimizer, "inner_optimizer", None)
+    is_rank = isinstance(model.optimizer, Distributed) or isinstance(inner, Distributed)
     size = BATCH // hvd.size() if is_rank else BATCH
     arrays = tuple(map(share, arrays)) if is_rank else arrays
-    model.compile(loss="mse", optimizer=optimizer)
-    losses: list[float] = model.fit(*arrays, batch_size=size, shuffle=False, verbose=0, **options).history[
-        "loss"
-    ]
+    history = model.fit(*arrays, batch_size=size, shuffle=False, verbose=0, **options).history
+    losses: list[float] = history["loss"]
     return losses
 
 
@@ -62,6 +73,12 @@ def assert_as_alone(model: keras.Model, reference: keras.Model, bound: float = R
     told = allgather_object((float(np.abs(own - alone).max()), own.tobytes()))
     assert max(far for far, _ in told) <= bound
     assert len({bits for _, bits in told}) == 1, "ranks differ"
+
+
+def assert_same(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Assert that arrays are the same on every rank, after all have come here."""
+    told = allgather_object([bool(np.array_equal(found, expected)) for found, expected in pairs])
+    assert all(all(of_rank) for of_rank in told), told
 
 
 def compare(make: Callable[[], Any], bound: float = ROUNDING, **options: Any) -> keras.Model:
